@@ -1,0 +1,85 @@
+"""Every error the library raises, with whose fault each is.
+
+Owns the exception tree; the native module raises these classes by name. Never holds logic beyond the texts
+of the objects. Invariant: whatever the library raises on purpose is a KVClientError, and a miss is none of
+them: a block that is not there is a value (None, "no_space", a lower count), not an exception.
+
+    KVClientError
+    ├── Unavailable          (also ConnectionError)  nobody's: the daemon is down, starting or unreachable.
+    │   │                                            Try again later, or go on without the store.
+    │   └── Detached                                 nobody's: this client's session is over (restart, fork).
+    │                                                KVClient attaches anew and tries again; users never see it
+    │                                                unless that fails too, and then as Unavailable.
+    ├── InvalidArgument      (also ValueError)       the caller's: a value is malformed or out of its bounds.
+    ├── NotPermitted         (also PermissionError)  the caller's or the operator's: this user may not open
+    │                                                this namespace, or may only read it.
+    ├── PinsExhausted                                the caller's: it holds max_pins views; release some.
+    ├── DeadlineExceeded     (also TimeoutError)     nobody's: the wait reached the deadline it was given.
+    ├── BlockLost                                    another writer's: it died or aborted while its block was
+    │                                                being followed; or this writer's lease ended under it.
+    ├── NoSpace                                      the operator's or the readers': no run of that length is
+    │                                                free of pins, or the pool is too small for it.
+    ├── Closed                                       the caller's: the client or the handle was closed before.
+    └── IncompatibleVersion                          the operator's: library and daemon speak different
+                                                     versions; install matching ones.
+
+An AssertionError out of the library is a bug in it.
+"""
+
+__all__ = [
+    "BlockLost",
+    "Closed",
+    "DeadlineExceeded",
+    "Detached",
+    "IncompatibleVersion",
+    "InvalidArgument",
+    "KVClientError",
+    "NoSpace",
+    "NotPermitted",
+    "PinsExhausted",
+    "Unavailable",
+]
+
+
+class KVClientError(Exception):
+    """The root: catch this to catch everything the library raises on purpose."""
+
+
+class Unavailable(KVClientError, ConnectionError):
+    """The daemon cannot be reached now. The call did not happen, or its outcome is unknown."""
+
+
+class Detached(Unavailable):
+    """The session ended (daemon restarted, process forked). Internal: KVClient attaches anew."""
+
+
+class InvalidArgument(KVClientError, ValueError):
+    """An argument is malformed or outside its bounds; the text names the value and the limit."""
+
+
+class NotPermitted(KVClientError, PermissionError):
+    """The daemon refuses this user, or refuses a write to a session that may only read."""
+
+
+class PinsExhausted(KVClientError):
+    """All pins of the session are in use. Raised for the item that found none free, never told as a miss."""
+
+
+class DeadlineExceeded(KVClientError, TimeoutError):
+    """A wait ended at its deadline; what was waited for may still come."""
+
+
+class BlockLost(KVClientError):
+    """The block this handle stands for will never be complete: its writer died or aborted it."""
+
+
+class NoSpace(KVClientError):
+    """No unpinned run of memory is long enough; the text names what was asked and what the pool has."""
+
+
+class Closed(KVClientError):
+    """The client, writer or set of blocks was closed or released before this call."""
+
+
+class IncompatibleVersion(KVClientError):
+    """The library and the daemon (or its memory) have different protocol or format versions."""
