@@ -1,0 +1,101 @@
+# Every target sets up what it needs, and only that; a second run reuses it. `make help` lists the targets.
+#
+# Stages, each a stamp in .venv: run (native build and the daemon), dev (tests, lint), hf (torch, transformers).
+# Package lists come from pyproject.toml, versions from constraints.txt. Builds and installs hold build/lock, so
+# that two makes at once do not trip over each other.
+
+PYTHON ?= $(firstword $(wildcard $(shell command -v python3.11)) python3)
+JOBS ?= 2
+export JOBS
+VENV := .venv
+PY := $(VENV)/bin/python
+LOCK := mkdir -p build && flock build/lock
+PROTOS := $(wildcard proto/kvstored/v1/*.proto)
+CMAKE := $(VENV)/bin/cmake
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo model test test-all bench lint asan clean native
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+# --- set-up ---------------------------------------------------------------------------------------------------------
+
+$(VENV)/.python: | .ci/system
+	@PYTHON="$(PYTHON)" .ci/system
+	@$(LOCK) sh -ec 'test -x $(PY) || "$(PYTHON)" -m venv $(VENV)'
+	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvstored-checkout.pth
+	@printf '#!%s\nimport sys\n\nfrom kvstored.cli import main\n\nsys.exit(main())\n' "$(CURDIR)/$(PY)" > $(VENV)/bin/kvstored
+	@chmod +x $(VENV)/bin/kvstored
+	@touch $@
+
+# $(call install,LISTS): pip install of the named lists of pyproject.toml at the versions of constraints.txt
+define LISTS
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))
+lists = {"build": project["build-system"]["requires"], "run": project["project"]["dependencies"]}
+lists.update(project["project"]["optional-dependencies"])
+print(*sum((lists[name] for name in sys.argv[1:]), []), sep="\n")
+endef
+export LISTS
+install = $(LOCK) sh -ec '$(PY) -c "$$LISTS" $(1) > $@.txt; $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $@.txt'
+
+$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing what the build and the daemon need"
+	@$(call install,build run) && $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing what the tests and lint need"
+	@$(call install,dev)
+	@touch $@
+
+$(VENV)/.hf: $(VENV)/.run
+	@echo "installing torch and transformers"
+	@$(call install,hf)
+	@touch $@
+
+# Generated beside its package, as an installed wheel has it; not committed.
+build/.proto: $(VENV)/.run $(PROTOS)
+	@$(LOCK) $(PY) -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	@touch $@
+
+# --- build ----------------------------------------------------------------------------------------------------------
+
+build: native $(if $(PROTOS),build/.proto) ## build the native part and the protocol code into this checkout
+
+native: $(VENV)/.run
+	@$(LOCK) .ci/native
+
+clean: ## remove everything that was built, the virtual environment included
+	rm -rf build $(VENV) kvstored/_core*.so kvclient/_core*.so kvstored/v1 .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find kvstored kvclient tests bench examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- run ------------------------------------------------------------------------------------------------------------
+
+model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's cache (93 MB, once)
+	@$(PY) examples/model.py
+
+demo: model ## one daemon, several processes, a real model: the first computes, the others hit
+	@$(PY) examples/demo.py
+
+test: model ## build and pass the tests
+	@$(VENV)/bin/ctest --test-dir build/dev --output-on-failure
+	@$(PY) -m pytest -q -m "not slow and not engines"
+
+test-all: model ## also the slow tests and other releases of transformers
+	@$(VENV)/bin/ctest --test-dir build/dev --output-on-failure
+	@$(PY) -m pytest -q
+
+bench: model ## measure, side by side with other stores; writes bench/out
+	@$(PY) -m bench
+
+lint: $(VENV)/.dev ## ruff, import contracts, tidy test
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/lint-imports
+	@$(PY) -m pytest -q tests/unit/test_tidy.py
+
+asan: $(VENV)/.run ## the C++ tests under ASan/UBSan and under TSan
+	@$(LOCK) .ci/sanitize address build/asan
+	@$(LOCK) .ci/sanitize thread build/tsan
