@@ -1,0 +1,14 @@
+// The module is imported at the first error: kvclient.errors needs nothing native, so there is no import cycle.
+#include "bindings/client_errors.h"
+
+#include <nanobind/nanobind.h>
+
+namespace kv {
+
+void raise(const char* class_name, const std::string& message) {
+  nanobind::object type = nanobind::module_::import_("kvclient.errors").attr(class_name);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw nanobind::python_error();
+}
+
+}  // namespace kv
