@@ -1,0 +1,98 @@
+"""Every error the daemon raises on purpose, and the gRPC status each becomes.
+
+KVStoredError
+├── ConfigError            the operator's: a field of the configuration; exit code 2
+├── StartupError           the machine's: lock held, directory unsafe, file system too small; exit code 6
+└── StoreError             an operation failed; the caller gets the status below
+    ├── InvalidArgument    the caller's mistake: names the value and the limit
+    ├── NotFound           no such namespace, layout, lease or block
+    │   └── LeaseEnded     the lease reached its deadline or all its blocks have ended
+    ├── NoSpace            a bound of the configuration, or no free run of memory
+    ├── FailedPrecondition the call does not fit the state
+    │   └── IncompatibleVersion  segments of another format
+    ├── IntegrityError     a checksum or an invariant does not hold
+    ├── BlockLost          the block's writer gave it up or died
+    ├── DeadlineExceeded   a wait reached its bound
+    └── Fenced             a client harmed this namespace's memory; the others are served
+
+kvstored._core raises the StoreError classes by name. Anything else that reaches a caller is a bug (INTERNAL).
+"""
+
+from __future__ import annotations
+
+
+class KVStoredError(Exception):
+    """Base of all."""
+
+
+class ConfigError(KVStoredError):
+    """A value of the configuration is wrong."""
+
+
+class StartupError(KVStoredError):
+    """The daemon cannot start here."""
+
+
+class StoreError(KVStoredError):
+    """An operation failed."""
+
+
+class InvalidArgument(StoreError):
+    """The caller's argument is outside of a limit."""
+
+
+class NotFound(StoreError):
+    """What the caller names does not exist."""
+
+
+class LeaseEnded(NotFound):
+    """The lease is over; its unsealed blocks were aborted."""
+
+
+class NoSpace(StoreError):
+    """A bound was reached."""
+
+
+class FailedPrecondition(StoreError):
+    """Not possible in this state."""
+
+
+class IncompatibleVersion(FailedPrecondition):
+    """The segments were made by another version or with another geometry."""
+
+
+class IntegrityError(StoreError):
+    """A checksum or an invariant does not hold."""
+
+
+class BlockLost(StoreError):
+    """The block's writer gave it up or died."""
+
+
+class DeadlineExceeded(StoreError):
+    """A wait reached its bound."""
+
+
+class Fenced(StoreError):
+    """The namespace's memory was harmed by a client; it is refused until the daemon is started with --fresh."""
+
+
+# The one table from error to status. First match in the class's own order of bases (mro) wins.
+STATUS_NAMES: dict[type[BaseException], str] = {
+    InvalidArgument: "INVALID_ARGUMENT",
+    NotFound: "NOT_FOUND",
+    NoSpace: "RESOURCE_EXHAUSTED",
+    FailedPrecondition: "FAILED_PRECONDITION",
+    IntegrityError: "DATA_LOSS",
+    BlockLost: "ABORTED",
+    DeadlineExceeded: "DEADLINE_EXCEEDED",
+    Fenced: "UNAVAILABLE",
+}
+
+
+def status_name(error: BaseException) -> str:
+    """The gRPC status of an error, by name; INTERNAL for what is not in the tree."""
+    for cls in type(error).__mro__:
+        if cls in STATUS_NAMES:
+            return STATUS_NAMES[cls]
+    return "INTERNAL"

@@ -1,0 +1,35 @@
+"""Tells the service supervisor what the daemon does (sd_notify's protocol: one datagram to $NOTIFY_SOCKET).
+
+Owns nothing and never fails: without a supervisor, or with one that does not listen, every call is a no-op.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def notify(message: str) -> bool:
+    """Sends e.g. "READY=1"; whether it was handed over."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address or address[0] not in "/@":
+        return False
+    if address[0] == "@":  # the abstract namespace is written with a leading @
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.setblocking(False)
+            sock.sendto(message.encode(), address)
+        return True
+    except OSError:
+        return False
+
+
+def watchdog_interval_s() -> float:
+    """Half of the supervisor's limit (what sd_watchdog_enabled(3) recommends), 0 if it does not watch this process."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    try:
+        return max(0, int(os.environ.get("WATCHDOG_USEC", "0"))) / 2e6
+    except ValueError:
+        return 0.0
