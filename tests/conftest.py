@@ -1,0 +1,203 @@
+"""Fixtures that every test folder uses: a real daemon in a process of its own, and waiting on a condition.
+
+Owns the processes, directories and shared memory it makes, and removes all of them, also after a failed
+test. Never sleeps for a guessed time: readiness is the daemon's own READY=1, everything else a condition
+with a deadline.
+"""
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody imports torch: two cores, several processes
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+
+
+class DaemonFailed(AssertionError):
+    """The daemon ended or said nothing before it was ready; the text has its log."""
+
+
+class Daemon:
+    """One `kvstored serve` process and its runtime directory, kept by `restart()`: the pool is adopted."""
+
+    def __init__(self, dir: Path, memory: str, args: tuple[str, ...], env: dict[str, str]):
+        self.dir = dir
+        self.args = ["serve", "--dir", str(dir), "--memory", memory, *args]
+        self.env = env
+        self.log_path = dir.parent / (dir.name + ".log")
+        self.process: subprocess.Popen[bytes] | None = None
+        self._prefixes: set[str] = set()  # of shared memory names ever seen in state.json
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the daemon was not started"
+        return self.process.pid
+
+    @property
+    def socket_path(self) -> Path:
+        return self.dir / "kvstored.sock"
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> "Daemon":
+        """Starts the process and returns when it says READY=1. Raises DaemonFailed with the log."""
+        assert self.process is None or self.process.poll() is not None, "the daemon is running already"
+        notify_path = str(self.dir.parent / (self.dir.name + ".notify"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(notify_path)
+            notify.bind(notify_path)
+            with open(self.log_path, "ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "kvstored", *self.args],
+                    cwd=ROOT, env={**os.environ, **self.env, "NOTIFY_SOCKET": notify_path},
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            self._wait_ready(notify, time.monotonic() + timeout_s)
+        os.unlink(notify_path)
+        self._note_segments()
+        return self
+
+    def _wait_ready(self, notify: socket.socket, deadline: float) -> None:
+        assert self.process is not None
+        pidfd = os.pidfd_open(self.process.pid)
+        poll = select.poll()
+        poll.register(notify, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                ready = dict(poll.poll(left_s * 1000))
+                if notify.fileno() in ready and b"READY=1" in notify.recv(4096).split(b"\n"):
+                    return
+                if pidfd in ready:
+                    status = self.process.wait()
+                    raise DaemonFailed(f"the daemon ended with {status} before it was ready:\n{self.log()}")
+            self.process.kill()
+            self.process.wait()
+            raise DaemonFailed(f"the daemon did not say READY=1 in time:\n{self.log()}")
+        finally:
+            os.close(pidfd)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM, then SIGKILL after the deadline, which fails the test. Returns the exit status."""
+        if self.process is None:
+            return 0
+        self._note_segments()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise DaemonFailed(f"the daemon did not end {timeout_s} s after SIGTERM:\n{self.log()}") from None
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone. The pool and the runtime directory stay."""
+        assert self.process is not None, "the daemon was not started"
+        self._note_segments()
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self, kill: bool = False) -> "Daemon":
+        """Ends the process (SIGTERM, or SIGKILL with kill=True) and starts another on the same directory."""
+        if kill:
+            self.kill()
+        else:
+            self.stop()
+        return self.start()
+
+    def connect(self, **options: object):
+        """A kvclient.KVClient on this daemon."""
+        import kvclient
+
+        return kvclient.connect(dir=str(self.dir), **options)
+
+    def _note_segments(self) -> None:
+        with contextlib.suppress(OSError):
+            self._prefixes |= set(re.findall(r"kvstored-[0-9A-Za-z]+", (self.dir / "state.json").read_text()))
+
+    def remove(self) -> None:
+        """Removes what the daemon leaves for a successor: its directory and its shared memory."""
+        for prefix in self._prefixes:
+            for segment in Path("/dev/shm").glob(prefix + "*"):
+                segment.unlink(missing_ok=True)
+        shutil.rmtree(self.dir, ignore_errors=True)
+        self.log_path.unlink(missing_ok=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture
+def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
+    """A factory: `daemon()` starts one and returns it ready. Several are fine; all are ended after the test.
+
+    `daemon(memory="256MiB", args=("--max-blocks", "1000"), env={...}, start=False)`.
+    """
+    # Not tmp_path: a Unix socket's path has at most 107 bytes.
+    base = Path(tempfile.mkdtemp(prefix="kvstored-test-"))
+    base.chmod(0o755)
+    started: list[Daemon] = []
+
+    def make(
+        memory: str = "256MiB",
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        start: bool = True,
+    ) -> Daemon:
+        directory = base / f"d{len(started)}"
+        directory.mkdir(mode=0o755)  # sessions of other users reach the socket through it
+        new = Daemon(directory, memory, tuple(args), env or {})
+        started.append(new)
+        return new.start() if start else new
+
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, base, ignore_errors=True)
+        yield make
+        for one in started:
+            at_end.callback(one.remove)
+        if request.node.stash.get(FAILED, False):
+            for one in started:
+                print(f"--- log of {one.dir.name} ---\n{one.log()}")
+        for one in started:
+            at_end.callback(one.stop)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """`wait_until(lambda: condition, "what is awaited", timeout_s=10)`: fails at the deadline."""
+
+    def wait(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.001
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not true after {timeout_s} s"
+            select.select([], [], [], pause_s)  # between looks; the verdict never depends on its length
+            pause_s = min(pause_s * 2, 0.05)
+
+    return wait
