@@ -63,7 +63,7 @@ build/.proto: $(VENV)/.run $(PROTOS)
 
 # --- build ----------------------------------------------------------------------------------------------------------
 
-build: native $(if $(PROTOS),build/.proto) ## build the native part and the protocol code into this checkout
+build: build/.proto native ## build the native part and the protocol code into this checkout
 
 native: $(VENV)/.run
 	@$(LOCK) .ci/native
