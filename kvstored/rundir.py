@@ -1,0 +1,126 @@
+"""The runtime directory: whose it is, who runs in it, and small files that appear whole or not at all.
+
+Owns daemon.lock (the kernel's proof that at most one daemon runs here) and pid. Never touches segments or sockets.
+Invariant: while a Lock exists no other daemon runs in this directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+from typing import Any
+
+from kvstored.errors import StartupError
+
+MAX_JSON_BYTES = 1 << 20
+
+
+def prepare(path: str, open_to_others: bool) -> None:
+    """Makes the directory, or checks the one that is there: ours, and writable by nobody else.
+
+    With `open_to_others` (allow_uids) a directory made here can be entered, not listed, by other users; the sockets decide who may talk.
+    """
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(path, 0o700)
+            os.chmod(path, 0o711 if open_to_others else 0o700)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise StartupError(f"runtime directory {path!r}: {error.strerror}") from error
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartupError(f"runtime directory {path!r} is no directory")
+    if found.st_uid != os.geteuid():
+        raise StartupError(f"runtime directory {path!r} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}")
+    if found.st_mode & 0o022:
+        raise StartupError(f"runtime directory {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
+                           "which would let them replace its sockets; chmod go-w")  # fmt: skip
+
+
+class Lock:
+    """daemon.lock, held until close() or the end of the process."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(os.path.join(path, "daemon.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
+            raise StartupError(f"another kvstored (pid {read_pid(path) or 'unknown'}) runs in {path}") from None
+        write_whole(os.path.join(path, "pid"), f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._path, "pid"))
+        os.close(self._fd)
+
+
+def running_pid(path: str) -> int | None:
+    """The pid of the daemon that runs in this directory, None if none does (a stale pid file proves nothing)."""
+    try:
+        fd = os.open(os.path.join(path, "daemon.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return read_pid(path)
+    finally:
+        os.close(fd)
+
+
+def read_pid(path: str) -> int | None:
+    try:
+        with open(os.path.join(path, "pid"), "rb") as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return None
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """The file has the old or the new content, whatever happens. Mode 0600."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Whether a file can only have been made by this user: regular, ours, for nobody else, under one name."""
+    return (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600
+            and found.st_nlink == 1)  # fmt: skip
+
+
+def read_json(path: str) -> tuple[Any, str]:
+    """(value, "") or (None, why not). A file that is not ours alone, too large or no JSON is refused, never half believed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None, "absent"
+    except OSError as error:
+        return None, error.strerror or "unreadable"
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not is_own(found):
+            return None, f"foreign (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}, {found.st_nlink} links)"
+        if found.st_size > MAX_JSON_BYTES:
+            return None, f"{found.st_size} bytes, the limit is {MAX_JSON_BYTES}"
+        try:
+            return json.loads(file.read(MAX_JSON_BYTES + 1)), ""
+        except (ValueError, RecursionError) as error:
+            return None, f"no JSON: {error}"

@@ -1,0 +1,277 @@
+"""The files behind the shared memory: made once, found again by the next daemon, removed when they fit no more.
+
+Owns state.json and the names in it. A pool's segments are `<prefix>.table`, `.progress` and `.pool` (and the session pages `<prefix>.s.*`, which
+the native half makes). Table, progress and session pages are POSIX shared memory; the pool is too, or a file in --pool-dir.
+
+Never maps a segment and never reads a byte of one: what they contain is for the Store to judge.
+
+Invariants: a segment is adopted only if it is a regular file of this user, mode 0600, one link, of the size the same geometry gives; names
+are random and written to state.json before the files exist, so none is ever orphaned; two pools of one namespace never live at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import posix_ipc
+
+from kvstored import log, rundir
+from kvstored.config import Config
+from kvstored.errors import StartupError
+from kvstored.units import approximate_size
+
+STATE_VERSION = 1
+SHM_DIR = "/dev/shm"
+_PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
+ROLES = ("table", "progress", "pool")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What must be equal for a pool to be adopted."""
+
+    namespace: str
+    capacity_bytes: int
+    max_blocks: int
+    table_bytes: int
+    progress_bytes: int
+
+    def file_bytes(self, role: str) -> int:
+        return {"table": self.table_bytes, "progress": self.progress_bytes, "pool": self.capacity_bytes}[role]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The open segments of one namespace. The descriptors are the caller's to close()."""
+
+    geometry: Geometry
+    pool_id: bytes
+    prefix: str
+    pool_dir: str
+    table_fd: int
+    progress_fd: int
+    pool_fd: int
+    adopted: bool
+
+    def path(self, role: str) -> str:
+        return os.path.join(self.pool_dir if role == "pool" else SHM_DIR, f"{self.prefix}.{role}")
+
+    def close(self) -> None:
+        for fd in (self.table_fd, self.progress_fd, self.pool_fd):
+            os.close(fd)
+
+    def unlink(self) -> None:
+        _unlink(self.prefix, self.pool_dir)
+
+
+class Segments:
+    """The pools of one runtime directory. The caller holds its Lock."""
+
+    def __init__(self, config: Config, geometries: list[Geometry], retire: Callable[[int], None]) -> None:
+        """`retire` is told the table of each pool that is given up, so that its readers learn of it before it is gone."""
+        self._path = config.in_dir("state.json")
+        self._pool_dir = config.pool_dir or SHM_DIR
+        self._retire = retire
+        self._geometries = geometries
+        self._pools: dict[str, Pool] = {}
+        _check_pool_dir(config)
+
+    def open(self, fresh: bool) -> list[Pool]:
+        """Adopts what fits, makes the rest. With `fresh` nothing is adopted. Raises StartupError if the memory is too small."""
+        state, why = rundir.read_json(self._path)
+        known = {} if state is None else _understood(state)
+        if state is None and why != "absent":
+            log.warning("state_ignored", path=self._path, why=why)
+        elif state is not None and not known:
+            log.warning("state_ignored", path=self._path, why="another version or shape")
+        wanted = {geometry.namespace: geometry for geometry in self._geometries}
+        for namespace, entry in known.items():
+            if why_not := "fresh start asked for" if fresh else self._adopt(entry, wanted.get(namespace)):
+                log.info("pool_discarded", namespace=namespace, why=why_not)
+                self._give_up(entry)
+        missing = [geometry for geometry in self._geometries if geometry.namespace not in self._pools]
+        self._check_space()
+        if missing or len(known) != len(self._pools):
+            self._make(missing)
+        return [self._pools[geometry.namespace] for geometry in self._geometries]
+
+    def replace(self, namespace: str) -> Pool:
+        """A new pool for one whose content the Store refused."""
+        old = self._pools.pop(namespace)
+        with contextlib.suppress(OSError):
+            self._retire(old.table_fd)
+        old.close()
+        old.unlink()
+        self._make([old.geometry])
+        return self._pools[namespace]
+
+    def discard(self) -> None:
+        """Removes everything: the next daemon starts empty."""
+        for pool in self._pools.values():
+            with contextlib.suppress(OSError):
+                self._retire(pool.table_fd)
+            pool.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def _adopt(self, entry: dict[str, Any], geometry: Geometry | None) -> str:
+        """Takes the pool over and returns "", or says why not."""
+        if geometry is None:
+            return "the namespace is no longer configured"
+        if not entry["complete"]:
+            return "the daemon that made it did not finish"
+        if entry["pool_dir"] != self._pool_dir:
+            return f"pool_dir was {entry['pool_dir']}"
+        if entry["geometry"] != dataclasses.asdict(geometry):
+            return "another geometry"
+        fds: list[int] = []
+        for role in ROLES:
+            directory = self._pool_dir if role == "pool" else SHM_DIR
+            fd, why_not = _open_own(os.path.join(directory, f"{entry['prefix']}.{role}"), geometry.file_bytes(role), role == "pool")
+            if why_not:
+                for opened in fds:
+                    os.close(opened)
+                return f"{role}: {why_not}"
+            fds.append(fd)
+        self._pools[geometry.namespace] = Pool(geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._pool_dir, *fds, True)
+        return ""
+
+    def _give_up(self, entry: dict[str, Any]) -> None:
+        fd, why_not = _open_own(os.path.join(SHM_DIR, f"{entry['prefix']}.table"), 0, True)
+        if not why_not:
+            with contextlib.suppress(OSError):
+                self._retire(fd)
+            os.close(fd)
+        _unlink(entry["prefix"], entry["pool_dir"])
+
+    def _make(self, geometries: list[Geometry]) -> None:
+        plans = {g.namespace: (g, f"kvstored-{secrets.token_hex(8)}-{self._geometries.index(g)}", secrets.token_bytes(16))
+                 for g in geometries}  # fmt: skip
+        # First the names, then the files: a daemon that dies in between leaves nothing that the next does not find.
+        self._save({name: _entry(plan[0], plan[1], plan[2], self._pool_dir, False) for name, plan in plans.items()})
+        for namespace, (geometry, prefix, pool_id) in plans.items():
+            fds = [_create(os.path.join(self._pool_dir if role == "pool" else SHM_DIR, f"{prefix}.{role}"),
+                           0 if role == "pool" else geometry.file_bytes(role)) for role in ROLES]  # fmt: skip
+            self._pools[namespace] = Pool(geometry, pool_id, prefix, self._pool_dir, *fds, False)
+        self._save({})
+
+    def _save(self, planned: dict[str, dict[str, Any]]) -> None:
+        entries = {name: _entry(p.geometry, p.prefix, p.pool_id, p.pool_dir, True) for name, p in self._pools.items()} | planned
+        rundir.write_whole(self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode())
+
+    def _check_space(self) -> None:
+        """Refuses a file system that cannot hold what is promised, before anything is made: later it would be a SIGBUS."""
+        needs: dict[int, int] = {}
+        names: dict[int, str] = {}
+        for geometry in self._geometries:
+            pool = self._pools.get(geometry.namespace)
+            for role, fd in zip(ROLES, (pool.table_fd, pool.progress_fd, pool.pool_fd) if pool else (None,) * 3, strict=True):
+                directory = self._pool_dir if role == "pool" else SHM_DIR
+                device = os.stat(directory).st_dev
+                held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
+                needs[device] = needs.get(device, 0) + max(0, geometry.file_bytes(role) - held)
+                names[device] = directory
+        for device, need_bytes in needs.items():
+            system = os.statvfs(names[device])
+            free_bytes = system.f_bavail * system.f_frsize
+            if system.f_blocks and need_bytes > free_bytes:  # f_blocks 0: a tmpfs without a limit
+                raise StartupError(
+                    f"memory: {names[device]} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
+                    f"{need_bytes} more are needed ({approximate_size(need_bytes)}): give less --memory, or a larger file system")
+
+
+def _entry(geometry: Geometry, prefix: str, pool_id: bytes, pool_dir: str, complete: bool) -> dict[str, Any]:
+    return {"prefix": prefix, "pool_id": pool_id.hex(), "pool_dir": pool_dir, "complete": complete,
+            "geometry": dataclasses.asdict(geometry)}  # fmt: skip
+
+
+def _understood(state: Any) -> dict[str, dict[str, Any]]:
+    """The pools that state.json names, {} if it has another shape. Nothing that follows can leave the directories it names."""
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION or not isinstance(state.get("pools"), dict):
+        return {}
+    for entry in state["pools"].values():
+        if not (isinstance(entry, dict) and isinstance(entry.get("prefix"), str) and _PREFIX.fullmatch(entry["prefix"])
+                and isinstance(entry.get("pool_id"), str) and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
+                and isinstance(entry.get("pool_dir"), str) and os.path.isabs(entry["pool_dir"]) and "\0" not in entry["pool_dir"]
+                and isinstance(entry.get("complete"), bool) and isinstance(entry.get("geometry"), dict)):  # fmt: skip
+            return {}
+    prefixes = [entry["prefix"] for entry in state["pools"].values()]
+    return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
+
+
+def _open_own(path: str, size_bytes: int, may_be_smaller: bool) -> tuple[int, str]:
+    """(descriptor, "") or (-1, why not). The pool may be smaller than its capacity: it grows while it is used."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        return -1, error.strerror or "cannot be opened"
+    found = os.fstat(fd)
+    if not rundir.is_own(found):
+        why_not = f"foreign (user {found.st_uid}, mode {found.st_mode & 0o7777:04o}, {found.st_nlink} links)"
+    elif size_bytes and (found.st_size > size_bytes if may_be_smaller else found.st_size != size_bytes):
+        why_not = f"{found.st_size} bytes, {size_bytes} expected"
+    else:
+        return fd, ""
+    os.close(fd)
+    return -1, why_not
+
+
+def _create(path: str, size_bytes: int) -> int:
+    """A new file of this name, all its memory reserved. Raises StartupError."""
+    try:
+        if os.path.dirname(path) == SHM_DIR:
+            fd = posix_ipc.SharedMemory("/" + os.path.basename(path), posix_ipc.O_CREX, mode=0o600).fd
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.set_inheritable(fd, False)
+        if size_bytes:
+            os.posix_fallocate(fd, 0, size_bytes)
+        return fd
+    except (OSError, posix_ipc.Error) as error:
+        raise StartupError(f"{path}: {size_bytes} bytes: {error}") from error
+
+
+def _unlink(prefix: str, pool_dir: str) -> None:
+    """Removes a pool's files, the session pages included. Only files of this user, whatever their names say."""
+    for directory in {SHM_DIR, pool_dir}:
+        for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*")):
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_uid == os.geteuid():
+                    os.unlink(path)
+
+
+def _check_pool_dir(config: Config) -> None:
+    if not config.pool_dir:
+        return
+    if not os.path.isdir(config.pool_dir):
+        raise StartupError(f"pool_dir: {config.pool_dir!r} is no directory")
+    found = file_system(config.pool_dir)
+    if found not in _MEMORY_FILE_SYSTEMS:
+        raise StartupError(f"pool_dir: {config.pool_dir!r} is on {found}, wanted is one of {', '.join(_MEMORY_FILE_SYSTEMS)}")
+
+
+def file_system(path: str) -> str:
+    """The type of the file system a path lies on, from the kernel's mount table."""
+    wanted = os.stat(path).st_dev
+    found = "unknown"
+    with open("/proc/self/mountinfo") as table:
+        for line in table:
+            fields, _, rest = line.partition(" - ")
+            major, minor = map(int, fields.split()[2].split(":"))
+            if os.makedev(major, minor) == wanted:
+                found = rest.split()[0]
+    return found
