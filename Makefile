@@ -1,6 +1,6 @@
 # Every target sets up what it needs, and only that; a second run reuses it. `make help` lists the targets.
 #
-# Stages, each a stamp in .venv: run (native build and the daemon), dev (tests, lint), hf (torch, transformers).
+# Stages, each a stamp in .venv: run (native build, daemon), dev (tests, lint), hf (torch, transformers, model).
 # Package lists come from pyproject.toml, versions from constraints.txt. Builds and installs hold build/lock, so
 # that two makes at once do not trip over each other.
 
@@ -36,6 +36,7 @@ import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))
 lists = {"build": project["build-system"]["requires"], "run": project["project"]["dependencies"]}
 lists.update(project["project"]["optional-dependencies"])
+lists.update(project["dependency-groups"])
 print(*sum((lists[name] for name in sys.argv[1:]), []), sep="\n")
 endef
 export LISTS
@@ -53,7 +54,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.hf: $(VENV)/.run
 	@echo "installing torch and transformers"
-	@$(call install,hf)
+	@$(call install,hf model)
 	@touch $@
 
 # Generated beside its package, as an installed wheel has it; not committed.
