@@ -38,7 +38,7 @@ _HOME = {
 }
 _MODULES = ("hf",)
 
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -52,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return [*__all__, *_MODULES]

@@ -8,8 +8,8 @@ them: a block that is not there is a value (None, "no_space", a lower count), no
     ├── Unavailable          (also ConnectionError)  nobody's: the daemon is down, starting or unreachable.
     │   │                                            Try again later, or go on without the store.
     │   └── Detached                                 nobody's: this client's session is over (restart, fork).
-    │                                                KVClient attaches anew and tries again; users never see it
-    │                                                unless that fails too, and then as Unavailable.
+    │                                                KVClient attaches anew and tries again; users see it only
+    │                                                if that fails too, and then as Unavailable.
     ├── InvalidArgument      (also ValueError)       the caller's: a value is malformed or out of its bounds.
     ├── NotPermitted         (also PermissionError)  the caller's or the operator's: this user may not open
     │                                                this namespace, or may only read it.

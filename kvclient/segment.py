@@ -27,10 +27,12 @@ DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 MAX_LAYERS = 512
 MAX_KV_HEADS = 65_536
 MAX_HEAD_DIM = 65_536
-MAX_BLOCK_TOKENS = 65_536
-MAX_META_BYTES = 1 << 24
+MAX_BLOCK_TOKENS = 65_535
+MAX_META_FIXED = 1 << 20
+MAX_META_PER_TOKEN = 4096
+MAX_LAYER_BYTES_PER_TOKEN = 1 << 24
 MAX_NAME_BYTES = 256
-MAX_BLOCK_BYTES = 1 << 32
+MAX_BLOCK_BYTES = 1 << 39
 
 _FIXED = struct.Struct("<4s9I")
 
@@ -70,9 +72,12 @@ class Geometry:
             raise InvalidArgument(f"layout dtype code {code}; known are {sorted(DTYPE_NAMES)}")
         end = _FIXED.size + 4 * layers
         if not end <= len(blob) <= end + MAX_NAME_BYTES:
-            raise InvalidArgument(f"layout blob of {len(blob)} bytes; {layers} layers need {end}, a name at most {MAX_NAME_BYTES} more")
+            limit = f"{layers} layers need {end} and a name of at most {MAX_NAME_BYTES}"
+            raise InvalidArgument(f"layout blob of {len(blob)} bytes; {limit}")
         sizes = struct.unpack_from(f"<{layers}I", blob, _FIXED.size)
-        geometry = cls(layers, kv, heads, dim, DTYPE_NAMES[code], tokens, codec, fixed, per_token, sizes, blob[end:])
+        geometry = cls(
+            layers, kv, heads, dim, DTYPE_NAMES[code], tokens, codec, fixed, per_token, sizes, blob[end:]
+        )
         geometry.check()
         return geometry
 
@@ -84,22 +89,34 @@ class Geometry:
         check_bounds("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
         check_bounds("block_tokens", self.block_tokens, 1, MAX_BLOCK_TOKENS)
         check_bounds("codec", self.codec, CODEC_NONE, CODEC_NONE)
-        check_bounds("meta_fixed", self.meta_fixed, 0, MAX_META_BYTES)
-        check_bounds("meta_per_token", self.meta_per_token, 0, MAX_META_BYTES)
+        check_bounds("meta_fixed", self.meta_fixed, 0, MAX_META_FIXED)
+        check_bounds("meta_per_token", self.meta_per_token, 0, MAX_META_PER_TOKEN)
         check_bounds("len(name)", len(self.name), 0, MAX_NAME_BYTES)
         if self.dtype not in DTYPES:
             raise InvalidArgument(f"dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         if len(self.layer_bytes_per_token) != self.num_layers:
-            raise InvalidArgument(f"{len(self.layer_bytes_per_token)} layer sizes for num_layers={self.num_layers}")
+            raise InvalidArgument(
+                f"{len(self.layer_bytes_per_token)} layer sizes for num_layers={self.num_layers}"
+            )
         for size in self.layer_bytes_per_token:
-            check_bounds("layer_bytes_per_token", size, 1, MAX_BLOCK_BYTES // self.block_tokens)
+            check_bounds("layer_bytes_per_token", size, 1, MAX_LAYER_BYTES_PER_TOKEN)
         check_bounds("bytes of a full block", self.length(self.block_tokens), 1, MAX_BLOCK_BYTES)
 
     def to_blob(self) -> bytes:
         """The bytes register_layout takes."""
         code = DTYPES[self.dtype][0]
-        fixed = _FIXED.pack(MAGIC, self.num_layers, self.kv_per_layer, self.num_kv_heads, self.head_dim, code,
-                            self.block_tokens, self.codec, self.meta_fixed, self.meta_per_token)
+        fixed = _FIXED.pack(
+            MAGIC,
+            self.num_layers,
+            self.kv_per_layer,
+            self.num_kv_heads,
+            self.head_dim,
+            code,
+            self.block_tokens,
+            self.codec,
+            self.meta_fixed,
+            self.meta_per_token,
+        )
         return fixed + struct.pack(f"<{self.num_layers}I", *self.layer_bytes_per_token) + self.name
 
     def layer_length(self, layer: int, tokens: int) -> int:
@@ -130,7 +147,10 @@ class Geometry:
         element = DTYPES[self.dtype][1]
         per_token = self.kv_per_layer * self.num_kv_heads * self.head_dim * element
         if self.layer_bytes_per_token[layer] != per_token:
-            raise InvalidArgument(f"layer {layer} has {self.layer_bytes_per_token[layer]} bytes per token; the shape {shape} needs {per_token}")
+            size = self.layer_bytes_per_token[layer]
+            raise InvalidArgument(
+                f"layer {layer} has {size} bytes per token; shape {shape} needs {per_token}"
+            )
         return shape
 
 

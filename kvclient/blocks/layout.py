@@ -1,7 +1,7 @@
 """The layout of a block as a user names it, and the blob the daemon registers.
 
-Owns the defaults and the checking of what users say; never touches memory. The arithmetic is kvclient.segment's.
-Invariant: a Layout that could be constructed is one the daemon accepts; equal layouts have equal blobs.
+Owns the defaults and the checking of what users say; never touches memory: the arithmetic is that of
+kvclient.segment. Invariant: a Layout that could be constructed is one the daemon accepts; equal layouts have equal blobs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvclient.errors import InvalidArgument
-from kvclient.segment import CODEC_NONE, DTYPES, MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, Geometry, check_bounds
+from kvclient.segment import (
+    CODEC_NONE,
+    DTYPES,
+    MAX_HEAD_DIM,
+    MAX_KV_HEADS,
+    MAX_LAYERS,
+    Geometry,
+    check_bounds,
+)
 
-# The meta area's default size: a header of four u32 (magic, tokens, has_extra, reserved), the parent's prefix key, the
-# content key; then per token an int32 id and a u64 extra id. Enough for a reader to verify and extend a match by itself.
+# The meta area's default size: a header of four u32 (magic, tokens, has_extra, reserved), the parent's prefix
+# key, the content key; then per token an int32 id and a u64 extra id. Enough for a reader to verify and extend
+# a match by itself.
 META_HEADER_BYTES = 16
 META_FIXED = META_HEADER_BYTES + 32 + 32
 META_PER_TOKEN = 4 + 8
@@ -23,8 +32,8 @@ META_PER_TOKEN = 4 + 8
 class Layout:
     """How the KV of one chunk is arranged: per layer an array [kv_per_layer, num_kv_heads, tokens, head_dim].
 
-    `layer_bytes_per_token` overrides the sizes that follow from the shape, one per layer; such a block is read
-    through `.view`. Raises InvalidArgument that names the value and the limit.
+    `layer_bytes_per_token` overrides the sizes that follow from the shape, one per layer; such a block is
+    read through `.view`. Raises InvalidArgument that names the value and the limit.
     """
 
     num_layers: int
@@ -43,7 +52,11 @@ class Layout:
             raise InvalidArgument(f"dtype={self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.layer_bytes_per_token is not None:
             object.__setattr__(self, "layer_bytes_per_token", tuple(self.layer_bytes_per_token))
-        for field, high in (("num_layers", MAX_LAYERS), ("num_kv_heads", MAX_KV_HEADS), ("head_dim", MAX_HEAD_DIM)):
+        for field, high in (
+            ("num_layers", MAX_LAYERS),
+            ("num_kv_heads", MAX_KV_HEADS),
+            ("head_dim", MAX_HEAD_DIM),
+        ):
             check_bounds(field, getattr(self, field), 1, high)
         _ = self.geometry  # checks the rest
 
@@ -53,8 +66,19 @@ class Layout:
         if sizes is None:
             element = DTYPES[self.dtype][1]
             sizes = (self.kv_per_layer * self.num_kv_heads * self.head_dim * element,) * self.num_layers
-        geometry = Geometry(self.num_layers, self.kv_per_layer, self.num_kv_heads, self.head_dim, self.dtype, self.block_tokens,
-                            CODEC_NONE, self.meta_fixed, self.meta_per_token, sizes, self.name.encode())
+        geometry = Geometry(
+            self.num_layers,
+            self.kv_per_layer,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.block_tokens,
+            CODEC_NONE,
+            self.meta_fixed,
+            self.meta_per_token,
+            sizes,
+            self.name.encode(),
+        )
         geometry.check()
         return geometry
 
@@ -64,8 +88,18 @@ class Layout:
         g = Geometry.from_blob(blob)
         per_token = g.kv_per_layer * g.num_kv_heads * g.head_dim * DTYPES[g.dtype][1]
         sizes = None if set(g.layer_bytes_per_token) == {per_token} else g.layer_bytes_per_token
-        return cls(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.block_tokens, g.kv_per_layer, g.meta_fixed,
-                   g.meta_per_token, sizes, g.name.decode())
+        return cls(
+            g.num_layers,
+            g.num_kv_heads,
+            g.head_dim,
+            g.dtype,
+            g.block_tokens,
+            g.kv_per_layer,
+            g.meta_fixed,
+            g.meta_per_token,
+            sizes,
+            g.name.decode(),
+        )
 
     def __bytes__(self) -> bytes:
         return self.geometry.to_blob()

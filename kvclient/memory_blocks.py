@@ -1,0 +1,216 @@
+"""What a reader of the in-memory fake holds: Lookup, BlockView and Blocks.
+
+Owns nothing but references: every export (memoryview, array, tensor) holds the pin of its block through Span.
+Never changes a record except by dropping a pin. Invariant: a pin goes with the last export, also after
+release() and close().
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
+from kvclient.memory_store import DISK, PENDING, RESIDENT, ZOMBIE, InMemoryStore, Pin, Record
+from kvclient.segment import check_bounds
+
+KEY_BYTES = 32
+_NUMPY = {
+    "uint8": np.uint8,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "float32": np.float32,
+    "int8": np.int8,
+}
+_MISS = "miss"
+
+
+def split_keys(keys: Any) -> list[bytes]:
+    """The keys of a Chain, a list of 32-byte keys or a packed buffer. Raises InvalidArgument otherwise."""
+    packed = getattr(keys, "packed_keys", keys)
+    if isinstance(packed, (list, tuple)):
+        for key in packed:
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                raise InvalidArgument(f"a key is {KEY_BYTES} bytes; got {key!r:.80}")
+        return list(packed)
+    try:
+        packed = bytes(memoryview(packed))
+    except TypeError:
+        wanted = f"keys are a chain, a list of {KEY_BYTES}-byte keys or a packed buffer"
+        raise InvalidArgument(f"{wanted}; got {type(keys).__name__}") from None
+    if len(packed) % KEY_BYTES:
+        raise InvalidArgument(f"packed keys of {len(packed)} bytes; it must be a multiple of {KEY_BYTES}")
+    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+
+
+class Holder(Protocol):
+    """The client a handle belongs to."""
+
+    store: InMemoryStore
+    max_pins: int
+
+    def deadline(self, timeout_s: float | None) -> float: ...
+
+
+class Lookup:
+    """How far a list of keys is present."""
+
+    def __init__(self, states: bytes) -> None:
+        self.states = states
+        self.resident = _leading(states, 0, (RESIDENT,))
+        self.pending = _leading(states, self.resident, (RESIDENT, PENDING))
+        self.on_disk = _leading(states, self.resident, (RESIDENT, DISK))
+
+
+def _leading(states: bytes, start: int, wanted: tuple[int, ...]) -> int:
+    count = 0
+    while start + count < len(states) and states[start + count] in wanted:
+        count += 1
+    return count
+
+
+class Span:
+    """A block's memory as exported to users. Each export owns a reference to `owner`, so to the pin."""
+
+    def __init__(self, memory: np.ndarray, record: Record, owner: Any) -> None:
+        self._base = memory.ctypes.data
+        self._memory, self._record, self._owner = memory, record, owner
+
+    def part(self, offset: int, length: int, writable: bool) -> memoryview:
+        array = (ctypes.c_uint8 * length).from_address(self._base + self._record.offset + offset)
+        array.owner = (self._owner, self._memory)
+        view = memoryview(array).cast("B")
+        return view if writable else view.toreadonly()
+
+    def layers(self, writable: bool) -> memoryview:
+        r = self._record
+        return self.part(0, r.geometry.layers_length(r.tokens), writable)
+
+    def meta(self, writable: bool) -> memoryview:
+        r = self._record
+        return self.part(r.geometry.meta_offset(r.tokens), r.geometry.meta_length(r.tokens), writable)
+
+    def layer(self, index: int, writable: bool) -> np.ndarray:
+        r = self._record
+        check_bounds("layer", index, 0, r.geometry.num_layers - 1)
+        shape = r.geometry.layer_shape(index, r.tokens)
+        view = self.part(
+            r.geometry.layer_offset(index, r.tokens), r.geometry.layer_length(index, r.tokens), writable
+        )
+        return np.frombuffer(view, _NUMPY[r.geometry.dtype]).reshape(shape)
+
+    def tensor(self, index: int) -> Any:
+        import torch  # only who asks for tensors pays for torch
+
+        # torch knows no read-only tensors: what protects a reader's block is that its mapping is read-only.
+        tensor = torch.from_numpy(self.layer(index, writable=True))
+        return tensor.view(torch.bfloat16) if self._record.geometry.dtype == "bfloat16" else tensor
+
+
+class BlockView:
+    """One block, pinned. `.view`, `.layer(i)`, `.tensor(i)` and `.meta` are zero-copy and own the pin."""
+
+    def __init__(self, client: Holder, pin: Pin) -> None:
+        record = pin.record
+        self._client, self._record = client, record
+        self._span: Span | None = Span(client.store.readable, record, pin)
+        self.key, self.tokens = record.key, record.tokens
+        self.layout_id, self.base_position = record.layout_id, record.base_position
+
+    @property
+    def sealed(self) -> bool:
+        return self._record.sealed
+
+    @property
+    def layers_ready(self) -> int:
+        return self._record.layers_ready
+
+    @property
+    def view(self) -> memoryview:
+        return self._ready(self._record.geometry.num_layers - 1).layers(writable=False)
+
+    @property
+    def meta(self) -> memoryview:
+        return self._ready(self._record.geometry.num_layers - 1).meta(writable=False)
+
+    def layer(self, index: int) -> np.ndarray:
+        return self._ready(index).layer(index, writable=False)
+
+    def tensor(self, index: int) -> Any:
+        return self._ready(index).tensor(index)
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        """Waits until that layer is there. Raises BlockLost or DeadlineExceeded."""
+        check_bounds("layer", index, 0, self._record.geometry.num_layers - 1)
+        deadline = self._client.deadline(timeout_s)
+        changed = self._client.store.changed
+        with changed:
+            while self._record.layers_ready <= index:
+                if self._record.state == ZOMBIE:
+                    there = self._record.layers_ready
+                    raise BlockLost(f"the writer ended after {there} layers; layer {index} will not come")
+                if not changed.wait(max(0.0, deadline - time.monotonic())):
+                    there = self._record.layers_ready
+                    raise DeadlineExceeded(f"layer {index} did not come in time; {there} are there")
+
+    def verify(self) -> bool:
+        """Whether the bytes still have the checksum they were sealed with."""
+        return self.sealed and self._client.store.crc_of(self._record) == self._record.checksum
+
+    def _ready(self, layer: int) -> Span:
+        if self._span is None:
+            raise Closed("the blocks this view belongs to were released")
+        if layer >= self._record.layers_ready:
+            there = self._record.layers_ready
+            raise InvalidArgument(
+                f"layer {layer} of a followed block with {there} layers; wait_layer waits for it"
+            )
+        return self._span
+
+    def _release(self) -> None:
+        self._span = None
+
+
+class Blocks(Sequence):
+    """What get answers, one item per key: a BlockView, or None for a miss. Leaving releases all."""
+
+    def __init__(self, client: Holder, items: list[BlockView | str]) -> None:
+        self._client, self._items = client, items
+        self.hits = sum(isinstance(item, BlockView) for item in items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        item = self._items[index]
+        if item == "exhausted":
+            raise PinsExhausted(f"the session holds its {self._client.max_pins} pins; release some blocks")
+        return None if item == _MISS else item
+
+    def __iter__(self) -> Iterator[BlockView | None]:
+        return (self[i] for i in range(len(self)))
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        """Waits for that layer of all blocks that were found."""
+        deadline = self._client.deadline(timeout_s)
+        for block in self._items:
+            if isinstance(block, BlockView):
+                block.wait_layer(index, max(0.0, deadline - time.monotonic()))
+
+    def release(self) -> None:
+        """Gives back what no export holds. Idempotent."""
+        for item in self._items:
+            if isinstance(item, BlockView):
+                item._release()
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()

@@ -1,0 +1,253 @@
+"""InMemoryClient: a public fake with the whole API of KVClient, for tests without a daemon.
+
+    client = kvclient.InMemoryClient(capacity_bytes=64 << 20)
+    other = client.another()            # a second session on the same memory, for another thread
+
+Owns the handles (Blocks, BlockView, Writer, GrantedBlock) of the fake; the rules are memory_store's. Never
+connects to anything. Invariant: every answer is one KVClient could give; the conformance suite
+(kvclient.conformance) runs the same cases through both.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
+from kvclient.memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
+from kvclient.memory_store import (
+    CREATED,
+    SEALED,
+    ZOMBIE,
+    InMemoryStore,
+    Pin,
+    Record,
+    Session,
+)
+from kvclient.segment import check_bounds
+
+
+class GrantedBlock:
+    """A block being written by this writer."""
+
+    def __init__(self, writer: Writer, record: Record) -> None:
+        self._writer, self._record = writer, record
+        self._span = Span(writer.client.store.writable, record, None)
+        self.key, self.tokens = record.key, record.tokens
+
+    @property
+    def view(self) -> memoryview:
+        return self._open().layers(writable=True)
+
+    @property
+    def meta(self) -> memoryview:
+        return self._open().meta(writable=True)
+
+    def layer(self, index: int) -> np.ndarray:
+        return self._open().layer(index, writable=True)
+
+    def tensor(self, index: int) -> Any:
+        return self._open().tensor(index)
+
+    def mark_layer(self, index: int) -> None:
+        """Publishes that layer to followers; layers are published in order."""
+        self._open()
+        with self._writer.client.store.changed:
+            self._writer.client.store.mark_layer(self._record, index)
+
+    def _open(self) -> Span:
+        if self._record.owner is not self._writer.client.session:
+            raise Closed("this block was sealed or aborted")
+        return self._span
+
+
+class Writer:
+    """What create answers. `results` has one word per key; `granted` the indices this writer fills."""
+
+    def __init__(self, client: InMemoryClient, items: list[tuple[tuple, Record | str]]) -> None:
+        self.client = client
+        self._wanted = [wanted for wanted, _ in items]
+        self.results = ["granted" if isinstance(item, Record) else item for _, item in items]
+        self._granted = {
+            i: GrantedBlock(self, item) for i, (_, item) in enumerate(items) if isinstance(item, Record)
+        }
+
+    @property
+    def granted(self) -> list[int]:
+        return sorted(self._granted)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, index: int) -> GrantedBlock:
+        if index in self._granted:
+            return self._granted[index]
+        if not 0 <= index < len(self.results):
+            raise IndexError(f"index {index} of {len(self.results)} keys")
+        if self.results[index] == "no_space":
+            raise NoSpace(
+                f"no unpinned run for this block in a pool of {self.client.store.capacity_bytes} bytes"
+            )
+        raise InvalidArgument(f"key {index} was not granted to this writer: {self.results[index]}")
+
+    def seal(self, index: int | None = None) -> None:
+        """Publishes one granted block, or all. Raises BlockLost if a lease had ended."""
+        self._finish(index, self.client.store.seal, lost_is_error=True)
+
+    def abort(self, index: int | None = None) -> None:
+        """Gives up one granted block, or all. Idempotent."""
+        self._finish(index, self.client.store.remove, lost_is_error=False)
+
+    def wait_pending(self, timeout_s: float | None = None) -> bool:
+        """Waits for the blocks others write: each becomes "exists" or "granted". False if not all."""
+        deadline = self.client.deadline(timeout_s)
+        changed = self.client.store.changed
+        with changed:
+            while True:
+                for index in [i for i, result in enumerate(self.results) if result == "pending"]:
+                    item = self.client.store.create(self.client.session, *self._wanted[index])
+                    self.results[index] = "granted" if isinstance(item, Record) else item
+                    if isinstance(item, Record):
+                        self._granted[index] = GrantedBlock(self, item)
+                if "pending" not in self.results:
+                    return True
+                if not changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+
+    def _finish(self, index: int | None, act: Any, lost_is_error: bool) -> None:
+        blocks = list(self._granted.values()) if index is None else [self[index]]
+        lost = 0
+        with self.client.store.changed:
+            for block in blocks:
+                record = block._record
+                if record.owner is self.client.session and record.state == CREATED:
+                    act(record)
+                elif record.state != SEALED:
+                    lost += 1
+        if lost and lost_is_error:
+            raise BlockLost(
+                f"{lost} of {len(blocks)} blocks were aborted or lost their writer before the seal"
+            )
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, exc_type: object, *_exc: object) -> None:
+        if exc_type is not None:
+            self.abort()
+            return
+        aborted = [i for i, b in self._granted.items() if b._record.state == ZOMBIE]
+        for index in (i for i in self._granted if i not in aborted):
+            self.seal(index)
+
+
+class InMemoryClient:
+    """A KVClient without a daemon. Thread-safe; `another()` gives a second session on the same memory."""
+
+    def __init__(
+        self,
+        capacity_bytes: int = 256 << 20,
+        *,
+        max_blocks: int = 65_536,
+        max_pins: int = 65_536,
+        namespace: str = "default",
+        timeout_s: float = 5.0,
+        store: InMemoryStore | None = None,
+    ) -> None:
+        self.store = store or InMemoryStore(capacity_bytes, max_blocks)
+        self.namespace, self.timeout_s, self.max_pins = namespace, timeout_s, max_pins
+        self.session = Session(max_pins)
+        self._closed = threading.Event()
+        self.store.sessions.add(self.session)
+
+    attached = property(lambda self: not self._closed.is_set())
+    degraded = False
+
+    def another(self, max_pins: int | None = None) -> InMemoryClient:
+        return InMemoryClient(
+            store=self.store,
+            namespace=self.namespace,
+            timeout_s=self.timeout_s,
+            max_pins=max_pins or self.max_pins,
+        )
+
+    def register_layout(self, layout: Any) -> int:
+        """The id of a Layout, or of the bytes of one. The same layout has the same id."""
+        with self._locked():
+            return self.store.register_layout(bytes(layout))
+
+    def lookup(self, keys: Any) -> Lookup:
+        with self._locked():
+            return Lookup(bytes(self.store.state(key) for key in split_keys(keys)))
+
+    def get(self, keys: Any, follow: bool = False) -> Blocks:
+        with self._locked():
+            pins = [self.store.pin(key, self.session, follow) for key in split_keys(keys)]
+        return Blocks(self, [BlockView(self, pin) if isinstance(pin, Pin) else pin for pin in pins])
+
+    def create(
+        self,
+        keys: Any,
+        layout_id: int,
+        priority: int = 35,
+        ttl_s: float | None = None,
+        token_counts: Sequence[int] | None = None,
+    ) -> Writer:
+        with self._locked():
+            names = split_keys(keys)
+            check_bounds("layout_id", layout_id, 0, len(self.store.layouts) - 1)
+            check_bounds("priority", priority, 0, 100)
+            full = self.store.layouts[layout_id][1].block_tokens
+            counts = list(
+                token_counts
+                if token_counts is not None
+                else getattr(keys, "token_counts", [full] * len(names))
+            )
+            if len(counts) != len(names):
+                raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys")
+            base = getattr(keys, "start_token", 0)
+            items = []
+            for key, tokens in zip(names, counts, strict=True):
+                check_bounds("token_counts", tokens, 1, full)
+                wanted = (key, layout_id, tokens, base, priority, ttl_s)
+                items.append((wanted, self.store.create(self.session, *wanted)))
+                base += tokens if hasattr(keys, "start_token") else 0
+            return Writer(self, items)
+
+    def delete(self, keys: Any) -> int:
+        """Deletes sealed blocks; says how many were there. Their readers keep valid bytes."""
+        with self._locked():
+            return sum([self.store.delete(key) for key in split_keys(keys)])
+
+    def touch(self, keys: Any) -> int:
+        with self._locked():
+            return sum([self.store.touch(key) for key in split_keys(keys)])
+
+    def stats(self) -> dict[str, int]:
+        with self._locked():
+            return self.store.stats()
+
+    def close(self) -> None:
+        """Ends the session: aborts what is unsealed. Views stay readable. Idempotent."""
+        with self.store.changed:
+            self._closed.set()
+            self.store.sessions.discard(self.session)
+            self.store.end(self.session)
+
+    def deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    def _locked(self) -> threading.Condition:
+        if self._closed.is_set():
+            raise Closed("the client was closed")
+        return self.store.changed
+
+    def __enter__(self) -> InMemoryClient:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
