@@ -5,8 +5,8 @@ changes something. Not for speed and not for sharing between processes: it exist
 KVClient can be tested without a daemon, and it passes the same conformance suite.
 
 Invariant: used_bytes is the sum of the extents of all records that are not free; an extent is reused only
-when no pin names its record. Readers get a read-only mapping of the pool, as from the daemon: writing through a
-reader's view ends the process by SIGSEGV instead of changing a block.
+when no pin names its record. Readers get a read-only mapping of the pool, as from the daemon: writing
+through a reader's view ends the process by SIGSEGV instead of changing a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The layout of a block as a user names it, and the blob the daemon registers.
 
 Owns the defaults and the checking of what users say; never touches memory: the arithmetic is that of
-kvclient.segment. Invariant: a Layout that could be constructed is one the daemon accepts; equal layouts have equal blobs.
+kvclient.segment. Invariant: a Layout that could be constructed is one the daemon accepts; equal layouts have
+equal blobs.
 """
 
 from __future__ import annotations
