@@ -1,0 +1,33 @@
+#include "core/block.h"
+
+namespace kv {
+
+std::string_view name(State state) {
+  switch (state) {
+    case State::Free: return "FREE";
+    case State::Created: return "CREATED";
+    case State::Sealed: return "SEALED";
+    case State::Zombie: return "ZOMBIE";
+    case State::Quarantined: return "QUARANTINED";
+    case State::Disk: return "DISK";
+  }
+  return "?";
+}
+
+std::string_view name(Event event) {
+  switch (event) {
+    case Event::Create: return "create";
+    case Event::Seal: return "seal";
+    case Event::Evict: return "evict";
+    case Event::Delete: return "delete";
+    case Event::Abort: return "abort";
+    case Event::SessionEnd: return "session end";
+    case Event::SessionLockFree: return "session lock free";
+    case Event::LastPinGone: return "last pin gone";
+    case Event::Indexed: return "indexed";
+    case Event::Demote: return "demote";
+  }
+  return "?";
+}
+
+}  // namespace kv

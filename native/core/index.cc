@@ -1,0 +1,145 @@
+#include "core/index.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace kv {
+
+Index::Index(std::byte* table)
+    : header_(reinterpret_cast<TableHeader*>(table)),
+      records_(reinterpret_cast<Record*>(table + header_->records_offset)),
+      buckets_(reinterpret_cast<Bucket*>(table + header_->buckets_offset)),
+      bucket_count_(header_->buckets),
+      max_blocks_(header_->max_blocks) {}
+
+void Index::prefetch_record(const Key& key) const {
+  const Bucket& b = buckets_[home(key)];
+  const uint64_t tag = key.words[1] << 32;
+  for (const auto& slot : b.slot) {
+    const uint64_t word = slot.load(std::memory_order_relaxed);
+    if ((word ^ tag) >> 32 || !word) continue;
+    const auto number = static_cast<uint32_t>(word) - 1;
+    if (number >= max_blocks_) continue;
+    __builtin_prefetch(&records_[number]);
+    __builtin_prefetch(reinterpret_cast<const std::byte*>(&records_[number]) + 64);
+    return;
+  }
+}
+
+// True if the record holds this key. `torn` is set if it changed while it was read.
+bool Index::read_record(uint32_t number, const Key& key, Snapshot& out, bool& torn) const {
+  const Record& r = records_[number];
+  const uint32_t before = r.sequence.load(std::memory_order_acquire);
+  if (before & 1) return torn = true, false;
+  out.record = number;
+  out.control.word = r.control.load(std::memory_order_acquire);
+  bool same = true;
+  for (size_t i = 0; i < 4; ++i) same &= r.key[i].load(std::memory_order_relaxed) == key.words[i];
+  out.extent = Extent::unpack(r.extent.load(std::memory_order_relaxed));
+  out.shape = Shape::unpack(r.shape.load(std::memory_order_relaxed));
+  out.expiry_s = r.expiry_s.load(std::memory_order_relaxed);
+  fence_acquire();
+  if (r.sequence.load(std::memory_order_relaxed) != before) return torn = true, false;
+  return same;
+}
+
+Find Index::probe(const Key& key, Snapshot& out) const {
+  const uint32_t start = home(key);
+  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+    const Bucket& b = bucket(start, step);
+    const uint32_t before = b.sequence.load(std::memory_order_acquire);
+    if (before & 1) return Find::Torn;
+    bool torn = false;
+    for (const auto& slot : b.slot) {
+      const uint64_t word = slot.load(std::memory_order_relaxed);
+      if (static_cast<uint32_t>(word >> 32) != static_cast<uint32_t>(key.words[1]) || !word) continue;
+      const auto number = static_cast<uint32_t>(word) - 1;
+      if (number < max_blocks_ && read_record(number, key, out, torn)) return Find::Hit;
+    }
+    const uint32_t overflow = b.overflow.load(std::memory_order_relaxed);
+    fence_acquire();
+    if (torn || b.sequence.load(std::memory_order_relaxed) != before) return Find::Torn;
+    if (overflow == 0) return Find::Miss;
+  }
+  return Find::Miss;  // insert() never goes further
+}
+
+Find Index::find(const Key& key, Snapshot& out) const {
+  for (uint32_t i = 0; i < kProbeTries; ++i) {
+    const Find answer = probe(key, out);
+    if (answer != Find::Torn) return answer;
+  }
+  return Find::Torn;
+}
+
+uint32_t Index::find_exclusive(const Key& key) const {
+  Snapshot snapshot;
+  return probe(key, snapshot) == Find::Hit ? snapshot.record : kAbsent;
+}
+
+bool Index::insert(const Key& key, uint32_t record) {
+  const uint32_t start = home(key);
+  const uint32_t reach = std::min(kMaxProbe, bucket_count_);
+  for (uint32_t step = 0; step < reach; ++step) {
+    Bucket& b = bucket(start, step);
+    for (auto& slot : b.slot) {
+      if (slot.load(std::memory_order_relaxed)) continue;
+      // The way is marked before the entry stands, so that no reader stops short of it.
+      for (uint32_t passed = 0; passed < step; ++passed) {
+        Bucket& p = bucket(start, passed);
+        Writing writing(p.sequence);
+        p.overflow.store(p.overflow.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+      }
+      Writing writing(b.sequence);
+      slot.store(slot_word(key, record), std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Index::erase(const Key& key, uint32_t record) {
+  const uint32_t start = home(key);
+  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+    Bucket& b = bucket(start, step);
+    for (auto& slot : b.slot) {
+      if (slot.load(std::memory_order_relaxed) != slot_word(key, record)) continue;
+      {
+        Writing writing(b.sequence);
+        slot.store(0, std::memory_order_relaxed);
+      }
+      for (uint32_t passed = 0; passed < step; ++passed) {
+        Bucket& p = bucket(start, passed);
+        Writing writing(p.sequence);
+        p.overflow.store(p.overflow.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+      }
+      return;
+    }
+  }
+  KV_INVARIANT(!"an indexed record is in its bucket");
+}
+
+void Index::replace(const Key& key, uint32_t from, uint32_t to) {
+  const uint32_t start = home(key);
+  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+    Bucket& b = bucket(start, step);
+    for (auto& slot : b.slot) {
+      if (slot.load(std::memory_order_relaxed) != slot_word(key, from)) continue;
+      Writing writing(b.sequence);
+      slot.store(slot_word(key, to), std::memory_order_relaxed);
+      return;
+    }
+  }
+  KV_INVARIANT(!"an indexed record is in its bucket");
+}
+
+void Index::clear() {
+  for (uint32_t i = 0; i < bucket_count_; ++i) {
+    Writing writing(buckets_[i].sequence);
+    buckets_[i].overflow.store(0, std::memory_order_relaxed);
+    for (auto& slot : buckets_[i].slot) slot.store(0, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,90 @@
+// The index: a hash table over the block table that any number of processes read without a call while one changes it.
+//
+// Writer (the store, under its lock): insert, erase, replace. An entry never moves between buckets, so a bucket read whole
+// tells the truth about itself. Reader: find. It trusts nothing it read until the bucket's sequence and the record's
+// sequence are found unchanged behind an acquire fence; a miss counts only if every bucket of the probe was read whole;
+// after kProbeTries failed tries it answers Torn, and the caller asks the daemon. It never spins longer.
+#pragma once
+
+#include <cstdint>
+
+#include "core/atomics.h"
+#include "core/block.h"
+
+namespace kv {
+
+// What a reader knows of a block after one consistent read.
+struct Snapshot {
+  uint32_t record = 0;
+  Control control{0};
+  Extent extent{0, 0};
+  Shape shape{};
+  uint32_t expiry_s = 0;
+};
+
+enum class Find { Hit, Miss, Torn };
+
+// The mapped table: header, records, buckets. Views over memory that somebody else owns.
+class Index {
+ public:
+  Index() = default;
+  explicit Index(std::byte* table);  // a table segment whose header has been validated
+
+  TableHeader& header() const { return *header_; }
+  Record& record(uint32_t number) const { return records_[number]; }
+  uint32_t max_blocks() const { return max_blocks_; }
+
+  // Reader side.
+  Find find(const Key& key, Snapshot& out) const;
+  void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
+  void prefetch_record(const Key& key) const;
+  Control control(uint32_t number) const {
+    return {records_[number].control.load(std::memory_order_acquire)};
+  }
+
+  // Writer side: no other thread may be inside these.
+  uint32_t find_exclusive(const Key& key) const;  // record, or kAbsent
+  bool insert(const Key& key, uint32_t record);   // false: no bucket within reach has room
+  void erase(const Key& key, uint32_t record);
+  void replace(const Key& key, uint32_t from, uint32_t to);  // one store: readers see one or the other
+  void clear();
+
+  static constexpr uint32_t kAbsent = ~0u;
+  static constexpr uint32_t kMaxProbe = 64;  // buckets
+  static uint32_t buckets_for(uint32_t max_blocks) { return static_cast<uint32_t>(uint64_t{max_blocks} * 2 / 9) + 2; }
+
+ private:
+  uint32_t home(const Key& key) const {
+    return static_cast<uint32_t>(static_cast<unsigned __int128>(key.words[0]) * bucket_count_ >> 64);
+  }
+  static uint64_t slot_word(const Key& key, uint32_t record) { return key.words[1] << 32 | (record + 1); }
+  Bucket& bucket(uint32_t home, uint32_t step) const {
+    const uint32_t at = home + step;
+    return buckets_[at < bucket_count_ ? at : at - bucket_count_];
+  }
+  bool read_record(uint32_t number, const Key& key, Snapshot& out, bool& torn) const;
+  Find probe(const Key& key, Snapshot& out) const;
+
+  TableHeader* header_ = nullptr;
+  Record* records_ = nullptr;
+  Bucket* buckets_ = nullptr;
+  uint32_t bucket_count_ = 0;
+  uint32_t max_blocks_ = 0;
+};
+
+// The writer's bracket around a change of a record's payload: odd, release fence, data, even with release.
+class Writing {
+ public:
+  explicit Writing(std::atomic<uint32_t>& sequence) : sequence_(sequence), before_(sequence.load(std::memory_order_relaxed)) {
+    sequence_.store(before_ | 1, std::memory_order_relaxed);
+    fence_release();
+  }
+  ~Writing() { sequence_.store((before_ | 1) + 1, std::memory_order_release); }
+  Writing(const Writing&) = delete;
+
+ private:
+  std::atomic<uint32_t>& sequence_;
+  const uint32_t before_;
+};
+
+}  // namespace kv

@@ -1,0 +1,126 @@
+#include "core/session_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+
+namespace kv {
+
+Id random_id() {
+  Id id;
+  KV_INVARIANT(::getrandom(id.data(), id.size(), 0) == static_cast<ssize_t>(id.size()));
+  return id;
+}
+
+std::string hex(const Id& id) {
+  static constexpr char digits[] = "0123456789abcdef";
+  std::string out;
+  for (uint8_t byte : id) out += {digits[byte >> 4], digits[byte & 15]};
+  return out;
+}
+
+SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
+                                uint32_t max_pins) {
+  SessionFile file;
+  file.path_ = directory + "/" + prefix + ".s." + hex(random_id());
+  file.locked_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
+  const uint64_t bytes = session_file_bytes(max_pins);
+  try {
+    if (int error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(bytes)))
+      throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(bytes) + " bytes", error));
+    if (::flock(file.locked_.get(), LOCK_EX | LOCK_NB) != 0) throw Error(Code::Unavailable, errno_text("locking " + file.path_));
+    file.own_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    if (!file.own_) throw Error(Code::Unavailable, errno_text("opening " + file.path_));
+    file.mapping_ = Mapping(file.own_.get(), bytes, true);
+  } catch (...) {
+    ::unlink(file.path_.c_str());
+    throw;
+  }
+  file.token_ = random_id();
+  file.session_ = session;
+  file.max_pins_ = max_pins;
+  auto* page = file.mapping_.at<SessionPage>(0);
+  page->version = kFormatVersion;
+  page->max_pins = max_pins;
+  page->session = session;
+  std::copy(pool_id.begin(), pool_id.end(), page->pool_id);
+  std::copy(file.token_.begin(), file.token_.end(), page->token);
+  std::memcpy(page->magic, kSessionMagic, sizeof page->magic);  // last: a page without it was never finished
+  return file;
+}
+
+SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
+  SessionFile file;
+  file.path_ = path;
+  file.own_ = Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  if (!file.own_) throw Error(Code::InvalidArgument, errno_text("opening " + path));
+  struct stat st;
+  if (::fstat(file.own_.get(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_uid != ::geteuid() || (st.st_mode & 07777) != 0600 ||
+      st.st_nlink != 1 || st.st_size < static_cast<off_t>(session_file_bytes(1)))
+    throw Error(Code::InvalidArgument, path + " is not a session file of this user with mode 0600 and one link");
+  file.mapping_ = Mapping(file.own_.get(), static_cast<size_t>(st.st_size), true);
+  const SessionPage& page = file.page();
+  file.session_ = page.session;
+  // The file's size, which the daemon chose, bounds the pins; the word in the page is the client's to write.
+  file.max_pins_ = static_cast<uint32_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8);
+  std::copy(std::begin(page.token), std::end(page.token), file.token_.begin());
+  if (std::memcmp(page.magic, kSessionMagic, sizeof page.magic) != 0 || page.version != kFormatVersion ||
+      !std::equal(pool_id.begin(), pool_id.end(), page.pool_id))
+    throw Error(Code::InvalidArgument, path + " is not a session of this pool");
+  return file;
+}
+
+bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) == 0; }
+
+void SessionFile::unlink() { ::unlink(path_.c_str()); }
+
+PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
+  const auto slots = static_cast<uint32_t>((mapping_.size() - kPinsOffset) / 8);
+  free_.resize(slots);
+  for (uint32_t i = 0; i < slots; ++i) free_[i] = slots - 1 - i;
+}
+
+uint32_t PinBoard::take(uint64_t pin) {
+  std::lock_guard lock(mutex_);
+  if (free_.empty()) return kNoSlot;
+  const uint32_t slot = free_.back();
+  auto& high = mapping_.at<SessionPage>(0)->pins_high;
+  if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
+  uint64_t empty = 0;
+  KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, pin, std::memory_order_acq_rel));
+  free_.pop_back();
+  return slot;
+}
+
+void PinBoard::clear(uint32_t slot) {
+  pins()[slot].store(0, std::memory_order_release);
+  std::lock_guard lock(mutex_);
+  free_.push_back(slot);
+}
+
+void PinBoard::touched(uint32_t record) {
+  auto* page = mapping_.at<SessionPage>(0);
+  const uint64_t at = page->ring_head.fetch_add(1, std::memory_order_relaxed);
+  page->ring[at % kTouchRing].store(record, std::memory_order_release);
+}
+
+void PinBoard::count(uint64_t hits, uint64_t misses) {
+  auto* page = mapping_.at<SessionPage>(0);
+  if (hits) page->hits.fetch_add(hits, std::memory_order_relaxed);
+  if (misses) page->misses.fetch_add(misses, std::memory_order_relaxed);
+}
+
+uint32_t PinBoard::in_use() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<uint32_t>((mapping_.size() - kPinsOffset) / 8 - free_.size());
+}
+
+}  // namespace kv
