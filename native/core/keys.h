@@ -10,7 +10,7 @@
 // follows the tokens, so a chunk of ordinary tokens has one key whether or not extra ids were given.
 //
 // Owns a copy of the prompt's ids. Never knows Python, a layout or a block. Invariant: immutable after construction
-// (content keys are filled in once, at first use); slices share the storage, so a slice costs nothing.
+// (content keys and fingerprints are filled in once, at first use); slices share the storage, so a slice costs nothing.
 #pragma once
 
 #include <cstddef>
@@ -43,9 +43,10 @@ class Chain {
     std::vector<int32_t> tokens;   // of all chunks; ids behind the last chunk are not kept
     std::vector<uint64_t> extra;   // as many, or empty
     std::vector<Key> keys;         // a zero key, then one per chunk: keys[i] is the parent of chunk i
-    std::vector<uint64_t> fingerprints;
-    mutable std::once_flag content_once;
+    // What only writers and searches need, derived at first use.
+    mutable std::once_flag derived_once;
     mutable std::vector<Key> content_keys;
+    mutable std::vector<uint64_t> fingerprints;
   };
 
  public:
@@ -62,12 +63,14 @@ class Chain {
 
   // size() prefix keys, contiguous, valid as long as this chain or any slice of its prompt lives.
   const Key* keys() const { return storage_->keys.data() + 1 + first_; }
-  const Key* content_keys() const;  // the same for content keys; computed at the first call, thread-safe
+  // The same for content keys and fingerprints. The first call for a prompt computes them; any thread may make it.
+  const Key* content_keys() const { return derived().content_keys.data() + first_; }
+  const uint64_t* fingerprints() const { return derived().fingerprints.data() + first_; }
+  uint64_t fingerprint(size_t i) const { return fingerprints()[i]; }
 
   // The prefix key before chunk i, also when that chunk lies before this slice; all zeros for a prompt's first chunk.
   const Key& parent_key(size_t i) const { return storage_->keys[first_ + i]; }
 
-  uint64_t fingerprint(size_t i) const { return storage_->fingerprints[first_ + i]; }
   uint32_t token_count(size_t i) const {
     const size_t left = storage_->tokens.size() - start_token(i);
     return left < block_tokens() ? static_cast<uint32_t>(left) : block_tokens();
@@ -90,6 +93,8 @@ class Chain {
  private:
   Chain(std::shared_ptr<const Storage> storage, size_t first, size_t count)
       : storage_(std::move(storage)), first_(first), count_(count) {}
+
+  const Storage& derived() const;
 
   std::shared_ptr<const Storage> storage_;
   size_t first_ = 0;  // chunk of the prompt that this chain starts with
