@@ -61,14 +61,14 @@ class Lookup:
 
     def __init__(self, states: bytes) -> None:
         self.states = states
-        self.resident = _leading(states, 0, (RESIDENT,))
-        self.pending = _leading(states, self.resident, (RESIDENT, PENDING))
-        self.on_disk = _leading(states, self.resident, (RESIDENT, DISK))
+        self.resident = _leading(states, 0, RESIDENT)
+        self.pending = _leading(states, self.resident, PENDING)
+        self.on_disk = _leading(states, self.resident, DISK)
 
 
-def _leading(states: bytes, start: int, wanted: tuple[int, ...]) -> int:
+def _leading(states: bytes, start: int, wanted: int) -> int:
     count = 0
-    while start + count < len(states) and states[start + count] in wanted:
+    while start + count < len(states) and states[start + count] == wanted:
         count += 1
     return count
 

@@ -1,0 +1,133 @@
+"""When to stop asking a store that does not answer, and what a caller who goes on without it gets.
+
+Owns the circuit breaker of on_error="miss" and the empty answers; never calls the daemon. Invariant:
+after a failure nobody asks before the backoff has passed, then exactly one caller does (half open) while the
+others go on without; the backoff has a bound.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvclient.errors import InvalidArgument
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 5.0
+
+
+class Breaker:
+    """Closed: everybody may ask. Open: nobody. Half open: one probe decides which of the two it becomes."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._retry_at = 0.0
+        self._probing = False
+        self.open = False
+        self.opened_total = 0
+
+    def renew_lock(self) -> None:
+        """In a forked child: whoever held the lock or was probing does not exist here."""
+        self._lock = threading.Lock()
+        self._probing = False
+
+    def may_ask(self) -> bool:
+        """Whether this caller may ask the store now. A True must be followed by succeeded() or failed()."""
+        if not self.open:
+            return True
+        with self._lock:
+            if not self.open:
+                return True
+            if self._probing or self._now() < self._retry_at:
+                return False
+            self._probing = True
+            return True
+
+    def succeeded(self) -> None:
+        if self.open:
+            with self._lock:
+                self.open = self._probing = False
+                self._backoff_s = FIRST_BACKOFF_S
+
+    def failed(self) -> None:
+        with self._lock:
+            if self.open and not self._probing:
+                return  # a call from before the opening; it says nothing about the probe to come
+            if not self.open:
+                self.open = True
+                self.opened_total += 1
+            self._probing = False
+            self._retry_at = self._now() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+
+class NoLookup:
+    """What look-up answers without a store: nothing is there."""
+
+    resident = pending = on_disk = 0
+
+    def __init__(self, count: int) -> None:
+        self.states = bytes(count)
+
+
+class NoBlocks:
+    """What get answers without a store: a miss per key."""
+
+    hits = 0
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return ([None] * self._count)[index]
+
+    def __iter__(self) -> Iterator[None]:
+        return iter([None] * self._count)
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        """There is nothing to wait for."""
+
+    def release(self) -> None:
+        """There is nothing to give back."""
+
+    def __enter__(self) -> NoBlocks:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+class NoWriter:
+    """What create answers without a store: nothing was granted."""
+
+    def __init__(self, count: int) -> None:
+        self.results = ["no_space"] * count
+        self.granted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, index: int) -> Any:
+        raise InvalidArgument(f"key {index} was not granted: the store is unreachable")
+
+    def seal(self, index: int | None = None) -> None:
+        """There is nothing to publish."""
+
+    def abort(self, index: int | None = None) -> None:
+        """There is nothing to give up."""
+
+    def wait_pending(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        pass

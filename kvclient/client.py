@@ -1,0 +1,264 @@
+"""KVClient: one attached session, kept attached, with the policy for when the store is unreachable.
+
+Owns the native client and when it attaches anew; never looks at the bytes of a block. The calls that run for
+every prompt (lookup, get) add one Python frame to the native call and nothing else. Invariant: a call either
+answers, or raises an error of kvclient.errors within timeout_s and one attachment; what on_error="miss" turns
+into misses is only that the store cannot be reached, and each time is counted (metrics()).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvclient.breaker import Breaker
+from kvclient.errors import (
+    Closed,
+    Detached,
+    InvalidArgument,
+    Unavailable,
+)
+
+SOCKET_NAME = "kvstored.sock"
+MAX_TIMEOUT_S = 3600.0
+MAX_TTL_S = 10 * 366 * 86_400.0
+ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
+
+Answer = TypeVar("Answer")
+_clients: weakref.WeakSet[KVClient] = weakref.WeakSet()
+
+
+def default_directory() -> Path:
+    """$KVSTORED_DIR, else the first of /run/kvstored and $XDG_RUNTIME_DIR/kvstored that has a socket."""
+    if chosen := os.environ.get("KVSTORED_DIR"):
+        return Path(chosen)
+    candidates = [Path("/run/kvstored")]
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        candidates.append(Path(runtime) / "kvstored")
+    return next((path for path in candidates if (path / SOCKET_NAME).exists()), candidates[0])
+
+
+def connect(
+    dir: str | os.PathLike[str] | None = None,
+    namespace: str = "default",
+    on_error: str = "raise",
+    timeout_s: float = 5.0,
+    *,
+    read_only: bool = False,
+    max_pins: int = 65_536,
+    door: str = "shm",
+) -> KVClient:
+    """Attaches to the daemon of that runtime directory.
+
+    on_error="raise": a store that cannot be reached raises Unavailable. on_error="miss": it counts as empty,
+    also when connecting; `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. Errors that are
+    the caller's are raised either way. door="socket" sends look-ups to the daemon instead of reading the index.
+    """
+    if on_error not in ("raise", "miss"):
+        raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidArgument(f"timeout_s={timeout_s!r}; it must be above 0 and at most {MAX_TIMEOUT_S}")
+    if door not in ("shm", "socket"):
+        raise InvalidArgument(f'door={door!r}; it must be "shm" or "socket"')
+    from kvclient import _core  # not at import: the fake and the layouts need nothing native
+
+    path = str((default_directory() if dir is None else Path(dir)) / SOCKET_NAME)
+
+    def attach() -> Any:
+        return _core.Client(path, namespace, read_only, max_pins, float(timeout_s), door)
+
+    if on_error == "raise":
+        return KVClient(attach, namespace)
+    from kvclient.tolerant import TolerantClient
+
+    return TolerantClient(attach, namespace)
+
+
+class KVClient:
+    """A session with the store. Thread-safe. A forked child attaches anew at its first call."""
+
+    def __init__(self, attach: Callable[[], Any], namespace: str) -> None:
+        self.namespace = namespace
+        self.reattached_total = 0
+        self.suppressed_total = 0
+        self._breaker = Breaker()
+        self._attach = attach
+        self._layouts: dict[int, bytes] = {}  # id told to the user -> blob
+        self._moved: dict[
+            int, int
+        ] = {}  # id told to the user -> id in the pool attached now, where they differ
+        self._closed = False
+        self._native: Any = None
+        self._lock = threading.RLock()
+        self._first_attach()
+        _clients.add(self)
+
+    def _first_attach(self) -> None:
+        self._bind(self._attach())
+
+    def _bind(self, native: Any) -> None:
+        self._native = native
+        self._lookup, self._get = native.lookup, native.get
+
+    # ---------------------------------------------------------------- the calls of every prompt
+
+    def lookup(self, keys: Any) -> Any:
+        """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states."""
+        try:
+            return self._lookup(keys)
+        except Detached:
+            return self._again(lambda native: native.lookup(keys))
+
+    def get(self, keys: Any, follow: bool = False) -> Any:
+        """Pins the blocks: per key a BlockView or None. With follow also those still being written."""
+        try:
+            return self._get(keys, follow)
+        except Detached:
+            return self._again(lambda native: native.get(keys, follow))
+
+    # ---------------------------------------------------------------- the rest
+
+    def create(
+        self,
+        keys: Any,
+        layout_id: int,
+        priority: int = 35,
+        ttl_s: float | None = None,
+        token_counts: Sequence[int] | None = None,
+    ) -> Any:
+        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception."""
+        ttl_ms = ttl_ms_of(ttl_s)
+        return self._call(
+            lambda native: native.create(
+                keys, self._moved.get(layout_id, layout_id), priority, ttl_ms, token_counts
+            )
+        )
+
+    def delete(self, keys: Any) -> int:
+        """Deletes sealed blocks and says how many were there. Their readers keep valid bytes."""
+        return self._call(lambda native: native.delete(keys))
+
+    def touch(self, keys: Any) -> int:
+        """Counts a use of each block, for eviction, and says how many were there."""
+        return self._call(lambda native: native.touch(keys))
+
+    def register_layout(self, layout: Any) -> int:
+        """The id of a Layout, or of the bytes of one. The same layout has the same id."""
+        blob = bytes(layout)
+        return self._remember(blob, self._call(lambda native: native.register_layout(blob)))
+
+    def _remember(self, blob: bytes, layout_id: int) -> int:
+        """The id to tell the user: the pool's, unless that was told for another layout of an earlier pool."""
+        with self._lock:
+            for told, known in self._layouts.items():
+                if known == blob:
+                    return told
+            told = layout_id
+            if layout_id in self._layouts:
+                told = max(self._layouts) + 1
+                self._moved[told] = layout_id
+            self._layouts[told] = blob
+            return told
+
+    def stats(self) -> dict[str, Any]:
+        """The namespace's figures: used_bytes, capacity_bytes, blocks, pins, sessions, hits, misses, …"""
+        return self._call(lambda native: native.stats())
+
+    def close(self) -> None:
+        """Ends the session: what is unsealed is aborted, views stay readable. Idempotent."""
+        with self._lock:
+            self._closed = True
+            _clients.discard(self)
+            if self._native is not None:
+                self._native.close()
+
+    @property
+    def attached(self) -> bool:
+        return self._native is not None and not self._closed and self._native.attached
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the store counts as empty at the moment, because it could not be reached."""
+        return self._breaker.open
+
+    def __getattr__(self, name: str) -> Any:
+        # session, epoch, populated_bytes: facts of the native client, for diagnosis
+        if name.startswith("_") or (native := self.__dict__.get("_native")) is None:
+            raise AttributeError(f"KVClient has no attribute {name!r}")
+        return getattr(native, name)
+
+    def __enter__(self) -> KVClient:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- staying attached
+
+    def _call(self, ask: Callable[[Any], Answer]) -> Answer:
+        try:
+            return ask(self._native)
+        except Detached:
+            return self._again(ask)
+
+    def _again(self, ask: Callable[[Any], Answer]) -> Answer:
+        """Attaches anew and asks again. Raises Unavailable at once if there is no daemon to attach to."""
+        for _ in range(ATTACH_TRIES):
+            self._reattach()
+            try:
+                return ask(self._native)
+            except Detached as error:
+                last = error
+        raise Unavailable(f"the session ended {ATTACH_TRIES} times in a row while asking: {last}") from last
+
+    def _reattach(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise Closed("the client was closed")
+            if self._native is not None and self._native.attached:
+                return  # another thread was first
+            if self._native is None:
+                self._bind(self._attach())
+            else:
+                self._native.reattach()
+            self.reattached_total += 1
+            # A daemon that started empty numbers layouts anew.
+            self._moved = {
+                told: now
+                for told, blob in self._layouts.items()
+                if (now := self._native.register_layout(blob)) != told
+            }
+
+
+def metrics() -> dict[str, int]:
+    """This process's figures over its open clients, under the names an exporter would use."""
+    clients = list(_clients)
+    return {
+        "kvclient_degraded": int(any(client.degraded for client in clients)),
+        "kvclient_clients": len(clients),
+        "kvclient_reattached_total": sum(client.reattached_total for client in clients),
+        "kvclient_suppressed_errors_total": sum(client.suppressed_total for client in clients),
+        "kvclient_breaker_opened_total": sum(client._breaker.opened_total for client in clients),
+    }
+
+
+def ttl_ms_of(ttl_s: float | None) -> int:
+    if ttl_s is None:
+        return 0
+    if not 0.001 <= ttl_s <= MAX_TTL_S:
+        raise InvalidArgument(f"ttl_s={ttl_s!r}; it must be None or in 0.001..{MAX_TTL_S}")
+    return int(ttl_s * 1000)
+
+
+def _renew_locks() -> None:
+    # A fork may copy a lock while another thread holds it; the child has one thread, so new ones are right.
+    for client in list(_clients):
+        client._lock = threading.RLock()
+        client._breaker.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

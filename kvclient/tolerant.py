@@ -1,0 +1,144 @@
+"""What on_error="miss" means: a store that cannot be reached counts as empty, and inference goes on.
+
+Owns the policy, nothing else; KVClient does the work. Invariant: only the store being unreachable becomes a
+miss, each time counted; the caller's own errors are raised as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvclient.breaker import NoBlocks, NoLookup, NoWriter
+from kvclient.client import Answer, KVClient, ttl_ms_of
+from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
+
+UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
+
+
+class TolerantClient(KVClient):
+    """A KVClient to which a store that cannot be reached is empty, and is asked again after a backoff.
+
+    Look-ups and gets that shared memory can answer are answered, whatever the breaker says.
+    """
+
+    def _first_attach(self) -> None:
+        self._lookup = self._get = self._no_memory
+        try:
+            self._bind(self._attach())
+        except UNREACHABLE:
+            self._breaker.failed()
+            self.suppressed_total += 1
+
+    @staticmethod
+    def _no_memory(*_args: object) -> Any:
+        raise Detached("not attached yet")
+
+    def lookup(self, keys: Any) -> Any:
+        try:
+            return self._lookup(keys)
+        except UNREACHABLE:
+            return self._tolerate(lambda native: native.lookup(keys), lambda: NoLookup(_count(keys)))
+
+    def get(self, keys: Any, follow: bool = False) -> Any:
+        try:
+            return self._get(keys, follow)
+        except UNREACHABLE:
+            return self._tolerate(lambda native: native.get(keys, follow), lambda: NoBlocks(_count(keys)))
+
+    def create(
+        self,
+        keys: Any,
+        layout_id: int,
+        priority: int = 35,
+        ttl_s: float | None = None,
+        token_counts: Sequence[int] | None = None,
+    ) -> Any:
+        ttl_ms = ttl_ms_of(ttl_s)
+
+        def ask(native: Any) -> Any:
+            if layout_id < 0 and layout_id not in self._moved and layout_id in self._layouts:
+                self._moved[layout_id] = native.register_layout(self._layouts[layout_id])
+            here = self._moved.get(layout_id, layout_id)
+            return TolerantWriter(self, native.create(keys, here, priority, ttl_ms, token_counts))
+
+        return self._tolerate(ask, lambda: NoWriter(_count(keys)))
+
+    def delete(self, keys: Any) -> int:
+        return self._tolerate(lambda native: native.delete(keys), lambda: 0)
+
+    def touch(self, keys: Any) -> int:
+        return self._tolerate(lambda native: native.touch(keys), lambda: 0)
+
+    def stats(self) -> dict[str, Any]:
+        return self._tolerate(lambda native: native.stats(), dict)
+
+    def register_layout(self, layout: Any) -> int:
+        """Without a store the layout gets an id of this client's, and is registered when it attaches."""
+        blob = bytes(layout)
+        found = self._tolerate(lambda native: native.register_layout(blob), lambda: None)
+        if found is not None:
+            return self._remember(blob, found)
+        with self._lock:
+            return self._remember(blob, min((-1, *(told - 1 for told in self._layouts))))
+
+    def _tolerate(self, ask: Callable[[Any], Answer], without: Callable[[], Answer]) -> Answer:
+        if self._closed:
+            raise Closed("the client was closed")
+        if not self._breaker.may_ask():
+            self.suppressed_total += 1
+            return without()
+        try:
+            answer = self._again(ask) if self._native is None else self._call(ask)
+        except UNREACHABLE:
+            self._breaker.failed()
+            self.suppressed_total += 1
+            return without()
+        except BaseException:
+            self._breaker.succeeded()  # whatever is wrong, the store answered
+            raise
+        self._breaker.succeeded()
+        return answer
+
+
+class TolerantWriter:
+    """A Writer whose store may go away: what cannot be sealed is counted and forgotten."""
+
+    def __init__(self, client: TolerantClient, writer: Any) -> None:
+        self._client, self._writer = client, writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def __len__(self) -> int:
+        return len(self._writer)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._writer[index]
+
+    def seal(self, index: int | None = None) -> None:
+        self._forgive(self._writer.seal, index)
+
+    def abort(self, index: int | None = None) -> None:
+        self._forgive(self._writer.abort, index)
+
+    def wait_pending(self, timeout_s: float | None = None) -> Any:
+        return self._forgive(self._writer.wait_pending, timeout_s)
+
+    def __enter__(self) -> TolerantWriter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._forgive(self._writer.__exit__, *exc)
+
+    def _forgive(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except (*UNREACHABLE, BlockLost):
+            self._client.suppressed_total += 1
+            return False
+
+
+def _count(keys: Any) -> int:
+    packed = getattr(keys, "packed_keys", keys)
+    return len(packed) if isinstance(packed, (list, tuple)) else len(memoryview(packed)) // 32
