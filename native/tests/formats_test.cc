@@ -1,0 +1,50 @@
+// Goal: the shared structures have the offsets and sizes that docs/formats.md promises.
+// Method: prints `struct field offset size` for each; tests/unit/test_formats.py compares that with the document. Run alone it
+// checks that no structure has a hole: a compiler that put one there would make another format.
+#include <cstdio>
+
+#include "core/block.h"
+
+namespace {
+
+struct Field {
+  const char* type;
+  const char* name;
+  size_t offset;
+  size_t size;
+};
+
+#define FIELD(type, name) Field{#type, #name, offsetof(kv::type, name), sizeof(kv::type::name)}
+constexpr Field kFields[] = {
+    FIELD(TableHeader, magic), FIELD(TableHeader, version), FIELD(TableHeader, max_blocks),
+    FIELD(TableHeader, buckets), FIELD(TableHeader, header_bytes), FIELD(TableHeader, capacity_bytes),
+    FIELD(TableHeader, records_offset), FIELD(TableHeader, buckets_offset), FIELD(TableHeader, layouts_offset),
+    FIELD(TableHeader, geometry_offset), FIELD(TableHeader, total_bytes), FIELD(TableHeader, pool_id), FIELD(TableHeader, epoch),
+    FIELD(TableHeader, frontier), FIELD(TableHeader, faulted), FIELD(TableHeader, origin_s), FIELD(TableHeader, layouts),
+    FIELD(Record, control), FIELD(Record, sequence), FIELD(Record, owner), FIELD(Record, key),
+    FIELD(Record, extent), FIELD(Record, shape), FIELD(Record, fingerprint), FIELD(Record, created_s),
+    FIELD(Record, expiry_s), FIELD(Record, rank), FIELD(Record, link), FIELD(Record, parent),
+    FIELD(Bucket, sequence), FIELD(Bucket, overflow), FIELD(Bucket, slot),
+    FIELD(SessionPage, magic), FIELD(SessionPage, version), FIELD(SessionPage, max_pins),
+    FIELD(SessionPage, session), FIELD(SessionPage, reserved), FIELD(SessionPage, pool_id),
+    FIELD(SessionPage, token), FIELD(SessionPage, pins_high), FIELD(SessionPage, ring_head),
+    FIELD(SessionPage, hits), FIELD(SessionPage, misses), FIELD(SessionPage, ring),
+};
+#undef FIELD
+
+}  // namespace
+
+int main() {
+  int holes = 0;
+  const Field* before = nullptr;
+  for (const Field& field : kFields) {
+    std::printf("%s %s %zu %zu\n", field.type, field.name, field.offset, field.size);
+    const size_t expected = before != nullptr && before->type == field.type ? before->offset + before->size : 0;
+    if (field.offset != expected) {
+      std::fprintf(stderr, "%s.%s starts at %zu, the field before it ends at %zu\n", field.type, field.name, field.offset, expected);
+      ++holes;
+    }
+    before = &field;
+  }
+  return holes == 0 ? 0 : 1;
+}
