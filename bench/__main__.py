@@ -1,0 +1,109 @@
+"""`python -m bench`: installs the peers, runs the rows, writes JSON and prints the table. Nothing timed passes or fails."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from bench.clients import add_scaling, run_first_pass, run_readers
+from bench.contenders import Contenders
+from bench.install import ROOT, Installed, install, progress
+from bench.machine import describe
+from bench.rounds import run_row
+from bench.rows import COLUMNS, ROWS, Row
+from bench.scripts import merge_rows, run_script
+from bench.table import markdown
+
+SESSION_OF = {"index": "index", "readers": "index", "bulk": "bulk", "first_pass": "bulk"}
+SCRIPTS = {"reuse": ["bench.reuse_ttft", "bench.peers.kvboost"], "daemon": ["bench.daemon_figures"]}
+BUDGET_S = 0.3  # of one contender in one round
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and calls: about 4 minutes")
+    parser.add_argument("--only", action="append", metavar="ROW", default=[],
+                        help="this row, or all that start with this; may be repeated: " + ", ".join(row.id for row in ROWS))
+    parser.add_argument("--columns", default=",".join(COLUMNS), metavar="LIST", help="contenders (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="alternations (default 7, quick 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file")
+    chosen = parser.parse_args(words)
+    chosen.rounds = chosen.rounds or (3 if chosen.quick else 7)
+    unknown = [only for only in chosen.only if not any(row.id.startswith(only) for row in ROWS)]
+    if unknown or chosen.rounds < 1:
+        parser.error(f"unknown row {', '.join(unknown)}" if unknown else "--rounds is at least 1")
+    return chosen
+
+
+def run_session(session: str, rows: list[Row], columns: list[str], chosen, installed: Installed, run: dict) -> None:
+    budget_s = BUDGET_S / 3 if chosen.quick else BUDGET_S
+    with Contenders(installed, session, columns, chosen.quick) as up:
+        for row in rows:
+            progress(f"row {row.id}")
+            started = time.monotonic()
+            if row.session == "readers":
+                cells = run_readers(row, up, max(2, chosen.rounds // 2), 0.4 if chosen.quick else 1.0)
+            elif row.session == "first_pass":
+                cells = run_first_pass(row, up, 2 if chosen.quick else 3)
+            else:
+                cells = run_row(row, up, chosen.rounds, budget_s)
+            run["rows"].append({"id": row.id, "title": row.title, "reach": row.reach, "cells": cells,
+                                "took_s": round(time.monotonic() - started, 1)})
+        run["versions"].update(up.versions)
+
+
+def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Installed, run: dict) -> None:
+    for row in rows:
+        found: list[dict] = []
+        for module in SCRIPTS[row.id]:
+            column = "kvboost" if module.endswith("kvboost") else "kvstored"
+            if column not in columns:
+                continue
+            if column in installed.absent:
+                run["absent"].append({"column": column, "reason": installed.absent[column]})
+                continue
+            answer = run_script(module, column, quick, {"KVBENCH_KVBOOST": installed.kvboost_path})
+            merge_rows(found, answer["rows"])
+            run["absent"] += answer.get("absent", [])
+        run["rows"] += found
+
+
+def measure(chosen) -> dict:
+    rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
+    columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
+    run = {"format": 1, "command": "python -m bench " + " ".join(sys.argv[1:]), "quick": chosen.quick,
+           "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "rounds": chosen.rounds, "machine": describe(),
+           "versions": {}, "absent": [], "rows": []}
+    run["command"] = run["command"].strip()
+    started = time.monotonic()
+    installed = install(set(columns))
+    for session in ("index", "bulk"):
+        mine = [row for row in rows if SESSION_OF.get(row.session) == session]
+        if mine:
+            run_session(session, mine, columns, chosen, installed, run)
+    add_scaling(run["rows"])
+    run_scripts([row for row in rows if row.session == "script"], columns, chosen.quick, installed, run)
+    run["took_s"] = round(time.monotonic() - started, 1)
+    run["load_after"] = round(os.getloadavg()[0], 2)
+    return run
+
+
+def main() -> int:
+    chosen = arguments()
+    if chosen.table:
+        print(markdown(json.loads(chosen.table.read_text())), end="")
+        return 0
+    run = measure(chosen)
+    target = chosen.json or ROOT / "bench" / "out" / time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(run, indent=1) + "\n")
+    print(markdown(run), end="")
+    progress(f"{run['took_s']:.0f} s; figures in {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Gets the peers: virtual environments from PyPI, redis-server and a few libraries from Debian, one C file compiled.
+
+Everything lies under build/ and is reused. Nothing is installed into the system: Debian packages are downloaded and
+unpacked. What cannot be had becomes a reason, which the table prints; it never stops the run.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = ROOT / "build" / "bench-venvs"
+DEBS = ROOT / "build" / "bench-debs"
+LIMITS = ROOT / "build" / "bench-limits"
+PIP_TIMEOUT_S = 300
+
+PYTHON_PEERS = {
+    "vineyard": ["vineyard==0.24.2"],
+    "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"],
+    "stores": ["lmdb", "redis", "hiredis"],
+}
+REDIS_DEBS = ["redis-tools", "redis-server", "liblua5.1-0", "libjemalloc2", "liblzf1", "lua-cjson", "lua-bitop", "libhiredis0.14"]
+MOONCAKE_DEBS = ["libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1"]
+
+
+@dataclass
+class Installed:
+    """Where each peer is, or why it is not."""
+
+    pythons: dict[str, str] = field(default_factory=dict)
+    redis_server: str = ""
+    library_path: str = ""
+    copy_library: str = ""
+    kvboost_path: str = ""
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def progress(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def _run(command: list[str], timeout_s: float, cwd: Path | None = None) -> None:
+    """Run to the end; on failure the last line it printed is the reason."""
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, timeout=timeout_s)
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
+        raise RuntimeError(f"{Path(command[0]).name} {command[1]}: {lines[-1].strip()[:160]}")
+
+
+def python_environment(name: str, packages: list[str]) -> str:
+    """A virtual environment with these packages; a marker file says that it is complete."""
+    home = VENVS / name
+    marker, python = home / ".complete", home / "bin" / "python"
+    if not marker.exists() or marker.read_text() != "\n".join(packages):
+        progress(f"installing {', '.join(packages)}")
+        shutil.rmtree(home, ignore_errors=True)
+        venv.create(home, with_pip=True)
+        _run([str(python), "-m", "pip", "install", "-q", *packages], PIP_TIMEOUT_S)
+        marker.write_text("\n".join(packages))
+    return str(python)
+
+
+def kvboost_tree() -> str:
+    """KVBoost without its dependencies, beside the project's own torch and transformers."""
+    home = VENVS / "kvboost"
+    if not (home / "kvboost").exists():
+        progress("installing kvboost==0.9.0 --no-deps")
+        _run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(home), "kvboost==0.9.0"],
+             PIP_TIMEOUT_S)
+    return str(home)
+
+
+def debian_packages(names: list[str]) -> None:
+    """Download and unpack; needs apt's package lists, which root fetches once if they are missing."""
+    downloads = DEBS / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in names if not list(downloads.glob(f"{name}_*.deb"))]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        raise RuntimeError("no apt-get on this machine")
+    progress(f"downloading Debian packages {', '.join(missing)}")
+    try:
+        _run(["apt-get", "download", *missing], PIP_TIMEOUT_S, downloads)
+    except RuntimeError:
+        if os.geteuid() != 0:
+            raise
+        _run(["apt-get", "update"], PIP_TIMEOUT_S)
+        _run(["apt-get", "download", *missing], PIP_TIMEOUT_S, downloads)
+    for package in downloads.glob("*.deb"):
+        _run(["dpkg", "-x", str(package), str(DEBS)], 60)
+
+
+def compile_copy() -> str:
+    source, library = ROOT / "bench" / "limits" / "nt_copy.c", LIMITS / "nt_copy.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        LIMITS.mkdir(parents=True, exist_ok=True)
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+        if compiler is None:
+            raise RuntimeError("no C compiler")
+        _run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], 120)
+    return str(library)
+
+
+def _try(installed: Installed, column: str, step):
+    try:
+        return step()
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as failure:
+        installed.absent[column] = f"not installed: {failure}"
+        progress(f"{column}: {installed.absent[column]}")
+        return ""
+
+
+def install(columns: set[str]) -> Installed:
+    """Get what these columns of the table need."""
+    done = Installed()
+    done.library_path = ":".join(str(DEBS / part / "x86_64-linux-gnu") for part in ("usr/lib", "lib"))
+    if "vineyard" in columns:
+        done.pythons["vineyard"] = _try(done, "vineyard", lambda: python_environment("vineyard", PYTHON_PEERS["vineyard"]))
+    if "mooncake" in columns:
+        done.pythons["mooncake"] = _try(done, "mooncake", lambda: python_environment("mooncake", PYTHON_PEERS["mooncake"]))
+        _try(done, "mooncake", lambda: debian_packages(MOONCAKE_DEBS))
+    for column in ("redis", "lmdb"):
+        if column in columns:
+            done.pythons[column] = _try(done, column, lambda: python_environment("stores", PYTHON_PEERS["stores"]))
+    if "redis" in columns:
+        done.redis_server = shutil.which("redis-server") or ""
+        if not done.redis_server:
+            _try(done, "redis", lambda: debian_packages(REDIS_DEBS))
+            done.redis_server = str(DEBS / "usr" / "bin" / "redis-server")
+    if "limit" in columns:
+        done.copy_library = _try(done, "non-temporal copy", compile_copy)
+    if "kvboost" in columns:
+        done.kvboost_path = _try(done, "kvboost", kvboost_tree)
+    return done
