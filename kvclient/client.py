@@ -54,9 +54,10 @@ def connect(
 ) -> KVClient:
     """Attaches to the daemon of that runtime directory.
 
-    on_error="raise": a store that cannot be reached raises Unavailable. on_error="miss": it counts as empty,
-    also when connecting; `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. Errors that are
-    the caller's are raised either way. door="socket" sends look-ups to the daemon instead of reading the index.
+    on_error="raise": a store that cannot be reached raises Unavailable. on_error="miss": it counts as
+    empty, also when connecting; `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. The
+    caller's own errors are raised either way. door="socket" sends look-ups to the daemon instead of reading
+    the index.
     """
     if on_error not in ("raise", "miss"):
         raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')

@@ -1,0 +1,229 @@
+"""Cases of writing: create, fill, seal, abort, and what several writers see of each other."""
+
+from __future__ import annotations
+
+import time
+
+from kvclient.conformance.case import SMALL, Case, check, fill, geometry, raises
+from kvclient.errors import InvalidArgument, KVClientError
+
+MISSING, PENDING, RESIDENT = 0, 1, 2
+
+
+class WritingCases(Case):
+    """Create to seal."""
+
+    def test_put_and_get_round_trip(self):
+        keys = self.put(5)
+        with self.open().get(keys) as blocks:
+            assert len(blocks) == 5 and blocks.hits == 5
+            for key, block in zip(keys, blocks, strict=True):
+                assert (block.key, block.tokens, block.layout_id) == (key, SMALL.block_tokens, self.small)
+                assert block.sealed
+                check(block)
+                del block
+
+    def test_a_block_of_fewer_tokens(self):
+        keys = self.keys(3)
+        with self.client.create(keys, self.small, token_counts=[1, 7, 16]) as writer:
+            for index in writer.granted:
+                fill(writer[index])
+        with self.client.get(keys) as blocks:
+            assert [block.tokens for block in blocks] == [1, 7, 16]
+            assert blocks[1].layer(0).shape == (2, 2, 7, 8)
+            for index in range(3):
+                check(blocks[index])
+
+    def test_a_second_put_changes_nothing(self):
+        keys = self.put(2)
+        with self.open().create([*keys, *self.keys(1)], self.small) as writer:
+            assert writer.results == ["exists", "exists", "granted"] and writer.granted == [2]
+            fill(writer[2])
+        with self.client.get(keys) as blocks:
+            for index in range(2):
+                check(blocks[index])
+
+    def test_unsealed_is_found_by_nobody(self):
+        keys = self.keys(2)
+        other = self.open()
+        with self.client.create(keys, self.small) as writer:
+            for client in (self.client, other):
+                assert self.states(keys, client) == [PENDING, PENDING]
+                assert client.lookup(keys).resident == 0
+                with client.get(keys) as blocks:
+                    assert list(blocks) == [None, None] and blocks.hits == 0
+            for index in writer.granted:
+                fill(writer[index])
+        assert self.states(keys, other) == [RESIDENT, RESIDENT]
+
+    def test_found_as_soon_as_seal_returned(self):
+        other = self.open()
+        for _ in range(100):
+            key = self.put(1)
+            assert other.lookup(key).resident == 1
+            with other.get(key) as blocks:
+                assert blocks[0] is not None
+
+    def test_abort_leaves_nothing(self):
+        keys = self.keys(3)
+        writer = self.client.create(keys, self.small)
+        for index in writer.granted:
+            fill(writer[index])
+        writer.abort()
+        assert self.states(keys) == [MISSING] * 3
+        assert self.used() == self.used_before
+        writer.abort()  # a second time is no error
+
+    def test_an_exception_aborts_the_whole_batch(self):
+        keys = self.keys(4)
+        with raises(ZeroDivisionError), self.client.create(keys, self.small) as writer:
+            fill(writer[0])
+            raise ZeroDivisionError
+        assert self.states(keys, self.open()) == [MISSING] * 4
+        assert self.used() == self.used_before
+
+    def test_early_seal_and_abort_of_single_blocks(self):
+        keys = self.keys(4)
+        with raises(ZeroDivisionError), self.client.create(keys, self.small) as writer:
+            for index in range(4):
+                fill(writer[index])
+            writer.seal(1)
+            writer.abort(2)
+            assert self.states(keys) == [PENDING, RESIDENT, MISSING, PENDING]
+            raise ZeroDivisionError
+        assert self.states(keys) == [MISSING, RESIDENT, MISSING, MISSING]
+
+    def test_the_end_of_the_context_seals_what_is_left(self):
+        keys = self.keys(3)
+        with self.client.create(keys, self.small) as writer:
+            for index in range(3):
+                fill(writer[index])
+            writer.seal(0)
+            writer.abort(1)
+        assert self.states(keys) == [RESIDENT, MISSING, RESIDENT]
+
+    def test_a_key_twice_in_one_batch_is_granted_once(self):
+        key = self.keys(1)[0]
+        with self.client.create([key, key], self.small) as writer:
+            assert writer.results == ["granted", "pending"]
+            fill(writer[0])
+        assert self.states([key]) == [RESIDENT]
+
+    def test_one_batch_gets_an_answer_per_key(self):
+        there, written, new = self.put(1), self.keys(1), self.keys(2)
+        first = self.client.create(written, self.small)
+        with self.open().create([new[0], *there, *written, new[1]], self.small) as writer:
+            assert writer.results == ["granted", "exists", "pending", "granted"]
+            assert writer.granted == [0, 3]
+            for index in writer.granted:
+                fill(writer[index])
+        assert self.states([*new, *there, *written]) == [RESIDENT, RESIDENT, RESIDENT, PENDING]
+        first.abort()
+
+    def test_what_was_not_granted_cannot_be_written(self):
+        with self.client.create([*self.put(1), *self.keys(1)], self.small) as writer:
+            with raises(KVClientError):
+                writer[0]
+            with raises(IndexError, KVClientError):
+                writer[2]
+            fill(writer[1])
+
+    def test_wait_pending_sees_the_other_seal(self):
+        self.needs("wait_pending")
+        keys = self.keys(2)
+        first = self.client.create(keys, self.small)
+        second = self.open().create(keys, self.small)
+        assert second.results == ["pending", "pending"]
+        joined = self.in_thread(lambda: second.wait_pending(timeout_s=10.0))
+        for index in range(2):
+            fill(first[index])
+        first.seal()
+        joined()
+        assert second.results == ["exists", "exists"] and second.granted == []
+
+    def test_wait_pending_is_granted_what_the_other_aborts(self):
+        self.needs("wait_pending")
+        keys = self.keys(2)
+        first = self.client.create(keys, self.small)
+        with self.open().create(keys, self.small) as second:
+            joined = self.in_thread(lambda: second.wait_pending(timeout_s=10.0))
+            fill(first[0])
+            first.seal(0)
+            first.abort(1)
+            joined()
+            assert second.results == ["exists", "granted"] and second.granted == [1]
+            fill(second[1])
+        with self.client.get(keys) as blocks:
+            for index in range(2):
+                check(blocks[index])
+
+    def test_wait_pending_ends_at_its_deadline(self):
+        self.needs("wait_pending")
+        keys = self.keys(1)
+        first = self.client.create(keys, self.small)
+        second = self.open().create(keys, self.small)
+        begun = time.monotonic()
+        second.wait_pending(timeout_s=0.05)
+        assert second.results == ["pending"] and time.monotonic() - begun >= 0.05
+        first.abort()
+
+    def test_closing_aborts_what_is_unsealed(self):
+        keys = self.keys(2)
+        other = self.open()
+        writer = other.create(keys, self.small)
+        writer.seal(0)
+        other.close()
+        assert self.states(keys) == [RESIDENT, MISSING]
+
+    def test_arguments_are_checked(self):
+        key = self.keys(1)[0]
+        for wrong in (
+            lambda: self.client.create([key[:31]], self.small),
+            lambda: self.client.create([key + b"x"], self.small),
+            lambda: self.client.create([key], self.small + 200),
+            lambda: self.client.create([key], self.small, priority=101),
+            lambda: self.client.create([key], self.small, priority=-1),
+            lambda: self.client.create([key], self.small, token_counts=[0]),
+            lambda: self.client.create([key], self.small, token_counts=[SMALL.block_tokens + 1]),
+            lambda: self.client.create([key], self.small, token_counts=[1, 1]),
+            lambda: self.client.create([key], self.small, ttl_s=-1.0),
+            lambda: self.client.lookup([key[:8]]),
+            lambda: self.client.get([b""]),
+            lambda: self.client.delete([key, b"short"]),
+            lambda: self.client.lookup(17),
+        ):
+            with raises(InvalidArgument, TypeError):
+                wrong()
+        assert self.states([key]) == [MISSING] and self.used() == self.used_before
+        self.put(1)
+
+    def test_layouts_are_registered_once(self):
+        assert self.client.register_layout(SMALL.to_blob()) == self.small
+        assert self.open().register_layout(SMALL.to_blob()) == self.small
+        assert self.client.register_layout(geometry(layers=3).to_blob()) != self.small
+        blob = SMALL.to_blob()
+        for wrong in (b"", b"KVL2" + blob[4:], blob[:-1], blob + bytes(5000), blob[:4] + bytes(4) + blob[8:]):
+            with raises(InvalidArgument):
+                self.client.register_layout(wrong)
+
+    def test_batches_longer_than_a_message(self):
+        keys = self.keys(2500)
+        with self.client.create(keys, self.small, token_counts=[1] * 2500) as writer:
+            assert writer.results == ["granted"] * 2500
+            writer[2499].layer(0)[...] = 3
+        found = self.open().lookup(keys)
+        assert found.resident == 2500 and len(found.states) == 2500
+        with self.client.get(keys) as blocks:
+            assert blocks.hits == 2500 and blocks[2499].layer(0)[0, 0, 0, 0] == 3
+        assert self.client.touch(keys) == 2500
+        assert self.client.delete(keys) == 2500
+        assert self.used() == self.used_before
+
+    def test_empty_batches(self):
+        found = self.client.lookup([])
+        assert (found.resident, found.pending, found.on_disk, bytes(found.states)) == (0, 0, 0, b"")
+        with self.client.get([]) as blocks:
+            assert len(blocks) == 0
+        with self.client.create([], self.small) as writer:
+            assert writer.results == [] and writer.granted == []
+        assert self.client.delete([]) == 0 and self.client.touch([]) == 0
