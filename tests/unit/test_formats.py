@@ -1,7 +1,7 @@
 """Goal: docs/formats.md says what is in memory.
 
-Method: the tables behind `<!-- struct X -->` are compared, field by field, with the offsets and sizes that the
-compiler gave (build/dev/formats_test prints them), the layout blob's table with the packer of kvclient.
+Method: the tables behind `<!-- struct X -->` are compared, field by field, with the offsets and sizes that
+the compiler gave (build/dev/formats_test prints them), the layout blob's table with the packer of kvclient.
 """
 
 import re
@@ -44,8 +44,9 @@ def test_layout_blob_table():
     from kvclient.blocks.layout import Layout
 
     blob = bytes(Layout(3, 5, 7, "float16", 11, kv_per_layer=1, meta_fixed=13, meta_per_token=17, name="n"))
-    names = re.findall(r"^\| (\d+) \| 4 \| (\w+) \|", TEXT.split("## 3.")[1].split("## 4.")[0], re.MULTILINE)
-    values = {name: struct.unpack_from("<I", blob, int(offset))[0] for offset, name in names if name != "magic"}
+    table = TEXT.split("## 3.")[1].split("## 4.")[0]
+    fields = re.findall(r"^\| (\d+) \| 4 \| (\w+) \|", table, re.MULTILINE)
+    values = {name: struct.unpack_from("<I", blob, int(at))[0] for at, name in fields if name != "magic"}
     assert values == {
         "num_layers": 3, "kv_per_layer": 1, "num_kv_heads": 5, "head_dim": 7, "dtype": 1, "block_tokens": 11,
         "codec": 0, "meta_fixed": 13, "meta_per_token": 17,
