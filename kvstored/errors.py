@@ -20,6 +20,19 @@ kvstored._core raises the StoreError classes by name. Anything else that reaches
 
 from __future__ import annotations
 
+import enum
+
+
+class Exit(enum.IntEnum):
+    """The command line's exit codes: a promise to scripts."""
+
+    DONE = 0
+    NO = 1  # nothing to remove, no such block, corruption found, writers left when a drain's time was over
+    USAGE = 2  # wrong arguments or configuration
+    UNREACHABLE = 3  # no daemon answers in the runtime directory
+    REFUSED = 4  # the daemon refused or failed the call
+    CANNOT_START = 6  # another runs, directory unsafe, too little memory
+
 
 class KVStoredError(Exception):
     """Base of all."""

@@ -24,14 +24,13 @@ def prepare(path: str, open_to_others: bool) -> None:
 
     With `open_to_others` (allow_uids) a directory made here can be entered, not listed, by other users; the sockets decide who may talk.
     """
-    with contextlib.suppress(FileExistsError):
-        try:
-            os.mkdir(path, 0o700)
-            os.chmod(path, 0o711 if open_to_others else 0o700)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise StartupError(f"runtime directory {path!r}: {error.strerror}") from error
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o711 if open_to_others else 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise StartupError(f"runtime directory {path!r}: {error.strerror}") from error
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
         raise StartupError(f"runtime directory {path!r} is no directory")

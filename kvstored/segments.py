@@ -95,13 +95,17 @@ class Segments:
         elif state is not None and not known:
             log.warning("state_ignored", path=self._path, why="another version or shape")
         wanted = {geometry.namespace: geometry for geometry in self._geometries}
+        given_up: dict[str, str] = {}
         for namespace, entry in known.items():
             if why_not := "fresh start asked for" if fresh else self._adopt(entry, wanted.get(namespace)):
-                log.info("pool_discarded", namespace=namespace, why=why_not)
-                self._give_up(entry)
+                given_up[namespace] = why_not
+        # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no block.
+        self._check_space([known[namespace] for namespace in given_up])
+        for namespace, why_not in given_up.items():
+            log.info("pool_discarded", namespace=namespace, why=why_not)
+            self._give_up(known[namespace])
         missing = [geometry for geometry in self._geometries if geometry.namespace not in self._pools]
-        self._check_space()
-        if missing or len(known) != len(self._pools):
+        if missing or given_up:
             self._make(missing)
         return [self._pools[geometry.namespace] for geometry in self._geometries]
 
@@ -173,8 +177,11 @@ class Segments:
         entries = {name: _entry(p.geometry, p.prefix, p.pool_id, p.pool_dir, True) for name, p in self._pools.items()} | planned
         rundir.write_whole(self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode())
 
-    def _check_space(self) -> None:
-        """Refuses a file system that cannot hold what is promised, before anything is made: later it would be a SIGBUS."""
+    def _check_space(self, given_up: list[dict[str, Any]]) -> None:
+        """Refuses a file system that cannot hold what is promised, before anything is made: later it would be a SIGBUS.
+
+        What the pools to be given up hold counts as free.
+        """
         needs: dict[int, int] = {}
         names: dict[int, str] = {}
         for geometry in self._geometries:
@@ -185,6 +192,12 @@ class Segments:
                 held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
                 needs[device] = needs.get(device, 0) + max(0, geometry.file_bytes(role) - held)
                 names[device] = directory
+        for entry in given_up:
+            for path in _files(entry["prefix"], entry["pool_dir"]):
+                with contextlib.suppress(OSError):
+                    found = os.lstat(path)
+                    if found.st_dev in needs and found.st_uid == os.geteuid():
+                        needs[found.st_dev] -= found.st_blocks * 512
         for device, need_bytes in needs.items():
             system = os.statvfs(names[device])
             free_bytes = system.f_bavail * system.f_frsize
@@ -245,13 +258,17 @@ def _create(path: str, size_bytes: int) -> int:
         raise StartupError(f"{path}: {size_bytes} bytes: {error}") from error
 
 
+def _files(prefix: str, pool_dir: str) -> list[str]:
+    """All files of a pool, the session pages included."""
+    return [path for directory in {SHM_DIR, pool_dir} for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*"))]
+
+
 def _unlink(prefix: str, pool_dir: str) -> None:
-    """Removes a pool's files, the session pages included. Only files of this user, whatever their names say."""
-    for directory in {SHM_DIR, pool_dir}:
-        for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*")):
-            with contextlib.suppress(OSError):
-                if os.lstat(path).st_uid == os.geteuid():
-                    os.unlink(path)
+    """Removes a pool's files. Only those of this user, whatever their names say."""
+    for path in _files(prefix, pool_dir):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid == os.geteuid():
+                os.unlink(path)
 
 
 def _check_pool_dir(config: Config) -> None:

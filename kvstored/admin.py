@@ -1,0 +1,169 @@
+"""The Admin service: what the daemon holds and does, for operators. Decode, call, encode; no policy.
+
+Owns which namespaces are being scrubbed, and whether the daemon drains. Never logs a key.
+Invariant: what List, Scrub and Events hold in memory at a time is one page, one step, one queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvstored import __version__, log
+from kvstored.calls import CallCounts, Threads, answered, named, one_key, streamed
+from kvstored.config import Sourced
+from kvstored.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
+from kvstored.events import Event, Events, Sampler
+from kvstored.leases import Leases
+from kvstored.process import own_memory_bytes
+from kvstored.service import block_message
+from kvstored.v1 import admin_pb2, admin_pb2_grpc
+
+MAX_PAGE = 1000
+MAX_DRAIN_WAIT_MS = 300_000
+DRAIN_LOOK_S = 0.02
+SCRUB_STEP_BYTES = 64 << 20
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    def __init__(self, stores: dict[str, Any], adopted: dict[str, bool], sessions: Any, sourced: Sourced, leases: Leases,
+                 events: Events, threads: Threads, counts: CallCounts) -> None:  # fmt: skip
+        self.counts = counts
+        self.draining = False
+        self._stores = stores
+        self._adopted = adopted
+        self._sessions = sessions
+        self._sourced = sourced
+        self._leases = leases
+        self._events = events
+        self._threads = threads
+        self._scrubbing: set[str] = set()
+        self._started = time.monotonic()
+
+    @answered
+    async def Stats(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        chosen = {request.namespace: named(self._stores, request.namespace)} if request.namespace else self._stores
+        reply = admin_pb2.StatsResponse(
+            version=__version__, pid=os.getpid(), uptime_ms=int((time.monotonic() - self._started) * 1000),
+            rss_bytes=own_memory_bytes(), draining=self.draining, leases=len(self._leases))  # fmt: skip
+        for name, store in chosen.items():
+            one = reply.namespaces.add(namespace=name, adopted=self._adopted[name])
+            try:
+                for counter, value in (await self._threads.run(store.stats)).items():
+                    if isinstance(value, int) and value >= 0:
+                        one.counters[counter] = value
+            except Fenced as error:
+                one.fenced = str(error)
+        return reply
+
+    @answered
+    async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        store = named(self._stores, request.namespace)
+        limit = request.limit or 100
+        if limit > MAX_PAGE:
+            raise InvalidArgument(f"limit is {limit}, the most is {MAX_PAGE}")
+        if len(request.key_prefix) > 32:
+            raise InvalidArgument(f"key_prefix has {len(request.key_prefix)} bytes, the limit is 32")
+        if request.page_token and not (request.page_token.isascii() and request.page_token.isdigit() and len(request.page_token) <= 8):
+            raise InvalidArgument(f"page_token {request.page_token[:40]!r} is none of this daemon's")
+        after = int(request.page_token) if request.page_token else -1
+        found = await self._threads.run(store.list, after, limit, request.key_prefix)
+        reply = admin_pb2.ListResponse(blocks=[block_message(one["key"], one) for one in found])
+        if len(found) == limit:
+            reply.next_page_token = str(found[-1]["record"])
+        return reply
+
+    @answered
+    async def Describe(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        found = named(self._stores, request.namespace).describe(one_key(request.key))
+        if found is None:
+            raise NotFound("nothing is known under this key")
+        return admin_pb2.DescribeResponse(block=block_message(request.key, found))
+
+    @answered
+    async def Flush(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        deleted = await self._threads.run(named(self._stores, request.namespace).flush)
+        self._events.publish(Event("FLUSH", request.namespace or "default", {"deleted": deleted}))
+        log.info("flushed", namespace=request.namespace or "default", deleted=deleted)
+        return admin_pb2.FlushResponse(deleted=deleted)
+
+    @answered
+    async def Drain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if request.wait_ms > MAX_DRAIN_WAIT_MS:
+            raise InvalidArgument(f"wait_ms is {request.wait_ms}, the limit is {MAX_DRAIN_WAIT_MS}")
+        for store in self._stores.values():
+            store.drain(request.on)
+        if request.on != self.draining:
+            self.draining = request.on
+            self._events.publish(Event("DRAIN", text="on" if request.on else "off"))
+            log.info("draining", on=request.on)
+        deadline = asyncio.get_running_loop().time() + request.wait_ms / 1000
+        while (unsealed := self._unsealed()) and self.draining and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(DRAIN_LOOK_S)  # the store has no event for it; at most wait_ms / 20 ms looks
+        return admin_pb2.DrainResponse(draining=self.draining, unsealed=unsealed)
+
+    def _unsealed(self) -> int:
+        total = 0
+        for store in self._stores.values():
+            with contextlib.suppress(Fenced):
+                total += store.stats().get("unsealed", 0)
+        return total
+
+    @streamed
+    async def Scrub(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        namespace = request.namespace or "default"
+        store = named(self._stores, namespace)
+        if namespace in self._scrubbing:
+            raise FailedPrecondition(f"a scrub of namespace {namespace!r} is running")
+        self._scrubbing.add(namespace)
+        try:
+            total = store.stats().get("used_bytes", 0)
+            sums = {"verified": 0, "computed": 0, "corrupt": 0, "bytes": 0}
+            done = False
+            while not done:
+                step = await self._threads.run(store.scrub, SCRUB_STEP_BYTES)
+                for name in sums:
+                    sums[name] += step[name]
+                done = step["done"]
+                if step["corrupt"]:
+                    self._events.publish(Event("CORRUPTION", namespace, {"corrupt": step["corrupt"]}))
+                    log.error("corrupt_blocks", namespace=namespace, count=step["corrupt"])
+                yield admin_pb2.ScrubResponse(verified=sums["verified"], computed=sums["computed"], corrupt=sums["corrupt"],
+                                              read_bytes=sums["bytes"], total_bytes=total, done=done)  # fmt: skip
+        finally:
+            self._scrubbing.discard(namespace)
+
+    @answered
+    async def Integrity(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._threads.run(named(self._stores, request.namespace).check_integrity)
+        return admin_pb2.IntegrityResponse()
+
+    @answered
+    async def Sessions(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return admin_pb2.SessionsResponse(sessions=[
+            admin_pb2.Session(session=one["session"], pid=max(0, one["pid"]), uid=one["uid"], namespace=one["namespace"], pins=one["pins"],
+                              unsealed=one["unsealed"], attached_ms=int(one["attached_s"] * 1000), resumed=one["resumed"])
+            for one in self._sessions.sessions()
+        ])  # fmt: skip
+
+    @answered
+    async def Config(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return admin_pb2.ConfigResponse(entries=[admin_pb2.ConfigEntry(**entry) for entry in self._sourced.entries()])
+
+    @streamed
+    async def Events(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        interval_ms = request.interval_ms or 1000
+        if not 100 <= interval_ms <= 60_000:
+            raise InvalidArgument(f"interval_ms is {interval_ms}, the limits are 100 and 60000")
+        sampler = Sampler({name: store.stats for name, store in self._stores.items()})
+        async with contextlib.aclosing(self._events.subscribe(interval_ms / 1000, sampler)) as events:
+            async for event in events:
+                yield admin_pb2.EventsResponse(
+                    kind=f"KIND_{event.kind}", time_ms=event.time_ms, namespace=event.namespace, counts=event.counts,
+                    text=event.text, dropped=event.dropped)  # fmt: skip

@@ -1,0 +1,121 @@
+"""What every gRPC handler needs around it: errors become statuses, calls are counted, long native calls leave the event loop.
+
+Owns the two thread pools and the call counts. Never decodes a message.
+Invariant: a native call that may take long never runs on the event loop, and at most io_threads of them run at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstored import log
+from kvstored.errors import InvalidArgument, NotFound, StoreError, status_name
+
+KEY_BYTES = 32
+MAX_KEYS = 1024
+CHUNK_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Where long native calls run: `io` for work, `waits` for calls that mostly sleep on a futex."""
+
+    def __init__(self, io_threads: int) -> None:
+        self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="io")
+        self.waits = ThreadPoolExecutor(io_threads, thread_name_prefix="wait")
+
+    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self.io, functools.partial(function, *args))
+
+    def wait(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self.waits, functools.partial(function, *args))
+
+    def close(self) -> None:
+        self.io.shutdown(wait=True, cancel_futures=True)
+        self.waits.shutdown(wait=True, cancel_futures=True)
+
+
+class CallCounts:
+    """How calls ended, per method and status. Bounded: both come from fixed sets."""
+
+    def __init__(self) -> None:
+        self.by_status: Counter[tuple[str, str]] = Counter()
+
+    def add(self, method: str, status: str) -> None:
+        self.by_status[(method, status)] += 1
+
+
+async def _refuse(self: Any, name: str, error: BaseException, context: grpc.aio.ServicerContext) -> None:
+    status = status_name(error)
+    self.counts.add(name, status)
+    if not isinstance(error, StoreError):
+        log.error("call_failed", method=name, error=f"{type(error).__name__}: {error}")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the daemon's log has it")
+    await context.abort(grpc.StatusCode[status], str(error))
+
+
+def answered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a handler that returns one message. `self.counts` is a CallCounts."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            reply = await method(self, request, context)
+        except Exception as error:
+            await _refuse(self, method.__name__, error, context)
+            raise AssertionError("abort always raises")
+        self.counts.add(method.__name__, "OK")
+        return reply
+
+    return call
+
+
+def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
+    """Wraps a handler that is an asynchronous generator of messages."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        messages = method(self, request, context)
+        try:
+            async for message in messages:
+                yield message
+        except Exception as error:
+            await _refuse(self, method.__name__, error, context)
+        finally:
+            await messages.aclose()  # type: ignore[attr-defined]
+        self.counts.add(method.__name__, "OK")
+
+    return call
+
+
+def one_key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise InvalidArgument(f"a key has {len(key)} bytes, it must have {KEY_BYTES}")
+    return key
+
+
+def packed(keys: Iterable[bytes]) -> bytes:
+    """The keys of a message as one buffer. Raises InvalidArgument."""
+    listed = list(keys)
+    if len(listed) > MAX_KEYS:
+        raise InvalidArgument(f"{len(listed)} keys in a message, the limit is {MAX_KEYS}")
+    for index, key in enumerate(listed):
+        if len(key) != KEY_BYTES:
+            raise InvalidArgument(f"key {index} has {len(key)} bytes, it must have {KEY_BYTES}")
+    return b"".join(listed)
+
+
+def named(table: dict[str, T], namespace: str) -> T:
+    """The entry of a namespace; empty means "default". Raises NotFound."""
+    found = table.get(namespace or "default")
+    if found is None:
+        raise NotFound(f"namespace {namespace or 'default'!r} is not configured")
+    return found

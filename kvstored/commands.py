@@ -1,0 +1,250 @@
+"""What the operator's commands do: one function each, over gRPC on the daemon's Unix socket.
+
+Owns the connection for the time of one command. Prints to standard output; errors go to standard error as one line. Never imports
+the server: a command works without the native part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from kvstored import render, rundir
+from kvstored.errors import ConfigError, Exit
+from kvstored.v1 import admin_pb2, admin_pb2_grpc, block_pb2, store_pb2, store_pb2_grpc
+
+MAX_KEYS = 1024
+CLEAR = "\x1b[H\x1b[J"
+
+
+class Connection:
+    """The daemon's services. Every call has the command's deadline."""
+
+    def __init__(self, directory: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(
+            "unix:" + os.path.join(os.path.abspath(directory), "grpc.sock"), options=[("grpc.enable_http_proxy", 0)])  # fmt: skip
+        self.admin = admin_pb2_grpc.AdminStub(self._channel)
+        self.store = store_pb2_grpc.StoreStub(self._channel)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+
+def run(given: argparse.Namespace, directory: str) -> int:
+    """Runs one command. The exit code."""
+    if given.command == "stop":
+        return stop(given, directory)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines would stand beside ours
+    command: Callable[[Connection, argparse.Namespace], int] = COMMANDS[given.command]
+    if not os.path.exists(os.path.join(directory, "grpc.sock")):
+        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
+    try:
+        with Connection(directory, given.timeout_s) as daemon:
+            return command(daemon, given)
+    except grpc.RpcError as error:
+        code = error.code()
+        if code is grpc.StatusCode.UNAVAILABLE and rundir.running_pid(directory) is None:
+            return _complain(f"no daemon answers in {directory}", Exit.UNREACHABLE)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return _complain(f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE)
+        return _complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED)
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"kvstored: {text}", file=sys.stderr)
+    return code
+
+
+def _show(given: argparse.Namespace, value: Any, text: str) -> None:
+    print(render.as_json(value) if given.json else text)
+
+
+# ---- looking
+
+
+def _status(daemon: Connection) -> dict[str, Any]:
+    reply = daemon.admin.Stats(admin_pb2.StatsRequest(), timeout=daemon.timeout_s)
+    return {
+        "version": reply.version, "pid": reply.pid, "uptime_ms": reply.uptime_ms, "rss_bytes": reply.rss_bytes,
+        "draining": reply.draining, "leases": reply.leases,
+        "namespaces": [{"namespace": one.namespace, "adopted": one.adopted, "fenced": one.fenced,
+                        "counters": dict(sorted(one.counters.items()))} for one in reply.namespaces],
+    }  # fmt: skip
+
+
+def status(daemon: Connection, given: argparse.Namespace) -> int:
+    found = _status(daemon)
+    text = render.status_text(found)
+    if given.sessions:
+        reply = daemon.admin.Sessions(admin_pb2.SessionsRequest(), timeout=daemon.timeout_s)
+        found["sessions"] = [
+            {"session": one.session, "pid": one.pid, "uid": one.uid, "namespace": one.namespace, "pins": one.pins,
+             "unsealed": one.unsealed, "attached_ms": one.attached_ms, "resumed": one.resumed} for one in reply.sessions
+        ]  # fmt: skip
+        text += "\n\n" + render.sessions_text(found["sessions"])
+    _show(given, found, text)
+    return Exit.DONE
+
+
+def top(daemon: Connection, given: argparse.Namespace) -> int:
+    found = _status(daemon)
+    if given.once:
+        _show(given, found, render.status_text(found))
+        return Exit.DONE
+    try:
+        while True:
+            before, began = found, time.monotonic()
+            _pause(given.interval_s)
+            found = _status(daemon)
+            rates = _rates(before, found, time.monotonic() - began)
+            if given.json:
+                print(render.as_json({**found, "rates": rates}), flush=True)
+            else:
+                print(CLEAR + render.status_text(found, rates), flush=True)
+    except KeyboardInterrupt:
+        return Exit.DONE
+
+
+def _pause(seconds: float) -> None:
+    select.select([], [], [], seconds)
+
+
+def _rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, float]]:
+    earlier = {one["namespace"]: one["counters"] for one in before["namespaces"]}
+    return {
+        one["namespace"]: {name: max(0, value - earlier.get(one["namespace"], {}).get(name, value)) / seconds
+                           for name, value in one["counters"].items()}
+        for one in after["namespaces"]
+    }  # fmt: skip
+
+
+def config(daemon: Connection, given: argparse.Namespace) -> int:
+    reply = daemon.admin.Config(admin_pb2.ConfigRequest(), timeout=daemon.timeout_s)
+    entries = [{name: getattr(one, name) for name in ("name", "value", "source", "unit", "doc")} for one in reply.entries]
+    print(render.config_text(entries, as_json=given.json))
+    return Exit.DONE
+
+
+def _block(block: Any) -> dict[str, Any]:
+    state = block_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower()
+    numbers = ("token_count", "layout_id", "base_position", "priority", "generation", "length_bytes", "ttl_ms", "created_ms")
+    return {"key": block.key.hex(), "state": state, **{name: getattr(block, name) for name in numbers}}
+
+
+def _pages(daemon: Connection, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    token, left = "", given.limit
+    while left > 0:
+        request = admin_pb2.ListRequest(namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix)
+        reply = daemon.admin.List(request, timeout=daemon.timeout_s)
+        yield from map(_block, reply.blocks)
+        left -= len(reply.blocks)
+        token = reply.next_page_token
+        if not token:
+            return
+
+
+def ls(daemon: Connection, given: argparse.Namespace) -> int:
+    if given.key is not None:
+        request = admin_pb2.DescribeRequest(namespace=given.namespace, key=given.key)
+        try:
+            blocks = [_block(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)]
+        except grpc.RpcError as error:
+            # An unknown namespace is NOT_FOUND too, and is the caller's error, not the answer no.
+            if error.code() is not grpc.StatusCode.NOT_FOUND or "namespace" in error.details():
+                raise
+            return _complain("no such block", Exit.NO)
+    else:
+        blocks = list(_pages(daemon, given))
+    if given.quiet and not given.json:
+        sys.stdout.write("".join(one["key"] + "\n" for one in blocks))
+    else:
+        _show(given, blocks, render.blocks_text(blocks, int(time.time() * 1000)))
+    return Exit.DONE
+
+
+# ---- changing
+
+
+def rm(daemon: Connection, given: argparse.Namespace) -> int:
+    deleted: list[bool] = []
+    for start in range(0, len(given.keys), MAX_KEYS):
+        request = store_pb2.DeleteRequest(namespace=given.namespace, keys=given.keys[start : start + MAX_KEYS])
+        deleted.extend(daemon.store.Delete(request, timeout=daemon.timeout_s).deleted)
+    found = {"deleted": sum(deleted), "missing": [key.hex() for key, gone in zip(given.keys, deleted, strict=True) if not gone]}
+    _show(given, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
+    return Exit.NO if found["missing"] else Exit.DONE
+
+
+def flush(daemon: Connection, given: argparse.Namespace) -> int:
+    if not given.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("flush deletes every sealed block: confirm with --yes")
+        if input(f"Delete every sealed block of namespace {given.namespace!r}? [y/N] ").strip().lower() not in ("y", "yes"):
+            return Exit.NO
+    deleted = daemon.admin.Flush(admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s).deleted
+    _show(given, {"deleted": deleted}, f"{deleted} deleted")
+    return Exit.DONE
+
+
+def drain(daemon: Connection, given: argparse.Namespace) -> int:
+    request = admin_pb2.DrainRequest(on=not given.off, wait_ms=0 if given.off else int(given.wait_s * 1000))
+    reply = daemon.admin.Drain(request, timeout=daemon.timeout_s + given.wait_s)
+    words = "refusing new blocks" if reply.draining else "accepting new blocks"
+    _show(given, {"draining": reply.draining, "unsealed": reply.unsealed}, f"{words}; {reply.unsealed} being written")
+    return Exit.NO if reply.draining and reply.unsealed else Exit.DONE
+
+
+def scrub(daemon: Connection, given: argparse.Namespace) -> int:
+    live = sys.stderr.isatty() and not given.json
+    last = admin_pb2.ScrubResponse()
+    for last in daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=given.namespace)):
+        if live:
+            print("\r" + render.progress_line(last.read_bytes, last.total_bytes), end="", file=sys.stderr, flush=True)
+    if live:
+        print(file=sys.stderr)
+    daemon.admin.Integrity(admin_pb2.IntegrityRequest(namespace=given.namespace), timeout=daemon.timeout_s)
+    found = {name: getattr(last, name) for name in ("verified", "computed", "corrupt", "read_bytes")}
+    _show(given, found, f"{last.verified} verified, {last.computed} had no checksum and got one, {last.corrupt} corrupt and dropped; "
+          "the index is consistent")  # fmt: skip
+    return Exit.NO if last.corrupt else Exit.DONE
+
+
+def stop(given: argparse.Namespace, directory: str) -> int:
+    pid = rundir.running_pid(directory)
+    if pid is None:
+        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
+    try:
+        # The descriptor names one process for ever, and that it holds the lock is checked after it is open: no other pid can be hit.
+        if rundir.running_pid(directory) != pid:
+            return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
+        signal.pidfd_send_signal(watched, signal.SIGTERM)
+        if not select.select([watched], [], [], given.timeout_s)[0]:
+            return _complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED)
+    except PermissionError:
+        return _complain(f"pid {pid} belongs to another user", Exit.REFUSED)
+    finally:
+        os.close(watched)
+    _show(given, {"stopped": pid}, f"pid {pid} has ended")
+    return Exit.DONE
+
+
+COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
+    "status": status, "ls": ls, "rm": rm, "flush": flush, "drain": drain, "scrub": scrub, "top": top, "config": config,
+}  # fmt: skip
+

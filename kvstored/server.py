@@ -1,0 +1,221 @@
+"""The daemon's life: build, start, serve, drain, stop. The composition root: everything is made here and handed down.
+
+Owns the process: its lock, segments, stores, session server, gRPC server, metrics and signals. Holds no policy.
+Invariant: the lock is the first thing taken and the last thing given back, so nothing below it ever sees a second daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import time
+from typing import Any
+
+import grpc
+
+from kvstored import __version__, _core, log, rundir
+from kvstored.admin import AdminService
+from kvstored.calls import CallCounts, Threads
+from kvstored.config import Config, Sourced
+from kvstored.errors import Fenced, StartupError, StoreError
+from kvstored.events import Event, Events
+from kvstored.health import Health
+from kvstored.leases import Leases
+from kvstored.notify import notify, watchdog_interval_s
+from kvstored.process import cpu_seconds, own_memory_bytes
+from kvstored.reflection import LazyReflection
+from kvstored.segments import Geometry, Pool, Segments
+from kvstored.service import StoreService
+from kvstored.transfer import TransferService
+from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None:
+    """Runs until SIGTERM or SIGINT. Raises StartupError if it cannot begin."""
+    config = sourced.config
+    log.set_level(config.log_level)
+    os.umask(0o077)
+    rundir.prepare(config.dir, open_to_others=bool(config.allow_uids))
+    lock = rundir.Lock(config.dir)
+    try:
+        daemon = Daemon(sourced, fresh, started_ns)
+        try:
+            asyncio.run(daemon.run())
+        finally:
+            daemon.close(discard)
+    finally:
+        lock.close()
+
+
+class Daemon:
+    """One daemon: built by the constructor, then run() once, then close()."""
+
+    def __init__(self, sourced: Sourced, fresh: bool, started_ns: int) -> None:
+        self._sourced = sourced
+        self._started_ns = started_ns
+        config = sourced.config
+        self._segments = Segments(config, [_geometry(config, name) for name, _ in config.namespaces], retire=_retire)
+        self._stores: dict[str, Any] = {}
+        self._adopted: dict[str, bool] = {}
+        self._sessions: Any = None
+        try:
+            for pool in self._segments.open(fresh):
+                self._open_store(pool)
+            self._sessions = _core.SessionServer(
+                config.in_dir("kvstored.sock"), list(self._stores.values()), config.max_sessions, config.max_pins,
+                [os.geteuid(), *config.allow_uids])  # fmt: skip
+        except StoreError as error:
+            raise StartupError(str(error)) from error
+        self._counts = CallCounts()
+        self._threads = Threads(config.io_threads)
+        self._events = Events(config.max_subscribers, config.event_queue)
+        self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
+        self._health = Health(self._stores)
+        self._admin = AdminService(self._stores, self._adopted, self._sessions, sourced, self._leases, self._events, self._threads,
+                                   self._counts)  # fmt: skip
+        self._metrics: Any = None
+
+    async def run(self) -> None:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, stopped.set)
+        server = await self._start()
+        watchdog = loop.create_task(self._feed_watchdog()) if watchdog_interval_s() else None
+        notify(f"READY=1\nSTATUS=serving {self._sourced.config.dir}\nMAINPID={os.getpid()}")
+        await stopped.wait()
+        began_ns = time.monotonic_ns()
+        notify("STOPPING=1")
+        log.info("stopping", drain_timeout_s=self._sourced.config.drain_timeout_s)
+        if watchdog is not None:
+            watchdog.cancel()
+        await self._stop(server)
+        log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
+
+    def close(self, discard: bool) -> None:
+        """Leaves the segments for the next daemon, or with `discard` removes them."""
+        self._threads.close()
+        for store in self._stores.values():
+            store.close()
+        if discard:
+            self._segments.discard()
+        self._segments.close()
+
+    async def _start(self) -> grpc.aio.Server:
+        config = self._sourced.config
+        server = self._grpc_server(config)
+        await server.start()
+        self._sessions.start()
+        if config.allow_uids:
+            # The socket answers only listed users (checked by credentials at attach); the file itself lets them knock.
+            os.chmod(config.in_dir("kvstored.sock"), 0o666)
+        if config.metrics_port:
+            await self._start_metrics(config.metrics_port)
+        log.info("ready", version=__version__, dir=config.dir, pid=os.getpid(), memory_bytes=config.memory, max_blocks=config.all_blocks,
+                 namespaces=len(self._stores), adopted=sum(self._adopted.values()), took_ms=(time.time_ns() - self._started_ns) / 1e6)  # fmt: skip
+        return server
+
+    def _grpc_server(self, config: Config) -> grpc.aio.Server:
+        path = config.in_dir("grpc.sock")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # a dead daemon's: the lock says that no other lives
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=config.max_calls,
+            options=[("grpc.max_receive_message_length", config.max_message_bytes),
+                     ("grpc.max_send_message_length", config.max_message_bytes),
+                     ("grpc.so_reuseport", 0)])  # fmt: skip
+        store_pb2_grpc.add_StoreServicer_to_server(StoreService(self._stores, self._leases, self._threads, self._counts), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        transfer = TransferService(self._stores, config.lease_timeout_s, self._threads, self._counts)
+        transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
+        self._health.add_to(server)
+        server.add_generic_rpc_handlers((LazyReflection(),))
+        try:
+            server.add_insecure_port("unix:" + path)
+            os.chmod(path, 0o600)
+        except (RuntimeError, OSError) as error:
+            raise StartupError(f"{path}: {error}") from error
+        assert stat.S_ISSOCK(os.stat(path).st_mode)
+        return server
+
+    async def _start_metrics(self, port: int) -> None:
+        from kvstored.metrics import MetricsServer
+
+        self._metrics = MetricsServer(self._metrics_text, self._health.answers)
+        try:
+            log.info("metrics", address="127.0.0.1", port=await self._metrics.start(port))
+        except OSError as error:
+            raise StartupError(f"metrics_port: 127.0.0.1:{port}: {error.strerror}") from error
+
+    async def _stop(self, server: grpc.aio.Server) -> None:
+        self._health.stopping = True
+        if self._metrics is not None:
+            self._metrics.close()
+        self._events.stop()
+        await server.stop(self._sourced.config.drain_timeout_s)
+        self._leases.end_all()
+        self._sessions.stop()
+        self._health.close()
+
+    def _open_store(self, pool: Pool) -> None:
+        """A store on the pool. What it cannot adopt is replaced by an empty one, and said so."""
+        name = pool.geometry.namespace
+        try:
+            self._stores[name] = _new_store(pool)
+        except StoreError as error:
+            if not pool.adopted:
+                raise
+            log.warning("pool_discarded", namespace=name, why=str(error))
+            pool = self._segments.replace(name)
+            self._stores[name] = _new_store(pool)
+        self._adopted[name] = pool.adopted
+        stats = self._stores[name].stats()
+        log.info("namespace", name=name, adopted=pool.adopted, blocks=stats.get("blocks", 0), capacity_bytes=pool.geometry.capacity_bytes,
+                 max_blocks=pool.geometry.max_blocks)  # fmt: skip
+
+    def _lease_expired(self, namespace: str, aborted: int) -> None:
+        self._events.publish(Event("LEASE_EXPIRED", namespace, {"aborted": aborted}))
+        log.warning("lease_expired", namespace=namespace, aborted=aborted)
+
+    async def _feed_watchdog(self) -> None:
+        """Tells the supervisor that the store still answers; a daemon that does not is restarted, with its cache."""
+        while True:
+            if await self._health.answers():
+                notify("WATCHDOG=1")
+            await asyncio.sleep(watchdog_interval_s())
+
+    async def _metrics_text(self) -> str:
+        from kvstored.metrics import render
+
+        stats: dict[str, dict[str, object]] = {}
+        fenced = []
+        for name, store in self._stores.items():
+            try:
+                stats[name] = await self._threads.run(store.stats)
+            except Fenced:
+                fenced.append(name)
+        own = {"leases": len(self._leases), "leases_expired": self._leases.expired, "draining": int(self._admin.draining),
+               "subscribers": len(self._events), "resident_bytes": own_memory_bytes(), "cpu_seconds": cpu_seconds()}  # fmt: skip
+        return render(stats, own, self._counts.by_status, fenced)
+
+
+def _geometry(config: Config, namespace: str) -> Geometry:
+    max_blocks = config.blocks_of(namespace)
+    return Geometry(namespace, config.capacity_bytes(namespace), max_blocks, _core.Store.table_bytes(max_blocks),
+                    _core.Store.progress_bytes(max_blocks))  # fmt: skip
+
+
+def _new_store(pool: Pool) -> Any:
+    return _core.Store(
+        pool.geometry.namespace, pool.table_fd, pool.progress_fd, pool.pool_fd, pool.geometry.capacity_bytes, pool.geometry.max_blocks,
+        pool.pool_id, os.path.dirname(pool.path("table")), pool.prefix, pool.adopted)  # fmt: skip
+
+
+def _retire(table_fd: int) -> None:
+    """Tells the readers of a pool that is given up to attach anew."""
+    _core.Store.retire(table_fd)

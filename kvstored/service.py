@@ -1,0 +1,228 @@
+"""The Store service: decode, call, encode. No policy.
+
+Owns no state: stores, leases and threads are given. A handler checks the message's shape, calls the store, and names the result.
+Never logs a key. Short native calls (microseconds, however many keys) run on the event loop; bytes move on the I/O threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from kvstored.calls import CHUNK_BYTES, CallCounts, Threads, answered, named, one_key, packed, streamed
+from kvstored.errors import InvalidArgument, NotFound
+from kvstored.leases import Held, Lease, Leases
+from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
+
+MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
+SEALED = block_pb2.BLOCK_STATE_SEALED
+DEFAULT_PRIORITY = 35
+MAX_LAYOUT_BYTES = 4096
+# The store's answer to create -> the message's.
+CREATE_STATUS = (
+    store_pb2.CreateResult.STATUS_GRANTED,
+    store_pb2.CreateResult.STATUS_EXISTS,
+    store_pb2.CreateResult.STATUS_PENDING,
+    store_pb2.CreateResult.STATUS_NO_SPACE,
+)
+End = store_pb2.EndResult
+STATES = {"free": 0, "created": 1, "sealed": 2, "zombie": 3, "quarantined": 4, "disk": 5}
+
+
+def block_message(key: bytes, found: dict[str, Any]) -> block_pb2.Block:
+    state = found.get("state", SEALED)
+    return block_pb2.Block(
+        key=key, state=STATES[state.lower()] if isinstance(state, str) else state, token_count=found["tokens"],
+        layout_id=found["layout_id"], base_position=found.get("base_position", 0), priority=found.get("priority", 0),
+        generation=found.get("generation", 0), length_bytes=found["length"], ttl_ms=found.get("ttl_ms", 0),
+        created_ms=found.get("created_ms", 0))  # fmt: skip
+
+
+def leading(states: bytes, wanted: int, start: int = 0) -> int:
+    end = start
+    while end < len(states) and states[end] == wanted:
+        end += 1
+    return end - start
+
+
+class StoreService(store_pb2_grpc.StoreServicer):
+    def __init__(self, stores: dict[str, Any], leases: Leases, threads: Threads, counts: CallCounts) -> None:
+        self.counts = counts
+        self._stores = stores
+        self._leases = leases
+        self._threads = threads
+
+    # ---- layouts
+
+    @answered
+    async def RegisterLayout(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        store = named(self._stores, request.namespace)
+        if len(request.blob) > MAX_LAYOUT_BYTES:
+            raise InvalidArgument(f"a layout of {len(request.blob)} bytes, the limit is {MAX_LAYOUT_BYTES}")
+        return store_pb2.RegisterLayoutResponse(layout_id=store.register_layout(request.blob))
+
+    @answered
+    async def ListLayouts(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        layouts = named(self._stores, request.namespace).layouts()
+        return store_pb2.ListLayoutsResponse(layouts=[
+            block_pb2.Layout(id=one["id"], num_layers=one["num_layers"], block_tokens=one["block_tokens"], blob=one["blob"])
+            for one in layouts
+        ])  # fmt: skip
+
+    # ---- keys
+
+    @answered
+    async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        states = named(self._stores, request.namespace).lookup(packed(request.keys))
+        resident = leading(states, RESIDENT)
+        return store_pb2.LookupResponse(states=list(states), resident=resident, pending=leading(states, PENDING, resident),
+                                        on_disk=leading(states, DISK, resident))  # fmt: skip
+
+    @answered
+    async def Delete(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        deleted = [bool(one) for one in named(self._stores, request.namespace).delete(packed(request.keys))]
+        return store_pb2.DeleteResponse(deleted=deleted, count=sum(deleted))
+
+    @answered
+    async def Touch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return store_pb2.TouchResponse(count=named(self._stores, request.namespace).touch(packed(request.keys)))
+
+    # ---- writing
+
+    @answered
+    async def Create(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        store = named(self._stores, request.namespace)
+        keys = packed(request.keys)
+        counts = list(request.token_counts)
+        if counts and len(counts) != len(request.keys):
+            raise InvalidArgument(f"{len(counts)} token_counts for {len(request.keys)} keys: one per key, or none")
+        priority = request.priority if request.HasField("priority") else DEFAULT_PRIORITY
+        if priority > 100:
+            raise InvalidArgument(f"priority is {priority}, the limit is 100")
+        lease = self._leases.open(request.namespace or "default", store, request.lease_ttl_ms)
+        try:
+            answers = store.create(lease.owner, keys, request.layout_id, counts or None, priority, request.ttl_ms)
+        except BaseException:
+            self._leases.end(lease)
+            raise
+        for key, (status, record, generation, length) in zip(request.keys, answers, strict=True):
+            if status == 0:
+                lease.blocks[key] = Held(key, record, generation, length)
+        self._leases.drop_if_empty(lease)
+        results = [store_pb2.CreateResult(status=CREATE_STATUS[status], length_bytes=0 if status else length)
+                   for status, _, _, length in answers]  # fmt: skip
+        return store_pb2.CreateResponse(lease=self._lease_message(lease), results=results)
+
+    @answered
+    async def Write(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        lease: Lease | None = None
+        held: Held | None = None
+        written = 0
+        async for piece in requests:
+            if piece.key:
+                lease = self._leases.find(piece.namespace or "default", piece.lease_id)
+                held = lease.held(one_key(piece.key))
+            if lease is None or held is None:
+                raise InvalidArgument("the first message of a Write names no key")
+            if len(piece.data) > CHUNK_BYTES:
+                raise InvalidArgument(f"a piece of {len(piece.data)} bytes, the limit is {CHUNK_BYTES}")
+            if piece.offset_bytes + len(piece.data) > held.length_bytes:
+                raise InvalidArgument(f"{len(piece.data)} bytes at {piece.offset_bytes} end behind the block's {held.length_bytes} bytes")
+            # Between two pieces the lease may have ended or the block been sealed: look again, every time.
+            if lease.ended or lease.blocks.get(held.key) is not held:
+                raise NotFound("the lease no longer holds this block")
+            self._leases.renew(lease)
+            start = functools.partial(self._threads.run, lease.store.write, held.record, held.generation, piece.offset_bytes, piece.data)
+            await self._leases.write(lease, held, start)
+            written += len(piece.data)
+        return store_pb2.WriteResponse(written_bytes=written)
+
+    @answered
+    async def MarkLayer(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        held = lease.held(one_key(request.key))
+        lease.store.mark_layer(held.record, held.generation, request.layers)
+        self._leases.renew(lease)
+        return store_pb2.MarkLayerResponse()
+
+    @answered
+    async def Seal(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        return store_pb2.SealResponse(results=self._end_blocks(lease, request.keys, lease.store.seal))
+
+    @answered
+    async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        return store_pb2.AbortResponse(results=self._end_blocks(lease, request.keys, lease.store.abort))
+
+    @answered
+    async def KeepAlive(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        self._leases.renew(lease)
+        return store_pb2.KeepAliveResponse(lease=self._lease_message(lease))
+
+    def _lease_message(self, lease: Lease) -> block_pb2.Lease:
+        if lease.ended:
+            return block_pb2.Lease()
+        return block_pb2.Lease(id=lease.id, remaining_ms=self._leases.remaining_ms(lease))
+
+    def _end_blocks(self, lease: Lease, keys: Any, end: Callable[[int, list[tuple[int, int]]], Any]) -> list[Any]:
+        """Seals or aborts the keys, or all. A block being written at this moment is refused, not waited for."""
+        packed(keys)
+        asked = list(dict.fromkeys(keys)) if keys else list(lease.blocks)
+        ready = [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.writing]
+        answers = dict(zip((held.key for held in ready), end(lease.owner, [(h.record, h.generation) for h in ready]), strict=True))
+        results = {}
+        for key in asked:
+            if key in answers:
+                results[key] = End(key=key, status=End.STATUS_STALE if answers[key] else End.STATUS_OK)
+                del lease.blocks[key]
+            else:
+                results[key] = End(key=key, status=End.STATUS_BUSY if key in lease.blocks else End.STATUS_NOT_HELD)
+        self._leases.renew(lease)
+        self._leases.drop_if_empty(lease)
+        return [results[key] for key in (keys or asked)]
+
+    # ---- reading
+
+    @streamed
+    async def Get(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        store = named(self._stores, request.namespace)
+        packed(request.keys)
+        chunk = request.chunk_bytes or CHUNK_BYTES
+        if not 4096 <= chunk <= CHUNK_BYTES:
+            raise InvalidArgument(f"chunk_bytes is {chunk}, the limits are 4096 and {CHUNK_BYTES}")
+        for index, key in enumerate(request.keys):
+            async for message in self._read(store, index, key, chunk):
+                yield message
+
+    async def _read(self, store: Any, index: int, key: bytes, chunk: int) -> AsyncIterator[Any]:
+        """One block in pieces. The record and generation around each piece say that all pieces are of one block."""
+        found = store.describe(key)
+        if not is_sealed(found):
+            yield store_pb2.GetResponse(index=index, last=True)
+            return
+        offset, length = 0, found["length"]
+        while True:
+            size = min(chunk, length - offset)
+            data = await self._threads.run(store.read, key, offset, size)
+            if data is None or not same_block(found, store.describe(key)):
+                yield store_pb2.GetResponse(index=index, found=True, last=True, lost=True)
+                return
+            last = offset + size == length
+            block = block_message(key, found) if offset == 0 else None
+            yield store_pb2.GetResponse(index=index, found=True, last=last, block=block, offset_bytes=offset, data=data)
+            offset += size
+            if last:
+                return
+
+
+def is_sealed(found: dict[str, Any] | None) -> bool:
+    return found is not None and found["state"] in (SEALED, "sealed")
+
+
+def same_block(before: dict[str, Any], after: dict[str, Any] | None) -> bool:
+    return after is not None and all(before[name] == after[name] for name in ("record", "generation", "state"))
