@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "core/block.h"
+#include "core/protocol.h"
 
 namespace {
 
@@ -15,6 +16,7 @@ struct Field {
 };
 
 #define FIELD(type, name) Field{#type, #name, offsetof(kv::type, name), sizeof(kv::type::name)}
+#define PROTOCOL(type, name) Field{#type, #name, offsetof(kv::protocol::type, name), sizeof(kv::protocol::type::name)}
 constexpr Field kFields[] = {
     FIELD(TableHeader, magic), FIELD(TableHeader, version), FIELD(TableHeader, max_blocks),
     FIELD(TableHeader, buckets), FIELD(TableHeader, header_bytes), FIELD(TableHeader, capacity_bytes),
@@ -29,7 +31,23 @@ constexpr Field kFields[] = {
     FIELD(SessionPage, session), FIELD(SessionPage, reserved), FIELD(SessionPage, pool_id),
     FIELD(SessionPage, token), FIELD(SessionPage, pins_high), FIELD(SessionPage, ring_head),
     FIELD(SessionPage, hits), FIELD(SessionPage, misses), FIELD(SessionPage, ring),
+    PROTOCOL(Request, magic), PROTOCOL(Request, op), PROTOCOL(Request, reserved), PROTOCOL(Request, count),
+    PROTOCOL(Request, tag), PROTOCOL(Reply, magic), PROTOCOL(Reply, op), PROTOCOL(Reply, status),
+    PROTOCOL(Reply, count), PROTOCOL(Reply, tag), PROTOCOL(Attach, version), PROTOCOL(Attach, read_only),
+    PROTOCOL(Attach, max_pins), PROTOCOL(Attach, resume_session), PROTOCOL(Attach, resume_token),
+    PROTOCOL(Attach, name), PROTOCOL(Attached, session), PROTOCOL(Attached, resumed), PROTOCOL(Attached, epoch),
+    PROTOCOL(Attached, table_bytes), PROTOCOL(Attached, progress_bytes), PROTOCOL(Attached, pool_bytes),
+    PROTOCOL(Attached, page_bytes), PROTOCOL(Attached, pool_id), PROTOCOL(BlockItem, record),
+    PROTOCOL(BlockItem, checksummed), PROTOCOL(BlockItem, generation), PROTOCOL(CreateHead, layout),
+    PROTOCOL(CreateHead, priority), PROTOCOL(CreateHead, ttl_s), PROTOCOL(CreateHead, seals),
+    PROTOCOL(CreateItem, key), PROTOCOL(CreateItem, fingerprint), PROTOCOL(CreateItem, tokens),
+    PROTOCOL(CreateItem, base_position), PROTOCOL(CreateItem, parent), PROTOCOL(CreateItem, reserved),
+    PROTOCOL(GrantItem, record), PROTOCOL(GrantItem, status), PROTOCOL(GrantItem, generation),
+    PROTOCOL(GrantItem, offset), PROTOCOL(GrantItem, length), PROTOCOL(LookUpItem, presence),
+    PROTOCOL(LookUpItem, record), PROTOCOL(LookUpItem, control), PROTOCOL(LookUpItem, extent),
+    PROTOCOL(LookUpItem, shape),
 };
+#undef PROTOCOL
 #undef FIELD
 
 }  // namespace

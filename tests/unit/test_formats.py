@@ -35,9 +35,13 @@ def compiled() -> dict[str, list[tuple[str, int, int]]]:
     return structs
 
 
-@pytest.mark.parametrize("name", ["TableHeader", "Record", "Bucket", "SessionPage"])
+@pytest.mark.parametrize("name", re.findall(r"<!-- struct (\w+) -->", TEXT))
 def test_struct_table(name: str, compiled: dict[str, list[tuple[str, int, int]]]):
     assert documented(name) == compiled[name]
+
+
+def test_every_struct_has_its_table(compiled: dict[str, list[tuple[str, int, int]]]):
+    assert set(re.findall(r"<!-- struct (\w+) -->", TEXT)) == set(compiled)
 
 
 def test_layout_blob_table():
