@@ -22,10 +22,10 @@ from kvclient.errors import (
     InvalidArgument,
     Unavailable,
 )
+from kvclient.segment import ttl_ms_of
 
 SOCKET_NAME = "kvstored.sock"
 MAX_TIMEOUT_S = 3600.0
-MAX_TTL_S = 10 * 366 * 86_400.0
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 
 Answer = TypeVar("Answer")
@@ -245,14 +245,6 @@ def metrics() -> dict[str, int]:
         "kvclient_suppressed_errors_total": sum(client.suppressed_total for client in clients),
         "kvclient_breaker_opened_total": sum(client._breaker.opened_total for client in clients),
     }
-
-
-def ttl_ms_of(ttl_s: float | None) -> int:
-    if ttl_s is None:
-        return 0
-    if not 0.001 <= ttl_s <= MAX_TTL_S:
-        raise InvalidArgument(f"ttl_s={ttl_s!r}; it must be None or in 0.001..{MAX_TTL_S}")
-    return int(ttl_s * 1000)
 
 
 def _renew_locks() -> None:

@@ -33,6 +33,7 @@ MAX_META_PER_TOKEN = 4096
 MAX_LAYER_BYTES_PER_TOKEN = 1 << 24
 MAX_NAME_BYTES = 256
 MAX_BLOCK_BYTES = 1 << 39
+MAX_TTL_S = 10 * 366 * 86_400.0
 
 _FIXED = struct.Struct("<4s9I")
 
@@ -158,3 +159,12 @@ def check_bounds(what: str, value: int, low: int, high: int) -> None:
     """Raises InvalidArgument that names the value and the limit."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument(f"{what}={value!r}; it must be an integer in {low}..{high}")
+
+
+def ttl_ms_of(ttl_s: float | None) -> int:
+    """A time to live as the daemon counts it; 0 is for ever. Raises InvalidArgument out of bounds."""
+    if ttl_s is None:
+        return 0
+    if not 0.001 <= ttl_s <= MAX_TTL_S:
+        raise InvalidArgument(f"ttl_s={ttl_s!r}; it must be None or in 0.001..{MAX_TTL_S}")
+    return int(ttl_s * 1000)

@@ -28,7 +28,7 @@ from kvclient.memory_store import (
     Record,
     Session,
 )
-from kvclient.segment import check_bounds
+from kvclient.segment import check_bounds, ttl_ms_of
 
 
 class GrantedBlock:
@@ -201,6 +201,7 @@ class InMemoryClient:
             names = split_keys(keys)
             check_bounds("layout_id", layout_id, 0, len(self.store.layouts) - 1)
             check_bounds("priority", priority, 0, 100)
+            ttl_ms_of(ttl_s)
             full = self.store.layouts[layout_id][1].block_tokens
             counts = list(
                 token_counts

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvclient.breaker import NoBlocks, NoLookup, NoWriter
-from kvclient.client import Answer, KVClient, ttl_ms_of
+from kvclient.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
+from kvclient.segment import ttl_ms_of
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 

@@ -1,0 +1,453 @@
+"""The gRPC door as a client of the conformance suite: the generated stubs with the face of KVClient.
+
+Owns the copies of blocks it sends and receives; never maps memory. Bytes written into a granted block stay
+here until they are marked or sealed, then they are sent. Invariant: what it answers comes from the daemon
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvclient.errors import (
+    BlockLost,
+    Closed,
+    DeadlineExceeded,
+    InvalidArgument,
+    NoSpace,
+    Unavailable,
+)
+from kvclient.memory_blocks import Lookup, split_keys
+from kvclient.segment import Geometry, ttl_ms_of
+from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+
+MAX_KEYS = 1024
+PIECE_BYTES = 1 << 20
+CALL_S = 30.0
+RESULTS = {1: "granted", 2: "exists", 3: "pending", 4: "no_space"}
+ERRORS = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: InvalidArgument,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.ABORTED: BlockLost,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+
+
+@contextlib.contextmanager
+def typed() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise ERRORS.get(error.code(), AssertionError)(f"{error.code().name}: {error.details()}") from error
+
+
+def pieces(keys: list[bytes]) -> Iterator[list[bytes]]:
+    return (keys[at : at + MAX_KEYS] for at in range(0, len(keys), MAX_KEYS))
+
+
+class Held:
+    """A block's layers in this process."""
+
+    meta = None
+
+    def __init__(self, key: bytes, tokens: int, geometry: Geometry, data: Any) -> None:
+        self.key, self.tokens, self.geometry, self.data = key, tokens, geometry, data
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+    def layer(self, index: int) -> np.ndarray:
+        if not 0 <= index < self.geometry.num_layers:
+            raise InvalidArgument(f"layer {index} of {self.geometry.num_layers}")
+        begin = self.geometry.layer_offset(index, self.tokens)
+        part = self.view[begin : begin + self.geometry.layer_length(index, self.tokens)]
+        return np.frombuffer(part, np.float16).reshape(self.geometry.layer_shape(index, self.tokens))
+
+
+class ReadBlock(Held):
+    """A sealed block, received whole."""
+
+    sealed = True
+
+    def __init__(self, block: Any, geometry: Geometry, data: bytes) -> None:
+        super().__init__(block.key, block.token_count, geometry, data)
+        self.layout_id, self.base_position = block.layout_id, block.base_position
+        self.layers_ready = geometry.num_layers
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        pass
+
+
+class FollowedBlock(Held):
+    """A block received layer by layer by a thread of its own."""
+
+    def __init__(self, client: GrpcClient, key: bytes) -> None:
+        request = transfer_pb2.FollowRequest(namespace=client.namespace, key=key)
+        self._client = client
+        self._stream = client.transfer.Follow(request, timeout=CALL_S)
+        first = next(self._stream)  # NOT_FOUND is raised here
+        geometry = client.geometries()[first.block.layout_id]
+        tokens = first.block.token_count
+        super().__init__(key, tokens, geometry, bytearray(geometry.layers_length(tokens)))
+        self.layout_id, self.base_position = first.block.layout_id, first.block.base_position
+        self.layers_ready = 0
+        self._changed = threading.Condition()
+        self._end: BaseException | str | None = None
+        self._take(first)
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _take(self, message: Any) -> None:
+        begin = self.geometry.layer_offset(message.layer, self.tokens) + message.offset_bytes
+        self.data[begin : begin + len(message.data)] = message.data
+        if message.data and message.offset_bytes + len(message.data) == message.layer_length_bytes:
+            assert message.layer == self.layers_ready, f"layer {message.layer} came after {self.layers_ready}"
+            with self._changed:
+                self.layers_ready += 1
+                self._changed.notify_all()
+
+    def _receive(self) -> None:
+        try:
+            for message in self._stream:
+                self._take(message)
+            end: Any = "complete"
+        except grpc.RpcError as error:
+            end = BlockLost(f"{error.code().name}: {error.details()}")
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    @property
+    def sealed(self) -> bool:
+        return self._client.lookup([self.key]).states == b"\x02"
+
+    @property
+    def view(self) -> memoryview:
+        self._must_have(self.geometry.num_layers - 1)
+        return memoryview(self.data).toreadonly()
+
+    def layer(self, index: int) -> np.ndarray:
+        self._must_have(index)
+        begin = self.geometry.layer_offset(index, self.tokens)
+        part = memoryview(self.data)[
+            begin : begin + self.geometry.layer_length(index, self.tokens)
+        ].toreadonly()
+        return np.frombuffer(part, np.float16).reshape(self.geometry.layer_shape(index, self.tokens))
+
+    def _must_have(self, index: int) -> None:
+        if self.layers_ready <= index:
+            if not self.sealed:
+                raise InvalidArgument(f"layer {index}; {self.layers_ready} are there")
+            self.wait_layer(index, CALL_S)
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        if not 0 <= index < self.geometry.num_layers:
+            raise InvalidArgument(f"layer {index} of {self.geometry.num_layers}")
+        with self._changed:
+            self._changed.wait_for(lambda: self.layers_ready > index or self._end is not None, timeout_s)
+            if self.layers_ready > index:
+                return
+            if isinstance(self._end, BaseException):
+                raise self._end
+            raise DeadlineExceeded(f"layer {index} did not come in {timeout_s} s")
+
+
+class Blocks(list):
+    """What get answers."""
+
+    @property
+    def hits(self) -> int:
+        return len(self) - self.count(None)
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+        for block in self:
+            if block is not None:
+                block.wait_layer(index, timeout_s)
+
+    def release(self) -> None:
+        self.clear()
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+class Granted(Held):
+    """A block being written: the bytes are here until they are marked or sealed."""
+
+    def __init__(self, writer: Writer, key: bytes, tokens: int, geometry: Geometry, lease: int) -> None:
+        super().__init__(key, tokens, geometry, bytearray(geometry.layers_length(tokens)))
+        self.writer, self.lease, self.open = writer, lease, True
+        self._sent = 0
+
+    def send(self, end: int) -> None:
+        client = self.writer.client
+
+        def messages() -> Iterator[Any]:
+            for at in range(self._sent, end, PIECE_BYTES):
+                data = bytes(self.data[at : min(at + PIECE_BYTES, end)])
+                yield store_pb2.WriteRequest(
+                    namespace=client.namespace, lease_id=self.lease, key=self.key, offset_bytes=at, data=data
+                )
+
+        if self._sent < end:
+            with typed():
+                written = client.store.Write(messages(), timeout=CALL_S).written_bytes
+            assert written == end - self._sent
+            self._sent = end
+
+    def mark_layer(self, index: int) -> None:
+        end = self.geometry.layer_offset(index, self.tokens) + self.geometry.layer_length(index, self.tokens)
+        self.send(end)
+        request = store_pb2.MarkLayerRequest(
+            namespace=self.writer.client.namespace, lease_id=self.lease, key=self.key, layers=index + 1
+        )
+        with typed():
+            self.writer.client.store.MarkLayer(request, timeout=CALL_S)
+
+
+class Writer:
+    """What create answers."""
+
+    def __init__(self, client: GrpcClient, wanted: list[tuple[bytes, int]], options: dict[str, Any]) -> None:
+        self.client, self._wanted, self._options = client, wanted, options
+        self.results = ["pending"] * len(wanted)
+        self._granted: dict[int, Granted] = {}
+        for at in range(0, len(wanted), MAX_KEYS):
+            self._claim(list(range(at, min(at + MAX_KEYS, len(wanted)))))
+
+    def _claim(self, indices: list[int]) -> None:
+        request = store_pb2.CreateRequest(
+            namespace=self.client.namespace,
+            keys=[self._wanted[i][0] for i in indices],
+            token_counts=[self._wanted[i][1] for i in indices],
+            **self._options,
+        )
+        with typed():
+            answer = self.client.store.Create(request, timeout=CALL_S)
+        geometry = self.client.geometries()[self._options["layout_id"]]
+        for index, result in zip(indices, answer.results, strict=True):
+            self.results[index] = RESULTS[result.status]
+            if result.status == 1:
+                key, tokens = self._wanted[index]
+                assert result.length_bytes >= geometry.layers_length(tokens)
+                self._granted[index] = Granted(self, key, tokens, geometry, answer.lease.id)
+
+    @property
+    def granted(self) -> list[int]:
+        return sorted(self._granted)
+
+    def __getitem__(self, index: int) -> Granted:
+        if index in self._granted:
+            return self._granted[index]
+        if not 0 <= index < len(self.results):
+            raise IndexError(index)
+        raise (
+            NoSpace("no_space") if self.results[index] == "no_space" else InvalidArgument(self.results[index])
+        )
+
+    def seal(self, index: int | None = None) -> None:
+        for block in self._open(index):
+            block.send(block.geometry.layers_length(block.tokens))
+        self._end(index, self.client.store.Seal, store_pb2.SealRequest, lost_is_error=True)
+
+    def abort(self, index: int | None = None) -> None:
+        self._end(index, self.client.store.Abort, store_pb2.AbortRequest, lost_is_error=False)
+
+    def _open(self, index: int | None) -> list[Granted]:
+        chosen = list(self._granted.values()) if index is None else [self[index]]
+        return [block for block in chosen if block.open]
+
+    def _end(self, index: int | None, call: Any, request: Any, lost_is_error: bool) -> None:
+        leases: dict[int, list[Granted]] = {}
+        for block in self._open(index):
+            leases.setdefault(block.lease, []).append(block)
+            block.open = False
+        for lease, blocks in leases.items():
+            message = request(
+                namespace=self.client.namespace, lease_id=lease, keys=[block.key for block in blocks]
+            )
+            try:
+                with typed():
+                    results = call(message, timeout=CALL_S).results
+            except InvalidArgument:
+                if lost_is_error:
+                    raise
+                continue
+            if lost_is_error and any(result.status != 1 for result in results):
+                raise BlockLost("a block was lost before its seal")
+
+    def wait_pending(self, timeout_s: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while "pending" in self.results and (left_s := deadline - time.monotonic()) > 0:
+            index = self.results.index("pending")
+            request = transfer_pb2.FollowRequest(
+                namespace=self.client.namespace,
+                key=self._wanted[index][0],
+                timeout_ms=max(1, int(left_s * 1000)),
+            )
+            try:
+                for _ in self.client.transfer.Follow(request, timeout=left_s):
+                    pass
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    continue
+            self._claim([index])
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: object, *_exc: object) -> None:
+        self.abort() if kind is not None else self.seal()
+
+
+class GrpcClient:
+    """One channel to the daemon's gRPC socket."""
+
+    def __init__(self, socket_path: str, namespace: str = "default", **_options: Any) -> None:
+        self.namespace = namespace
+        # A channel of its own, as another process would have.
+        self._channel = grpc.insecure_channel(f"unix:{socket_path}", [("grpc.use_local_subchannel_pool", 1)])
+        self._store = store_pb2_grpc.StoreStub(self._channel)
+        self.transfer = transfer_pb2_grpc.TransferStub(self._channel)
+        self.admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._geometries: dict[int, Geometry] = {}
+        self._writers: list[Writer] = []
+        self._closed = False
+
+    @property
+    def store(self) -> Any:
+        if self._closed:
+            raise Closed("the client was closed")
+        return self._store
+
+    def geometries(self) -> dict[int, Geometry]:
+        with typed():
+            answer = self.store.ListLayouts(
+                store_pb2.ListLayoutsRequest(namespace=self.namespace), timeout=CALL_S
+            )
+        return {layout.id: Geometry.from_blob(layout.blob) for layout in answer.layouts}
+
+    def register_layout(self, layout: Any) -> int:
+        request = store_pb2.RegisterLayoutRequest(namespace=self.namespace, blob=bytes(layout))
+        with typed():
+            return self.store.RegisterLayout(request, timeout=CALL_S).layout_id
+
+    def lookup(self, keys: Any) -> Lookup:
+        states = b""
+        for part in pieces(keys_of(keys)):
+            with typed():
+                answer = self.store.Lookup(
+                    store_pb2.LookupRequest(namespace=self.namespace, keys=part), timeout=CALL_S
+                )
+            found = Lookup(bytes(answer.states))
+            assert (answer.resident, answer.pending, answer.on_disk) == (
+                found.resident, found.pending, found.on_disk,
+            )  # fmt: skip
+            states += found.states
+        return Lookup(states)
+
+    def get(self, keys: Any, follow: bool = False) -> Blocks:
+        return self._follow(keys_of(keys)) if follow else self._read(keys_of(keys))
+
+    def _read(self, keys: list[bytes]) -> Blocks:
+        blocks = Blocks()
+        geometries = self.geometries()
+        for part in pieces(keys):
+            found: list[Any] = [None] * len(part)
+            data: dict[int, bytearray] = {}
+            records: dict[int, Any] = {}
+            request = store_pb2.GetRequest(namespace=self.namespace, keys=part)
+            with typed():
+                for message in self.store.Get(request, timeout=CALL_S):
+                    if message.found and message.HasField("block"):
+                        records[message.index], data[message.index] = message.block, bytearray()
+                    if message.lost:
+                        del records[message.index]
+                    elif message.found:
+                        assert message.offset_bytes == len(data[message.index])
+                        data[message.index] += message.data
+            for index, record in records.items():
+                found[index] = ReadBlock(record, geometries[record.layout_id], bytes(data[index]))
+            blocks.extend(found)
+        return blocks
+
+    def _follow(self, keys: list[bytes]) -> Blocks:
+        blocks = Blocks()
+        for key in keys:
+            try:
+                blocks.append(FollowedBlock(self, key))
+            except grpc.RpcError as error:
+                assert error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED), error
+                blocks.append(None)
+        return blocks
+
+    def create(
+        self,
+        keys: Any,
+        layout_id: int,
+        priority: int = 35,
+        ttl_s: float | None = None,
+        token_counts: Any = None,
+    ) -> Writer:
+        names = keys_of(keys)
+        geometry = self.geometries().get(layout_id)
+        counts = (
+            token_counts
+            if token_counts is not None
+            else [geometry.block_tokens if geometry else 1] * len(names)
+        )
+        if len(counts) != len(names) or priority < 0:
+            raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys, priority {priority}")
+        options = {"layout_id": layout_id, "priority": priority, "ttl_ms": ttl_ms_of(ttl_s)}
+        writer = Writer(self, list(zip(names, counts, strict=True)), options)
+        self._writers.append(writer)
+        return writer
+
+    def delete(self, keys: Any) -> int:
+        return self._count(self.store.Delete, store_pb2.DeleteRequest, keys)
+
+    def touch(self, keys: Any) -> int:
+        return self._count(self.store.Touch, store_pb2.TouchRequest, keys)
+
+    def _count(self, call: Any, request: Any, keys: Any) -> int:
+        with typed():
+            return sum(
+                call(request(namespace=self.namespace, keys=part), timeout=CALL_S).count
+                for part in pieces(keys_of(keys))
+            )
+
+    def stats(self) -> dict[str, int]:
+        if self._closed:
+            raise Closed("the client was closed")
+        with typed():
+            answer = self.admin.Stats(admin_pb2.StatsRequest(namespace=self.namespace), timeout=CALL_S)
+        return dict(answer.namespaces[0].counters)
+
+    def close(self) -> None:
+        if not self._closed:
+            for writer in self._writers:
+                writer.abort()
+            self._closed = True
+            self._channel.close()
+
+    def __enter__(self) -> GrpcClient:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def keys_of(keys: Any) -> list[bytes]:
+    """Without the check of lengths that the daemon has to make."""
+    return list(keys) if isinstance(keys, (list, tuple)) else split_keys(keys)
