@@ -1,4 +1,4 @@
-"""`python -m bench`: installs the peers, runs the rows, writes JSON and prints the table. Nothing timed passes or fails."""
+"""`python -m bench`: installs the peers, measures, writes JSON, prints the table. Nothing timed can fail."""
 
 import argparse
 import json
@@ -24,12 +24,23 @@ BUDGET_S = 0.3  # of one contender in one round
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and calls: about 4 minutes")
-    parser.add_argument("--only", action="append", metavar="ROW", default=[],
-                        help="this row, or all that start with this; may be repeated: " + ", ".join(row.id for row in ROWS))
-    parser.add_argument("--columns", default=",".join(COLUMNS), metavar="LIST", help="contenders (default: %(default)s)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="ROW",
+        default=[],
+        help="this row, or all that start with this; may be repeated: " + ", ".join(row.id for row in ROWS),
+    )
+    parser.add_argument(
+        "--columns", default=",".join(COLUMNS), metavar="LIST", help="contenders (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="alternations (default 7, quick 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file"
+    )
     chosen = parser.parse_args(words)
     chosen.rounds = chosen.rounds or (3 if chosen.quick else 7)
     unknown = [only for only in chosen.only if not any(row.id.startswith(only) for row in ROWS)]
@@ -38,7 +49,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return chosen
 
 
-def run_session(session: str, rows: list[Row], columns: list[str], chosen, installed: Installed, run: dict) -> None:
+def run_session(
+    session: str, rows: list[Row], columns: list[str], chosen, installed: Installed, run: dict
+) -> None:
     budget_s = BUDGET_S / 3 if chosen.quick else BUDGET_S
     with Contenders(installed, session, columns, chosen.quick) as up:
         for row in rows:
@@ -50,8 +63,15 @@ def run_session(session: str, rows: list[Row], columns: list[str], chosen, insta
                 cells = run_first_pass(row, up, 2 if chosen.quick else 3)
             else:
                 cells = run_row(row, up, chosen.rounds, budget_s)
-            run["rows"].append({"id": row.id, "title": row.title, "reach": row.reach, "cells": cells,
-                                "took_s": round(time.monotonic() - started, 1)})
+            run["rows"].append(
+                {
+                    "id": row.id,
+                    "title": row.title,
+                    "reach": row.reach,
+                    "cells": cells,
+                    "took_s": round(time.monotonic() - started, 1),
+                }
+            )
         run["versions"].update(up.versions)
 
 
@@ -74,9 +94,17 @@ def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Ins
 def measure(chosen) -> dict:
     rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
     columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
-    run = {"format": 1, "command": "python -m bench " + " ".join(sys.argv[1:]), "quick": chosen.quick,
-           "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "rounds": chosen.rounds, "machine": describe(),
-           "versions": {}, "absent": [], "rows": []}
+    run = {
+        "format": 1,
+        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "quick": chosen.quick,
+        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "rounds": chosen.rounds,
+        "machine": describe(),
+        "versions": {},
+        "absent": [],
+        "rows": [],
+    }
     run["command"] = run["command"].strip()
     started = time.monotonic()
     installed = install(set(columns))

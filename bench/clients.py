@@ -30,7 +30,7 @@ def _missing(row: Row, up: Contenders, column: str) -> str:
 
 
 def run_readers(row: Row, up: Contenders, rounds: int, duration_s: float) -> list[dict]:
-    """`clients` processes get and release for a while, from the same moment on; contenders alternate by round."""
+    """`clients` processes get and release for a while, from the same moment; contenders alternate."""
     cells, ready, count = [], {}, row.params["clients"]
     with ExitStack() as stack:
         for column in _columns(row, up):
@@ -73,8 +73,15 @@ def _at_once(drivers: list, op: str, duration_s: float) -> list[dict]:
 def _reader_cell(column: str, rounds_of: list[list[dict]]) -> dict:
     rates = [[one["done"] / one["seconds"] for one in clients] for clients in rounds_of]
     totals = [round(sum(one)) for one in rates]
-    return {"column": column, "variant": "", "unit": "/s", "value": median(totals), "rounds": totals,
-            "fairness": round(median(min(one) / max(one) for one in rates), 2), "note": rounds_of[-1][0].get("note", "")}
+    return {
+        "column": column,
+        "variant": "",
+        "unit": "/s",
+        "value": median(totals),
+        "rounds": totals,
+        "fairness": round(median(min(one) / max(one) for one in rates), 2),
+        "note": rounds_of[-1][0].get("note", ""),
+    }
 
 
 def add_scaling(rows: list[dict]) -> None:
@@ -92,7 +99,7 @@ def add_scaling(rows: list[dict]) -> None:
 
 
 def run_first_pass(row: Row, up: Contenders, rounds: int) -> list[dict]:
-    """Each round a client process attaches anew and goes over the memory twice; the ratio of its two passes."""
+    """Each round a process attaches anew and goes over the memory twice; the ratio of its two passes."""
     results, absent, calls = {}, {}, row.params["blocks"]
     for column in _columns(row, up):
         absent[column] = _missing(row, up, column)
@@ -110,7 +117,7 @@ def run_first_pass(row: Row, up: Contenders, rounds: int) -> list[dict]:
 
 
 def _make_room(row: Row, up: Contenders, column: str, absent: dict) -> None:
-    """What the new clients find: the blocks they read, or (preparing `put` drops what was there) room to write."""
+    """What the new clients find: blocks to read, or (preparing `put` drops what was there) room to write."""
     method = "publish" if row.method == "pass" else dict(row.ours)[""] if column == "kvstored" else row.method
     try:
         driver = up.drivers[column, ""]
@@ -126,7 +133,9 @@ def _two_passes(row: Row, up: Contenders, column: str, number: int, calls: int) 
     method = dict(row.ours).get("", row.method) if column == "kvstored" else row.method
     driver = up.launch(column, f"{row.id}-{column}-{number}", up.client_parameters(column))
     try:
-        answer = driver.ask(ANSWER_TIMEOUT_S, call="prepare", op=row.id, method=method or row.method, params=row.params)
+        answer = driver.ask(
+            ANSWER_TIMEOUT_S, call="prepare", op=row.id, method=method or row.method, params=row.params
+        )
         if "absent" in answer:
             raise DriverFailed(answer["absent"])
         passes = [driver.ask(ANSWER_TIMEOUT_S, call="run", op=row.id, n=calls)["ns"] for _ in range(2)]
@@ -140,6 +149,11 @@ def _pass_cell(row: Row, column: str, found: list[dict], reason: str) -> dict:
     if not found:
         return absent_cell(column, "", reason or "not run")
     first, second = (round(median(one[which] for one in found), 2) for which in ("first", "second"))
-    return {"column": column, "variant": "", "unit": "x", "value": round(median(o["first"] / o["second"] for o in found), 2),
-            "rounds": [round(one["first"] / one["second"], 2) for one in found],
-            "note": f"{first} / {second} GB/s" + (f", {found[-1]['note']}" if found[-1]["note"] else "")}
+    return {
+        "column": column,
+        "variant": "",
+        "unit": "x",
+        "value": round(median(o["first"] / o["second"] for o in found), 2),
+        "rounds": [round(one["first"] / one["second"], 2) for one in found],
+        "note": f"{first} / {second} GB/s" + (f", {found[-1]['note']}" if found[-1]["note"] else ""),
+    }

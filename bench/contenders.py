@@ -1,6 +1,7 @@
 """How each contender's process is started, and with what: its interpreter, environment and set-up parameters.
 
-Owns the temporary directories of a run. Data sets: `index` (500,000 small blocks) and `bulk` (2 GiB of large ones).
+Owns the temporary directories of a run. Data sets: `index` (500,000 small blocks) and `bulk` (2 GiB of
+large ones).
 """
 
 import shutil
@@ -22,7 +23,7 @@ MODULES = {
     "mooncake": "bench.peers.mooncake_store",
 }
 QUICK_PEER_BLOCKS = {"vineyard_blocks": 5_000, "mooncake_blocks": 20_000}
-# From here on glibc streams past the caches; its own default is a large part of a shared cache that others use too.
+# From this size on glibc streams past the caches; its default is most of a cache that others use too.
 TUNED_MEMCPY = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0xc0000"}
 
 
@@ -56,15 +57,23 @@ class Contenders:
     def _environment(self, column: str, variant: str) -> dict[str, str]:
         env = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         if column == "mooncake":
-            env.update(LD_LIBRARY_PATH=self.installed.library_path, MC_TCP_BIND_ADDRESS="127.0.0.1", GLOG_minloglevel="2")
+            env.update(
+                LD_LIBRARY_PATH=self.installed.library_path,
+                MC_TCP_BIND_ADDRESS="127.0.0.1",
+                GLOG_minloglevel="2",
+            )
         if variant == "memcpy, tuned":
             env.update(TUNED_MEMCPY)
         return env
 
     def _parameters(self, column: str, variant: str, directory: Path) -> dict:
         index = self.session == "index"
-        params = {"dir": str(directory), "shm_dir": str(self.shm), "dataset": self.session,
-                  "blocks": INDEX_BLOCKS if index else 0}
+        params = {
+            "dir": str(directory),
+            "shm_dir": str(self.shm),
+            "dataset": self.session,
+            "blocks": INDEX_BLOCKS if index else 0,
+        }
         if self.quick:
             params.update(QUICK_PEER_BLOCKS)
         params["pool_bytes"] = {
@@ -75,7 +84,9 @@ class Contenders:
         params["max_blocks"] = INDEX_BLOCKS + 50_000 if index else 10_000
         params["map_bytes"] = GIB if index else 2 * CYCLE_BYTES
         if column == "redis":
-            params.update(redis_server=self.installed.redis_server, env={"LD_LIBRARY_PATH": self.installed.library_path})
+            params.update(
+                redis_server=self.installed.redis_server, env={"LD_LIBRARY_PATH": self.installed.library_path}
+            )
         if column == "limit":
             params.update(self._limits_file)
             if variant == "non-temporal":
@@ -85,8 +96,12 @@ class Contenders:
     def launch(self, column: str, name: str, params: dict, variant: str = "") -> Driver:
         """A further process of this column, set up; the caller closes it. Raises DriverFailed."""
         python = self.installed.pythons.get(column, sys.executable)
-        driver = Driver(name, [python, "-m", MODULES[column]], self.home / f"{name}.err",
-                        self._environment(column, variant))
+        driver = Driver(
+            name,
+            [python, "-m", MODULES[column]],
+            self.home / f"{name}.err",
+            self._environment(column, variant),
+        )
         try:
             answer = driver.ask(SETUP_TIMEOUT_S, call="setup", params=params)
         except DriverFailed:

@@ -1,7 +1,7 @@
 """This end of a contender: a child process that answers JSON lines (peers/contract.py is the other end).
 
-Owns the child: it is started here, asked here, and ended here by its process id. Every request has a deadline; a child
-that misses it is ended, and its column says so in the table.
+Owns the child: it is started here, asked here, and ended here by its process id. Every request has a
+deadline; a child that misses it is ended, and its column says so in the table.
 """
 
 import json
@@ -21,9 +21,13 @@ class Driver:
 
     def __init__(self, name: str, command: list[str], log_path: Path, env: dict[str, str] | None = None):
         self.name = name
-        self._log = open(log_path, "ab")
+        self._log = open(log_path, "ab")  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **(env or {})}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **(env or {})},
         )
         self._buffer = b""
         self._selector = selectors.DefaultSelector()

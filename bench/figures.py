@@ -31,7 +31,9 @@ def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int =
         cell["value"] = round(bytes_per_call / median(every), 2)
         cell["rounds"] = [round(bytes_per_call / ns, 2) for ns in per_round]
     beside = [
-        whole - part for one in rounds if len(one["part_ns"]) == len(one["ns"])
+        whole - part
+        for one in rounds
+        if len(one["part_ns"]) == len(one["ns"])
         for whole, part in zip(one["ns"], one["part_ns"], strict=True)
     ]
     if beside:
@@ -40,7 +42,7 @@ def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int =
 
 
 def add_ratios(cells: list[dict], limit: dict | None, name: str) -> None:
-    """How each cell compares with the limit: the median over the rounds, since only neighbours in time compare."""
+    """How each cell compares with the limit: the median over rounds, as only neighbours in time compare."""
     if limit is None:
         return
     for cell in cells:

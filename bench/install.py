@@ -1,7 +1,8 @@
-"""Gets the peers: virtual environments from PyPI, redis-server and a few libraries from Debian, one C file compiled.
+"""Gets the peers: virtual environments from PyPI, redis-server and a few libraries from Debian.
 
-Everything lies under build/ and is reused. Nothing is installed into the system: Debian packages are downloaded and
-unpacked. What cannot be had becomes a reason, which the table prints; it never stops the run.
+Everything lies under build/ and is reused. Nothing is installed into the system: Debian packages are
+downloaded and unpacked. What cannot be had becomes a reason, which the table prints; it never stops the
+run.
 """
 
 import os
@@ -21,9 +22,18 @@ PIP_TIMEOUT_S = 300
 PYTHON_PEERS = {
     "vineyard": ["vineyard==0.24.2"],
     "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"],
-    "stores": ["lmdb", "redis", "hiredis"],
+    "stores": ["lmdb==3.0.0", "hiredis==3.5.0"],
 }
-REDIS_DEBS = ["redis-tools", "redis-server", "liblua5.1-0", "libjemalloc2", "liblzf1", "lua-cjson", "lua-bitop", "libhiredis0.14"]
+REDIS_DEBS = [
+    "redis-tools",
+    "redis-server",
+    "liblua5.1-0",
+    "libjemalloc2",
+    "liblzf1",
+    "lua-cjson",
+    "lua-bitop",
+    "libhiredis0.14",
+]
 MOONCAKE_DEBS = ["libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1"]
 
 
@@ -45,8 +55,15 @@ def progress(text: str) -> None:
 
 def _run(command: list[str], timeout_s: float, cwd: Path | None = None) -> None:
     """Run to the end; on failure the last line it printed is the reason."""
-    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, timeout=timeout_s)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
     if done.returncode != 0:
         lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
         raise RuntimeError(f"{Path(command[0]).name} {command[1]}: {lines[-1].strip()[:160]}")
@@ -70,8 +87,20 @@ def kvboost_tree() -> str:
     home = VENVS / "kvboost"
     if not (home / "kvboost").exists():
         progress("installing kvboost==0.9.0 --no-deps")
-        _run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(home), "kvboost==0.9.0"],
-             PIP_TIMEOUT_S)
+        _run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--target",
+                str(home),
+                "kvboost==0.9.0",
+            ],
+            PIP_TIMEOUT_S,
+        )
     return str(home)
 
 
@@ -121,13 +150,19 @@ def install(columns: set[str]) -> Installed:
     done = Installed()
     done.library_path = ":".join(str(DEBS / part / "x86_64-linux-gnu") for part in ("usr/lib", "lib"))
     if "vineyard" in columns:
-        done.pythons["vineyard"] = _try(done, "vineyard", lambda: python_environment("vineyard", PYTHON_PEERS["vineyard"]))
+        done.pythons["vineyard"] = _try(
+            done, "vineyard", lambda: python_environment("vineyard", PYTHON_PEERS["vineyard"])
+        )
     if "mooncake" in columns:
-        done.pythons["mooncake"] = _try(done, "mooncake", lambda: python_environment("mooncake", PYTHON_PEERS["mooncake"]))
+        done.pythons["mooncake"] = _try(
+            done, "mooncake", lambda: python_environment("mooncake", PYTHON_PEERS["mooncake"])
+        )
         _try(done, "mooncake", lambda: debian_packages(MOONCAKE_DEBS))
     for column in ("redis", "lmdb"):
         if column in columns:
-            done.pythons[column] = _try(done, column, lambda: python_environment("stores", PYTHON_PEERS["stores"]))
+            done.pythons[column] = _try(
+                done, column, lambda: python_environment("stores", PYTHON_PEERS["stores"])
+            )
     if "redis" in columns:
         done.redis_server = shutil.which("redis-server") or ""
         if not done.redis_server:

@@ -18,7 +18,7 @@ def _first(path: str, prefix: str = "") -> str:
 def _chosen(path: str) -> str:
     """The bracketed word of a kernel setting like `always [madvise] never`."""
     text = _first(path)
-    return text[text.find("[") + 1:text.find("]")] if "[" in text else text
+    return text[text.find("[") + 1 : text.find("]")] if "[" in text else text
 
 
 def describe() -> dict:
@@ -38,5 +38,8 @@ def describe() -> dict:
 
 
 def sentence(machine: dict) -> str:
-    return (f"{machine['model']}, {machine['cores']} cores, {machine['memory_gib']} GiB, kernel {machine['kernel']}, "
-            f"{machine['glibc']}, Python {machine['python']}, load {machine['load_1m']} at the start")
+    return (
+        f"{machine['model']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"kernel {machine['kernel']}, {machine['glibc']}, "
+        f"Python {machine['python']}, load {machine['load_1m']} at the start"
+    )

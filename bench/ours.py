@@ -1,6 +1,7 @@
 """kvstored and kvclient as a contender: a daemon in its own process, the public client API in this one.
 
-Blocks of the index data set are written in a shuffled order, so that the records of one prompt do not lie side by side.
+Blocks of the index data set are written in a shuffled order, so that the records of one prompt do not lie
+side by side.
 """
 
 import sys
@@ -20,7 +21,7 @@ LOAD_BATCH = 512
 
 
 def prompt(number: int, chunks: int, kind: int = 0) -> "kvclient.Chain":
-    """The chain of a prompt that every process of this run makes alike; nothing of it is shared with another number."""
+    """The chain of a prompt, alike in every process; nothing of it is shared with another number's."""
     tokens = np.zeros(chunks * CHUNK_TOKENS, dtype=np.int32)
     tokens[0], tokens[1] = number, kind
     return kvclient.chain(IDENTITY, tokens, block_tokens=CHUNK_TOKENS)
@@ -28,8 +29,15 @@ def prompt(number: int, chunks: int, kind: int = 0) -> "kvclient.Chain":
 
 def layout_of(size: int) -> "kvclient.Layout":
     """One layer of `size` bytes in a block of 16 tokens."""
-    return kvclient.Layout(num_layers=1, num_kv_heads=1, head_dim=size // (2 * CHUNK_TOKENS), dtype="uint8",
-                           block_tokens=CHUNK_TOKENS, meta_fixed=0, meta_per_token=0)
+    return kvclient.Layout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=size // (2 * CHUNK_TOKENS),
+        dtype="uint8",
+        block_tokens=CHUNK_TOKENS,
+        meta_fixed=0,
+        meta_per_token=0,
+    )
 
 
 class Ours:
@@ -42,15 +50,29 @@ class Ours:
         if "address" not in params:
             Path(self.dir).mkdir(mode=0o700)
             self.server = start_server(
-                [sys.executable, "-m", "kvstored", "serve", "--dir", self.dir, "--memory", str(params["pool_bytes"]),
-                 "--max-blocks", str(params["max_blocks"])], Path(params["dir"]) / "kvstored.log")
+                [
+                    sys.executable,
+                    "-m",
+                    "kvstored",
+                    "serve",
+                    "--dir",
+                    self.dir,
+                    "--memory",
+                    str(params["pool_bytes"]),
+                    "--max-blocks",
+                    str(params["max_blocks"]),
+                ],
+                Path(params["dir"]) / "kvstored.log",
+            )
             self.server_pid = self.server.pid
         self.client = wait_until(lambda: kvclient.connect(self.dir), "kvstored")
         self.attached = time.monotonic()
         self.rng = np.random.default_rng(7)
         self.small = self.client.register_layout(layout_of(3072))  # with its checksum: an extent of 4 KiB
         if "address" not in params:
-            wait_until(lambda: self.client.stats()["faulted_bytes"] >= 0.95 * params["pool_bytes"], "the pool", 60)
+            wait_until(
+                lambda: self.client.stats()["faulted_bytes"] >= 0.95 * params["pool_bytes"], "the pool", 60
+            )
         blocks = params.get("blocks", 0)
         if blocks and "address" not in params:
             self.load(blocks)
@@ -66,14 +88,16 @@ class Ours:
         keys = [key for chain in self.prompts for key in chain.keys]
         order = self.rng.permutation(len(keys))
         for at in range(0, len(order), LOAD_BATCH):
-            with self.client.create([keys[i] for i in order[at:at + LOAD_BATCH]], self.small) as writer:
+            with self.client.create([keys[i] for i in order[at : at + LOAD_BATCH]], self.small) as writer:
                 if len(writer.granted) != len(writer.results):
-                    raise RuntimeError(f"only {len(writer.granted)} of {len(writer.results)} granted at block {at}")
+                    raise RuntimeError(
+                        f"only {len(writer.granted)} of {len(writer.results)} granted at block {at}"
+                    )
 
     def op_lookup(self, params):
         count = params["keys"]
-        halves = [chain[at:at + count] for chain in self.prompts for at in range(0, PROMPT_CHUNKS, count)]
-        chains = [halves[i] for i in self.rng.permutation(len(halves))[:params["groups"]]]
+        halves = [chain[at : at + count] for chain in self.prompts for at in range(0, PROMPT_CHUNKS, count)]
+        chains = [halves[i] for i in self.rng.permutation(len(halves))[: params["groups"]]]
         lookup, groups = self.client.lookup, len(chains)
         first = lookup(chains[0])
         assert first.resident == count, first
@@ -85,7 +109,10 @@ class Ours:
 
     def op_get(self, params):
         picks = self.rng.integers(0, GET_BLOCKS, GET_BLOCKS)
-        order = [self.prompts[n // PROMPT_CHUNKS][n % PROMPT_CHUNKS:n % PROMPT_CHUNKS + 1] for n in map(int, picks)]
+        order = [
+            self.prompts[n // PROMPT_CHUNKS][n % PROMPT_CHUNKS : n % PROMPT_CHUNKS + 1]
+            for n in map(int, picks)
+        ]
         get = self.client.get
         with get(order[0]) as blocks:
             assert len(blocks[0].view) == 3072
@@ -97,7 +124,7 @@ class Ours:
         return Call(run, note="no copy")
 
     def many(self, params):
-        return [chain[:params["blocks"]] for chain in self.prompts[:256]]
+        return [chain[: params["blocks"]] for chain in self.prompts[:256]]
 
     def op_get_many(self, params):
         chains, get = self.many(params), self.client.get

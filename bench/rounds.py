@@ -55,7 +55,9 @@ class _Entry:
         self.absent = answer.get("absent", "")
         if self.absent:
             return
-        if "cycle_bytes" in row.params:  # every destination once, so that no page is touched for the first time
+        if (
+            "cycle_bytes" in row.params
+        ):  # every destination once, so that no page is touched for the first time
             self._ask(row.params["cycle_bytes"] // (row.params["bytes"] * row.params["batch"]))
         trial = self._ask(TRIAL_CALLS)
         typical = sorted(trial["ns"])[TRIAL_CALLS // 2] / 1e9

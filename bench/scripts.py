@@ -1,6 +1,7 @@
 """Rows that other files of this folder measure: TTFT with a real model, the daemon's own figures, KVBoost.
 
-Runs them as processes and takes the rows out of the JSON they write; what fails is named with its last line.
+Runs them as processes and takes the rows out of the JSON they write; what fails is named with its last
+line.
 """
 
 import json
@@ -22,12 +23,22 @@ def run_script(module: str, column: str, quick: bool, env: dict[str, str] | None
         target = Path(home) / "figures.json"
         command = [sys.executable, "-m", module, "--json", str(target)] + (["--quick"] if quick else [])
         try:
-            done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE,
-                                  text=True, timeout=SCRIPT_TIMEOUT_S[module], env={**os.environ, **(env or {})})
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=SCRIPT_TIMEOUT_S[module],
+                env={**os.environ, **(env or {})},
+            )
             sys.stderr.write(done.stderr)
             if done.returncode == 0:
                 return json.loads(target.read_text())
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or [
+                f"exit status {done.returncode}"
+            ]
             reason = lines[-1][:160]
         except subprocess.TimeoutExpired:
             reason = f"not done within {SCRIPT_TIMEOUT_S[module]} s"

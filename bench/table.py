@@ -1,4 +1,4 @@
-"""The Markdown table out of a run's JSON. Pure: the README's table is made from the same file as the one printed.
+"""The Markdown table out of a run's JSON. Pure: the README's table is made from the same file.
 
 Invariant: every column that was asked for and could not be measured stands below the table with its reason.
 """
@@ -6,8 +6,12 @@ Invariant: every column that was asked for and could not be measured stands belo
 from bench.machine import sentence
 from bench.rows import COLUMNS
 
-HEADINGS = {"kvstored": "kvstored", "limit": "limit", "vineyard": "vineyard", "redis": "Redis", "lmdb": "LMDB",
-            "mooncake": "Mooncake", "kvboost": "KVBoost"}  # fmt: skip
+HEADINGS = {column: column for column in COLUMNS} | {
+    "redis": "Redis",
+    "lmdb": "LMDB",
+    "mooncake": "Mooncake",
+    "kvboost": "KVBoost",
+}
 UNITS = {"us": "µs", "x": "×"}
 
 
@@ -76,8 +80,8 @@ def markdown(run: dict) -> str:
     shown = {cell["column"] for row in run["rows"] for cell in row["cells"]} | set(absent)
     columns = [column for column in COLUMNS if column in shown]
     lines = [
-        f"Machine: {sentence(run['machine'])}. `{run['command']}`, {run['started']}, {run['rounds']} rounds alternating, "
-        f"medians{', quick' if run['quick'] else ''}.",
+        f"Machine: {sentence(run['machine'])}. `{run['command']}`, {run['started']}, "
+        f"{run['rounds']} rounds alternating, medians{', quick' if run['quick'] else ''}.",
         "",
         "| operation | reach | " + " | ".join(HEADINGS[column] for column in columns) + " |",
         "|---" * (len(columns) + 2) + "|",

@@ -1,6 +1,7 @@
 """The limit: memcpy (glibc as it is, or tuned by GLIBC_TUNABLES from outside) and the best non-temporal copy.
 
-Same source each time, destinations cycling over a shared, faulted-in mapping of at least 2 GiB, as for the stores.
+Same source each time, destinations cycling over a shared, faulted-in mapping of at least 2 GiB, as for the
+stores.
 """
 
 import ctypes
@@ -9,10 +10,12 @@ import os
 import random
 import time
 from pathlib import Path
+from statistics import median
 
 from bench.peers.contract import Call, serve
 
 MADV_POPULATE_WRITE = 23
+TRIALS = 10
 
 
 class Copy:
@@ -33,7 +36,12 @@ class Copy:
         self.libc.memcpy.restype = ctypes.c_void_p
         if params.get("library"):
             self.fast = ctypes.CDLL(params["library"])
-            self.fast.variant_copy.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+            self.fast.variant_copy.argtypes = (
+                ctypes.c_int,
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+            )
             self.fast.variant_copy.restype = None
             self.fast.variant_name.restype = ctypes.c_char_p
         return {"version": "glibc " + os.confstr("CS_GNU_LIBC_VERSION").split()[-1], "resident": 0}
@@ -42,22 +50,18 @@ class Copy:
         return {"address": self.path}
 
     def copier(self, size, params):
-        """(copy, name): plain memcpy, or the fastest non-temporal variant for this size, tried on the spot."""
+        """(copy, name): plain memcpy, or the fastest non-temporal variant for this size, tried first."""
         if self.fast is None:
-            return self.libc.memcpy, "memcpy"
-        source = ctypes.create_string_buffer(random.randbytes(size), size)
-        best = (float("inf"), 0)
-        for which in range(self.fast.variant_count()):
-            if not self.fast.variant_runs(which):
-                continue
-            taken = []
-            for k in range(max(8, min(256, (256 << 20) // size))):
-                to = self.base + k * size % (len(self.map) - size + 1) // size * size
-                start = time.perf_counter_ns()
-                self.fast.variant_copy(which, to, ctypes.addressof(source), size)
-                taken.append(time.perf_counter_ns() - start)
-            best = min(best, (sorted(taken)[len(taken) // 2], which))
-        which, copy = best[1], self.fast.variant_copy
+            return self.libc.memcpy, ""
+        source, runs = ctypes.create_string_buffer(random.randbytes(size), size), self.fast.variant_runs
+        taken = {which: [] for which in range(self.fast.variant_count()) if runs(which)}
+        slots = len(self.map) // size
+        for k in range(TRIALS * max(8, min(200, (200 << 20) // size))):
+            which = list(taken)[k % len(taken)]
+            start = time.perf_counter_ns()
+            self.fast.variant_copy(which, self.base + k % slots * size, ctypes.addressof(source), size)
+            taken[which].append(time.perf_counter_ns() - start)
+        which, copy = min(taken, key=lambda one: median(taken[one])), self.fast.variant_copy
         name = self.fast.variant_name(which).decode()
         return (lambda to, source, n: copy(which, to, source, n)), name
 
@@ -78,15 +82,17 @@ class Copy:
         return Call(run, note=name)
 
     def op_pass(self, params):
-        """Copy blocks out of a mapping made afresh, each into the same private buffer: what page faults alone cost."""
+        """Copy blocks out of a mapping made afresh into one private buffer: what page faults alone cost."""
         size = params["bytes"]
         fd = os.open(self.path, os.O_RDWR)
         self.fresh = mmap.mmap(fd, len(self.map))
         os.close(fd)
         base, slots = ctypes.addressof(ctypes.c_char.from_buffer(self.fresh)), params["blocks"]
         target = ctypes.create_string_buffer(size)
-        return Call(lambda i: self.libc.memcpy(ctypes.addressof(target), base + i % slots * size, size) and None,
-                    note="no populate")
+        return Call(
+            lambda i: self.libc.memcpy(ctypes.addressof(target), base + i % slots * size, size) and None,
+            note="no populate",
+        )
 
     def close(self):
         self.map = None

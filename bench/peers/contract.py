@@ -1,8 +1,9 @@
 """The child's end of a contender: reads JSON lines on stdin, answers one line each, times operations.
 
-Owns the timing loop, so that all contenders are timed alike. Standard library only: it runs in every peer's virtual
-environment. A contender is a class with `setup(params) -> dict`, `close()`, and one method `op_<name>(params) -> Call`
-that returns a Call, or a sentence why there is none. `info() -> dict` is what a second client needs as its setup.
+Owns the timing loop, so that all contenders are timed alike. Standard library only: it runs in every peer's
+virtual environment. A contender is a class with `setup(params) -> dict`, `close()`, and one method
+`op_<name>(params) -> Call` that returns a Call, or a sentence why there is none. `info() -> dict` is what a
+second client needs as its setup.
 """
 
 import ctypes
@@ -20,9 +21,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class Call:
-    """One timed operation. `run(i)` is timed, the loop's own 0.1 µs included; `before(i)` and `after(i)` are not.
+    """One operation. `run(i)` is timed, the loop's own 0.1 µs included; `before(i)` and `after(i)` are not.
 
-    `run` may return the nanoseconds it spent in a part of itself (the copy, say): they become the series `part_ns`.
+    `run` may return the nanoseconds it spent in a part of itself (the copy, say): the series `part_ns`.
     """
 
     def __init__(self, run, before=None, after=None, note=""):
@@ -56,7 +57,7 @@ def timed(call: Call, first: int, n: int) -> dict:
 
 
 def counted(call: Call, start_ns: int, duration_s: float) -> dict:
-    """Run from an agreed moment of the shared monotonic clock for a while; how many were done, and how long it took."""
+    """Run from an agreed moment of the monotonic clock for a while; how many were done in how long."""
     clock, run = time.monotonic_ns, call.run
     while clock() < start_ns:
         time.sleep(max(0.0, (start_ns - clock()) / 1e9 - 0.0005))
@@ -74,12 +75,15 @@ def start_server(command: list[str], log_path: Path, env: dict | None = None) ->
     def die_with_parent():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    log = open(log_path, "ab")
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                env={**os.environ, **(env or {})}, preexec_fn=die_with_parent)
-    finally:
-        log.close()
+    with open(log_path, "ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **(env or {})},
+            preexec_fn=die_with_parent,
+        )
 
 
 def stop_server(server: subprocess.Popen | None, timeout_s: float = 10.0) -> None:
@@ -94,7 +98,7 @@ def stop_server(server: subprocess.Popen | None, timeout_s: float = 10.0) -> Non
 
 
 def wait_until(ready, what: str, timeout_s: float = 20.0):
-    """Poll `ready` until it returns something true; the last error is part of the message when time runs out."""
+    """Poll `ready` until it returns something true; when time runs out, the message has the last error."""
     deadline, error = time.monotonic() + timeout_s, None
     while time.monotonic() < deadline:
         try:

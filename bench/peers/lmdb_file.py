@@ -1,4 +1,4 @@
-"""LMDB in this process: a memory-mapped file on tmpfs, no sync, write map. Not a shared pool, but the cheapest get there is.
+"""LMDB in this process: a memory-mapped file on tmpfs, no sync, write map. The cheapest get there is.
 
 It has no daemon and evicts nothing; readers in other processes share the file.
 """
@@ -20,8 +20,16 @@ class Lmdb:
 
     def setup(self, params):
         self.path = params.get("address") or str(Path(params["shm_dir"]) / "lmdb")
-        self.env = lmdb.open(self.path, map_size=params["map_bytes"], writemap=True, sync=False, metasync=False,
-                             map_async=True, lock=True, max_readers=64)
+        self.env = lmdb.open(
+            self.path,
+            map_size=params["map_bytes"],
+            writemap=True,
+            sync=False,
+            metasync=False,
+            map_async=True,
+            lock=True,
+            max_readers=64,
+        )
         self.rng = random.Random(7)
         if "address" not in params and params["dataset"] == "index":
             self.load(params["blocks"])
@@ -60,7 +68,9 @@ class Lmdb:
         return Call(run, note="in process")
 
     def op_get_many(self, params):
-        groups = [[b"get%d" % self.rng.randrange(GET_BLOCKS) for _ in range(params["blocks"])] for _ in range(256)]
+        groups = [
+            [b"get%d" % self.rng.randrange(GET_BLOCKS) for _ in range(params["blocks"])] for _ in range(256)
+        ]
 
         def run(i):
             with self.env.begin(buffers=True) as txn:

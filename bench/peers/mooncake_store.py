@@ -1,7 +1,7 @@
 """Mooncake store over TCP with mooncake_master, one client that owns the segment, all on loopback.
 
-Its keys are strings; the segment belongs to this process, so puts and gets are local copies and the master answers the
-metadata questions. What a bulk operation replaces is removed outside the timed part.
+Its keys are strings; the segment belongs to this process, so puts and gets are local copies and the master
+answers the metadata questions. What a bulk operation replaces is removed outside the timed part.
 """
 
 import random
@@ -37,12 +37,22 @@ class Mooncake:
             self.address = f"127.0.0.1:{port}"
             master = Path(mooncake.__file__).parent / "mooncake_master"
             self.server = start_server(
-                [str(master), "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1",
-                 f"--metrics_port={free_port()}", "--default_kv_lease_ttl=50", "--minloglevel=2"],
-                Path(params["dir"]) / "mooncake.log")
+                [
+                    str(master),
+                    "--rpc_address=127.0.0.1",
+                    f"--rpc_port={port}",
+                    "--metrics_host=127.0.0.1",
+                    f"--metrics_port={free_port()}",
+                    "--default_kv_lease_ttl=50",
+                    "--minloglevel=2",
+                ],
+                Path(params["dir"]) / "mooncake.log",
+            )
             self.server_pid = self.server.pid
             host, wait_port = "127.0.0.1", port
-            wait_until(lambda: socket.create_connection((host, wait_port), 0.2).close() is None, "mooncake_master")
+            wait_until(
+                lambda: socket.create_connection((host, wait_port), 0.2).close() is None, "mooncake_master"
+            )
         from mooncake.store import MooncakeDistributedStore
 
         self.store = MooncakeDistributedStore()
@@ -61,7 +71,7 @@ class Mooncake:
     def load(self, blocks):
         self.keys = [self.rng.randbytes(32).hex() for _ in range(blocks)]
         for at in range(0, blocks, LOAD_BATCH):
-            keys = self.keys[at:at + LOAD_BATCH]
+            keys = self.keys[at : at + LOAD_BATCH]
             code = self.store.put_batch(keys, [b"8 bytes."] * len(keys))
             if code != 0:
                 raise RuntimeError(f"put_batch answered {code}")
@@ -81,12 +91,15 @@ class Mooncake:
         order = [f"get{self.rng.randrange(GET_BLOCKS)}" for _ in range(GET_BLOCKS)]
 
         def run(i):
-            assert len(self.store.get(order[i % GET_BLOCKS])) == GET_BLOCK_BYTES
+            found = len(self.store.get(order[i % GET_BLOCKS]))
+            assert found == GET_BLOCK_BYTES, f"get returned {found} bytes"
 
         return Call(run, note="copies")
 
     def op_get_many(self, params):
-        groups = [[f"get{n}" for n in self.rng.sample(range(GET_BLOCKS), params["blocks"])] for _ in range(256)]
+        groups = [
+            [f"get{n}" for n in self.rng.sample(range(GET_BLOCKS), params["blocks"])] for _ in range(256)
+        ]
 
         def run(i):
             assert len(self.store.get_batch(groups[i % 256])) == params["blocks"]

@@ -1,6 +1,7 @@
-"""vineyard 0.24.2: vineyardd with local metadata on a Unix socket, memory reserved before the first measurement.
+"""vineyard 0.24.2: vineyardd with local metadata on a Unix socket, its memory reserved beforehand.
 
-It evicts nothing, so a full store refuses: what a bulk operation replaces is deleted outside the timed part.
+It evicts nothing, so a full store refuses: what a bulk operation replaces is deleted outside the timed
+part.
 """
 
 import random
@@ -26,8 +27,16 @@ class Vineyard:
             size = params["pool_bytes"]
             daemon = Path(vineyard.__file__).parent / "bdist" / "vineyardd"
             self.server = start_server(
-                [str(daemon), f"--socket={self.path}", f"--size={size}", "--meta=local", "--rpc=false",
-                 "--reserve_memory=true"], Path(params["dir"]) / "vineyard.log")
+                [
+                    str(daemon),
+                    f"--socket={self.path}",
+                    f"--size={size}",
+                    "--meta=local",
+                    "--rpc=false",
+                    "--reserve_memory=true",
+                ],
+                Path(params["dir"]) / "vineyard.log",
+            )
             self.server_pid = self.server.pid
         wait_until(self.connect, "vineyardd")
         self.rng = random.Random(7)
@@ -49,7 +58,9 @@ class Vineyard:
         smaps, deadline, last = Path(f"/proc/{self.server.pid}/smaps_rollup"), time.monotonic() + 15, -1
 
         def resident():
-            return next(int(line.split()[1]) for line in smaps.read_text().splitlines() if line.startswith("Rss:"))
+            return next(
+                int(line.split()[1]) for line in smaps.read_text().splitlines() if line.startswith("Rss:")
+            )
 
         while time.monotonic() < deadline and resident() != last:
             last = resident()
@@ -106,7 +117,9 @@ class Vineyard:
                 self.client.delete(ring[i % slots])
 
         def run(i):
-            builders = self.client.create_blob([size] * batch) if batch > 1 else [self.client.create_blob(size)]
+            builders = (
+                self.client.create_blob([size] * batch) if batch > 1 else [self.client.create_blob(size)]
+            )
             for builder in builders:
                 np.copyto(np.frombuffer(builder, dtype=np.uint8), source)
             ring[i % slots] = [builder.seal(self.session).id for builder in builders]
@@ -134,13 +147,21 @@ class Vineyard:
     def info(self):
         """What a second client needs to find the blocks."""
         bulk = [key for ids in self.ring if ids for key in ids]
-        return {"address": self.path, "ids": [str(key) for key in self.ids[:4096]], "bulk_ids": [str(key) for key in bulk]}
+        return {
+            "address": self.path,
+            "ids": [repr(key) for key in self.ids[:4096]],
+            "bulk_ids": [repr(key) for key in bulk],
+        }
 
     def op_pass(self, params):
         ids = [vineyard.ObjectID(key) for key in self.bulk_ids]
         target = np.empty(params["bytes"], dtype=np.uint8)
         target[:] = 0
-        return Call(lambda i: np.copyto(target, np.frombuffer(self.client.get_blob(ids[i % len(ids)]), dtype=np.uint8)))
+        return Call(
+            lambda i: np.copyto(
+                target, np.frombuffer(self.client.get_blob(ids[i % len(ids)]), dtype=np.uint8)
+            )
+        )
 
     def close(self):
         if self.client is not None:
