@@ -37,7 +37,7 @@ class FollowingCases(Case):
                     assert block.layers_ready >= layer + 1
                     assert np.array_equal(block.layer(layer), pattern(block.key, layer, (2, 2, 16, 8)))
             for index in range(3):
-                writer[index].meta[:32] = writer[index].key
+                fill(writer[index])
             writer.seal()
             assert all(block.sealed for block in blocks)
             for block in blocks:
@@ -117,7 +117,7 @@ class FollowingCases(Case):
             check(blocks[0])
 
     def test_layers_are_published_in_order(self):
-        self.needs("follow")
+        self.needs("follow", "ordered_marks")
         keys = self.keys(1)
         writer = self.client.create(keys, self.small)
         with raises(InvalidArgument):
