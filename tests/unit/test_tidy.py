@@ -7,6 +7,7 @@ file and line. The limits are those of CONTRIBUTING.md.
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,20 @@ def test_native_core_knows_no_framework():
 
 def test_generated_code_is_not_committed():
     fail_if([name(path) for path in FILES if re.search(r"_pb2(_grpc)?\.pyi?$|\.so$", path.name)])
+
+
+def test_every_dependency_is_pinned():
+    """`make` installs what pyproject.toml names at the versions of constraints.txt, not at the newest."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [
+        *project["build-system"]["requires"],
+        *project["project"]["dependencies"],
+        *(name for extra in project["project"]["optional-dependencies"].values() for name in extra),
+        *(name for group in project["dependency-groups"].values() for name in group),
+    ]
+    names = {re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert names <= {pin.lower().replace("_", "-") for pin in pins}
 
 
 @pytest.mark.parametrize("extension", [".py", ".cc"])
