@@ -22,7 +22,7 @@ from kvclient.errors import (
     InvalidArgument,
     Unavailable,
 )
-from kvclient.segment import ttl_ms_of
+from kvclient.segment import whole_seconds
 
 SOCKET_NAME = "kvstored.sock"
 MAX_TIMEOUT_S = 3600.0
@@ -130,12 +130,16 @@ class KVClient:
         priority: int = 35,
         ttl_s: float | None = None,
         token_counts: Sequence[int] | None = None,
+        sealing: Any = None,
     ) -> Any:
-        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception."""
-        ttl_ms = ttl_ms_of(ttl_s)
+        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception.
+
+        `sealing` is an earlier writer whose granted blocks are sealed in the same message.
+        """
+        seconds = whole_seconds(ttl_s)
         return self._call(
             lambda native: native.create(
-                keys, self._moved.get(layout_id, layout_id), priority, ttl_ms, token_counts
+                keys, self._moved.get(layout_id, layout_id), priority, seconds, token_counts, sealing
             )
         )
 

@@ -10,6 +10,7 @@ An extent of a block of n tokens, all parts on multiples of 512 bytes, zero padd
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -161,10 +162,10 @@ def check_bounds(what: str, value: int, low: int, high: int) -> None:
         raise InvalidArgument(f"{what}={value!r}; it must be an integer in {low}..{high}")
 
 
-def ttl_ms_of(ttl_s: float | None) -> int:
-    """A time to live as the daemon counts it; 0 is for ever. Raises InvalidArgument out of bounds."""
+def whole_seconds(ttl_s: float | None) -> int:
+    """A time to live in seconds as the daemon counts it, rounded up; 0 is for ever. Raises InvalidArgument."""
     if ttl_s is None:
         return 0
-    if not 0.001 <= ttl_s <= MAX_TTL_S:
-        raise InvalidArgument(f"ttl_s={ttl_s!r}; it must be None or in 0.001..{MAX_TTL_S}")
-    return int(ttl_s * 1000)
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidArgument(f"ttl_s={ttl_s!r}; it must be None or above 0 and at most {MAX_TTL_S}")
+    return math.ceil(ttl_s)

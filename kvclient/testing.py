@@ -28,7 +28,7 @@ from kvclient.memory_store import (
     Record,
     Session,
 )
-from kvclient.segment import check_bounds, ttl_ms_of
+from kvclient.segment import check_bounds, whole_seconds
 
 
 class GrantedBlock:
@@ -196,12 +196,15 @@ class InMemoryClient:
         priority: int = 35,
         ttl_s: float | None = None,
         token_counts: Sequence[int] | None = None,
+        sealing: Writer | None = None,
     ) -> Writer:
         with self._locked():
+            if sealing is not None:
+                sealing.seal()
             names = split_keys(keys)
             check_bounds("layout_id", layout_id, 0, len(self.store.layouts) - 1)
             check_bounds("priority", priority, 0, 100)
-            ttl_ms_of(ttl_s)
+            whole_seconds(ttl_s)
             full = self.store.layouts[layout_id][1].block_tokens
             counts = list(
                 token_counts

@@ -12,7 +12,7 @@ from typing import Any
 from kvclient.breaker import NoBlocks, NoLookup, NoWriter
 from kvclient.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
-from kvclient.segment import ttl_ms_of
+from kvclient.segment import whole_seconds
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 
@@ -54,14 +54,16 @@ class TolerantClient(KVClient):
         priority: int = 35,
         ttl_s: float | None = None,
         token_counts: Sequence[int] | None = None,
+        sealing: Any = None,
     ) -> Any:
-        ttl_ms = ttl_ms_of(ttl_s)
+        seconds = whole_seconds(ttl_s)
 
         def ask(native: Any) -> Any:
             if layout_id < 0 and layout_id not in self._moved and layout_id in self._layouts:
                 self._moved[layout_id] = native.register_layout(self._layouts[layout_id])
             here = self._moved.get(layout_id, layout_id)
-            return TolerantWriter(self, native.create(keys, here, priority, ttl_ms, token_counts))
+            earlier = sealing._writer if isinstance(sealing, TolerantWriter) else None
+            return TolerantWriter(self, native.create(keys, here, priority, seconds, token_counts, earlier))
 
         return self._tolerate(ask, lambda: NoWriter(_count(keys)))
 

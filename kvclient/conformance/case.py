@@ -91,7 +91,8 @@ class Case:
     """Base of the groups of cases.
 
     `lacks` names abilities this door does not have: "pins" (views in shared memory), "max_pins", "follow",
-    "ordered_marks" (a layer marked too early is refused), "wait_pending", "chains" (tokens and positions).
+    "ordered_marks" (a layer marked too early is refused), "wait_pending", "sealing" (in the next
+    create), "chains" (tokens and positions).
     """
 
     lacks: frozenset[str] = frozenset()

@@ -120,6 +120,21 @@ class WritingCases(Case):
         assert self.states([*new, *there, *written]) == [RESIDENT, RESIDENT, RESIDENT, PENDING]
         first.abort()
 
+    def test_a_create_may_seal_what_came_before(self):
+        self.needs("sealing")
+        first, second = self.keys(2), self.keys(2)
+        writer = self.client.create(first, self.small)
+        for index in writer.granted:
+            fill(writer[index])
+        with self.client.create(second, self.small, sealing=writer) as follower:
+            assert self.states([*first, *second]) == [RESIDENT, RESIDENT, PENDING, PENDING]
+            for index in follower.granted:
+                fill(follower[index])
+        writer.seal()  # again is no error
+        with self.open().get([*first, *second]) as blocks:
+            for index in range(4):
+                check(blocks[index])
+
     def test_what_was_not_granted_cannot_be_written(self):
         with self.client.create([*self.put(1), *self.keys(1)], self.small) as writer:
             with raises(KVClientError):

@@ -20,7 +20,7 @@ from kvclient.errors import (
     NoSpace,
 )
 from kvclient.memory_blocks import Lookup, split_keys
-from kvclient.segment import Geometry, ttl_ms_of
+from kvclient.segment import Geometry, whole_seconds
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from tests.conformance.grpc_blocks import CALL_S, Blocks, FollowedBlock, Granted, ReadBlock, typed
 
@@ -225,7 +225,7 @@ class GrpcClient:
         )
         if len(counts) != len(names) or priority < 0:
             raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys, priority {priority}")
-        options = {"layout_id": layout_id, "priority": priority, "ttl_ms": ttl_ms_of(ttl_s)}
+        options = {"layout_id": layout_id, "priority": priority, "ttl_ms": 1000 * whole_seconds(ttl_s)}
         writer = Writer(self, list(zip(names, counts, strict=True)), options)
         self._writers.append(writer)
         return writer

@@ -71,9 +71,9 @@ class Native:
         self._check()
         return ["block"] * len(keys)
 
-    def create(self, keys, layout_id, priority, ttl_ms, token_counts):
+    def create(self, keys, layout_id, priority, ttl_s, token_counts, sealing):
         self._check(needs_socket=True)
-        self.created.append((layout_id, ttl_ms))
+        self.created.append((layout_id, ttl_s))
         return "writer"
 
     def delete(self, keys):
@@ -176,7 +176,7 @@ def test_a_closed_client_stays_closed(daemon):
 def test_times_to_live_are_bounded(daemon):
     client = KVClient(daemon.attach, "default")
     client.create(KEYS, 0, ttl_s=1.5)
-    assert client._native.created == [(0, 1500)]
+    assert client._native.created == [(0, 2)], "rounded up to whole seconds"
     for wrong in (0, -1, 1e12):
         with pytest.raises(InvalidArgument):
             client.create(KEYS, 0, ttl_s=wrong)
