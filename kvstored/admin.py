@@ -32,8 +32,17 @@ SCRUB_STEP_BYTES = 64 << 20
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    def __init__(self, stores: dict[str, Any], adopted: dict[str, bool], sessions: Any, sourced: Sourced, leases: Leases,
-                 events: Events, threads: Threads, counts: CallCounts) -> None:  # fmt: skip
+    def __init__(
+        self,
+        stores: dict[str, Any],
+        adopted: dict[str, bool],
+        sessions: Any,
+        sourced: Sourced,
+        leases: Leases,
+        events: Events,
+        threads: Threads,
+        counts: CallCounts,
+    ) -> None:
         self.counts = counts
         self.draining = False
         self._stores = stores
@@ -48,10 +57,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @answered
     async def Stats(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        chosen = {request.namespace: named(self._stores, request.namespace)} if request.namespace else self._stores
+        chosen = (
+            {request.namespace: named(self._stores, request.namespace)} if request.namespace else self._stores
+        )
         reply = admin_pb2.StatsResponse(
-            version=__version__, pid=os.getpid(), uptime_ms=int((time.monotonic() - self._started) * 1000),
-            rss_bytes=own_memory_bytes(), draining=self.draining, leases=len(self._leases))  # fmt: skip
+            version=__version__,
+            pid=os.getpid(),
+            uptime_ms=int((time.monotonic() - self._started) * 1000),
+            rss_bytes=own_memory_bytes(),
+            draining=self.draining,
+            leases=len(self._leases),
+        )
         for name, store in chosen.items():
             one = reply.namespaces.add(namespace=name, adopted=self._adopted[name])
             try:
@@ -70,7 +86,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgument(f"limit is {limit}, the most is {MAX_PAGE}")
         if len(request.key_prefix) > 32:
             raise InvalidArgument(f"key_prefix has {len(request.key_prefix)} bytes, the limit is 32")
-        if request.page_token and not (request.page_token.isascii() and request.page_token.isdigit() and len(request.page_token) <= 8):
+        if request.page_token and not (
+            request.page_token.isascii() and request.page_token.isdigit() and len(request.page_token) <= 8
+        ):
             raise InvalidArgument(f"page_token {request.page_token[:40]!r} is none of this daemon's")
         after = int(request.page_token) if request.page_token else -1
         found = await self._threads.run(store.list, after, limit, request.key_prefix)
@@ -104,7 +122,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             self._events.publish(Event("DRAIN", text="on" if request.on else "off"))
             log.info("draining", on=request.on)
         deadline = asyncio.get_running_loop().time() + request.wait_ms / 1000
-        while (unsealed := self._unsealed()) and self.draining and asyncio.get_running_loop().time() < deadline:
+        while (  # noqa: ASYNC110
+            (unsealed := self._unsealed()) and self.draining and asyncio.get_running_loop().time() < deadline
+        ):
             await asyncio.sleep(DRAIN_LOOK_S)  # the store has no event for it; at most wait_ms / 20 ms looks
         return admin_pb2.DrainResponse(draining=self.draining, unsealed=unsealed)
 
@@ -134,8 +154,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 if step["corrupt"]:
                     self._events.publish(Event("CORRUPTION", namespace, {"corrupt": step["corrupt"]}))
                     log.error("corrupt_blocks", namespace=namespace, count=step["corrupt"])
-                yield admin_pb2.ScrubResponse(verified=sums["verified"], computed=sums["computed"], corrupt=sums["corrupt"],
-                                              read_bytes=sums["bytes"], total_bytes=total, done=done)  # fmt: skip
+                yield admin_pb2.ScrubResponse(
+                    verified=sums["verified"],
+                    computed=sums["computed"],
+                    corrupt=sums["corrupt"],
+                    read_bytes=sums["bytes"],
+                    total_bytes=total,
+                    done=done,
+                )
         finally:
             self._scrubbing.discard(namespace)
 
@@ -146,15 +172,27 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @answered
     async def Sessions(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return admin_pb2.SessionsResponse(sessions=[
-            admin_pb2.Session(session=one["session"], pid=max(0, one["pid"]), uid=one["uid"], namespace=one["namespace"], pins=one["pins"],
-                              unsealed=one["unsealed"], attached_ms=int(one["attached_s"] * 1000), resumed=one["resumed"])
-            for one in self._sessions.sessions()
-        ])  # fmt: skip
+        return admin_pb2.SessionsResponse(
+            sessions=[
+                admin_pb2.Session(
+                    session=one["session"],
+                    pid=max(0, one["pid"]),
+                    uid=one["uid"],
+                    namespace=one["namespace"],
+                    pins=one["pins"],
+                    unsealed=one["unsealed"],
+                    attached_ms=int(one["attached_s"] * 1000),
+                    resumed=one["resumed"],
+                )
+                for one in self._sessions.sessions()
+            ]
+        )
 
     @answered
     async def Config(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return admin_pb2.ConfigResponse(entries=[admin_pb2.ConfigEntry(**entry) for entry in self._sourced.entries()])
+        return admin_pb2.ConfigResponse(
+            entries=[admin_pb2.ConfigEntry(**entry) for entry in self._sourced.entries()]
+        )
 
     @streamed
     async def Events(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -165,5 +203,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async with contextlib.aclosing(self._events.subscribe(interval_ms / 1000, sampler)) as events:
             async for event in events:
                 yield admin_pb2.EventsResponse(
-                    kind=f"KIND_{event.kind}", time_ms=event.time_ms, namespace=event.namespace, counts=event.counts,
-                    text=event.text, dropped=event.dropped)  # fmt: skip
+                    kind=f"KIND_{event.kind}",
+                    time_ms=event.time_ms,
+                    namespace=event.namespace,
+                    counts=event.counts,
+                    text=event.text,
+                    dropped=event.dropped,
+                )

@@ -1,7 +1,8 @@
-"""What every gRPC handler needs around it: errors become statuses, calls are counted, long native calls leave the event loop.
+"""What every gRPC handler needs around it: errors become statuses, calls are counted, long native calls leave
+the event loop.
 
-Owns the two thread pools and the call counts. Never decodes a message.
-Invariant: a native call that may take long never runs on the event loop, and at most io_threads of them run at a time.
+Owns the two thread pools and the call counts. Never decodes a message. Invariant: a native call that may take
+long never runs on the event loop, and at most io_threads of them run at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The command line: arguments, help and exit codes (errors.Exit).
 
-What each command does is in commands.py; gRPC is imported only when one runs, so help and completion are quick.
+What each command does is in commands.py; gRPC is imported only when one runs, so help and completion are
+quick.
 """
 
 from __future__ import annotations
@@ -27,29 +28,52 @@ _EXAMPLES = {
   kvstored status                           what it holds, and how it is used
   kvstored top                              the same, refreshed
 
-""" + _EXIT_HELP,
+"""
+    + _EXIT_HELP,
     "serve": """examples:
   kvstored serve --dir /run/kvstored --memory 4GiB
   kvstored serve --config /etc/kvstored.toml --print-config
   kvstored serve --memory 8GiB --namespaces default=0.75,batch=0.25 --metrics-port 9464
   KVSTORED_MEMORY=2GiB kvstored serve
 
-A value comes from the flag, else from KVSTORED_<FIELD>, else from the file (TOML, the same field names), else from its default.
-SIGTERM and SIGINT stop the daemon; its blocks stay in shared memory for the next one, unless --discard is given. A
-daemon with another --memory, --max-blocks or --namespaces starts empty.
+A value comes from the flag, else from KVSTORED_<FIELD>, else from the file (TOML, the same field
+names), else from its default. SIGTERM and SIGINT stop the daemon; its blocks stay in shared memory for
+the next one, unless --discard is given. A daemon with another --memory, --max-blocks or --namespaces
+starts empty.
 
-""" + _EXIT_HELP,
-    "status": "examples:\n  kvstored status\n  kvstored status --sessions\n  kvstored status --json | jq .namespaces",
-    "ls": "examples:\n  kvstored ls\n  kvstored ls --prefix a1b2 --limit 1000 --json\n  kvstored ls --key $KEY        one block; exit code 1 if it is not there",
-    "rm": "examples:\n  kvstored rm 5f0c…(64 hex digits)\n  kvstored ls --prefix a1 --quiet | xargs kvstored rm",
-    "flush": "examples:\n  kvstored flush --yes\n  kvstored flush --namespace batch --yes",
-    "drain": "examples:\n  kvstored drain                wait until nobody writes, then for example stop the daemon\n  kvstored drain --off",
-    "scrub": "examples:\n  kvstored scrub                check every sealed block; exit code 1 if one was corrupt\n  kvstored scrub --json",
-    "top": "examples:\n  kvstored top --interval-s 0.5\n  kvstored top --once           one look, for scripts",
-    "stop": "examples:\n  kvstored stop                 SIGTERM, and wait until the daemon is gone",
-    "config": "examples:\n  kvstored config               the running daemon's configuration and where each value came from",
-    "completion": "examples:\n  kvstored completion bash > /etc/bash_completion.d/kvstored\n  kvstored completion zsh > ~/.zfunc/_kvstored",
-}  # fmt: skip
+"""
+    + _EXIT_HELP,
+    "status": """examples:
+  kvstored status
+  kvstored status --sessions
+  kvstored status --json | jq .namespaces""",
+    "ls": """examples:
+  kvstored ls
+  kvstored ls --prefix a1b2 --limit 1000 --json
+  kvstored ls --key $KEY        one block; exit code 1 if it is not there""",
+    "rm": """examples:
+  kvstored rm 5f0c…             64 hexadecimal digits; exit code 1 if one was not there
+  kvstored ls --prefix a1 --quiet | xargs kvstored rm""",
+    "flush": """examples:
+  kvstored flush --yes
+  kvstored flush --namespace batch --yes""",
+    "drain": """examples:
+  kvstored drain                wait until nobody writes; then, for example, kvstored stop
+  kvstored drain --off""",
+    "scrub": """examples:
+  kvstored scrub                exit code 1 if a block was corrupt
+  kvstored scrub --json""",
+    "top": """examples:
+  kvstored top --interval-s 0.5
+  kvstored top --once           one look, for scripts""",
+    "stop": """examples:
+  kvstored stop                 SIGTERM, and wait until the daemon is gone""",
+    "config": """examples:
+  kvstored config               each value and where it came from""",
+    "completion": """examples:
+  kvstored completion bash > /etc/bash_completion.d/kvstored
+  kvstored completion zsh > ~/.zfunc/_kvstored""",
+}
 
 
 def _key(text: str) -> bytes:
@@ -66,7 +90,9 @@ def _prefix(text: str) -> bytes:
     try:
         return bytes.fromhex(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no prefix: an even number of hexadecimal digits is wanted") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no prefix: an even number of hexadecimal digits is wanted"
+        ) from None
 
 
 def _bounded(low: float, high: float, kind: type = int) -> Any:
@@ -84,8 +110,11 @@ def _bounded(low: float, high: float, kind: type = int) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="kvstored", description="One cache of KV blocks for all inference processes of a host.", epilog=_EXAMPLES[""],
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        prog="kvstored",
+        description="One cache of KV blocks for all inference processes of a host.",
+        epilog=_EXAMPLES[""],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action="version", version=f"kvstored {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
@@ -94,33 +123,64 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EXAMPLES[name],
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    return commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EXAMPLES[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def _add_serve(commands: Any) -> None:
     serve = _command(commands, "serve", "run the daemon in the foreground")
     serve.add_argument("--config", metavar="FILE", help="configuration file (TOML); also KVSTORED_CONFIG")
-    serve.add_argument("--print-config", action="store_true", help="print the configuration in effect with each value's source, and end")
+    serve.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the configuration in effect with each value's source, and end",
+    )
     serve.add_argument("--json", action="store_true", help="with --print-config: as JSON")
-    serve.add_argument("--fresh", action="store_true", help="start empty: discard the blocks of an earlier daemon")
-    serve.add_argument("--discard", action="store_true", help="at the end remove the blocks instead of leaving them for the next daemon")
+    serve.add_argument(
+        "--fresh", action="store_true", help="start empty: discard the blocks of an earlier daemon"
+    )
+    serve.add_argument(
+        "--discard",
+        action="store_true",
+        help="at the end remove the blocks instead of leaving them for the next daemon",
+    )
     fields = serve.add_argument_group("configuration")
     for about in dataclasses.fields(Config):
         meta = about.metadata
-        bounds = f"; {meta['show'](meta['low'])} to {meta['show'](meta['high'])}" if meta["low"] is not None else ""
+        bounds = (
+            f"; {meta['show'](meta['low'])} to {meta['show'](meta['high'])}"
+            if meta["low"] is not None
+            else ""
+        )
         default = f"; default {meta['show'](about.default)}" if about.default not in ("", ()) else ""
         choices = f"; one of {', '.join(meta['choices'])}" if meta["choices"] else ""
-        fields.add_argument("--" + about.name.replace("_", "-"), dest=about.name, metavar=(meta["unit"] or "value").upper(),
-                            help=(meta["doc"] + bounds + choices + default).replace("%", "%%"))  # fmt: skip
+        fields.add_argument(
+            "--" + about.name.replace("_", "-"),
+            dest=about.name,
+            metavar=(meta["unit"] or "value").upper(),
+            help=(meta["doc"] + bounds + choices + default).replace("%", "%%"),
+        )
 
 
 def _add_operator_commands(commands: Any) -> None:
     def add(name: str, text: str, namespace: bool = False) -> argparse.ArgumentParser:
         command = _command(commands, name, text)
-        command.add_argument("--dir", metavar="DIR", help="the daemon's runtime directory (default as for serve)")
+        command.add_argument(
+            "--dir", metavar="DIR", help="the daemon's runtime directory (default as for serve)"
+        )
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.add_argument("--timeout-s", type=_bounded(0.1, 3600, float), default=10.0, metavar="SECONDS", help="deadline; default 10")
+        command.add_argument(
+            "--timeout-s",
+            type=_bounded(0.1, 3600, float),
+            default=10.0,
+            metavar="SECONDS",
+            help="deadline; default 10",
+        )
         if namespace:
             command.add_argument("--namespace", default="default", metavar="NAME", help="default: default")
         return command
@@ -129,7 +189,9 @@ def _add_operator_commands(commands: Any) -> None:
     status.add_argument("--sessions", action="store_true", help="also list the attached processes")
     ls = add("ls", "list blocks", namespace=True)
     ls.add_argument("--prefix", type=_prefix, default=b"", metavar="HEX", help="only keys that begin so")
-    ls.add_argument("--limit", type=_bounded(1, 1 << 24), default=100, metavar="N", help="at most so many; default 100")
+    ls.add_argument(
+        "--limit", type=_bounded(1, 1 << 24), default=100, metavar="N", help="at most so many; default 100"
+    )
     ls.add_argument("--key", type=_key, metavar="KEY", help="only this block")
     ls.add_argument("--quiet", action="store_true", help="keys only, one a line")
     rm = add("rm", "delete blocks", namespace=True)
@@ -138,10 +200,18 @@ def _add_operator_commands(commands: Any) -> None:
     flush.add_argument("--yes", action="store_true", help="do not ask")
     drain = add("drain", "refuse new blocks and wait until those being written are done")
     drain.add_argument("--off", action="store_true", help="accept new blocks again")
-    drain.add_argument("--wait-s", type=_bounded(0, 300, float), default=30.0, metavar="SECONDS", help="how long to wait; default 30")
+    drain.add_argument(
+        "--wait-s",
+        type=_bounded(0, 300, float),
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait; default 30",
+    )
     add("scrub", "check the bytes of every sealed block and the index itself", namespace=True)
     top = add("top", "show status, refreshed")
-    top.add_argument("--interval-s", type=_bounded(0.1, 3600, float), default=2.0, metavar="SECONDS", help="default 2")
+    top.add_argument(
+        "--interval-s", type=_bounded(0.1, 3600, float), default=2.0, metavar="SECONDS", help="default 2"
+    )
     top.add_argument("--once", action="store_true", help="one look, no screen control")
     add("config", "show the running daemon's configuration")
     add("stop", "end the daemon; its blocks stay for the next one")
@@ -179,7 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(given: argparse.Namespace, started_ns: int) -> int:
     from kvstored.config import load
 
-    flags = {about.name: value for about in dataclasses.fields(Config) if (value := getattr(given, about.name)) is not None}
+    flags = {
+        about.name: value
+        for about in dataclasses.fields(Config)
+        if (value := getattr(given, about.name)) is not None
+    }
     sourced = load(flags, os.environ, given.config)
     if given.print_config:
         from kvstored.render import config_text
@@ -187,7 +261,9 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
         print(config_text(sourced.entries(), as_json=given.json))
         return Exit.DONE
     if sys.flags.optimize:
-        raise StartupError("python -O removes the assertions that guard the store's invariants: start without it")
+        raise StartupError(
+            "python -O removes the assertions that guard the store's invariants: start without it"
+        )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from kvstored.server import serve
 
@@ -200,9 +276,9 @@ def _process_started_ns() -> int:
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
-        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf(
+            "SC_CLK_TCK"
+        )
         return time.time_ns() - age_ns
     except (OSError, ValueError, IndexError):
         return time.time_ns()
-
-

@@ -1,7 +1,7 @@
 """What the operator's commands do: one function each, over gRPC on the daemon's Unix socket.
 
-Owns the connection for the time of one command. Prints to standard output; errors go to standard error as one line. Never imports
-the server: a command works without the native part.
+Owns the connection for the time of one command. Prints to standard output; errors go to standard error as one
+line. Never imports the server: a command works without the native part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Connection:
     def __init__(self, directory: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._channel = grpc.insecure_channel(
-            "unix:" + os.path.join(os.path.abspath(directory), "grpc.sock"), options=[("grpc.enable_http_proxy", 0)])  # fmt: skip
+            "unix:" + os.path.join(os.path.abspath(directory), "grpc.sock"),
+            options=[("grpc.enable_http_proxy", 0)],
+        )
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
         self.store = store_pb2_grpc.StoreStub(self._channel)
 
@@ -58,7 +60,9 @@ def run(given: argparse.Namespace, directory: str) -> int:
         if code is grpc.StatusCode.UNAVAILABLE and rundir.running_pid(directory) is None:
             return _complain(f"no daemon answers in {directory}", Exit.UNREACHABLE)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return _complain(f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE)
+            return _complain(
+                f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE
+            )
         return _complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED)
 
 
@@ -77,11 +81,22 @@ def _show(given: argparse.Namespace, value: Any, text: str) -> None:
 def _status(daemon: Connection) -> dict[str, Any]:
     reply = daemon.admin.Stats(admin_pb2.StatsRequest(), timeout=daemon.timeout_s)
     return {
-        "version": reply.version, "pid": reply.pid, "uptime_ms": reply.uptime_ms, "rss_bytes": reply.rss_bytes,
-        "draining": reply.draining, "leases": reply.leases,
-        "namespaces": [{"namespace": one.namespace, "adopted": one.adopted, "fenced": one.fenced,
-                        "counters": dict(sorted(one.counters.items()))} for one in reply.namespaces],
-    }  # fmt: skip
+        "version": reply.version,
+        "pid": reply.pid,
+        "uptime_ms": reply.uptime_ms,
+        "rss_bytes": reply.rss_bytes,
+        "draining": reply.draining,
+        "leases": reply.leases,
+        "namespaces": [
+            {
+                "namespace": one.namespace,
+                "adopted": one.adopted,
+                "fenced": one.fenced,
+                "counters": dict(sorted(one.counters.items())),
+            }
+            for one in reply.namespaces
+        ],
+    }
 
 
 def status(daemon: Connection, given: argparse.Namespace) -> int:
@@ -90,9 +105,18 @@ def status(daemon: Connection, given: argparse.Namespace) -> int:
     if given.sessions:
         reply = daemon.admin.Sessions(admin_pb2.SessionsRequest(), timeout=daemon.timeout_s)
         found["sessions"] = [
-            {"session": one.session, "pid": one.pid, "uid": one.uid, "namespace": one.namespace, "pins": one.pins,
-             "unsealed": one.unsealed, "attached_ms": one.attached_ms, "resumed": one.resumed} for one in reply.sessions
-        ]  # fmt: skip
+            {
+                "session": one.session,
+                "pid": one.pid,
+                "uid": one.uid,
+                "namespace": one.namespace,
+                "pins": one.pins,
+                "unsealed": one.unsealed,
+                "attached_ms": one.attached_ms,
+                "resumed": one.resumed,
+            }
+            for one in reply.sessions
+        ]
         text += "\n\n" + render.sessions_text(found["sessions"])
     _show(given, found, text)
     return Exit.DONE
@@ -124,29 +148,45 @@ def _pause(seconds: float) -> None:
 def _rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, float]]:
     earlier = {one["namespace"]: one["counters"] for one in before["namespaces"]}
     return {
-        one["namespace"]: {name: max(0, value - earlier.get(one["namespace"], {}).get(name, value)) / seconds
-                           for name, value in one["counters"].items()}
+        one["namespace"]: {
+            name: max(0, value - earlier.get(one["namespace"], {}).get(name, value)) / seconds
+            for name, value in one["counters"].items()
+        }
         for one in after["namespaces"]
-    }  # fmt: skip
+    }
 
 
 def config(daemon: Connection, given: argparse.Namespace) -> int:
     reply = daemon.admin.Config(admin_pb2.ConfigRequest(), timeout=daemon.timeout_s)
-    entries = [{name: getattr(one, name) for name in ("name", "value", "source", "unit", "doc")} for one in reply.entries]
+    entries = [
+        {name: getattr(one, name) for name in ("name", "value", "source", "unit", "doc")}
+        for one in reply.entries
+    ]
     print(render.config_text(entries, as_json=given.json))
     return Exit.DONE
 
 
 def _block(block: Any) -> dict[str, Any]:
     state = block_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower()
-    numbers = ("token_count", "layout_id", "base_position", "priority", "generation", "length_bytes", "ttl_ms", "created_ms")
+    numbers = (
+        "token_count",
+        "layout_id",
+        "base_position",
+        "priority",
+        "generation",
+        "length_bytes",
+        "ttl_ms",
+        "created_ms",
+    )
     return {"key": block.key.hex(), "state": state, **{name: getattr(block, name) for name in numbers}}
 
 
 def _pages(daemon: Connection, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     token, left = "", given.limit
     while left > 0:
-        request = admin_pb2.ListRequest(namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix)
+        request = admin_pb2.ListRequest(
+            namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix
+        )
         reply = daemon.admin.List(request, timeout=daemon.timeout_s)
         yield from map(_block, reply.blocks)
         left -= len(reply.blocks)
@@ -180,9 +220,14 @@ def ls(daemon: Connection, given: argparse.Namespace) -> int:
 def rm(daemon: Connection, given: argparse.Namespace) -> int:
     deleted: list[bool] = []
     for start in range(0, len(given.keys), MAX_KEYS):
-        request = store_pb2.DeleteRequest(namespace=given.namespace, keys=given.keys[start : start + MAX_KEYS])
+        request = store_pb2.DeleteRequest(
+            namespace=given.namespace, keys=given.keys[start : start + MAX_KEYS]
+        )
         deleted.extend(daemon.store.Delete(request, timeout=daemon.timeout_s).deleted)
-    found = {"deleted": sum(deleted), "missing": [key.hex() for key, gone in zip(given.keys, deleted, strict=True) if not gone]}
+    found = {
+        "deleted": sum(deleted),
+        "missing": [key.hex() for key, gone in zip(given.keys, deleted, strict=True) if not gone],
+    }
     _show(given, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
     return Exit.NO if found["missing"] else Exit.DONE
 
@@ -191,9 +236,13 @@ def flush(daemon: Connection, given: argparse.Namespace) -> int:
     if not given.yes:
         if not sys.stdin.isatty():
             raise ConfigError("flush deletes every sealed block: confirm with --yes")
-        if input(f"Delete every sealed block of namespace {given.namespace!r}? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(
+            f"Delete every sealed block of namespace {given.namespace!r}? [y/N] "
+        ).strip().lower() not in ("y", "yes"):
             return Exit.NO
-    deleted = daemon.admin.Flush(admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s).deleted
+    deleted = daemon.admin.Flush(
+        admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s
+    ).deleted
     _show(given, {"deleted": deleted}, f"{deleted} deleted")
     return Exit.DONE
 
@@ -202,7 +251,11 @@ def drain(daemon: Connection, given: argparse.Namespace) -> int:
     request = admin_pb2.DrainRequest(on=not given.off, wait_ms=0 if given.off else int(given.wait_s * 1000))
     reply = daemon.admin.Drain(request, timeout=daemon.timeout_s + given.wait_s)
     words = "refusing new blocks" if reply.draining else "accepting new blocks"
-    _show(given, {"draining": reply.draining, "unsealed": reply.unsealed}, f"{words}; {reply.unsealed} being written")
+    _show(
+        given,
+        {"draining": reply.draining, "unsealed": reply.unsealed},
+        f"{words}; {reply.unsealed} being written",
+    )
     return Exit.NO if reply.draining and reply.unsealed else Exit.DONE
 
 
@@ -211,13 +264,22 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     last = admin_pb2.ScrubResponse()
     for last in daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=given.namespace)):
         if live:
-            print("\r" + render.progress_line(last.read_bytes, last.total_bytes), end="", file=sys.stderr, flush=True)
+            print(
+                "\r" + render.progress_line(last.read_bytes, last.total_bytes),
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     if live:
         print(file=sys.stderr)
     daemon.admin.Integrity(admin_pb2.IntegrityRequest(namespace=given.namespace), timeout=daemon.timeout_s)
     found = {name: getattr(last, name) for name in ("verified", "computed", "corrupt", "read_bytes")}
-    _show(given, found, f"{last.verified} verified, {last.computed} had no checksum and got one, {last.corrupt} corrupt and dropped; "
-          "the index is consistent")  # fmt: skip
+    _show(
+        given,
+        found,
+        f"{last.verified} verified, {last.computed} had no checksum and got one, "
+        f"{last.corrupt} corrupt and dropped; the index is consistent",
+    )
     return Exit.NO if last.corrupt else Exit.DONE
 
 
@@ -230,7 +292,8 @@ def stop(given: argparse.Namespace, directory: str) -> int:
     except ProcessLookupError:
         return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
     try:
-        # The descriptor names one process for ever, and that it holds the lock is checked after it is open: no other pid can be hit.
+        # The descriptor names one process for ever, and that it holds the lock is checked after it is open:
+        # no other pid can be hit.
         if rundir.running_pid(directory) != pid:
             return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
@@ -245,6 +308,12 @@ def stop(given: argparse.Namespace, directory: str) -> int:
 
 
 COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
-    "status": status, "ls": ls, "rm": rm, "flush": flush, "drain": drain, "scrub": scrub, "top": top, "config": config,
-}  # fmt: skip
-
+    "status": status,
+    "ls": ls,
+    "rm": rm,
+    "flush": flush,
+    "drain": drain,
+    "scrub": scrub,
+    "top": top,
+    "config": config,
+}

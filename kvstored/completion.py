@@ -11,8 +11,15 @@ def _words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                options = [text for one in command._actions for text in one.option_strings if text.startswith("--")]
-                fixed = [str(choice) for one in command._actions if not one.option_strings for choice in one.choices or ()]
+                options = [
+                    text for one in command._actions for text in one.option_strings if text.startswith("--")
+                ]
+                fixed = [
+                    str(choice)
+                    for one in command._actions
+                    if not one.option_strings
+                    for choice in one.choices or ()
+                ]
                 found[name] = options + fixed
     return found
 

@@ -1,7 +1,8 @@
 """The daemon's configuration: one frozen object, every field with a meaning, a unit, a default and bounds.
 
-Owns the field table and the order file (TOML) < environment (KVSTORED_<FIELD>) < flag (--<field>). Never opens a socket or a segment.
-Invariant: a Config that exists is within all bounds; everything else is a ConfigError that names field, value, limit and source.
+Owns the field table and the order file (TOML) < environment (KVSTORED_<FIELD>) < flag (--<field>). Never
+opens a socket or a segment. Invariant: a Config that exists is within all bounds; everything else is a
+ConfigError that names field, value, limit and source.
 """
 
 from __future__ import annotations
@@ -26,9 +27,26 @@ BLOCK_BYTES_GUESS = 64 << 10  # for the default of max_blocks: one record per so
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 
 
-def _field(doc: str, default: Any, parse: Callable[[Any], Any], *, unit: str = "", low: Any = None, high: Any = None,
-           choices: tuple[str, ...] = (), show: Callable[[Any], str] = str) -> Any:  # fmt: skip
-    about = {"doc": doc, "parse": parse, "unit": unit, "low": low, "high": high, "choices": choices, "show": show}
+def _field(
+    doc: str,
+    default: Any,
+    parse: Callable[[Any], Any],
+    *,
+    unit: str = "",
+    low: Any = None,
+    high: Any = None,
+    choices: tuple[str, ...] = (),
+    show: Callable[[Any], str] = str,
+) -> Any:
+    about = {
+        "doc": doc,
+        "parse": parse,
+        "unit": unit,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "show": show,
+    }
     return field(default=default, metadata=about)
 
 
@@ -60,7 +78,9 @@ def _path(value: Any) -> str:
 def _shares(value: Any) -> tuple[tuple[str, float], ...]:
     """A TOML table, or `name=share,name=share`; `name` alone, once, takes the rest."""
     if isinstance(value, str):
-        value = dict((part.split("=", 1) if "=" in part else (part, 0)) for part in value.replace(" ", "").split(","))
+        value = dict(
+            (part.split("=", 1) if "=" in part else (part, 0)) for part in value.replace(" ", "").split(",")
+        )
     if not isinstance(value, Mapping):
         raise ValueError("name = share pairs are wanted, for example default=0.75,other=0.25")
     shares = {name: float(share) for name, share in value.items()}
@@ -74,7 +94,9 @@ def _shares(value: Any) -> tuple[tuple[str, float], ...]:
     open_ended = [name for name, share in shares.items() if share == 0]
     total = sum(shares.values())
     if total > 1 + 1e-9 or (open_ended and total >= 1) or len(open_ended) > 1:
-        raise ValueError(f"the shares add up to {total:g}: the limit is 1, and one name at most may take the rest")
+        raise ValueError(
+            f"the shares add up to {total:g}: the limit is 1, and one name at most may take the rest"
+        )
     if open_ended:
         shares[open_ended[0]] = 1 - total
     return tuple(shares.items())
@@ -103,47 +125,114 @@ def _show_uids(uids: tuple[int, ...]) -> str:
 class Config:
     """What the daemon runs with. Built by load(), or directly by tests; either way the bounds hold."""
 
-    dir: str = _field("runtime directory: sockets, lock, state.json. Default: the first of $KVSTORED_DIR, /run/kvstored if it can be "
-                      "written, $XDG_RUNTIME_DIR/kvstored", "", _path)  # fmt: skip
-    memory: int = _field("size of the pool of shared memory, all namespaces together; rounded down to 2 MiB per namespace", 1 << 30,
-                         parse_size, unit="bytes", low=8 << 20, high=16 << 40, show=format_size)  # fmt: skip
-    max_blocks: int = _field("most blocks at a time, all namespaces together; fixed at start, at most 160 bytes of index each. 0: one per "
-                             "64 KiB of memory, at most 1,048,576", 0, _whole, unit="blocks", low=0, high=1 << 24)  # fmt: skip
+    dir: str = _field(
+        "runtime directory: sockets, lock, state.json. Default: the first of $KVSTORED_DIR, /run/kvstored "
+        "if it can be written, $XDG_RUNTIME_DIR/kvstored",
+        "",
+        _path,
+    )
+    memory: int = _field(
+        "size of the pool of shared memory, all namespaces together; rounded down to 2 MiB per namespace",
+        1 << 30,
+        parse_size,
+        unit="bytes",
+        low=8 << 20,
+        high=16 << 40,
+        show=format_size,
+    )
+    max_blocks: int = _field(
+        "most blocks at a time, all namespaces together; fixed at start, at most 160 bytes of index each. "
+        "0: one per 64 KiB of memory, at most 1,048,576",
+        0,
+        _whole,
+        unit="blocks",
+        low=0,
+        high=1 << 24,
+    )
     pool: str = _field("what the pool is made of: named POSIX shared memory", "shm", _text, choices=("shm",))
-    pool_dir: str = _field("a directory on a tmpfs or hugetlbfs that holds the pool's files instead of /dev/shm", "", _path)
+    pool_dir: str = _field(
+        "a directory on a tmpfs or hugetlbfs that holds the pool's files instead of /dev/shm", "", _path
+    )
     namespaces: tuple[tuple[str, float], ...] = _field(
-        "namespace = share of memory and blocks; a name without a share takes the rest", (("default", 1.0),), _shares,
-        show=_show_shares)  # fmt: skip
-    allow_uids: tuple[int, ...] = _field("users besides the daemon's own and root that may attach to its socket", (), _uids,
-                                         show=_show_uids)  # fmt: skip
+        "namespace = share of memory and blocks; a name without a share takes the rest",
+        (("default", 1.0),),
+        _shares,
+        show=_show_shares,
+    )
+    allow_uids: tuple[int, ...] = _field(
+        "users besides the daemon's own and root that may attach to its socket", (), _uids, show=_show_uids
+    )
     max_sessions: int = _field("most client processes attached at a time", 256, _whole, low=1, high=4096)
-    max_pins: int = _field("most blocks one session holds for reading at a time", 65536, _whole, low=64, high=1 << 20)
-    lease_timeout_s: float = _field("time to live of a gRPC writer's lease without a sign of life", 30.0, _seconds, unit="seconds",
-                                    low=0.1, high=3600.0)  # fmt: skip
+    max_pins: int = _field(
+        "most blocks one session holds for reading at a time", 65536, _whole, low=64, high=1 << 20
+    )
+    lease_timeout_s: float = _field(
+        "time to live of a gRPC writer's lease without a sign of life",
+        30.0,
+        _seconds,
+        unit="seconds",
+        low=0.1,
+        high=3600.0,
+    )
     max_leases: int = _field("most gRPC leases at a time", 1024, _whole, low=1, high=65536)
-    max_calls: int = _field("most gRPC calls in progress; more are refused with RESOURCE_EXHAUSTED", 256, _whole, low=8, high=4096)
+    max_calls: int = _field(
+        "most gRPC calls in progress; more are refused with RESOURCE_EXHAUSTED", 256, _whole, low=8, high=4096
+    )
     max_subscribers: int = _field("most subscribers of Events", 16, _whole, low=1, high=256)
-    event_queue: int = _field("most events waiting for one subscriber; what does not fit is dropped and counted", 256, _whole, low=8,
-                              high=65536)  # fmt: skip
-    io_threads: int = _field("threads for native calls that may take long: bytes through gRPC, scrub, flush", 4, _whole, low=2, high=32)
-    max_message_bytes: int = _field("largest gRPC message, either way", 4 << 20, parse_size, unit="bytes", low=2 << 20, high=64 << 20,
-                                    show=format_size)  # fmt: skip
-    metrics_port: int = _field("TCP port on 127.0.0.1 for Prometheus metrics; 0: off, and no TCP socket at all", 0, _whole, low=0,
-                               high=65535)  # fmt: skip
+    event_queue: int = _field(
+        "most events waiting for one subscriber; what does not fit is dropped and counted",
+        256,
+        _whole,
+        low=8,
+        high=65536,
+    )
+    io_threads: int = _field(
+        "threads for native calls that may take long: bytes through gRPC, scrub, flush",
+        4,
+        _whole,
+        low=2,
+        high=32,
+    )
+    max_message_bytes: int = _field(
+        "largest gRPC message, either way",
+        4 << 20,
+        parse_size,
+        unit="bytes",
+        low=2 << 20,
+        high=64 << 20,
+        show=format_size,
+    )
+    metrics_port: int = _field(
+        "TCP port on 127.0.0.1 for Prometheus metrics; 0: off, and no TCP socket at all",
+        0,
+        _whole,
+        low=0,
+        high=65535,
+    )
     log_level: str = _field("least important level that is logged", "info", _text, choices=LEVELS)
-    drain_timeout_s: float = _field("how long calls in progress may go on after SIGTERM before they are cancelled", 0.1, _seconds,
-                                    unit="seconds", low=0.0, high=300.0)  # fmt: skip
+    drain_timeout_s: float = _field(
+        "how long calls in progress may go on after SIGTERM before they are cancelled",
+        0.1,
+        _seconds,
+        unit="seconds",
+        low=0.0,
+        high=300.0,
+    )
 
     def __post_init__(self) -> None:
         for about in dataclasses.fields(self):
             _check(about, getattr(self, about.name))
         if len(os.fsencode(self.dir)) > MAX_DIR_BYTES:
-            raise ConfigError(f"dir: {self.dir!r} has {len(os.fsencode(self.dir))} bytes, the limit is {MAX_DIR_BYTES} "
-                              "(a Unix socket's address is short)")  # fmt: skip
+            raise ConfigError(
+                f"dir: {self.dir!r} has {len(os.fsencode(self.dir))} bytes, the limit is {MAX_DIR_BYTES} "
+                "(a Unix socket's address is short)"
+            )
         for name, _ in self.namespaces:
             if self.capacity_bytes(name) < 2 << 20 or self.blocks_of(name) < 1:
-                raise ConfigError(f"namespaces: {name!r} would get {self.capacity_bytes(name)} bytes and {self.blocks_of(name)} blocks, "
-                                  f"the least is 2MiB and 1: give it a larger share")  # fmt: skip
+                raise ConfigError(
+                    f"namespaces: {name!r} would get {self.capacity_bytes(name)} bytes and "
+                    f"{self.blocks_of(name)} blocks, the least is 2MiB and 1: give it a larger share"
+                )
 
     @property
     def all_blocks(self) -> int:
@@ -164,11 +253,16 @@ def _check(about: dataclasses.Field[Any], value: Any) -> None:
     meta = about.metadata
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{about.name}: {value!r} is none of {', '.join(meta['choices'])}")
-    for limit, beyond, word in ((meta["low"], lambda a, b: a < b, "least"), (meta["high"], lambda a, b: a > b, "most")):
+    for limit, beyond, word in (
+        (meta["low"], lambda a, b: a < b, "least"),
+        (meta["high"], lambda a, b: a > b, "most"),
+    ):
         if limit is not None and beyond(value, limit):
             unit = f" {meta['unit']}" if meta["unit"] else ""
             shown = f" ({meta['show'](limit)})" if meta["show"] is format_size else ""
-            raise ConfigError(f"{about.name}: {value}{unit} is out of bounds, the {word} is {limit}{unit}{shown}")
+            raise ConfigError(
+                f"{about.name}: {value}{unit} is out of bounds, the {word} is {limit}{unit}{shown}"
+            )
 
 
 @dataclass(frozen=True)
@@ -181,10 +275,15 @@ class Sourced:
     def entries(self) -> list[dict[str, str]]:
         """For print-config and Admin.Config: name, value, source, unit, doc."""
         return [
-            {"name": about.name, "value": about.metadata["show"](getattr(self.config, about.name)),
-             "source": self.sources[about.name], "unit": about.metadata["unit"], "doc": about.metadata["doc"]}
+            {
+                "name": about.name,
+                "value": about.metadata["show"](getattr(self.config, about.name)),
+                "source": self.sources[about.name],
+                "unit": about.metadata["unit"],
+                "doc": about.metadata["doc"],
+            }
             for about in dataclasses.fields(Config)
-        ]  # fmt: skip
+        ]
 
 
 def default_dir(environ: Mapping[str, str]) -> str:
@@ -211,7 +310,9 @@ def _read_file(path: str) -> dict[str, Any]:
     known = {about.name for about in dataclasses.fields(Config)}
     for name in table:
         if name not in known:
-            raise ConfigError(f"configuration file {path!r}: unknown field {name!r}; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"configuration file {path!r}: unknown field {name!r}; known are {', '.join(sorted(known))}"
+            )
     return table
 
 

@@ -1,7 +1,7 @@
 """What happens, told to whoever subscribed: a bounded queue each, and a count of what did not fit.
 
-Owns the subscribers. Never blocks the one who publishes, and costs nothing while nobody listens. No event holds a key.
-Invariant: an event is either delivered or counted in `dropped` of the next one delivered.
+Owns the subscribers. Never blocks the one who publishes, and costs nothing while nobody listens. No event
+holds a key. Invariant: an event is either delivered or counted in `dropped` of the next one delivered.
 """
 
 from __future__ import annotations
@@ -41,13 +41,20 @@ class Subscriber:
             self._dropped += 1
             return
         # A copy: `dropped` is this subscriber's own.
-        self._queue.append(Event(event.kind, event.namespace, event.counts, event.text, event.time_ms, self._dropped))
+        self._queue.append(
+            Event(event.kind, event.namespace, event.counts, event.text, event.time_ms, self._dropped)
+        )
         self._dropped = 0
         self._arrived.set()
 
     def close(self) -> None:
         self.closed = True
         self._arrived.set()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self.closed and not self._queue
 
     async def take(self, timeout_s: float) -> list[Event]:
         """What has arrived, or [] at the end of the time or when the daemon stops."""
@@ -84,10 +91,14 @@ class Events:
             subscriber.put(Event("STOPPING", text="the daemon is stopping"), last=True)
             subscriber.close()
 
-    async def subscribe(self, interval_s: float, sample: "Sampler") -> AsyncIterator[Event]:
-        """Events from now on, until the daemon stops. Block counts are sampled every `interval_s`. Raises NoSpace at the limit."""
+    async def subscribe(self, interval_s: float, sample: Sampler) -> AsyncIterator[Event]:
+        """Events from now on, until the daemon stops. Block counts are sampled every `interval_s`. Raises
+        NoSpace at the limit."""
         if self._stopping or len(self._subscribers) >= self._max_subscribers:
-            raise NoSpace(f"{len(self._subscribers)} subscribers are listening, the limit is {self._max_subscribers} (max_subscribers)")
+            raise NoSpace(
+                f"{len(self._subscribers)} subscribers are listening, "
+                f"the limit is {self._max_subscribers} (max_subscribers)"
+            )
         subscriber = Subscriber(self._max_events)
         self._subscribers.add(subscriber)
         loop = asyncio.get_running_loop()
@@ -98,7 +109,7 @@ class Events:
             while True:
                 for event in await subscriber.take(max(0.0, next_sample - loop.time())):
                     yield event
-                if subscriber.closed:
+                if subscriber.ended:
                     return
                 if loop.time() >= next_sample:
                     next_sample = loop.time() + interval_s
@@ -113,9 +124,13 @@ class Sampler:
 
     # the store's counter -> the event's count
     COUNTERS: ClassVar[dict[str, str]] = {
-        "creates": "created", "seals": "sealed", "evictions": "evicted", "deletes": "deleted", "expired": "expired",
+        "creates": "created",
+        "seals": "sealed",
+        "evictions": "evicted",
+        "deletes": "deleted",
+        "expired": "expired",
         "aborts": "aborted",
-    }  # fmt: skip
+    }
 
     def __init__(self, read: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
         """`read`: per namespace what returns the store's stats."""

@@ -1,8 +1,8 @@
 """Writers without shared memory: what each holds, and until when.
 
-Owns the table of leases (bounded) and their deadlines; everything runs on the event loop, so no lock. Never reads or writes a block.
-Invariants: a block is in at most one lease; a lease that ends, however, leaves no unsealed block behind; memory is not given back while a
-native write into it is running.
+Owns the table of leases (bounded) and their deadlines; everything runs on the event loop, so no lock. Never
+reads or writes a block. Invariants: a block is in at most one lease; a lease that ends, however, leaves no
+unsealed block behind; memory is not given back while a native write into it is running.
 """
 
 from __future__ import annotations
@@ -64,10 +64,14 @@ class Leases:
     def open(self, namespace: str, store: Any, ttl_ms: int) -> Lease:
         """A lease that holds nothing yet. Raises NoSpace at the limit."""
         if len(self._leases) >= self._max_leases:
-            raise NoSpace(f"{len(self._leases)} leases are open, the limit is {self._max_leases} (max_leases)")
+            raise NoSpace(
+                f"{len(self._leases)} leases are open, the limit is {self._max_leases} (max_leases)"
+            )
         loop = asyncio.get_running_loop()
         ttl_s = min(ttl_ms / 1000, self._max_ttl_s) if ttl_ms else self._max_ttl_s
-        lease = Lease(secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s)
+        lease = Lease(
+            secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s
+        )
         self._leases[lease.id] = lease
         loop.call_at(lease.deadline, self._look, lease)
         return lease
@@ -75,7 +79,9 @@ class Leases:
     def find(self, namespace: str, lease_id: int) -> Lease:
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise LeaseEnded(f"lease {lease_id} is unknown: it ended, or its deadline passed and its blocks were aborted")
+            raise LeaseEnded(
+                f"lease {lease_id} is unknown: it ended, or its deadline passed and its blocks were aborted"
+            )
         if lease.namespace != namespace:
             raise InvalidArgument(f"lease {lease_id} is not of namespace {namespace!r}")
         return lease
@@ -89,8 +95,8 @@ class Leases:
         return max(0, int((lease.deadline - asyncio.get_running_loop().time()) * 1000))
 
     async def write(self, lease: Lease, held: Held, start: Callable[[], asyncio.Future[None]]) -> None:
-        """Waits for a native write. Until it has really returned the block stays the lease's, whatever happens to the caller:
-        seal and abort are refused, the deadline's work waits."""
+        """Waits for a native write. Until it has really returned the block stays the lease's, whatever
+        happens to the caller: seal and abort are refused, the deadline's work waits."""
         held.writing += 1
         try:
             running = start()
@@ -112,7 +118,8 @@ class Leases:
             self.end(lease)
 
     def end(self, lease: Lease) -> int:
-        """Ends a lease now; its unsealed blocks are aborted, at once or when the last write into them has returned."""
+        """Ends a lease now; its unsealed blocks are aborted, at once or when the last write into them has
+        returned."""
         if lease.ended:
             return 0
         lease.ended = True

@@ -1,7 +1,8 @@
 """One way to log: one line per event on standard error, `time level event key=value ...`.
 
-Owns the level. Never writes a block's key, a salt, a token or a tenant's name of a prompt: callers pass counts, sizes and durations.
-Under systemd (JOURNAL_STREAM) the time is left out, since the journal has its own.
+Owns the level. Never writes a block's key, a salt, a token or a tenant's name of a prompt: callers pass
+counts, sizes and durations. Under systemd (JOURNAL_STREAM) the time is left out, since the journal has its
+own.
 """
 
 from __future__ import annotations

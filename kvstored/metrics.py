@@ -1,7 +1,8 @@
 """Prometheus metrics over HTTP on the loopback address, only when asked for.
 
-Owns the listening socket and the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods and statuses, from fixed sets;
-never a key, a salt or a token. Answers GET /metrics and GET /healthz and nothing else, in bounded time and memory.
+Owns the listening socket and the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods and
+statuses, from fixed sets; never a key, a salt or a token. Answers GET /metrics and GET /healthz and nothing
+else, in bounded time and memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
+CONTENT_TYPE = "Content-Type: text/plain; version=0.0.4; charset=utf-8"
 
 # The store's counter -> (metric, type, help).
 STORE_METRICS: dict[str, tuple[str, str, str]] = {
@@ -23,7 +25,11 @@ STORE_METRICS: dict[str, tuple[str, str, str]] = {
     "max_blocks": ("kvstored_blocks_limit", "gauge", "Most blocks at a time."),
     "unsealed": ("kvstored_blocks_unsealed", "gauge", "Blocks being written."),
     "zombies": ("kvstored_blocks_zombie", "gauge", "Deleted blocks whose memory a reader still holds."),
-    "quarantined": ("kvstored_blocks_quarantined", "gauge", "Blocks whose writer ended but may still touch the memory."),
+    "quarantined": (
+        "kvstored_blocks_quarantined",
+        "gauge",
+        "Blocks whose writer ended but may still touch the memory.",
+    ),
     "pins": ("kvstored_pins", "gauge", "Blocks held by readers."),
     "sessions": ("kvstored_sessions", "gauge", "Processes attached through shared memory."),
     "hits": ("kvstored_hits_total", "counter", "Gets that found their block."),
@@ -36,20 +42,29 @@ STORE_METRICS: dict[str, tuple[str, str, str]] = {
     "expired": ("kvstored_expirations_total", "counter", "Blocks whose time to live ended."),
     "no_space": ("kvstored_no_space_total", "counter", "Creates refused for want of memory."),
     "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
-}  # fmt: skip
+}
 OWN_METRICS: dict[str, tuple[str, str, str]] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
     "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
     "draining": ("kvstored_draining", "gauge", "1 while creates are refused on request."),
     "subscribers": ("kvstored_event_subscribers", "gauge", "Listeners of Events."),
-    "resident_bytes": ("kvstored_process_resident_bytes", "gauge", "The daemon's own memory, beside pool and index."),
+    "resident_bytes": (
+        "kvstored_process_resident_bytes",
+        "gauge",
+        "The daemon's own memory, beside pool and index.",
+    ),
     "cpu_seconds": ("kvstored_process_cpu_seconds_total", "counter", "CPU time of the daemon."),
 }
 
 
-def render(stores: Mapping[str, Mapping[str, object]], own: Mapping[str, float], calls: Mapping[tuple[str, str], int],
-           fenced: Iterable[str]) -> str:  # fmt: skip
-    """The exposition text. Namespaces are plain words by configuration, methods and statuses by construction: nothing to escape."""
+def render(
+    stores: Mapping[str, Mapping[str, object]],
+    own: Mapping[str, float],
+    calls: Mapping[tuple[str, str], int],
+    fenced: Iterable[str],
+) -> str:
+    """The exposition text. Namespaces are plain words by configuration, methods and statuses by
+    construction: nothing to escape."""
     lines: list[str] = []
 
     def metric(about: tuple[str, str, str], samples: list[tuple[str, object]]) -> None:
@@ -59,15 +74,33 @@ def render(stores: Mapping[str, Mapping[str, object]], own: Mapping[str, float],
             lines.extend(f"{name}{labels} {value}" for labels, value in samples)
 
     for counter, about in STORE_METRICS.items():
-        metric(about, [(f'{{namespace="{name}"}}', stats[counter]) for name, stats in stores.items() if counter in stats])
+        metric(
+            about,
+            [
+                (f'{{namespace="{name}"}}', stats[counter])
+                for name, stats in stores.items()
+                if counter in stats
+            ],
+        )
     gone = set(fenced)
-    metric(("kvstored_namespace_fenced", "gauge", "1 if a client harmed this namespace's memory and it is refused."),
-           [(f'{{namespace="{name}"}}', int(name in gone)) for name in (*stores, *sorted(gone))])  # fmt: skip
+    metric(
+        (
+            "kvstored_namespace_fenced",
+            "gauge",
+            "1 if a client harmed this namespace's memory and it is refused.",
+        ),
+        [(f'{{namespace="{name}"}}', int(name in gone)) for name in (*stores, *sorted(gone))],
+    )
     for name, about in OWN_METRICS.items():
         if name in own:
             metric(about, [("", own[name])])
-    metric(("kvstored_grpc_calls_total", "counter", "gRPC calls that have ended."),
-           [(f'{{method="{method}",status="{status}"}}', count) for (method, status), count in sorted(calls.items())])  # fmt: skip
+    metric(
+        ("kvstored_grpc_calls_total", "counter", "gRPC calls that have ended."),
+        [
+            (f'{{method="{method}",status="{status}"}}', count)
+            for (method, status), count in sorted(calls.items())
+        ],
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -97,10 +130,14 @@ class MetricsServer:
                     status, body = "503 Service Unavailable", f"the limit is {MAX_CONNECTIONS} connections\n"
                 else:
                     status, body = await self._answer(await self._request_line(reader))
-                kind = "text/plain; version=0.0.4; charset=utf-8" if status.startswith("200") else "text/plain; charset=utf-8"
                 data = body.encode()
-                writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode())
-                writer.write(data)
+                head = (
+                    f"HTTP/1.1 {status}",
+                    CONTENT_TYPE,
+                    f"Content-Length: {len(data)}",
+                    "Connection: close",
+                )
+                writer.write("\r\n".join((*head, "", "")).encode() + data)
                 await writer.drain()
         except (TimeoutError, OSError):
             pass
@@ -125,5 +162,9 @@ class MetricsServer:
         if words[1] == "/metrics":
             return "200 OK", await self._metrics()
         if words[1] == "/healthz":
-            return ("200 OK", "serving\n") if await self._healthy() else ("503 Service Unavailable", "not serving\n")
+            return (
+                ("200 OK", "serving\n")
+                if await self._healthy()
+                else ("503 Service Unavailable", "not serving\n")
+            )
         return "404 Not Found", "/metrics and /healthz only\n"

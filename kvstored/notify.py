@@ -26,7 +26,8 @@ def notify(message: str) -> bool:
 
 
 def watchdog_interval_s() -> float:
-    """Half of the supervisor's limit (what sd_watchdog_enabled(3) recommends), 0 if it does not watch this process."""
+    """Half of the supervisor's limit (what sd_watchdog_enabled(3) recommends), 0 if it does not watch this
+    process."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:

@@ -1,4 +1,5 @@
-"""gRPC reflection, imported when the first tool asks: most daemons never need it, and it costs start-up time and memory."""
+"""gRPC reflection, imported when the first tool asks: most daemons never need it, and it costs start-up
+time and memory."""
 
 from __future__ import annotations
 

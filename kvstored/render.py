@@ -1,4 +1,5 @@
-"""What people see: tables and lines from plain data. Never talks to a daemon; what is printed as JSON is the same data.
+"""What people see: tables and lines from plain data. Never talks to a daemon; what is printed as JSON is the
+same data.
 
 The only place that knows columns and colours (there are none).
 """
@@ -21,16 +22,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
     listed = [tuple(header), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in listed) for column in range(len(header))]
     return "\n".join(
-        "  ".join(cell.rjust(width) if column in right else cell.ljust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in listed
-    )  # fmt: skip
+    )
 
 
 def config_text(entries: list[dict[str, str]], as_json: bool) -> str:
     if as_json:
         return json.dumps(entries, indent=2)
-    return table(("field", "value", "source"), [(one["name"], one["value"] or "-", one["source"]) for one in entries])
+    return table(
+        ("field", "value", "source"), [(one["name"], one["value"] or "-", one["source"]) for one in entries]
+    )
 
 
 def percent(part: int, whole: int) -> str:
@@ -39,8 +44,9 @@ def percent(part: int, whole: int) -> str:
 
 def status_text(status: dict[str, Any], rates: dict[str, dict[str, float]] | None = None) -> str:
     """`rates`: per namespace and counter, increase a second (top)."""
+    up = format_duration(status["uptime_ms"] / 1000)
     lines = [
-        f"kvstored {status['version']}   pid {status['pid']}   up {format_duration(status['uptime_ms'] / 1000)}   "
+        f"kvstored {status['version']}   pid {status['pid']}   up {up}   "
         f"own memory {approximate_size(status['rss_bytes'])}   gRPC writers {status['leases']}"
         + ("   DRAINING" if status["draining"] else "")
     ]
@@ -50,41 +56,84 @@ def status_text(status: dict[str, Any], rates: dict[str, dict[str, float]] | Non
 
 
 def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> list[str]:
-    lines = ["", f"namespace {one['namespace']}" + ("   (taken over from an earlier daemon)" if one["adopted"] else "")]
+    lines = [
+        "",
+        f"namespace {one['namespace']}"
+        + ("   (taken over from an earlier daemon)" if one["adopted"] else ""),
+    ]
     if one["fenced"]:
         return [*lines, f"  FENCED   {one['fenced']}"]
     of = one["counters"].get
     used, capacity, faulted = of("used_bytes", 0), of("capacity_bytes", 0), of("faulted_bytes", 0)
     hits, misses = of("hits", 0), of("misses", 0)
-    lines.append(f"  memory    {approximate_size(used)} of {approximate_size(capacity)} used ({percent(used, capacity)}), "
-                 f"{approximate_size(faulted)} faulted in")  # fmt: skip
-    lines.append(f"  blocks    {of('blocks', 0)} sealed, {of('unsealed', 0)} being written, {of('zombies', 0)} deleted but pinned, "
-                 f"{of('quarantined', 0)} quarantined; at most {of('max_blocks', 0)}")  # fmt: skip
+    lines.append(
+        f"  memory    {approximate_size(used)} of {approximate_size(capacity)} used "
+        f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in"
+    )
+    lines.append(
+        f"  blocks    {of('blocks', 0)} sealed, {of('unsealed', 0)} being written, "
+        f"{of('zombies', 0)} deleted but pinned, {of('quarantined', 0)} quarantined; at most {of('max_blocks', 0)}"
+    )
     lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins")
     lines.append(f"  gets      {hits} hits, {misses} misses ({percent(hits, hits + misses)} hits)")
-    lines.append("  so far    " + ", ".join(f"{of(name, 0)} {word}" for name, word in (
-        ("seals", "sealed"), ("evictions", "evicted"), ("deletes", "deleted"), ("expired", "expired"), ("no_space", "refused for space"),
-        ("corrupt", "corrupt"))))  # fmt: skip
+    lines.append(
+        "  so far    "
+        + ", ".join(
+            f"{of(name, 0)} {word}"
+            for name, word in (
+                ("seals", "sealed"),
+                ("evictions", "evicted"),
+                ("deletes", "deleted"),
+                ("expired", "expired"),
+                ("no_space", "refused for space"),
+                ("corrupt", "corrupt"),
+            )
+        )
+    )
     if rates is not None:
-        lines.append("  a second  " + ", ".join(f"{rates.get(name, 0):.0f} {name}" for name in ("hits", "misses", "seals", "evictions")))
+        lines.append(
+            "  a second  "
+            + ", ".join(
+                f"{rates.get(name, 0):.0f} {name}" for name in ("hits", "misses", "seals", "evictions")
+            )
+        )
     return lines
 
 
 def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:
     rows = [
-        (one["key"], one["state"], str(one["token_count"]), approximate_size(one["length_bytes"]), str(one["layout_id"]),
-         str(one["priority"]), format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-")
+        (
+            one["key"],
+            one["state"],
+            str(one["token_count"]),
+            approximate_size(one["length_bytes"]),
+            str(one["layout_id"]),
+            str(one["priority"]),
+            format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-",
+        )
         for one in blocks
-    ]  # fmt: skip
-    return table(("key", "state", "tokens", "size", "layout", "priority", "age"), rows, right=frozenset((2, 3, 4, 5, 6)))
+    ]
+    return table(
+        ("key", "state", "tokens", "size", "layout", "priority", "age"),
+        rows,
+        right=frozenset((2, 3, 4, 5, 6)),
+    )
 
 
 def sessions_text(sessions: list[dict[str, Any]]) -> str:
     rows = [
-        (str(one["session"]), str(one["pid"]), str(one["uid"]), one["namespace"], str(one["pins"]), str(one["unsealed"]),
-         format_duration(one["attached_ms"] / 1000), "yes" if one["resumed"] else "no")
+        (
+            str(one["session"]),
+            str(one["pid"]),
+            str(one["uid"]),
+            one["namespace"],
+            str(one["pins"]),
+            str(one["unsealed"]),
+            format_duration(one["attached_ms"] / 1000),
+            "yes" if one["resumed"] else "no",
+        )
         for one in sessions
-    ]  # fmt: skip
+    ]
     header = ("session", "pid", "uid", "namespace", "pins", "unsealed", "attached", "resumed")
     return table(header, rows, right=frozenset((0, 1, 2, 4, 5, 6)))
 

@@ -1,7 +1,7 @@
 """The runtime directory: whose it is, who runs in it, and small files that appear whole or not at all.
 
-Owns daemon.lock (the kernel's proof that at most one daemon runs here) and pid. Never touches segments or sockets.
-Invariant: while a Lock exists no other daemon runs in this directory.
+Owns daemon.lock (the kernel's proof that at most one daemon runs here) and pid. Never touches segments or
+sockets. Invariant: while a Lock exists no other daemon runs in this directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_JSON_BYTES = 1 << 20
 def prepare(path: str, open_to_others: bool) -> None:
     """Makes the directory, or checks the one that is there: ours, and writable by nobody else.
 
-    With `open_to_others` (allow_uids) a directory made here can be entered, not listed, by other users; the sockets decide who may talk.
+    With `open_to_others` (allow_uids) a directory made here can be entered, not listed, by other users; the
+    sockets decide who may talk.
     """
     try:
         os.mkdir(path, 0o700)
@@ -35,10 +36,14 @@ def prepare(path: str, open_to_others: bool) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise StartupError(f"runtime directory {path!r} is no directory")
     if found.st_uid != os.geteuid():
-        raise StartupError(f"runtime directory {path!r} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}")
+        raise StartupError(
+            f"runtime directory {path!r} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}"
+        )
     if found.st_mode & 0o022:
-        raise StartupError(f"runtime directory {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
-                           "which would let them replace its sockets; chmod go-w")  # fmt: skip
+        raise StartupError(
+            f"runtime directory {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
+            "which would let them replace its sockets; chmod go-w"
+        )
 
 
 class Lock:
@@ -47,7 +52,11 @@ class Lock:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._fd = os.open(os.path.join(path, "daemon.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = os.open(
+                os.path.join(path, "daemon.lock"),
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o600,
+            )
         except OSError as error:
             raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
         try:
@@ -56,7 +65,9 @@ class Lock:
             os.close(self._fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
-            raise StartupError(f"another kvstored (pid {read_pid(path) or 'unknown'}) runs in {path}") from None
+            raise StartupError(
+                f"another kvstored (pid {read_pid(path) or 'unknown'}) runs in {path}"
+            ) from None
         write_whole(os.path.join(path, "pid"), f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
@@ -66,7 +77,8 @@ class Lock:
 
 
 def running_pid(path: str) -> int | None:
-    """The pid of the daemon that runs in this directory, None if none does (a stale pid file proves nothing)."""
+    """The pid of the daemon that runs in this directory, None if none does (a stale pid file proves
+    nothing)."""
     try:
         fd = os.open(os.path.join(path, "daemon.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -101,12 +113,22 @@ def write_whole(path: str, data: bytes) -> None:
 
 def is_own(found: os.stat_result) -> bool:
     """Whether a file can only have been made by this user: regular, ours, for nobody else, under one name."""
-    return (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600
-            and found.st_nlink == 1)  # fmt: skip
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and stat.S_IMODE(found.st_mode) == 0o600
+        and found.st_nlink == 1
+    )
+
+
+def described(found: os.stat_result) -> str:
+    """Whose a file is, for a message that says why it was not believed."""
+    return f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}, {found.st_nlink} links"
 
 
 def read_json(path: str) -> tuple[Any, str]:
-    """(value, "") or (None, why not). A file that is not ours alone, too large or no JSON is refused, never half believed."""
+    """(value, "") or (None, why not). A file that is not ours alone, too large or no JSON is refused,
+    never half believed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -116,7 +138,7 @@ def read_json(path: str) -> tuple[Any, str]:
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not is_own(found):
-            return None, f"foreign (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}, {found.st_nlink} links)"
+            return None, f"foreign: {described(found)}"
         if found.st_size > MAX_JSON_BYTES:
             return None, f"{found.st_size} bytes, the limit is {MAX_JSON_BYTES}"
         try:

@@ -1,12 +1,15 @@
-"""The files behind the shared memory: made once, found again by the next daemon, removed when they fit no more.
+"""The files behind the shared memory: made once, found again by the next daemon, removed when they fit no
+more.
 
-Owns state.json and the names in it. A pool's segments are `<prefix>.table`, `.progress` and `.pool` (and the session pages `<prefix>.s.*`, which
-the native half makes). Table, progress and session pages are POSIX shared memory; the pool is too, or a file in --pool-dir.
+Owns state.json and the names in it. A pool's segments are `<prefix>.table`, `.progress` and `.pool` (and the
+session pages `<prefix>.s.*`, which the native half makes). Table, progress and session pages are POSIX shared
+memory; the pool is too, or a file in --pool-dir.
 
 Never maps a segment and never reads a byte of one: what they contain is for the Store to judge.
 
-Invariants: a segment is adopted only if it is a regular file of this user, mode 0600, one link, of the size the same geometry gives; names
-are random and written to state.json before the files exist, so none is ever orphaned; two pools of one namespace never live at once.
+Invariants: a segment is adopted only if it is a regular file of this user, mode 0600, one link, of the size
+the same geometry gives; names are random and written to state.json before the files exist, so none is ever
+orphaned; two pools of one namespace never live at once.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ class Segments:
     """The pools of one runtime directory. The caller holds its Lock."""
 
     def __init__(self, config: Config, geometries: list[Geometry], retire: Callable[[int], None]) -> None:
-        """`retire` is told the table of each pool that is given up, so that its readers learn of it before it is gone."""
+        """`retire` is told the table of each pool that is given up, so that its readers learn of it before
+        it is gone."""
         self._path = config.in_dir("state.json")
         self._pool_dir = config.pool_dir or SHM_DIR
         self._retire = retire
@@ -87,7 +91,8 @@ class Segments:
         _check_pool_dir(config)
 
     def open(self, fresh: bool) -> list[Pool]:
-        """Adopts what fits, makes the rest. With `fresh` nothing is adopted. Raises StartupError if the memory is too small."""
+        """Adopts what fits, makes the rest. With `fresh` nothing is adopted. Raises StartupError if the
+        memory is too small."""
         state, why = rundir.read_json(self._path)
         known = {} if state is None else _understood(state)
         if state is None and why != "absent":
@@ -99,7 +104,8 @@ class Segments:
         for namespace, entry in known.items():
             if why_not := "fresh start asked for" if fresh else self._adopt(entry, wanted.get(namespace)):
                 given_up[namespace] = why_not
-        # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no block.
+        # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no
+        # block.
         self._check_space([known[namespace] for namespace in given_up])
         for namespace, why_not in given_up.items():
             log.info("pool_discarded", namespace=namespace, why=why_not)
@@ -145,13 +151,19 @@ class Segments:
         fds: list[int] = []
         for role in ROLES:
             directory = self._pool_dir if role == "pool" else SHM_DIR
-            fd, why_not = _open_own(os.path.join(directory, f"{entry['prefix']}.{role}"), geometry.file_bytes(role), role == "pool")
+            fd, why_not = _open_own(
+                os.path.join(directory, f"{entry['prefix']}.{role}"),
+                geometry.file_bytes(role),
+                role == "pool",
+            )
             if why_not:
                 for opened in fds:
                     os.close(opened)
                 return f"{role}: {why_not}"
             fds.append(fd)
-        self._pools[geometry.namespace] = Pool(geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._pool_dir, *fds, True)
+        self._pools[geometry.namespace] = Pool(
+            geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._pool_dir, *fds, True
+        )
         return ""
 
     def _give_up(self, entry: dict[str, Any]) -> None:
@@ -163,22 +175,41 @@ class Segments:
         _unlink(entry["prefix"], entry["pool_dir"])
 
     def _make(self, geometries: list[Geometry]) -> None:
-        plans = {g.namespace: (g, f"kvstored-{secrets.token_hex(8)}-{self._geometries.index(g)}", secrets.token_bytes(16))
-                 for g in geometries}  # fmt: skip
-        # First the names, then the files: a daemon that dies in between leaves nothing that the next does not find.
-        self._save({name: _entry(plan[0], plan[1], plan[2], self._pool_dir, False) for name, plan in plans.items()})
+        plans = {
+            g.namespace: (
+                g,
+                f"kvstored-{secrets.token_hex(8)}-{self._geometries.index(g)}",
+                secrets.token_bytes(16),
+            )
+            for g in geometries
+        }
+        # First the names, then the files: a daemon that dies in between leaves nothing that the next does not
+        # find.
+        self._save(
+            {name: _entry(plan[0], plan[1], plan[2], self._pool_dir, False) for name, plan in plans.items()}
+        )
         for namespace, (geometry, prefix, pool_id) in plans.items():
-            fds = [_create(os.path.join(self._pool_dir if role == "pool" else SHM_DIR, f"{prefix}.{role}"),
-                           0 if role == "pool" else geometry.file_bytes(role)) for role in ROLES]  # fmt: skip
+            fds = [
+                _create(
+                    os.path.join(self._pool_dir if role == "pool" else SHM_DIR, f"{prefix}.{role}"),
+                    0 if role == "pool" else geometry.file_bytes(role),
+                )
+                for role in ROLES
+            ]
             self._pools[namespace] = Pool(geometry, pool_id, prefix, self._pool_dir, *fds, False)
         self._save({})
 
     def _save(self, planned: dict[str, dict[str, Any]]) -> None:
-        entries = {name: _entry(p.geometry, p.prefix, p.pool_id, p.pool_dir, True) for name, p in self._pools.items()} | planned
-        rundir.write_whole(self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode())
+        entries = {
+            name: _entry(p.geometry, p.prefix, p.pool_id, p.pool_dir, True) for name, p in self._pools.items()
+        } | planned
+        rundir.write_whole(
+            self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode()
+        )
 
     def _check_space(self, given_up: list[dict[str, Any]]) -> None:
-        """Refuses a file system that cannot hold what is promised, before anything is made: later it would be a SIGBUS.
+        """Refuses a file system that cannot hold what is promised, before anything is made: later it would be
+        a SIGBUS.
 
         What the pools to be given up hold counts as free.
         """
@@ -186,7 +217,9 @@ class Segments:
         names: dict[int, str] = {}
         for geometry in self._geometries:
             pool = self._pools.get(geometry.namespace)
-            for role, fd in zip(ROLES, (pool.table_fd, pool.progress_fd, pool.pool_fd) if pool else (None,) * 3, strict=True):
+            for role, fd in zip(
+                ROLES, (pool.table_fd, pool.progress_fd, pool.pool_fd) if pool else (None,) * 3, strict=True
+            ):
                 directory = self._pool_dir if role == "pool" else SHM_DIR
                 device = os.stat(directory).st_dev
                 held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
@@ -204,37 +237,58 @@ class Segments:
             if system.f_blocks and need_bytes > free_bytes:  # f_blocks 0: a tmpfs without a limit
                 raise StartupError(
                     f"memory: {names[device]} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
-                    f"{need_bytes} more are needed ({approximate_size(need_bytes)}): give less --memory, or a larger file system")
+                    f"{need_bytes} more are needed ({approximate_size(need_bytes)}): "
+                    "give less --memory, or a larger file system"
+                )
 
 
 def _entry(geometry: Geometry, prefix: str, pool_id: bytes, pool_dir: str, complete: bool) -> dict[str, Any]:
-    return {"prefix": prefix, "pool_id": pool_id.hex(), "pool_dir": pool_dir, "complete": complete,
-            "geometry": dataclasses.asdict(geometry)}  # fmt: skip
+    return {
+        "prefix": prefix,
+        "pool_id": pool_id.hex(),
+        "pool_dir": pool_dir,
+        "complete": complete,
+        "geometry": dataclasses.asdict(geometry),
+    }
 
 
 def _understood(state: Any) -> dict[str, dict[str, Any]]:
-    """The pools that state.json names, {} if it has another shape. Nothing that follows can leave the directories it names."""
-    if not isinstance(state, dict) or state.get("version") != STATE_VERSION or not isinstance(state.get("pools"), dict):
+    """The pools that state.json names, {} if it has another shape. Nothing that follows can leave the
+    directories it names."""
+    if (
+        not isinstance(state, dict)
+        or state.get("version") != STATE_VERSION
+        or not isinstance(state.get("pools"), dict)
+    ):
         return {}
     for entry in state["pools"].values():
-        if not (isinstance(entry, dict) and isinstance(entry.get("prefix"), str) and _PREFIX.fullmatch(entry["prefix"])
-                and isinstance(entry.get("pool_id"), str) and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
-                and isinstance(entry.get("pool_dir"), str) and os.path.isabs(entry["pool_dir"]) and "\0" not in entry["pool_dir"]
-                and isinstance(entry.get("complete"), bool) and isinstance(entry.get("geometry"), dict)):  # fmt: skip
+        if not (
+            isinstance(entry, dict)
+            and isinstance(entry.get("prefix"), str)
+            and _PREFIX.fullmatch(entry["prefix"])
+            and isinstance(entry.get("pool_id"), str)
+            and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
+            and isinstance(entry.get("pool_dir"), str)
+            and os.path.isabs(entry["pool_dir"])
+            and "\0" not in entry["pool_dir"]
+            and isinstance(entry.get("complete"), bool)
+            and isinstance(entry.get("geometry"), dict)
+        ):
             return {}
     prefixes = [entry["prefix"] for entry in state["pools"].values()]
     return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
 
 
 def _open_own(path: str, size_bytes: int, may_be_smaller: bool) -> tuple[int, str]:
-    """(descriptor, "") or (-1, why not). The pool may be smaller than its capacity: it grows while it is used."""
+    """(descriptor, "") or (-1, why not). The pool may be smaller than its capacity: it grows while it is
+    used."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         return -1, error.strerror or "cannot be opened"
     found = os.fstat(fd)
     if not rundir.is_own(found):
-        why_not = f"foreign (user {found.st_uid}, mode {found.st_mode & 0o7777:04o}, {found.st_nlink} links)"
+        why_not = f"foreign: {rundir.described(found)}"
     elif size_bytes and (found.st_size > size_bytes if may_be_smaller else found.st_size != size_bytes):
         why_not = f"{found.st_size} bytes, {size_bytes} expected"
     else:
@@ -260,7 +314,11 @@ def _create(path: str, size_bytes: int) -> int:
 
 def _files(prefix: str, pool_dir: str) -> list[str]:
     """All files of a pool, the session pages included."""
-    return [path for directory in {SHM_DIR, pool_dir} for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*"))]
+    return [
+        path
+        for directory in {SHM_DIR, pool_dir}
+        for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*"))
+    ]
 
 
 def _unlink(prefix: str, pool_dir: str) -> None:
@@ -278,7 +336,9 @@ def _check_pool_dir(config: Config) -> None:
         raise StartupError(f"pool_dir: {config.pool_dir!r} is no directory")
     found = file_system(config.pool_dir)
     if found not in _MEMORY_FILE_SYSTEMS:
-        raise StartupError(f"pool_dir: {config.pool_dir!r} is on {found}, wanted is one of {', '.join(_MEMORY_FILE_SYSTEMS)}")
+        raise StartupError(
+            f"pool_dir: {config.pool_dir!r} is on {found}, wanted is one of {', '.join(_MEMORY_FILE_SYSTEMS)}"
+        )
 
 
 def file_system(path: str) -> str:

@@ -1,7 +1,9 @@
-"""The daemon's life: build, start, serve, drain, stop. The composition root: everything is made here and handed down.
+"""The daemon's life: build, start, serve, drain, stop. The composition root: everything is made here and
+handed down.
 
-Owns the process: its lock, segments, stores, session server, gRPC server, metrics and signals. Holds no policy.
-Invariant: the lock is the first thing taken and the last thing given back, so nothing below it ever sees a second daemon.
+Owns the process: its lock, segments, stores, session server, gRPC server, metrics and signals. Holds no
+policy. Invariant: the lock is the first thing taken and the last thing given back, so nothing below it ever
+sees a second daemon.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Daemon:
         self._sourced = sourced
         self._started_ns = started_ns
         config = sourced.config
-        self._segments = Segments(config, [_geometry(config, name) for name, _ in config.namespaces], retire=_retire)
+        self._segments = Segments(
+            config, [_geometry(config, name) for name, _ in config.namespaces], retire=_retire
+        )
         self._stores: dict[str, Any] = {}
         self._adopted: dict[str, bool] = {}
         self._sessions: Any = None
@@ -67,8 +71,12 @@ class Daemon:
             for pool in self._segments.open(fresh):
                 self._open_store(pool)
             self._sessions = _core.SessionServer(
-                config.in_dir("kvstored.sock"), list(self._stores.values()), config.max_sessions, config.max_pins,
-                [os.geteuid(), *config.allow_uids])  # fmt: skip
+                config.in_dir("kvstored.sock"),
+                list(self._stores.values()),
+                config.max_sessions,
+                config.max_pins,
+                [os.geteuid(), *config.allow_uids],
+            )
         except StoreError as error:
             raise StartupError(str(error)) from error
         self._counts = CallCounts()
@@ -76,8 +84,16 @@ class Daemon:
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
         self._health = Health(self._stores)
-        self._admin = AdminService(self._stores, self._adopted, self._sessions, sourced, self._leases, self._events, self._threads,
-                                   self._counts)  # fmt: skip
+        self._admin = AdminService(
+            self._stores,
+            self._adopted,
+            self._sessions,
+            sourced,
+            self._leases,
+            self._events,
+            self._threads,
+            self._counts,
+        )
         self._metrics: Any = None
 
     async def run(self) -> None:
@@ -112,12 +128,22 @@ class Daemon:
         await server.start()
         self._sessions.start()
         if config.allow_uids:
-            # The socket answers only listed users (checked by credentials at attach); the file itself lets them knock.
+            # The socket answers only listed users (checked by credentials at attach); the file itself lets
+            # them knock.
             os.chmod(config.in_dir("kvstored.sock"), 0o666)
         if config.metrics_port:
             await self._start_metrics(config.metrics_port)
-        log.info("ready", version=__version__, dir=config.dir, pid=os.getpid(), memory_bytes=config.memory, max_blocks=config.all_blocks,
-                 namespaces=len(self._stores), adopted=sum(self._adopted.values()), took_ms=(time.time_ns() - self._started_ns) / 1e6)  # fmt: skip
+        log.info(
+            "ready",
+            version=__version__,
+            dir=config.dir,
+            pid=os.getpid(),
+            memory_bytes=config.memory,
+            max_blocks=config.all_blocks,
+            namespaces=len(self._stores),
+            adopted=sum(self._adopted.values()),
+            took_ms=(time.time_ns() - self._started_ns) / 1e6,
+        )
         return server
 
     def _grpc_server(self, config: Config) -> grpc.aio.Server:
@@ -126,10 +152,15 @@ class Daemon:
             os.unlink(path)  # a dead daemon's: the lock says that no other lives
         server = grpc.aio.server(
             maximum_concurrent_rpcs=config.max_calls,
-            options=[("grpc.max_receive_message_length", config.max_message_bytes),
-                     ("grpc.max_send_message_length", config.max_message_bytes),
-                     ("grpc.so_reuseport", 0)])  # fmt: skip
-        store_pb2_grpc.add_StoreServicer_to_server(StoreService(self._stores, self._leases, self._threads, self._counts), server)
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        store_pb2_grpc.add_StoreServicer_to_server(
+            StoreService(self._stores, self._leases, self._threads, self._counts), server
+        )
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         transfer = TransferService(self._stores, config.lease_timeout_s, self._threads, self._counts)
         transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
@@ -175,15 +206,22 @@ class Daemon:
             self._stores[name] = _new_store(pool)
         self._adopted[name] = pool.adopted
         stats = self._stores[name].stats()
-        log.info("namespace", name=name, adopted=pool.adopted, blocks=stats.get("blocks", 0), capacity_bytes=pool.geometry.capacity_bytes,
-                 max_blocks=pool.geometry.max_blocks)  # fmt: skip
+        log.info(
+            "namespace",
+            name=name,
+            adopted=pool.adopted,
+            blocks=stats.get("blocks", 0),
+            capacity_bytes=pool.geometry.capacity_bytes,
+            max_blocks=pool.geometry.max_blocks,
+        )
 
     def _lease_expired(self, namespace: str, aborted: int) -> None:
         self._events.publish(Event("LEASE_EXPIRED", namespace, {"aborted": aborted}))
         log.warning("lease_expired", namespace=namespace, aborted=aborted)
 
     async def _feed_watchdog(self) -> None:
-        """Tells the supervisor that the store still answers; a daemon that does not is restarted, with its cache."""
+        """Tells the supervisor that the store still answers; a daemon that does not is restarted, with its
+        cache."""
         while True:
             if await self._health.answers():
                 notify("WATCHDOG=1")
@@ -199,21 +237,41 @@ class Daemon:
                 stats[name] = await self._threads.run(store.stats)
             except Fenced:
                 fenced.append(name)
-        own = {"leases": len(self._leases), "leases_expired": self._leases.expired, "draining": int(self._admin.draining),
-               "subscribers": len(self._events), "resident_bytes": own_memory_bytes(), "cpu_seconds": cpu_seconds()}  # fmt: skip
+        own = {
+            "leases": len(self._leases),
+            "leases_expired": self._leases.expired,
+            "draining": int(self._admin.draining),
+            "subscribers": len(self._events),
+            "resident_bytes": own_memory_bytes(),
+            "cpu_seconds": cpu_seconds(),
+        }
         return render(stats, own, self._counts.by_status, fenced)
 
 
 def _geometry(config: Config, namespace: str) -> Geometry:
     max_blocks = config.blocks_of(namespace)
-    return Geometry(namespace, config.capacity_bytes(namespace), max_blocks, _core.Store.table_bytes(max_blocks),
-                    _core.Store.progress_bytes(max_blocks))  # fmt: skip
+    return Geometry(
+        namespace,
+        config.capacity_bytes(namespace),
+        max_blocks,
+        _core.Store.table_bytes(max_blocks),
+        _core.Store.progress_bytes(max_blocks),
+    )
 
 
 def _new_store(pool: Pool) -> Any:
     return _core.Store(
-        pool.geometry.namespace, pool.table_fd, pool.progress_fd, pool.pool_fd, pool.geometry.capacity_bytes, pool.geometry.max_blocks,
-        pool.pool_id, os.path.dirname(pool.path("table")), pool.prefix, pool.adopted)  # fmt: skip
+        pool.geometry.namespace,
+        pool.table_fd,
+        pool.progress_fd,
+        pool.pool_fd,
+        pool.geometry.capacity_bytes,
+        pool.geometry.max_blocks,
+        pool.pool_id,
+        os.path.dirname(pool.path("table")),
+        pool.prefix,
+        pool.adopted,
+    )
 
 
 def _retire(table_fd: int) -> None:

@@ -1,7 +1,8 @@
 """The Store service: decode, call, encode. No policy.
 
-Owns no state: stores, leases and threads are given. A handler checks the message's shape, calls the store, and names the result.
-Never logs a key. Short native calls (microseconds, however many keys) run on the event loop; bytes move on the I/O threads.
+Owns no state: stores, leases and threads are given. A handler checks the message's shape, calls the store,
+and names the result. Never logs a key. Short native calls (microseconds, however many keys) run on the event
+loop; bytes move on the I/O threads.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ STATES = {"free": 0, "created": 1, "sealed": 2, "zombie": 3, "quarantined": 4, "
 def block_message(key: bytes, found: dict[str, Any]) -> block_pb2.Block:
     state = found.get("state", SEALED)
     return block_pb2.Block(
-        key=key, state=STATES[state.lower()] if isinstance(state, str) else state, token_count=found["tokens"],
-        layout_id=found["layout_id"], base_position=found.get("base_position", 0), priority=found.get("priority", 0),
-        generation=found.get("generation", 0), length_bytes=found["length"], ttl_ms=found.get("ttl_ms", 0),
-        created_ms=found.get("created_ms", 0))  # fmt: skip
+        key=key,
+        state=STATES[state.lower()] if isinstance(state, str) else state,
+        token_count=found["tokens"],
+        layout_id=found["layout_id"],
+        base_position=found.get("base_position", 0),
+        priority=found.get("priority", 0),
+        generation=found.get("generation", 0),
+        length_bytes=found["length"],
+        ttl_ms=found.get("ttl_ms", 0),
+        created_ms=found.get("created_ms", 0),
+    )
 
 
 def leading(states: bytes, wanted: int, start: int = 0) -> int:
@@ -67,10 +75,17 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def ListLayouts(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         layouts = named(self._stores, request.namespace).layouts()
-        return store_pb2.ListLayoutsResponse(layouts=[
-            block_pb2.Layout(id=one["id"], num_layers=one["num_layers"], block_tokens=one["block_tokens"], blob=one["blob"])
-            for one in layouts
-        ])  # fmt: skip
+        return store_pb2.ListLayoutsResponse(
+            layouts=[
+                block_pb2.Layout(
+                    id=one["id"],
+                    num_layers=one["num_layers"],
+                    block_tokens=one["block_tokens"],
+                    blob=one["blob"],
+                )
+                for one in layouts
+            ]
+        )
 
     # ---- keys
 
@@ -78,8 +93,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         states = named(self._stores, request.namespace).lookup(packed(request.keys))
         resident = leading(states, RESIDENT)
-        return store_pb2.LookupResponse(states=list(states), resident=resident, pending=leading(states, PENDING, resident),
-                                        on_disk=leading(states, DISK, resident))  # fmt: skip
+        return store_pb2.LookupResponse(
+            states=list(states),
+            resident=resident,
+            pending=leading(states, PENDING, resident),
+            on_disk=leading(states, DISK, resident),
+        )
 
     @answered
     async def Delete(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -88,7 +107,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def Touch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return store_pb2.TouchResponse(count=named(self._stores, request.namespace).touch(packed(request.keys)))
+        return store_pb2.TouchResponse(
+            count=named(self._stores, request.namespace).touch(packed(request.keys))
+        )
 
     # ---- writing
 
@@ -98,13 +119,17 @@ class StoreService(store_pb2_grpc.StoreServicer):
         keys = packed(request.keys)
         counts = list(request.token_counts)
         if counts and len(counts) != len(request.keys):
-            raise InvalidArgument(f"{len(counts)} token_counts for {len(request.keys)} keys: one per key, or none")
+            raise InvalidArgument(
+                f"{len(counts)} token_counts for {len(request.keys)} keys: one per key, or none"
+            )
         priority = request.priority if request.HasField("priority") else DEFAULT_PRIORITY
         if priority > 100:
             raise InvalidArgument(f"priority is {priority}, the limit is 100")
         lease = self._leases.open(request.namespace or "default", store, request.lease_ttl_ms)
         try:
-            answers = store.create(lease.owner, keys, request.layout_id, counts or None, priority, request.ttl_ms)
+            answers = store.create(
+                lease.owner, keys, request.layout_id, counts or None, priority, request.ttl_ms
+            )
         except BaseException:
             self._leases.end(lease)
             raise
@@ -112,8 +137,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
             if status == 0:
                 lease.blocks[key] = Held(key, record, generation, length)
         self._leases.drop_if_empty(lease)
-        results = [store_pb2.CreateResult(status=CREATE_STATUS[status], length_bytes=0 if status else length)
-                   for status, _, _, length in answers]  # fmt: skip
+        results = [
+            store_pb2.CreateResult(status=CREATE_STATUS[status], length_bytes=0 if status else length)
+            for status, _, _, length in answers
+        ]
         return store_pb2.CreateResponse(lease=self._lease_message(lease), results=results)
 
     @answered
@@ -130,12 +157,22 @@ class StoreService(store_pb2_grpc.StoreServicer):
             if len(piece.data) > CHUNK_BYTES:
                 raise InvalidArgument(f"a piece of {len(piece.data)} bytes, the limit is {CHUNK_BYTES}")
             if piece.offset_bytes + len(piece.data) > held.length_bytes:
-                raise InvalidArgument(f"{len(piece.data)} bytes at {piece.offset_bytes} end behind the block's {held.length_bytes} bytes")
+                raise InvalidArgument(
+                    f"{len(piece.data)} bytes at {piece.offset_bytes} end behind the block, "
+                    f"which has {held.length_bytes} bytes"
+                )
             # Between two pieces the lease may have ended or the block been sealed: look again, every time.
             if lease.ended or lease.blocks.get(held.key) is not held:
                 raise NotFound("the lease no longer holds this block")
             self._leases.renew(lease)
-            start = functools.partial(self._threads.run, lease.store.write, held.record, held.generation, piece.offset_bytes, piece.data)
+            start = functools.partial(
+                self._threads.run,
+                lease.store.write,
+                held.record,
+                held.generation,
+                piece.offset_bytes,
+                piece.data,
+            )
             await self._leases.write(lease, held, start)
             written += len(piece.data)
         return store_pb2.WriteResponse(written_bytes=written)
@@ -169,19 +206,30 @@ class StoreService(store_pb2_grpc.StoreServicer):
             return block_pb2.Lease()
         return block_pb2.Lease(id=lease.id, remaining_ms=self._leases.remaining_ms(lease))
 
-    def _end_blocks(self, lease: Lease, keys: Any, end: Callable[[int, list[tuple[int, int]]], Any]) -> list[Any]:
-        """Seals or aborts the keys, or all. A block being written at this moment is refused, not waited for."""
+    def _end_blocks(
+        self, lease: Lease, keys: Any, end: Callable[[int, list[tuple[int, int]]], Any]
+    ) -> list[Any]:
+        """Seals or aborts the keys, or all. A block being written at this moment is refused, not waited
+        for."""
         packed(keys)
         asked = list(dict.fromkeys(keys)) if keys else list(lease.blocks)
         ready = [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.writing]
-        answers = dict(zip((held.key for held in ready), end(lease.owner, [(h.record, h.generation) for h in ready]), strict=True))
+        answers = dict(
+            zip(
+                (held.key for held in ready),
+                end(lease.owner, [(h.record, h.generation) for h in ready]),
+                strict=True,
+            )
+        )
         results = {}
         for key in asked:
             if key in answers:
                 results[key] = End(key=key, status=End.STATUS_STALE if answers[key] else End.STATUS_OK)
                 del lease.blocks[key]
             else:
-                results[key] = End(key=key, status=End.STATUS_BUSY if key in lease.blocks else End.STATUS_NOT_HELD)
+                results[key] = End(
+                    key=key, status=End.STATUS_BUSY if key in lease.blocks else End.STATUS_NOT_HELD
+                )
         self._leases.renew(lease)
         self._leases.drop_if_empty(lease)
         return [results[key] for key in (keys or asked)]
@@ -200,7 +248,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 yield message
 
     async def _read(self, store: Any, index: int, key: bytes, chunk: int) -> AsyncIterator[Any]:
-        """One block in pieces. The record and generation around each piece say that all pieces are of one block."""
+        """One block in pieces. The record and generation around each piece say that all pieces are of one
+        block."""
         found = store.describe(key)
         if not is_sealed(found):
             yield store_pb2.GetResponse(index=index, last=True)
@@ -214,7 +263,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 return
             last = offset + size == length
             block = block_message(key, found) if offset == 0 else None
-            yield store_pb2.GetResponse(index=index, found=True, last=last, block=block, offset_bytes=offset, data=data)
+            yield store_pb2.GetResponse(
+                index=index, found=True, last=last, block=block, offset_bytes=offset, data=data
+            )
             offset += size
             if last:
                 return
@@ -225,4 +276,6 @@ def is_sealed(found: dict[str, Any] | None) -> bool:
 
 
 def same_block(before: dict[str, Any], after: dict[str, Any] | None) -> bool:
-    return after is not None and all(before[name] == after[name] for name in ("record", "generation", "state"))
+    return after is not None and all(
+        before[name] == after[name] for name in ("record", "generation", "state")
+    )

@@ -1,15 +1,26 @@
-"""Sizes and durations as people write them: `4GiB`, `64 MiB`, `1000000`. Parses and prints; knows no field and no limit."""
+"""Sizes and durations as people write them: `4GiB`, `64 MiB`, `1000000`. Parses and prints; knows no field
+and no limit."""
 
 from __future__ import annotations
 
 import re
 
 _FACTORS = {
-    "": 1, "B": 1,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
-}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -1,0 +1,223 @@
+"""The command line without a daemon: arguments, help, exit codes, print-config, completion.
+
+Method: main() in this process, or `python -m kvstored` where the environment or the interpreter's flags
+matter.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstored import render
+from kvstored.cli import main, parser
+from kvstored.completion import script
+from kvstored.errors import Exit
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "stop", "completion")
+
+
+def run(*arguments, flags=(), **environ):
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "kvstored", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "examples:" in text and f"kvstored {command}" in text.split("examples:")[1]
+
+
+def test_the_main_help_names_all_commands_and_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^    {command}\s", text, re.MULTILINE)
+    for code in Exit:
+        assert re.search(rf"\b{code.value} [a-z]", text.split("exit codes:")[1]), code
+
+
+def test_help_of_serve_states_bounds_and_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--memory BYTES" in text and "8MiB to 16TiB; default 1GiB" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unknown"],
+        ["rm"],
+        ["rm", "abc"],
+        ["rm", "zz" * 32],
+        ["ls", "--prefix", "abc"],
+        ["ls", "--limit", "0"],
+        ["status", "--timeout-s", "0"],
+        ["drain", "--wait-s", "301"],
+        ["top", "--interval-s", "x"],
+        ["completion", "fish"],
+    ],
+)
+def test_wrong_arguments_end_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == Exit.USAGE
+
+
+def test_wrong_configuration_ends_with_2_and_one_line(capsys):
+    assert main(["serve", "--dir", "/tmp/x", "--memory", "1MiB"]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "memory" in error and "8MiB" in error
+
+
+@pytest.mark.parametrize("command", ["status", "ls", "drain", "scrub", "top", "config", "stop", "flush"])
+def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
+    extra = ["--yes"] if command == "flush" else []
+    assert main([command, "--dir", str(tmp_path), *extra]) == Exit.UNREACHABLE
+    captured = capsys.readouterr()
+    assert captured.out == "" and str(tmp_path) in captured.err
+
+
+def test_a_dead_daemons_socket_is_no_daemon(tmp_path, capsys):
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "grpc.sock"))
+    (tmp_path / "daemon.lock").touch()
+    (tmp_path / "pid").write_text(
+        f"{os.getpid()}\n"
+    )  # a recycled pid: the lock, not this file, says who runs
+    assert main(["status", "--dir", str(tmp_path)]) == Exit.UNREACHABLE
+    assert main(["stop", "--dir", str(tmp_path)]) == Exit.UNREACHABLE
+
+
+def test_print_config_shows_values_and_sources(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("max_sessions = 10\nmax_pins = 100\n")
+    done = run(
+        "serve", "--dir", "/tmp/x", "--config", str(file), "--print-config", "--json", KVSTORED_MAX_PINS="200"
+    )
+    assert done.returncode == 0, done.stderr
+    entries = {one["name"]: (one["value"], one["source"]) for one in json.loads(done.stdout)}
+    assert entries["dir"] == ("/tmp/x", "flag")
+    assert entries["max_pins"] == ("200", "environment")
+    assert entries["max_sessions"] == ("10", "file")
+    assert entries["memory"] == ("1GiB", "default")
+    human = run("serve", "--dir", "/tmp/x", "--print-config")
+    assert re.search(r"^memory +1GiB +default$", human.stdout, re.MULTILINE)
+
+
+def test_print_config_can_be_fed_back(tmp_path):
+    """Every printed value is one that the same field accepts."""
+    first = run(
+        "serve",
+        "--dir",
+        "/tmp/x",
+        "--print-config",
+        "--json",
+        KVSTORED_NAMESPACES="a=0.5,b=0.25",
+        KVSTORED_ALLOW_UIDS="7,8",
+    )
+    entries = [one for one in json.loads(first.stdout) if one["value"]]
+    flags = [f"--{one['name'].replace('_', '-')}={one['value']}" for one in entries]
+    second = run("serve", *flags, "--print-config", "--json")
+    assert {one["name"]: one["value"] for one in json.loads(second.stdout)} == {
+        one["name"]: one["value"] for one in json.loads(first.stdout)
+    }
+
+
+def test_the_daemon_refuses_to_run_without_assertions(tmp_path):
+    done = run("serve", "--dir", str(tmp_path / "d"), flags=("-O",))
+    assert done.returncode == Exit.CANNOT_START and "python -O" in done.stderr
+    assert not (tmp_path / "d").exists()
+
+
+def test_help_and_completion_do_not_import_grpc():
+    """They must be quick: a shell calls them while somebody types."""
+    code = (
+        "import sys; from kvstored.cli import main; main(['completion', 'bash']); "
+        "sys.exit('grpc' in sys.modules or 'asyncio' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode
+        == 0
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts_parse_and_offer_everything(shell):
+    text = script(parser(), shell)
+    for command in COMMANDS:
+        assert command in text
+    assert "--max-pins" in text and "--interval-s" in text
+    if shutil.which(shell):
+        assert (
+            subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, timeout=60).returncode
+            == 0
+        )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("kvstored st", "status stop"),
+        ("kvstored serve --metrics", "--metrics-port"),
+        ("kvstored completion z", "zsh"),
+    ],
+)
+def test_bash_completes(words, wanted):
+    typed = words.split(" ")
+    program = (
+        script(parser(), "bash")
+        + f"\nCOMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _kvstored; echo ${{COMPREPLY[@]}}"
+    )
+    assert (
+        subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60).stdout.strip()
+        == wanted
+    )
+
+
+def test_tables_align():
+    text = render.table(("name", "n"), [("a", "1"), ("long", "100")], right=frozenset((1,)))
+    assert text.split("\n") == ["name    n", "a       1", "long  100"]
+
+
+def test_status_shows_a_fenced_namespace_and_draining():
+    status = {
+        "version": "1",
+        "pid": 1,
+        "uptime_ms": 0,
+        "rss_bytes": 0,
+        "draining": True,
+        "leases": 0,
+        "namespaces": [
+            {"namespace": "a", "adopted": False, "fenced": "the pool was truncated", "counters": {}}
+        ],
+    }
+    text = render.status_text(status)
+    assert "DRAINING" in text and "FENCED   the pool was truncated" in text
+
+
+def test_progress_never_leaves_its_bar():
+    for done, whole in ((0, 0), (0, 10), (5, 10), (10, 10), (20, 10)):
+        assert len(render.progress_line(done, whole).split("]")[0]) == 31

@@ -1,0 +1,193 @@
+"""The configuration: precedence of its sources, bounds, and errors that name field, value and limit.
+
+Method: load() with given flags, environment and file; nothing of the machine is read.
+"""
+
+import dataclasses
+
+import pytest
+
+from kvstored.config import MAX_DIR_BYTES, Config, default_dir, load
+from kvstored.errors import ConfigError
+from kvstored.units import approximate_size, format_duration, format_size, parse_size
+
+
+def loaded(flags=None, environ=None, file=None):
+    return load({"dir": "/tmp/x", **(flags or {})}, environ or {}, file)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "kvstored.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_within_their_bounds():
+    found = loaded()
+    assert found.config == Config(dir="/tmp/x")
+    assert set(found.sources.values()) == {"default", "flag"}
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    file = write(tmp_path, 'memory = "1GiB"\nmax_sessions = 10\nmax_pins = 100\n')
+    environ = {"KVSTORED_MEMORY": "2GiB", "KVSTORED_MAX_SESSIONS": "20"}
+    found = loaded({"memory": "3GiB"}, environ, file)
+    assert (found.config.memory, found.config.max_sessions, found.config.max_pins) == (3 << 30, 20, 100)
+    assert found.config.max_leases == Config().max_leases
+    sources = {name: found.sources[name] for name in ("memory", "max_sessions", "max_pins", "max_leases")}
+    assert sources == {
+        "memory": "flag",
+        "max_sessions": "environment",
+        "max_pins": "file",
+        "max_leases": "default",
+    }
+
+
+def test_the_file_may_come_from_the_environment(tmp_path):
+    file = write(tmp_path, "max_sessions = 10\n")
+    assert loaded(environ={"KVSTORED_CONFIG": file}).config.max_sessions == 10
+
+
+def test_entries_name_every_field_with_value_source_and_doc():
+    entries = {one["name"]: one for one in loaded({"memory": "4GiB"}).entries()}
+    assert list(entries) == [about.name for about in dataclasses.fields(Config)]
+    assert entries["memory"] == {**entries["memory"], "value": "4GiB", "source": "flag", "unit": "bytes"}
+    assert all(one["doc"] for one in entries.values())
+
+
+@pytest.mark.parametrize(
+    "about", [f for f in dataclasses.fields(Config) if f.metadata["low"] is not None], ids=lambda f: f.name
+)
+def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
+    for limit, step, word in ((about.metadata["low"], -1, "least"), (about.metadata["high"], 1, "most")):
+        loaded({about.name: str(limit)})
+        with pytest.raises(ConfigError) as error:
+            loaded({about.name: limit + step} if limit + step >= 0 else {about.name: str(limit + step)})
+        text = str(error.value)
+        assert about.name in text and str(limit) in text and word in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"memory": "much"}, ["memory", "'much'", "4GiB", "flag"]),
+        ({"memory": "-1"}, ["memory", "'-1'"]),
+        ({"max_pins": "3.5"}, ["max_pins", "'3.5'"]),
+        ({"drain_timeout_s": "nan"}, ["drain_timeout_s", "nan"]),
+        ({"drain_timeout_s": "inf"}, ["drain_timeout_s", "inf"]),
+        ({"pool": "memfd"}, ["pool", "memfd", "shm"]),
+        ({"log_level": "loud"}, ["log_level", "loud", "debug, info, warning, error"]),
+        ({"dir": "/" + "d" * MAX_DIR_BYTES}, ["dir", str(MAX_DIR_BYTES + 1), str(MAX_DIR_BYTES)]),
+        ({"namespaces": "a=0.9,b=0.2"}, ["namespaces", "1.1", "the limit is 1"]),
+        ({"namespaces": "a,b"}, ["namespaces", "one name at most"]),
+        ({"namespaces": ",".join(f"n{i}=0.01" for i in range(17))}, ["namespaces", "17", "16"]),
+        ({"namespaces": "Bad=1"}, ["namespaces", "'Bad'"]),
+        ({"namespaces": "../x=1"}, ["namespaces", "'../x'"]),
+        ({"memory": "8MiB", "namespaces": "a=0.1,b"}, ["namespaces", "'a'", "2MiB"]),
+        ({"allow_uids": "65534"}, ["allow_uids", "65534"]),
+        ({"allow_uids": "alice"}, ["allow_uids", "alice"]),
+    ],
+)
+def test_wrong_values_are_named(flags, wanted):
+    with pytest.raises(ConfigError) as error:
+        loaded(flags)
+    for part in wanted:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("memroy = 1", "unknown field 'memroy'"),
+        ("memory = ", "kvstored.toml"),
+        ("max_pins = true", "max_pins"),
+        ('max_sessions = "many"', "max_sessions"),
+        ("namespaces = 3", "namespaces"),
+        ("memory = [1]", "memory"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        loaded(file=write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused():
+    with pytest.raises(ConfigError, match="/nonexistent"):
+        loaded(file="/nonexistent")
+
+
+def test_namespaces_from_a_table_and_from_text_are_the_same(tmp_path):
+    file = write(tmp_path, 'memory = "64MiB"\n[namespaces]\ndefault = 0.75\nbatch = 0.25\n')
+    from_file, from_text = (
+        loaded(file=file).config,
+        loaded({"memory": "64MiB", "namespaces": "default=0.75,batch"}).config,
+    )
+    assert from_file == from_text
+    assert (from_text.capacity_bytes("default"), from_text.capacity_bytes("batch")) == (48 << 20, 16 << 20)
+    assert from_text.blocks_of("default") + from_text.blocks_of("batch") == from_text.all_blocks
+
+
+def test_shares_never_add_up_to_more_than_the_memory():
+    config = loaded({"memory": "100MiB", "namespaces": "a=0.33,b=0.33,c"}).config
+    assert sum(config.capacity_bytes(name) for name, _ in config.namespaces) <= config.memory
+
+
+def test_max_blocks_follows_the_memory_within_bounds():
+    assert loaded({"memory": "8MiB"}).config.all_blocks == 1024
+    assert loaded({"memory": "4GiB"}).config.all_blocks == 65536
+    assert loaded({"memory": "4TiB"}).config.all_blocks == 1 << 20
+    assert loaded({"memory": "4TiB", "max_blocks": "77"}).config.all_blocks == 77
+
+
+def test_a_configuration_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loaded().config.memory = 1
+
+
+def test_the_directory_comes_from_the_environment_first():
+    assert default_dir({"KVSTORED_DIR": "/tmp/k", "XDG_RUNTIME_DIR": "/tmp/u"}) == "/tmp/k"
+
+
+def test_the_directory_of_a_user_is_under_xdg_runtime_dir(monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert default_dir({"XDG_RUNTIME_DIR": "/tmp/u"}) == "/tmp/u/kvstored"
+    with pytest.raises(ConfigError, match="KVSTORED_DIR"):
+        default_dir({})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1", 1),
+        ("4GiB", 4 << 30),
+        ("4 gib", 4 << 30),
+        ("1.5MiB", 3 << 19),
+        ("2GB", 2 * 10**9),
+        ("512m", 512 << 20),
+        (7, 7),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 apples", "4GiB4", "0x10", "1e9", "-1", True, None])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 3 << 20, 5 << 30, (1 << 40) + 1, 7 << 40])
+def test_a_printed_size_reads_back_the_same(size):
+    assert parse_size(format_size(size)) == size
+
+
+def test_sizes_and_times_for_people():
+    assert [approximate_size(n) for n in (5, 1536, 123 << 20, 1 << 40)] == [
+        "5 B",
+        "1.5 KiB",
+        "123 MiB",
+        "1 TiB",
+    ]
+    assert [format_duration(s) for s in (0.25, 61, 3700, 200000)] == ["0.2s", "1m 1s", "1h 1m", "2d 7h"]
