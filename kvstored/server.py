@@ -254,7 +254,7 @@ def _geometry(config: Config, namespace: str) -> Geometry:
         namespace,
         config.capacity_bytes(namespace),
         max_blocks,
-        _core.Store.table_bytes(max_blocks),
+        _core.Store.table_bytes(max_blocks, config.capacity_bytes(namespace)),
         _core.Store.progress_bytes(max_blocks),
     )
 

@@ -86,6 +86,15 @@ uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_byte
   return id;
 }
 
+bool Arena::has_room(uint64_t length) {
+  const uint64_t slot = size_class(length);
+  const auto found = classes_.find(slot);
+  if (found != classes_.end())
+    for (uint32_t id : found->second)
+      if (!slabs_[id].free.empty()) return true;
+  return find_units(static_cast<uint32_t>((slot + unit_ - 1) / unit_)).has_value();
+}
+
 void Arena::list(uint32_t id) {
   if (slabs_[id].listed || slabs_[id].free.empty()) return;
   slabs_[id].listed = true;

@@ -29,6 +29,7 @@ class Arena {
 
   // An extent of at least `length` bytes in a slab of its class, or nothing. Never evicts.
   std::optional<uint64_t> allocate(uint64_t length, uint32_t record);
+  bool has_room(uint64_t length);  // would allocate() succeed?
   void release(Extent extent, uint32_t record);
 
   // Takes exactly [offset, offset + length), which must be free: adoption, and the last resort of `create`.

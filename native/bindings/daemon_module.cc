@@ -1,0 +1,55 @@
+// kvstored._core: the native half of the daemon.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/daemon_errors.h"
+#include "core/session_server.h"
+
+namespace nb = nanobind;
+
+void bind_store(nb::module_& m);  // daemon_store.cc
+
+namespace {
+
+nb::list sessions(kv::SessionServer& server) {
+  nb::list out;
+  for (const auto& [name, s] : server.sessions()) {
+    nb::dict one;
+    one["session"] = s.session, one["pid"] = s.pid, one["uid"] = s.uid, one["namespace"] = name, one["pins"] = s.pins;
+    one["unsealed"] = s.unsealed, one["attached"] = s.attached, one["attached_s"] = s.attached_s, one["resumed"] = s.resumed;
+    out.append(one);
+  }
+  return out;
+}
+
+// The table of a block's life, for the documents: (from, event, to).
+std::vector<std::tuple<std::string, std::string, std::string>> transitions() {
+  std::vector<std::tuple<std::string, std::string, std::string>> out;
+  for (const kv::Transition& t : kv::kTransitions) out.emplace_back(kv::name(t.from), kv::name(t.event), kv::name(t.to));
+  return out;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The native half of kvstored: the store and the session server.";
+  translate_errors();
+  bind_store(m);
+  m.def("transitions", transitions);
+  nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")
+      .def("__init__",
+           [](kv::SessionServer* self, std::string path, nb::list stores, uint32_t max_sessions, uint32_t max_pins, std::vector<uint32_t> uids) {
+             std::vector<kv::Store*> pointers;
+             for (nb::handle store : stores) pointers.push_back(nb::cast<kv::Store*>(store));
+             new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, std::move(uids)}, std::move(pointers));
+           },
+           nb::keep_alive<1, 3>(), nb::arg("socket_path"), nb::arg("stores"), nb::arg("max_sessions") = 1024, nb::arg("max_pins") = 65536,
+           nb::arg("allowed_uids") = std::vector<uint32_t>{})
+      .def("start", &kv::SessionServer::start)
+      .def("stop", &kv::SessionServer::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("sessions", sessions)
+      .def_prop_ro("refused", &kv::SessionServer::refused)
+      .def_prop_ro("thread_cpu_s", &kv::SessionServer::thread_cpu_s);
+}

@@ -1,0 +1,224 @@
+// kvstored._core.Store: decode, call, encode. Every call releases the GIL; keys cross as one packed buffer.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "bindings/daemon_errors.h"
+#include "core/store.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using kv::Code;
+using kv::Error;
+using kv::Handle;
+using kv::Key;
+using kv::Store;
+
+std::span<const uint8_t> view(const nb::bytes& bytes) { return {static_cast<const uint8_t*>(bytes.data()), bytes.size()}; }
+nb::bytes to_bytes(const std::vector<uint8_t>& data) { return nb::bytes(data.data(), data.size()); }
+
+Key one_key(std::span<const uint8_t> bytes) {
+  if (bytes.size() != kv::kKeyBytes) throw Error(Code::InvalidArgument, "a key has " + std::to_string(bytes.size()) + " bytes, must have 32");
+  Key key;
+  std::memcpy(&key, bytes.data(), sizeof key);
+  return key;
+}
+
+std::vector<Key> keys_of(const nb::bytes& packed) {
+  const auto bytes = view(packed);
+  if (bytes.size() % kv::kKeyBytes) throw Error(Code::InvalidArgument, "packed keys have " + std::to_string(bytes.size()) + " bytes, must be a multiple of 32");
+  std::vector<Key> keys(bytes.size() / kv::kKeyBytes);
+  if (!keys.empty()) std::memcpy(keys.data(), bytes.data(), bytes.size());
+  return keys;
+}
+
+// One result byte per key, computed without the GIL.
+template <class F>
+nb::bytes each_key(const nb::bytes& packed, F&& f) {
+  const std::vector<Key> keys = keys_of(packed);
+  std::vector<uint8_t> out;
+  {
+    nb::gil_scoped_release release;
+    for (const Key& key : keys) out.push_back(static_cast<uint8_t>(f(key)));
+  }
+  return to_bytes(out);
+}
+
+std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, uint32_t owner, const nb::bytes& packed, uint32_t layout_id,
+                                                                  std::optional<std::vector<uint32_t>> token_counts, uint32_t priority, uint64_t ttl_ms) {
+  const std::vector<Key> keys = keys_of(packed);
+  if (token_counts && token_counts->size() != keys.size())
+    throw Error(Code::InvalidArgument, std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.size()) + " keys");
+  nb::gil_scoped_release release;
+  std::optional<kv::Layout> layout;
+  for (auto& [id, known] : store.layouts())
+    if (id == layout_id) layout = known;
+  if (!layout) throw Error(Code::NotFound, "layout " + std::to_string(layout_id) + " is not registered");
+  std::vector<kv::CreateItem> items;
+  for (size_t i = 0; i < keys.size(); ++i) items.push_back({.key = keys[i], .tokens = token_counts ? (*token_counts)[i] : layout->block_tokens});
+  std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> out;
+  const auto granted = store.create({owner, layout_id, priority, static_cast<uint32_t>((ttl_ms + 999) / 1000), items});
+  for (size_t i = 0; i < items.size(); ++i) {
+    const uint64_t length = layout->meta_offset(items[i].tokens) + layout->meta_bytes(items[i].tokens);
+    out.emplace_back(static_cast<int>(granted[i].status), granted[i].handle.record, granted[i].handle.generation, length);
+  }
+  return out;
+}
+
+using Handles = std::vector<std::pair<uint32_t, uint64_t>>;
+
+std::vector<int> end_blocks(Store& store, uint32_t owner, const Handles& handles, bool seal) {
+  nb::gil_scoped_release release;
+  std::vector<int> out;
+  for (const auto& [record, generation] : handles)
+    out.push_back(static_cast<int>(seal ? store.seal(owner, {record, generation}, false) : store.abort(owner, {record, generation})));
+  store.settle();
+  return out;
+}
+
+nb::dict to_dict(Store& store, const kv::Description& d) {
+  nb::dict out;
+  out["key"] = nb::bytes(&d.key, sizeof d.key);
+  out["record"] = d.record;
+  out["state"] = std::string(kv::name(d.state));
+  out["generation"] = d.snapshot.control.generation();
+  out["tokens"] = d.snapshot.shape.tokens;
+  out["layout_id"] = d.snapshot.shape.layout;
+  out["base_position"] = d.snapshot.shape.base_position;
+  out["priority"] = d.snapshot.shape.priority;
+  out["extent_bytes"] = d.snapshot.extent.length;
+  uint64_t length = 0;
+  for (auto& [id, layout] : store.layouts())
+    if (id == d.snapshot.shape.layout) length = layout.layers_bytes(d.snapshot.shape.tokens);
+  out["length"] = length;
+  out["created_ms"] = uint64_t{d.created_s} * 1000;
+  out["ttl_ms"] = d.snapshot.expiry_s > d.created_s ? uint64_t{d.snapshot.expiry_s - d.created_s} * 1000 : 0;
+  out["checksummed"] = (d.snapshot.control.flags() & kv::kFlagChecksummed) != 0;
+  out["score"] = d.score;
+  return out;
+}
+
+nb::object describe(Store& store, const nb::bytes& key) {
+  const auto found = store.describe(one_key(view(key)));
+  return found ? nb::object(to_dict(store, *found)) : nb::none();
+}
+
+nb::list list(Store& store, int64_t after, uint32_t limit, const nb::bytes& prefix) {
+  nb::list out;
+  for (const auto& one : store.list(static_cast<uint32_t>(after), limit, view(prefix))) out.append(to_dict(store, one));
+  return out;
+}
+
+nb::dict stats(Store& store) {
+  const kv::Stats s = [&] {
+    nb::gil_scoped_release release;
+    return store.stats();
+  }();
+  nb::dict out;
+#define X(name) out[#name] = s.name;
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies)
+  X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
+  KV_STORE_COUNTERS(X)
+#undef X
+  out["unsealed"] = s.created;
+  return out;
+}
+
+nb::object read_block(Store& store, const nb::bytes& key, uint64_t offset, int64_t length) {
+  std::optional<std::vector<uint8_t>> data;
+  const Key wanted = one_key(view(key));
+  {
+    nb::gil_scoped_release release;
+    data = store.read(wanted, offset, length < 0 ? ~0ull : static_cast<uint64_t>(length));
+  }
+  return data ? nb::object(to_bytes(*data)) : nb::none();
+}
+
+nb::dict scrub(Store& store, uint64_t limit) {
+  kv::ScrubResult r;
+  {
+    nb::gil_scoped_release release;
+    r = store.scrub(limit);
+  }
+  nb::dict out;
+  out["verified"] = r.verified, out["computed"] = r.computed, out["corrupt"] = r.corrupt, out["bytes"] = r.bytes, out["done"] = r.done;
+  return out;
+}
+
+nb::list layouts(Store& store) {
+  nb::list out;
+  for (auto& [id, layout] : store.layouts()) {
+    nb::dict one;
+    one["id"] = id, one["num_layers"] = layout.num_layers(), one["block_tokens"] = layout.block_tokens, one["blob"] = to_bytes(layout.blob);
+    out.append(one);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  nb::class_<Store>(m, "Store", "One namespace's blocks: the one mutator of its index, arena and sessions. Thread-safe.")
+      .def("__init__",
+           [](Store* self, std::string name, int table_fd, int progress_fd, int pool_fd, uint64_t capacity_bytes, uint32_t max_blocks,
+              const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt) {
+             kv::Id id{};
+             if (pool_id.size() != id.size()) throw Error(Code::InvalidArgument, "pool_id must have 16 bytes");
+             std::memcpy(id.data(), pool_id.data(), id.size());
+             nb::gil_scoped_release release;
+             new (self) Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id, std::move(directory), std::move(prefix), adopt});
+           },
+           nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"), nb::arg("max_blocks"),
+           nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false)
+      .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"))
+      .def_static("progress_bytes", [](uint32_t max_blocks) { return kv::round_up(Store::progress_bytes(max_blocks), kv::kPageBytes); })
+      .def_static("retire", &Store::retire, nb::arg("table_fd"), "Tells the clients of a pool that is given up to attach anew.")
+      .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("register_layout", [](Store& s, const nb::bytes& blob) { return s.register_layout(view(blob)); })
+      .def("layouts", &layouts)
+      .def("lookup", [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })
+      .def("create", &create, nb::arg("owner"), nb::arg("packed_keys"), nb::arg("layout_id"), nb::arg("token_counts").none(), nb::arg("priority") = kv::kDefaultPriority, nb::arg("ttl_ms") = 0)
+      .def("write", [](Store& s, uint32_t record, uint64_t generation, uint64_t offset, const nb::bytes& data) {
+             const auto bytes = view(data);
+             nb::gil_scoped_release release;
+             s.write({record, generation}, offset, bytes);
+           })
+      .def("mark_layer", [](Store& s, uint32_t record, uint64_t generation, uint32_t layers) { s.mark_layer({record, generation}, layers); })
+      .def("seal", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, true); })
+      .def("abort", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, false); })
+      .def("read", &read_block, nb::arg("key"), nb::arg("offset") = 0, nb::arg("length") = -1)
+      .def("describe", &describe)
+      .def("delete", [](Store& s, const nb::bytes& keys) {
+             nb::bytes out = each_key(keys, [&](const Key& key) { return s.remove(key); });
+             s.settle();
+             return out;
+           })
+      .def("touch", [](Store& s, const nb::bytes& keys) {
+             int count = 0;
+             for (const Key& key : keys_of(keys)) count += s.touch(key);
+             return count;
+           })
+      .def("flush", [](Store& s) {
+             nb::gil_scoped_release release;
+             const uint64_t count = s.flush();
+             s.settle();
+             return count;
+           })
+      .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
+      .def("stats", &stats)
+      .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())
+      .def("scrub", &scrub, nb::arg("limit_bytes"))
+      .def("open_owner", &Store::open_owner)
+      .def("close_owner", &Store::end_session)
+      .def("drain", &Store::drain)
+      .def("problem", &Store::problem)
+      .def("tick", &Store::tick, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("name", &Store::name);
+}

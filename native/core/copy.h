@@ -1,0 +1,16 @@
+// Copies of whole layers and blocks into the pool: past the caches, because the writer will not read them again and
+// the caches are better used for something else; with the checksum on the way, because the bytes pass by anyway.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kv {
+
+// memcpy that returns the CRC32C of the bytes. Fastest where dst is a multiple of 64.
+uint32_t copy_crc32c(void* dst, const void* src, size_t n);
+
+// memcpy with non-temporal stores for long copies.
+void copy_stream(void* dst, const void* src, size_t n);
+
+}  // namespace kv

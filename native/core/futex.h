@@ -1,0 +1,29 @@
+// Waiting on a word of shared memory, across processes. Not std::atomic::wait: that never wakes another process.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace kv {
+
+// The futex word of a 64-bit word: its low half (x86-64 and AArch64 are little-endian).
+inline uint32_t* futex_word(const std::atomic<uint64_t>& word) {
+  return reinterpret_cast<uint32_t*>(const_cast<std::atomic<uint64_t>*>(&word));
+}
+
+inline void futex_wake_all(const std::atomic<uint64_t>& word) {
+  ::syscall(SYS_futex, futex_word(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Sleeps while the low half is `expected`, until woken or `deadline` (CLOCK_MONOTONIC) has passed. Works on a read-only mapping.
+inline void futex_wait(const std::atomic<uint64_t>& word, uint32_t expected, const timespec& deadline) {
+  ::syscall(SYS_futex, futex_word(word), FUTEX_WAIT_BITSET, expected, &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+}  // namespace kv

@@ -1,0 +1,163 @@
+// What a session's requests mean: decode, call the store, encode. No policy of its own.
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+#include "core/session_server.h"
+
+namespace kv {
+namespace {
+
+using protocol::append;
+using protocol::Op;
+
+void need_end(const protocol::Reader& body) {
+  if (!body.at_end()) throw Error(Code::InvalidArgument, "the message's length does not fit its count");
+}
+
+// A description of the same file without the right to write.
+Fd read_only_copy(int fd) {
+  Fd copy(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC));
+  if (!copy) throw Error(Code::Unavailable, errno_text("opening a segment read-only"));
+  return copy;
+}
+
+std::vector<uint8_t> seal_or_abort(Store& store, uint32_t session, bool seal, uint32_t count, protocol::Reader body) {
+  const auto items = body.take<protocol::BlockItem>(count);
+  need_end(body);
+  std::vector<uint8_t> out;
+  for (const auto& item : items) {
+    const Handle handle{item.record, item.generation};
+    out.push_back(static_cast<uint8_t>(seal ? store.seal(session, handle, item.checksummed != 0) : store.abort(session, handle)));
+  }
+  if (!seal) store.settle();
+  return out;
+}
+
+std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
+  std::vector<uint8_t> out;
+  for (const Key& key : keys) {
+    const Found found = store.lookup(key);
+    append(out, protocol::LookUpItem{static_cast<uint32_t>(found.presence), found.snapshot.record, found.snapshot.control.word,
+                                     found.snapshot.extent.pack(), found.snapshot.shape.pack()});
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string stats_json(Store& store) {
+  const Stats s = store.stats();
+  std::string out = "{";
+  auto field = [&](const char* name, uint64_t value) {
+    out += std::string(out.size() > 1 ? ", \"" : "\"") + name + "\": " + std::to_string(value);
+  };
+#define X(name) field(#name, s.name);
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies)
+  X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
+  KV_STORE_COUNTERS(X)
+#undef X
+  return out + "}";
+}
+
+std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  Store& store = *connection.store;
+  const auto op = static_cast<Op>(request.op);
+  if (connection.read_only && op != Op::LookUp && op != Op::Touch && op != Op::Stats)
+    throw Error(Code::NotPermitted, "the session of namespace " + store.name() + " is read-only");
+  switch (op) {
+    case Op::RegisterLayout: {
+      std::vector<uint8_t> out;
+      append(out, store.register_layout(body.rest()));
+      return out;
+    }
+    case Op::Create: return create(connection, request, body);
+    case Op::Seal: return seal_or_abort(store, connection.session, true, request.count, body);
+    case Op::Abort: return seal_or_abort(store, connection.session, false, request.count, body);
+    case Op::LookUp:
+    case Op::Delete:
+    case Op::Touch: {
+      const auto keys = body.take<Key>(request.count);
+      need_end(body);
+      if (op == Op::LookUp) return look_up(store, keys);
+      std::vector<uint8_t> out;
+      for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.touch(key));
+      if (op == Op::Delete) store.settle();
+      return out;
+    }
+    case Op::Stats: {
+      const std::string text = stats_json(store);
+      return {text.begin(), text.end()};
+    }
+    case Op::Attach: break;
+  }
+  throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
+}
+
+std::vector<uint8_t> SessionServer::create(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto head = body.take<protocol::CreateHead>();
+  if (head.seals > kMaxKeysPerMessage) throw Error(Code::InvalidArgument, "the message carries " + std::to_string(head.seals) + " seals, the limit is " + std::to_string(kMaxKeysPerMessage));
+  const auto seals = body.take<protocol::BlockItem>(head.seals);
+  const auto wanted = body.take<protocol::CreateItem>(request.count);
+  need_end(body);
+  std::vector<CreateItem> items;
+  for (const auto& w : wanted) items.push_back({w.key, w.fingerprint, w.tokens, w.base_position, w.parent});
+
+  std::vector<uint8_t> out;
+  for (const auto& s : seals)
+    out.push_back(static_cast<uint8_t>(connection.store->seal(connection.session, {s.record, s.generation}, s.checksummed != 0)));
+  out.resize(round_up(out.size(), 8));
+  const CreateRequest create{connection.session, head.layout, head.priority, head.ttl_s, items};
+  for (const Granted& g : connection.store->create(create))
+    append(out, protocol::GrantItem{g.handle.record, static_cast<uint32_t>(g.status), g.handle.generation, g.extent.offset, g.extent.length});
+  return out;
+}
+
+void SessionServer::attach(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto wanted = body.take<protocol::Attach>();
+  need_end(body);
+  if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
+  if (wanted.version != protocol::kVersion)
+    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(wanted.version) + " of the session protocol, the daemon " + std::to_string(protocol::kVersion));
+  if (wanted.max_pins == 0 || wanted.max_pins > options_.max_pins)
+    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
+  const std::string name(wanted.name, ::strnlen(wanted.name, sizeof wanted.name));
+  const auto store = std::find_if(stores_.begin(), stores_.end(), [&](Store* s) { return s->name() == name; });
+  if (store == stores_.end()) throw Error(Code::NotFound, "no namespace " + name);
+  const Store::Options& segments = (*store)->options();
+  Fd table = read_only_copy(segments.table_fd);
+  Fd progress, pool;
+  if (wanted.read_only) progress = read_only_copy(segments.progress_fd), pool = read_only_copy(segments.pool_fd);
+
+  Id token;
+  std::copy(std::begin(wanted.resume_token), std::end(wanted.resume_token), token.begin());
+  protocol::Attached reply{};
+  Fd page;
+  reply.resumed = wanted.resume_session && (*store)->resume_session(wanted.resume_session, token, connection.pid, connection.uid);
+  if (reply.resumed)
+    reply.session = wanted.resume_session;
+  else
+    std::tie(reply.session, page) = (*store)->open_session(wanted.max_pins, connection.pid, connection.uid);
+  connection.store = *store;
+  connection.session = reply.session;
+  connection.read_only = wanted.read_only != 0;
+  const TableHeader& header = (*store)->header();
+  reply.epoch = header.epoch.load(std::memory_order_acquire);
+  reply.table_bytes = header.total_bytes;
+  reply.progress_bytes = round_up(Store::progress_bytes(header.max_blocks), kPageBytes);
+  reply.pool_bytes = header.capacity_bytes;
+  reply.page_bytes = (*store)->session_page_bytes(reply.session);
+  std::copy(segments.pool_id.begin(), segments.pool_id.end(), reply.pool_id);
+
+  std::vector<uint8_t> bytes;
+  append(bytes, reply);
+  std::vector<int> descriptors{table.get(), wanted.read_only ? progress.get() : segments.progress_fd, wanted.read_only ? pool.get() : segments.pool_fd};
+  if (page) descriptors.push_back(page.get());
+  if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
+}
+
+}  // namespace kv

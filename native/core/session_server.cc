@@ -1,0 +1,220 @@
+#include "core/session_server.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/error.h"
+
+namespace kv {
+namespace {
+
+constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by then is dropped
+constexpr int kBacklog = 128;
+constexpr int kBatch = 64;
+
+uint64_t now_ms() {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000 + static_cast<uint64_t>(t.tv_nsec) / 1'000'000;
+}
+
+void watch(int epoll, int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  KV_INVARIANT(::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0);
+}
+
+}  // namespace
+
+SessionServer::SessionServer(Options options, std::vector<Store*> stores)
+    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {}
+
+SessionServer::~SessionServer() { stop(); }
+
+void SessionServer::start() {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (options_.socket_path.size() >= sizeof address.sun_path)
+    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options_.socket_path.size()) + " bytes, the limit is " +
+                                           std::to_string(sizeof address.sun_path - 1) + ": " + options_.socket_path);
+  std::copy(options_.socket_path.begin(), options_.socket_path.end(), address.sun_path);
+  listener_ = Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  ::unlink(options_.socket_path.c_str());  // left by a daemon that is gone: the runtime directory's lock is ours
+  // Who may connect is decided by credentials; the mode only keeps strangers from filling the backlog.
+  const bool others = std::any_of(options_.allowed_uids.begin(), options_.allowed_uids.end(), [](uint32_t uid) { return uid != ::geteuid(); });
+  const mode_t mode = others ? 0666 : 0600;
+  const mode_t before = ::umask(0177);
+  const int bound = ::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
+  ::umask(before);
+  if (bound != 0 || ::chmod(options_.socket_path.c_str(), mode) != 0 || ::listen(listener_.get(), kBacklog) != 0)
+    throw Error(Code::Unavailable, errno_text("listening on " + options_.socket_path));
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  stop_event_ = Fd(::eventfd(0, EFD_CLOEXEC));
+  watch(epoll_.get(), listener_.get());
+  watch(epoll_.get(), stop_event_.get());
+  thread_ = std::thread([this] { run(); });
+}
+
+void SessionServer::stop() {
+  if (!thread_.joinable()) return;
+  const uint64_t one = 1;
+  KV_INVARIANT(::write(stop_event_.get(), &one, sizeof one) == sizeof one);
+  thread_.join();
+  listener_.reset();
+  ::unlink(options_.socket_path.c_str());
+  process_sockets_.clear();
+  connections_.clear();
+}
+
+std::vector<std::pair<std::string, Store::SessionInfo>> SessionServer::sessions() const {
+  std::vector<std::pair<std::string, Store::SessionInfo>> out;
+  for (Store* store : stores_)
+    for (const auto& session : store->sessions()) out.emplace_back(store->name(), session);
+  return out;
+}
+
+double SessionServer::thread_cpu_s() const {
+  clockid_t clock;
+  timespec t{};
+  if (thread_.joinable() && ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0) ::clock_gettime(clock, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+void SessionServer::run() {
+  uint64_t next_tick = 0;
+  for (;;) {
+    const uint64_t now = now_ms();
+    if (now >= next_tick) {
+      int wait = 1000;
+      for (Store* store : stores_) wait = std::min(wait, store->tick());
+      next_tick = now + static_cast<uint64_t>(wait);
+      drop_silent_connections();
+    }
+    epoll_event events[kBatch];
+    const int count = ::epoll_wait(epoll_.get(), events, kBatch, static_cast<int>(next_tick - std::min(now, next_tick)));
+    for (int i = 0; i < count; ++i) {
+      const int fd = events[i].data.fd;
+      if (fd == stop_event_.get()) return;
+      if (fd == listener_.get()) {
+        accept_all();
+      } else if (auto process = process_sockets_.find(fd); process != process_sockets_.end()) {
+        close(process->second);
+        next_tick = 0;
+      } else if (auto connection = connections_.find(fd); connection != connections_.end()) {
+        serve(*connection->second);
+        if (!connections_.count(fd)) next_tick = 0;  // a session ended: what it held may be free at once
+      }
+    }
+  }
+}
+
+void SessionServer::accept_all() {
+  for (;;) {
+    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) return;
+    ucred who{};
+    socklen_t length = sizeof who;
+    const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0;
+    const auto& allowed = options_.allowed_uids;
+    const bool ours = who.uid == 0 || who.uid == ::geteuid() || std::find(allowed.begin(), allowed.end(), who.uid) != allowed.end();
+    if (!known || !ours || connections_.size() >= options_.max_sessions) {
+      refused_.fetch_add(1);
+      continue;  // closing is the answer: a stranger learns nothing
+    }
+    auto connection = std::make_unique<Connection>();
+    connection->pid = static_cast<uint32_t>(who.pid), connection->uid = who.uid;
+    connection->since_ms = now_ms();
+    // A process that is gone before we ask leaves EOF behind; one whose pid was taken meanwhile cannot hold this socket.
+    connection->process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0)));
+    if (connection->process) {
+      watch(epoll_.get(), connection->process.get());
+      process_sockets_[connection->process.get()] = socket.get();
+    }
+    watch(epoll_.get(), socket.get());
+    const int fd = socket.get();
+    connection->socket = std::move(socket);
+    connections_.emplace(fd, std::move(connection));
+  }
+}
+
+void SessionServer::close(int socket) {
+  const auto found = connections_.find(socket);
+  if (found == connections_.end()) return;
+  Connection& connection = *found->second;
+  if (connection.store) connection.store->end_session(connection.session);
+  if (connection.process) process_sockets_.erase(connection.process.get());
+  connections_.erase(found);
+}
+
+void SessionServer::drop_silent_connections() {
+  std::vector<int> silent;
+  for (auto& [fd, connection] : connections_)
+    if (!connection->store && now_ms() - connection->since_ms > kSilentMs) silent.push_back(fd);
+  for (int fd : silent) close(fd);
+}
+
+void SessionServer::serve(Connection& connection) {
+  const int fd = connection.socket.get();
+  iovec data{buffer_.data(), buffer_.size()};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;  // no control buffer: descriptors a client sends are discarded by the kernel
+  const ssize_t received = ::recvmsg(fd, &message, MSG_DONTWAIT);
+  if (received < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (received <= 0 || message.msg_flags & MSG_TRUNC) return close(fd);
+  handle(connection, {buffer_.data(), static_cast<size_t>(received)});
+}
+
+// Malformed beyond reading: the connection ends. Anything else gets a typed answer.
+void SessionServer::handle(Connection& connection, std::span<const uint8_t> message) {
+  const int fd = connection.socket.get();
+  protocol::Reader body(message);
+  const auto request = body.take<protocol::Request>();
+  if (!body.ok() || request.magic != protocol::kMagic) return close(fd);
+  try {
+    if (request.count > kMaxKeysPerMessage)
+      throw Error(Code::InvalidArgument, "the message announces " + std::to_string(request.count) + " items, the limit is " + std::to_string(kMaxKeysPerMessage));
+    if (static_cast<protocol::Op>(request.op) == protocol::Op::Attach) return attach(connection, request, body);
+    if (!connection.store) throw Error(Code::FailedPrecondition, "attach first");
+    const std::vector<uint8_t> reply = answer(connection, request, body);
+    if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
+  } catch (const Error& error) {
+    const auto* text = reinterpret_cast<const uint8_t*>(error.what());
+    const std::span<const uint8_t> bytes(text, std::min<size_t>(std::strlen(error.what()), 1024));
+    if (!send(connection, request, static_cast<uint16_t>(1 + static_cast<int>(error.code)), 0, bytes)) close(fd);
+  }
+}
+
+bool SessionServer::send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
+                         std::span<const uint8_t> body, std::span<const int> descriptors) {
+  protocol::Reply reply{protocol::kMagic, request.op, status, count, request.tag};
+  iovec parts[2] = {{&reply, sizeof reply}, {const_cast<uint8_t*>(body.data()), body.size()}};
+  alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  if (!descriptors.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+  }
+  return ::sendmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+}
+
+}  // namespace kv

@@ -1,0 +1,73 @@
+// The session socket: one thread that accepts clients, checks who they are, hands out memory and carries their requests to
+// the stores. A session ends at EOF or when its process ends, whichever is first. Never waits for a client: one that does
+// not read its replies is dropped.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/protocol.h"
+#include "core/segment.h"
+#include "core/store.h"
+
+namespace kv {
+
+class SessionServer {
+ public:
+  struct Options {
+    std::string socket_path;
+    uint32_t max_sessions;
+    uint32_t max_pins;                   // the most one session may ask for
+    std::vector<uint32_t> allowed_uids;  // besides the daemon's own user and root
+  };
+
+  SessionServer(Options options, std::vector<Store*> stores);
+  ~SessionServer();
+
+  void start();  // throws Unavailable if the socket cannot be made
+  void stop();   // ends the thread; sessions stay as they are, for the next daemon
+  std::vector<std::pair<std::string, Store::SessionInfo>> sessions() const;  // with their namespace's name
+  uint64_t refused() const { return refused_.load(); }
+  double thread_cpu_s() const;
+
+ private:
+  struct Connection {
+    Fd socket;
+    Fd process;  // pidfd
+    Store* store = nullptr;
+    uint32_t session = 0;
+    uint32_t pid = 0, uid = 0;
+    bool read_only = false;
+    uint64_t since_ms = 0;
+  };
+
+  void run();
+  void accept_all();
+  void serve(Connection& connection);
+  void close(int socket);
+  void handle(Connection& connection, std::span<const uint8_t> message);
+  std::vector<uint8_t> answer(Connection& connection, const protocol::Request& request, protocol::Reader body);
+  std::vector<uint8_t> create(Connection& connection, const protocol::Request& request, protocol::Reader body);
+  void attach(Connection& connection, const protocol::Request& request, protocol::Reader body);
+  bool send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
+            std::span<const uint8_t> body, std::span<const int> descriptors = {});
+  void drop_silent_connections();
+
+  const Options options_;
+  const std::vector<Store*> stores_;
+  Fd listener_, epoll_, stop_event_;
+  std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
+  std::map<int, int> process_sockets_;                      // pidfd -> socket
+  std::vector<uint8_t> buffer_;
+  std::atomic<uint64_t> refused_{0};
+  std::thread thread_;
+};
+
+std::string stats_json(Store& store);
+
+}  // namespace kv

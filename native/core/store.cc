@@ -1,0 +1,333 @@
+#include "core/store.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+#include "core/futex.h"
+
+namespace kv {
+namespace {
+
+uint32_t realtime_s() {
+  timespec now;
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint32_t>(now.tv_sec);
+}
+
+// Scores are divided by 2^kRebaseExponent once uses count for more than that.
+constexpr double kRebaseExponent = 512;
+
+std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
+  return std::string(what) + " is " + std::to_string(value) + ", the limit is " + std::to_string(limit);
+}
+
+}  // namespace
+
+Store::Lock Store::enter() {
+  Lock lock(mutex_);
+  check_memory();
+  if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
+  return lock;
+}
+
+// ---------------------------------------------------------------- records
+
+Key Store::key_of(uint32_t record) const {
+  Key key;
+  for (size_t i = 0; i < 4; ++i) key.words[i] = index_.record(record).key[i].load(std::memory_order_relaxed);
+  return key;
+}
+
+Extent Store::extent_of(uint32_t record) const {
+  return Extent::unpack(index_.record(record).extent.load(std::memory_order_relaxed));
+}
+
+Shape Store::shape_of(uint32_t record) const {
+  return Shape::unpack(index_.record(record).shape.load(std::memory_order_relaxed));
+}
+
+bool Store::expired(uint32_t expiry_s) const { return expiry_s != 0 && realtime_s() >= expiry_s; }
+
+// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, nothing else does.
+void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
+  const Control now = control(record);
+  KV_INVARIANT(allowed(now.state(), event, to));
+  const bool retire = to == State::Zombie || to == State::Quarantined;
+  index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word, std::memory_order_release);
+}
+
+// The record decides; this word only wakes those who wait.
+void Store::publish_progress(uint32_t record, Phase phase) {
+  const uint32_t layers = phase == Phase::Sealed ? layout_of(shape_of(record).layout).num_layers() : 0;
+  progress_[record].store(progress_word(control(record).generation(), layers, phase), std::memory_order_release);
+  if (phase != Phase::Writing) futex_wake_all(progress_[record]);
+}
+
+// Seconds since the origin of the scores.
+double Store::now_s() {
+  auto& origin = index_.header().origin_s;
+  const uint32_t now = realtime_s();
+  uint64_t since = now - std::min<uint64_t>(origin.load(std::memory_order_relaxed), now);
+  if (static_cast<double>(since) / kHalfLifeSeconds > kRebaseExponent) {
+    for (uint32_t r = 0; r < index_.max_blocks(); ++r) {
+      auto& rank = index_.record(r).rank;
+      const double score = std::bit_cast<double>(rank.load(std::memory_order_relaxed));
+      rank.store(std::bit_cast<uint64_t>(score * std::exp2(-kRebaseExponent)), std::memory_order_relaxed);
+    }
+    origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
+    since = now - origin.load(std::memory_order_relaxed);
+  }
+  return static_cast<double>(since);
+}
+
+void Store::use(uint32_t record) {
+  const Shape shape = shape_of(record);
+  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
+  auto& rank = index_.record(record).rank;
+  const double score = std::bit_cast<double>(rank.load(std::memory_order_relaxed)) + use_value(weight, now_s());
+  rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
+  if (control(record).state() == State::Sealed) policy_.moved(class_of(record), record);
+}
+
+// ---------------------------------------------------------------- layouts
+
+const Layout& Store::layout_of(uint32_t id) const {
+  if (id >= layouts_.size() || !layouts_[id]) throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  return *layouts_[id];
+}
+
+uint32_t Store::register_layout(std::span<const uint8_t> blob) {
+  Layout layout = Layout::parse(blob);
+  Lock lock = enter();
+  for (uint32_t id = 0; id < layouts_.size(); ++id)
+    if (layouts_[id]->blob == layout.blob) return id;
+  const auto id = static_cast<uint32_t>(layouts_.size());
+  if (id == kMaxLayouts) throw Error(Code::NoSpace, "all " + std::to_string(kMaxLayouts) + " layouts of this namespace are taken");
+  std::byte* slot = table_.data() + index_.header().layouts_offset + id * kLayoutSlotBytes;
+  const auto length = static_cast<uint32_t>(blob.size());
+  std::memcpy(slot + 4, blob.data(), length);
+  std::memcpy(slot, &length, 4);
+  index_.header().layouts.store(id + 1, std::memory_order_release);
+  layouts_.push_back(std::move(layout));
+  return id;
+}
+
+std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
+  Lock lock(mutex_);
+  std::vector<std::pair<uint32_t, Layout>> out;
+  for (uint32_t id = 0; id < layouts_.size(); ++id) out.emplace_back(id, *layouts_[id]);
+  return out;
+}
+
+// ---------------------------------------------------------------- create, seal, abort
+
+// One attempt at one item, without making room.
+Granted Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout) {
+  Granted out;
+  if (uint32_t found = index_.find_exclusive(item.key); found != Index::kAbsent) {
+    if (control(found).state() == State::Created) {
+      out.status = Grant::Pending;
+      out.handle = {found, control(found).generation()};
+      return out;
+    }
+    if (!expired(index_.record(found).expiry_s.load(std::memory_order_relaxed))) {
+      use(found);
+      out.status = Grant::Exists;
+      return out;
+    }
+    to_zombie(found, Event::Evict);
+    counters_.expired += 1;
+    scan_zombies();
+  }
+  if (draining_ || free_head_ == Index::kAbsent) return out;
+  const uint64_t length = layout.extent_bytes(item.tokens);
+  const uint32_t record = free_head_;
+  std::optional<uint64_t> offset = arena_.allocate(length, record);
+  if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
+  if (!offset) return out;
+  Record& r = index_.record(record);
+  free_head_ = r.link.load(std::memory_order_relaxed);
+  out.extent = {*offset, length};
+  {
+    Writing writing(r.sequence);
+    r.owner.store(request.owner, std::memory_order_relaxed);
+    for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
+    r.extent.store(out.extent.pack(), std::memory_order_relaxed);
+    r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
+    r.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
+    const uint32_t now = realtime_s();
+    r.created_s.store(now, std::memory_order_relaxed);
+    r.expiry_s.store(request.ttl_s ? now + request.ttl_s + 1 : 0, std::memory_order_relaxed);
+    r.parent.store(item.parent, std::memory_order_relaxed);
+    r.rank.store(0, std::memory_order_relaxed);
+  }
+  transition(record, Event::Create, State::Created, 0);
+  if (!index_.insert(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
+    transition(record, Event::Abort, State::Zombie, 0);
+    zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
+    scan_zombies();
+    return out;
+  }
+  publish_progress(record, Phase::Writing);
+  records_used_ += 1, created_ += 1, used_bytes_ += length;
+  counters_.creates += 1;
+  out.status = Grant::Granted;
+  out.handle = {record, control(record).generation()};
+  return out;
+}
+
+std::vector<Granted> Store::create(const CreateRequest& request) {
+  if (request.items.size() > kMaxKeysPerMessage)
+    throw Error(Code::InvalidArgument, limit_text("the number of keys", request.items.size(), kMaxKeysPerMessage));
+  if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
+  Lock lock = enter();
+  check_pool();
+  const auto owner = sessions_.find(request.owner);
+  if (owner == sessions_.end() || owner->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+  const Layout& layout = layout_of(request.layout);
+  for (const CreateItem& item : request.items) {
+    if (item.tokens == 0 || item.tokens > layout.block_tokens)
+      throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
+    if (item.base_position > kMaxBasePosition)
+      throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
+  }
+  std::vector<Granted> out(request.items.size());
+  auto attempt = [&] {
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (out[i].status != Grant::NoSpace) continue;
+      out[i] = grant(request, request.items[i], layout);
+      if (out[i].status == Grant::Granted) owner->second->unsealed.insert(out[i].handle.record);
+      if (out[i].status == Grant::NoSpace) missing.push_back(i);
+    }
+    return missing;
+  };
+  std::vector<size_t> missing = attempt();
+  while (!missing.empty() && !draining_ && pool_.frontier() < pool_.capacity()) {
+    lock.unlock();
+    const bool more = pool_.grow();
+    lock.lock();
+    missing = attempt();
+    if (!more) break;
+  }
+  // Twice: a victim pinned at the last moment stays a zombie and frees nothing.
+  for (int round = 0; round < 2 && !missing.empty() && !draining_; ++round) {
+    make_room(layout.extent_bytes(request.items[missing[0]].tokens), missing.size());
+    missing = attempt();
+  }
+  for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_; --tries) {  // blocks of other lengths in the batch
+    const size_t before = missing.size();
+    make_room(layout.extent_bytes(request.items[missing.back()].tokens), 1);
+    missing = attempt();
+    if (missing.size() == before) break;
+  }
+  counters_.no_space += missing.size();
+  return out;
+}
+
+Done Store::seal(uint32_t owner, Handle handle, bool checksummed) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) return Done::Stale;
+  const Control now = control(handle.record);
+  Record& r = index_.record(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
+  if (r.owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  transition(handle.record, Event::Seal, State::Sealed, checksummed ? kFlagChecksummed : 0);
+  created_ -= 1;
+  counters_.seals += 1;
+  sessions_.at(owner)->unsealed.erase(handle.record);
+  policy_.insert(class_of(handle.record), handle.record);
+  use(handle.record);
+  if (uint32_t expiry = r.expiry_s.load(std::memory_order_relaxed)) {
+    expiries_.emplace_back(expiry, handle);
+    std::push_heap(expiries_.begin(), expiries_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  }
+  publish_progress(handle.record, Phase::Sealed);
+  return Done::Ok;
+}
+
+// Also takes a block that was quarantined while its writer could not reach us: the writer says it has stopped.
+Done Store::abort(uint32_t owner, Handle handle) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) return Done::Stale;
+  const Control now = control(handle.record);
+  const bool created = now.state() == State::Created && now.generation() == handle.generation;
+  const bool quarantined = now.state() == State::Quarantined && now.generation() == handle.generation + 1;
+  if (!created && !quarantined) return Done::Stale;
+  if (index_.record(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  if (quarantined) quarantined_ -= 1;
+  sessions_.at(owner)->unsealed.erase(handle.record);
+  to_zombie(handle.record, Event::Abort);
+  counters_.aborts += 1;
+  return Done::Ok;
+}
+
+void Store::mark_layer(Handle handle, uint32_t layers) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created) throw Error(Code::BlockLost, "the block is not being written");
+  const uint32_t limit = layout_of(shape_of(handle.record).layout).num_layers();
+  if (layers > limit) throw Error(Code::InvalidArgument, limit_text("layers ready", layers, limit));
+  progress_[handle.record].store(progress_word(handle.generation, layers, Phase::Writing), std::memory_order_release);
+  futex_wake_all(progress_[handle.record]);
+}
+
+// ---------------------------------------------------------------- the rest of a block's life
+
+Found Store::lookup(const Key& key) {
+  Lock lock = enter();
+  Found out;
+  if (index_.find(key, out.snapshot) != Find::Hit) return out;
+  const State state = out.snapshot.control.state();
+  if (state == State::Created) out.presence = Presence::Pending;
+  if (state == State::Disk) out.presence = Presence::OnDisk;
+  if (state == State::Sealed && !expired(out.snapshot.expiry_s)) out.presence = Presence::Resident;
+  return out;
+}
+
+bool Store::remove(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
+  const bool late = expired(index_.record(record).expiry_s.load(std::memory_order_relaxed));
+  to_zombie(record, late ? Event::Evict : Event::Delete);
+  (late ? counters_.expired : counters_.deletes) += 1;
+  return !late;
+}
+
+bool Store::touch(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
+  if (expired(index_.record(record).expiry_s.load(std::memory_order_relaxed))) return false;
+  use(record);
+  return true;
+}
+
+uint64_t Store::flush() {
+  Lock lock = enter();
+  uint64_t count = 0;
+  for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
+    if (control(record).state() != State::Sealed) continue;
+    to_zombie(record, Event::Delete);
+    ++count;
+  }
+  counters_.deletes += count;
+  return count;
+}
+
+void Store::settle() {
+  Lock lock(mutex_);
+  scan_zombies();
+}
+
+void Store::drain(bool on) {
+  Lock lock(mutex_);
+  draining_ = on;
+}
+
+}  // namespace kv

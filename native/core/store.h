@@ -1,0 +1,280 @@
+// The store: the one mutator of a namespace. Index, arena, sessions' claims and eviction change here and nowhere else, under one
+// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` may let go of the lock between two
+// attempts to let the pool grow.)
+//
+// Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
+// arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
+//
+// store.cc: what clients ask for. store_reclaim.cc: making room, pins, zombies, sessions' ends. store_adopt.cc: a new table, or the
+// table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics, integrity.
+#pragma once
+
+#include <bit>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/block.h"
+#include "core/eviction.h"
+#include "core/index.h"
+#include "core/layout.h"
+#include "core/pool.h"
+#include "core/session_file.h"
+
+namespace kv {
+
+struct Handle {
+  uint32_t record;
+  uint64_t generation;
+};
+
+struct CreateItem {
+  Key key;
+  uint64_t fingerprint = 0;
+  uint32_t tokens = 0;
+  uint32_t base_position = 0;
+  uint32_t parent = 0;
+};
+
+enum class Grant : uint8_t { Granted = 0, Exists = 1, Pending = 2, NoSpace = 3 };
+
+struct Granted {
+  Grant status = Grant::NoSpace;
+  Handle handle{0, 0};
+  Extent extent{0, 0};
+};
+
+struct CreateRequest {
+  uint32_t owner;
+  uint32_t layout;
+  uint32_t priority = kDefaultPriority;
+  uint32_t ttl_s = 0;
+  std::span<const CreateItem> items;
+};
+
+enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block
+
+enum class Presence : uint8_t { Missing = 0, Pending = 1, Resident = 2, OnDisk = 3 };
+
+struct Found {
+  Presence presence = Presence::Missing;
+  Snapshot snapshot;
+};
+
+struct Description {
+  Key key;
+  uint32_t record;
+  State state;
+  Snapshot snapshot;
+  uint32_t created_s;
+  double score;
+};
+
+#define KV_STORE_COUNTERS(X) \
+  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses)
+
+struct Stats {
+  uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
+  uint64_t blocks, created, zombies, quarantined, pins, sessions, max_blocks, epoch, fenced, draining;
+#define X(name) uint64_t name;
+  KV_STORE_COUNTERS(X)
+#undef X
+};
+
+struct ScrubResult {
+  uint64_t verified = 0, computed = 0, corrupt = 0, bytes = 0;
+  bool done = false;
+};
+
+class Store {
+ public:
+  struct Options {
+    std::string name;
+    int table_fd, progress_fd, pool_fd;  // duplicated; the caller keeps its own
+    uint64_t capacity_bytes;
+    uint32_t max_blocks;
+    Id pool_id;
+    std::string session_directory, session_prefix;
+    bool adopt;
+  };
+  explicit Store(const Options& options);
+  ~Store();
+
+  static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes);
+  static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * max_blocks; }
+  static void retire(int table_fd);
+
+  // Stops growing, leaves the segments to the next daemon.
+  void close();
+
+  // ---- blocks
+  uint32_t register_layout(std::span<const uint8_t> blob);
+  std::vector<Granted> create(const CreateRequest& request);
+  // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
+  Done seal(uint32_t owner, Handle handle, bool checksummed);
+  Done abort(uint32_t owner, Handle handle);
+  void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
+  Found lookup(const Key& key);
+  bool remove(const Key& key);
+  bool touch(const Key& key);
+  uint64_t flush();
+  void settle();
+  void drain(bool on);
+
+  // ---- bytes, for those without shared memory. False or nothing: a miss.
+  std::optional<std::vector<uint8_t>> read(const Key& key, uint64_t offset, uint64_t length);
+  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
+  ScrubResult scrub(uint64_t limit_bytes);
+
+  // ---- sessions
+  struct SessionInfo {
+    uint32_t session, pid, uid;
+    uint64_t pins, unsealed;
+    double attached_s;  // since it was opened, resumed or adopted
+    bool attached, resumed;
+  };
+  // A client's session: its page file, made and locked.
+  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);
+  // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
+  bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
+  uint32_t open_owner();  // a writer inside this process, without pins
+  void end_session(uint32_t session);
+  uint64_t session_page_bytes(uint32_t session);
+  std::vector<SessionInfo> sessions();
+
+  // Frees what has become free. Returns in how many milliseconds to call again.
+  int tick();
+
+  // ---- looking at it
+  Stats stats();
+  std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);
+  std::optional<Description> describe(const Key& key);
+  std::vector<std::pair<uint32_t, Layout>> layouts();
+  void check_integrity();
+  std::string problem();  // empty if all is well
+
+  const std::string& name() const { return options_.name; }
+  const Options& options() const { return options_; }
+  const TableHeader& header() const { return index_.header(); }
+
+ private:
+  struct Session {
+    uint32_t id = 0;
+    std::optional<SessionFile> file;  // none: an owner inside this process
+    std::atomic<bool> truncated{false};
+    Guard guard;
+    bool attached = false;
+    bool ended = false;
+    bool resumed = false;
+    uint32_t pid = 0, uid = 0;
+    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
+    uint64_t drained = 0;  // entries of its ring seen
+    std::unordered_set<uint32_t> unsealed;
+  };
+
+  struct IoPin {
+    uint64_t generation = 0;
+    uint32_t count = 0;
+  };
+
+  // Gives the policy its view of the records.
+  struct Ranks {
+    const Index* index;
+    double score(uint32_t r) const { return std::bit_cast<double>(index->record(r).rank.load(std::memory_order_relaxed)); }
+    uint32_t place(uint32_t r) const { return index->record(r).link.load(std::memory_order_relaxed); }
+    void set_place(uint32_t r, uint32_t place) { index->record(r).link.store(place, std::memory_order_relaxed); }
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+
+  // store.cc
+  Lock enter();  // takes the lock; throws Fenced
+  Granted grant(const CreateRequest& request, const CreateItem& item, const Layout& layout);
+  const Layout& layout_of(uint32_t id) const;
+  void transition(uint32_t record, Event event, State to, uint8_t flags);
+  void publish_progress(uint32_t record, Phase phase);
+  Control control(uint32_t record) const { return index_.control(record); }
+  Key key_of(uint32_t record) const;
+  Extent extent_of(uint32_t record) const;
+  Shape shape_of(uint32_t record) const;
+  uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
+  bool expired(uint32_t expiry_s) const;
+  double now_s();
+  void use(uint32_t record);
+
+  // store_reclaim.cc
+  void make_room(uint64_t length, size_t count);
+  void evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned);
+  std::optional<Extent> evict_cheapest_run(uint64_t need_bytes, bool by_slab, const std::vector<uint32_t>& pinned);
+  void to_zombie(uint32_t record, Event event);
+  void free_zombie(uint32_t record);
+  void scan_zombies();
+  std::vector<uint32_t> pinned_records();
+  template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
+  void each_pin(F&& f) {
+    for (auto& [id, session] : sessions_)
+      if (session->file) session->file->each_pin([&](uint64_t pin) {
+        if (pin_record(pin) < index_.max_blocks()) f(pin_record(pin), pin_generation(pin));
+      });
+    for (auto& [record, pin] : io_pins_) f(record, pin.generation);
+  }
+  void drain_rings();
+  void reap_sessions();
+  void expire();
+  void end_session_locked(Session& session);
+  void check_memory();
+  void check_pool();
+
+  // store_bytes.cc
+  class Reading;
+  std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
+
+  // store_adopt.cc
+  void lay_out_new_table();
+  void adopt();
+  void adopt_sessions();
+  bool adopt_record(uint32_t record);
+  void index_layouts();
+
+  Options options_;
+  Fd table_fd_, progress_fd_;
+  Mapping table_;
+  Mapping progress_map_;
+  std::atomic<bool> progress_truncated_{false};
+  Guard progress_guard_;
+  Pool pool_;
+  Index index_;
+  std::atomic<uint64_t>* progress_ = nullptr;
+
+  mutable std::mutex mutex_;  // guards all that follows
+  Arena arena_;
+  EvictionPolicy<Ranks> policy_;
+  std::vector<std::optional<Layout>> layouts_;
+  std::map<uint32_t, std::unique_ptr<Session>> sessions_;
+  std::vector<uint32_t> zombies_;
+  std::unordered_map<uint32_t, IoPin> io_pins_;                   // record -> the daemon's own reads in flight
+  std::vector<std::pair<uint32_t, Handle>> expiries_;             // heap of (second, block); entries outlive their blocks
+  std::optional<Extent> reserved_;                                // freed as the last resort of make_room, for the next grant
+  uint32_t free_head_ = Index::kAbsent;
+  uint64_t used_bytes_ = 0;
+  uint64_t records_used_ = 0;
+  uint64_t created_ = 0, quarantined_ = 0;
+  uint32_t next_session_ = 1;
+  uint32_t scrub_at_ = 0;
+  bool draining_ = false;
+  std::string fence_;  // why this namespace is fenced, or empty
+  Stats counters_{};
+
+  friend class StoreTest;
+};
+
+}  // namespace kv

@@ -1,0 +1,239 @@
+// Where a store's table comes from: laid out new, or taken over from a daemon that is gone. The block table is the only truth;
+// hash table, free list, arena and eviction order are derived from it here and never read.
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+#include "core/store.h"
+
+namespace kv {
+namespace {
+
+struct Geometry {
+  uint64_t layouts, geometry, records, buckets, total;
+};
+
+Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
+  Geometry g;
+  g.layouts = kPageBytes;
+  g.geometry = g.layouts + kMaxLayouts * kLayoutSlotBytes;
+  g.records = round_up(g.geometry + 8 * Arena::geometry_words(capacity), kPageBytes);
+  g.buckets = round_up(g.records + uint64_t{sizeof(Record)} * max_blocks, kPageBytes);
+  g.total = round_up(g.buckets + uint64_t{sizeof(Bucket)} * Index::buckets_for(max_blocks), kPageBytes);
+  return g;
+}
+
+Fd duplicate(int fd) {
+  Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+  if (!copy) throw Error(Code::InvalidArgument, errno_text("duplicating a segment's descriptor"));
+  return copy;
+}
+
+uint64_t file_bytes(int fd) {
+  struct stat st;
+  if (::fstat(fd, &st) != 0) throw Error(Code::InvalidArgument, errno_text("fstat of a segment"));
+  return static_cast<uint64_t>(st.st_size);
+}
+
+uint64_t adopted_frontier(const Store::Options& options) {
+  if (!options.adopt) return 0;
+  Mapping head(options.table_fd, kPageBytes, false);
+  const uint64_t frontier = head.at<TableHeader>(0)->frontier.load();
+  const uint64_t limit = std::min(options.capacity_bytes, file_bytes(options.pool_fd));
+  if (frontier > limit || frontier % kPageBytes)
+    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(frontier) + " bytes of pool exist, the file and the configuration have " + std::to_string(limit));
+  return frontier;
+}
+
+void need_size(const char* what, int fd, uint64_t bytes) {
+  if (file_bytes(fd) < bytes)
+    throw Error(Code::IncompatibleVersion, std::string(what) + " has " + std::to_string(file_bytes(fd)) + " bytes, " + std::to_string(bytes) + " are needed");
+}
+
+}  // namespace
+
+uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes) { return geometry_for(max_blocks, capacity_bytes).total; }
+
+void Store::retire(int table_fd) {
+  if (file_bytes(table_fd) < kPageBytes) return;
+  Mapping head(table_fd, kPageBytes, true);
+  if (std::memcmp(head.at<TableHeader>(0)->magic, kTableMagic, sizeof kTableMagic) == 0)
+    head.at<TableHeader>(0)->epoch.store(kEpochRetired, std::memory_order_release);
+}
+
+Store::Store(const Options& options)
+    : options_(options),
+      table_fd_(duplicate(options.table_fd)),
+      progress_fd_(duplicate(options.progress_fd)),
+      pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
+      arena_(1),
+      policy_(Ranks{&index_}) {
+  options_.table_fd = table_fd_.get();
+  options_.progress_fd = progress_fd_.get();
+  options_.pool_fd = pool_.fd();
+  if (options.max_blocks == 0 || options.max_blocks > kMaxRecords)
+    throw Error(Code::InvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) + ", must be 1 to " + std::to_string(kMaxRecords));
+  const Geometry g = geometry_for(options.max_blocks, options.capacity_bytes);
+  need_size("the table", options.table_fd, g.total);
+  need_size("the progress words", options.progress_fd, progress_bytes(options.max_blocks));
+  table_ = Mapping(options.table_fd, g.total, true);
+  progress_map_ = Mapping(options.progress_fd, round_up(progress_bytes(options.max_blocks), kPageBytes), true);
+  progress_guard_ = Guard(progress_map_, &progress_truncated_);
+  progress_ = progress_map_.at<std::atomic<uint64_t>>(0);
+  if (options.adopt)
+    adopt();
+  else
+    lay_out_new_table();
+  pool_.start(
+      [this](uint64_t frontier) {
+        Lock lock(mutex_);
+        index_.header().frontier.store(frontier, std::memory_order_release);
+        arena_.set_frontier(frontier);
+      },
+      [this](uint64_t faulted) { index_.header().faulted.store(faulted, std::memory_order_release); });
+}
+
+Store::~Store() { close(); }
+
+void Store::close() { pool_.stop(); }
+
+void Store::lay_out_new_table() {
+  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes);
+  auto* header = table_.at<TableHeader>(0);
+  header->version = kFormatVersion;
+  header->max_blocks = options_.max_blocks;
+  header->buckets = Index::buckets_for(options_.max_blocks);
+  header->header_bytes = sizeof(TableHeader);
+  header->capacity_bytes = options_.capacity_bytes;
+  header->records_offset = g.records;
+  header->buckets_offset = g.buckets;
+  header->layouts_offset = g.layouts;
+  header->geometry_offset = g.geometry;
+  header->total_bytes = g.total;
+  std::copy(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id);
+  header->epoch.store(1);
+  header->origin_s.store(static_cast<uint64_t>(::time(nullptr)));
+  index_ = Index(table_.data());
+  arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
+  for (uint32_t record = options_.max_blocks; record-- > 0;) {
+    index_.record(record).control.store(Control::make(1, State::Free).word, std::memory_order_relaxed);
+    index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+    free_head_ = record;
+  }
+  header->epoch.store(2, std::memory_order_release);
+  std::memcpy(header->magic, kTableMagic, sizeof kTableMagic);  // last: a table without it was never finished
+}
+
+void Store::index_layouts() {
+  const uint32_t count = index_.header().layouts.load();
+  if (count > kMaxLayouts) throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(count) + " layouts are registered");
+  for (uint32_t id = 0; id < count; ++id) {
+    const auto* slot = table_.at<uint8_t>(index_.header().layouts_offset + id * kLayoutSlotBytes);
+    uint32_t length;
+    std::memcpy(&length, slot, 4);
+    layouts_.push_back(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
+  }
+}
+
+void Store::adopt() {
+  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes);
+  auto* header = table_.at<TableHeader>(0);
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
+      header->max_blocks != options_.max_blocks || header->capacity_bytes != options_.capacity_bytes ||
+      header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
+      header->buckets_offset != g.buckets || header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
+      header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
+    throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
+  const uint64_t epoch = header->epoch.load();
+  if (epoch == kEpochRetired) throw Error(Code::IncompatibleVersion, "the table was retired");
+  header->epoch.store(epoch + (epoch & 1 ? 2 : 1), std::memory_order_release);
+  index_ = Index(table_.data());
+  index_.clear();
+  arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
+  arena_.set_frontier(pool_.frontier());
+  header->frontier.store(pool_.frontier());
+  index_layouts();
+  adopt_sessions();
+  for (uint32_t record = options_.max_blocks; record-- > 0;) {
+    Record& r = index_.record(record);
+    r.sequence.store((r.sequence.load() + 1) & ~1u);  // its writer may have died between odd and even
+    if (adopt_record(record)) continue;
+    if (const Control c = control(record); c.state() != State::Free)
+      r.control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
+    r.link.store(free_head_);
+    free_head_ = record;
+  }
+  reap_sessions();
+  scan_zombies();
+  header->epoch.fetch_add(1, std::memory_order_release);
+}
+
+void Store::adopt_sessions() {
+  const std::string start = options_.session_prefix + ".s.";
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(options_.session_directory.c_str()), ::closedir);
+  if (!dir) throw Error(Code::InvalidArgument, errno_text("listing " + options_.session_directory));
+  while (const dirent* entry = ::readdir(dir.get())) {
+    if (std::strncmp(entry->d_name, start.c_str(), start.size()) != 0) continue;
+    const std::string path = options_.session_directory + "/" + entry->d_name;
+    auto session = std::make_unique<Session>();
+    try {
+      session->file = SessionFile::open(path, options_.pool_id);
+    } catch (const Error&) {
+      ::unlink(path.c_str());  // cut short or never finished: it protects nothing
+      continue;
+    }
+    session->guard = Guard(session->file->mapping(), &session->truncated);
+    session->id = session->file->session();
+    session->ended = true;  // until its client resumes it
+    next_session_ = std::max(next_session_, session->id + 1);
+    sessions_.emplace(session->id, std::move(session));
+  }
+}
+
+// False if the record is FREE or cannot be kept.
+bool Store::adopt_record(uint32_t record) {
+  Record& r = index_.record(record);
+  const Control found = control(record);
+  const Extent extent = extent_of(record);
+  const Shape shape = shape_of(record);
+  const Key key = key_of(record);
+  if (found.state() == State::Free || found.state() > State::Quarantined || found.generation() == 0) return false;
+  if (shape.layout >= layouts_.size() || shape.tokens == 0 || shape.tokens > layouts_[shape.layout]->block_tokens ||
+      extent.length != layouts_[shape.layout]->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
+    return false;
+  records_used_ += 1;
+  used_bytes_ += extent.length;
+  const uint32_t owner = r.owner.load();
+  next_session_ = std::max(next_session_, owner + 1);
+  if (found.state() == State::Created) transition(record, Event::SessionEnd, State::Quarantined, 0);
+  if (found.state() == State::Created || found.state() == State::Quarantined) {
+    const auto session = sessions_.find(owner);
+    if (session != sessions_.end()) {
+      session->second->unsealed.insert(record);
+      quarantined_ += 1;
+    } else {  // its lock was free before: the daemon that saw it is gone
+      transition(record, Event::SessionLockFree, State::Zombie, kFlagQuarantined);
+      zombies_.push_back(record);
+    }
+    return true;
+  }
+  if (found.state() == State::Zombie || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) {
+    if (found.state() == State::Sealed) transition(record, Event::Evict, State::Zombie, 0);
+    zombies_.push_back(record);
+    return true;
+  }
+  policy_.insert(class_of(record), record);
+  if (uint32_t expiry = r.expiry_s.load()) {
+    expiries_.emplace_back(expiry, Handle{record, found.generation()});
+    std::push_heap(expiries_.begin(), expiries_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  }
+  return true;
+}
+
+}  // namespace kv

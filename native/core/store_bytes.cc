@@ -1,0 +1,141 @@
+// Bytes copied in and out for those without shared memory, and the checksums' upkeep. A read in flight counts as a pin; the pool is
+// touched only through Pool::read and Pool::write, which answer false where a client has truncated it.
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/checksum.h"
+#include "core/error.h"
+#include "core/store.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kPiece = 1ull << 20;
+}
+
+// Holds a block against reuse while the daemon itself reads it, outside the lock.
+class Store::Reading {
+ public:
+  Reading(Store& store, Lock& lock, uint32_t record) : store_(store), lock_(lock), record_(record) {
+    IoPin& pin = store_.io_pins_[record];
+    pin.generation = store_.control(record).generation();
+    pin.count += 1;
+    lock_.unlock();
+  }
+  ~Reading() {
+    lock_.lock();
+    if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
+    store_.scan_zombies();
+  }
+  Reading(const Reading&) = delete;
+
+ private:
+  Store& store_;
+  Lock& lock_;
+  const uint32_t record_;
+};
+
+std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset, uint64_t length) {
+  Lock lock = enter();
+  Snapshot found;
+  if (index_.find(key, found) != Find::Hit || found.control.state() != State::Sealed || expired(found.expiry_s)) {
+    counters_.misses += 1;
+    return std::nullopt;
+  }
+  counters_.hits += 1;
+  use(found.record);
+  const uint64_t layers = layout_of(found.shape.layout).layers_bytes(found.shape.tokens);
+  if (offset > layers) throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  std::vector<uint8_t> out(std::min(length, layers - offset));
+  bool good;
+  {
+    Reading reading(*this, lock, found.record);
+    good = pool_.read(found.extent.offset + offset, out.data(), out.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
+  return out;
+}
+
+void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created)
+    throw Error(Code::BlockLost, "the block is not being written");
+  const Shape shape = shape_of(handle.record);
+  const Layout& layout = layout_of(shape.layout);
+  const uint64_t limit = layout.meta_offset(shape.tokens) + layout.meta_bytes(shape.tokens);
+  if (offset > limit || data.size() > limit - offset)
+    throw Error(Code::InvalidArgument, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + data.size()) + " of a block of " + std::to_string(limit));
+  // Its owner is inside this process and does not seal or abort while it writes: the extent stays.
+  const uint64_t at = extent_of(handle.record).offset + offset;
+  bool good;
+  {
+    Reading writing(*this, lock, handle.record);
+    good = pool_.write(at, data.data(), data.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be written");
+}
+
+// The checksums of a block's layers as its bytes are now. Empty if they cannot be read. Called without the lock.
+std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const {
+  std::vector<uint32_t> sums(layout.num_layers());
+  std::vector<uint8_t> buffer(kPiece);
+  for (uint32_t layer = 0; layer < sums.size(); ++layer) {
+    const uint64_t begin = extent.offset + layout.layer_offset(layer, tokens);
+    const uint64_t bytes = layout.layer_bytes(layer, tokens);
+    for (uint64_t done = 0; done < bytes;) {
+      const uint64_t piece = std::min(kPiece, bytes - done);
+      if (!pool_.read(begin + done, buffer.data(), piece)) return {};
+      sums[layer] = crc32c(buffer.data(), piece, sums[layer]);
+      done += piece;
+    }
+  }
+  return sums;
+}
+
+// Verifies, or computes where the writer did not, the checksums of the next blocks, until `limit_bytes` were read. A block whose bytes
+// do not match is dropped and counted.
+ScrubResult Store::scrub(uint64_t limit_bytes) {
+  ScrubResult result;
+  Lock lock = enter();
+  while (result.bytes < limit_bytes) {
+    if (scrub_at_ >= index_.max_blocks()) {
+      scrub_at_ = 0;
+      result.done = true;
+      return result;
+    }
+    const uint32_t record = scrub_at_++;
+    const Control before = control(record);
+    if (before.state() != State::Sealed) continue;
+    const Shape shape = shape_of(record);
+    const Extent extent = extent_of(record);
+    const Layout layout = layout_of(shape.layout);
+    const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
+    const bool known = before.flags() & kFlagChecksummed;
+    bool good = true;
+    {
+      Reading reading(*this, lock, record);
+      const std::vector<uint32_t> sums = layer_checksums(layout, extent, shape.tokens);
+      std::vector<uint32_t> stored(sums.size());
+      if (sums.empty()) good = false;
+      else if (!known) good = pool_.write(where, sums.data(), 4 * sums.size());
+      else good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
+    }
+    result.bytes += layout.layers_bytes(shape.tokens);
+    (known ? result.verified : result.computed) += 1;
+    if (control(record).word != before.word) continue;  // it went meanwhile
+    if (good && !known) index_.record(record).control.store(Control::make(before.generation(), State::Sealed, before.flags() | kFlagChecksummed).word, std::memory_order_release);
+    if (good) continue;
+    check_pool();
+    to_zombie(record, Event::Delete);
+    counters_.corrupt += 1;
+    result.corrupt += 1;
+    scan_zombies();
+  }
+  return result;
+}
+
+}  // namespace kv

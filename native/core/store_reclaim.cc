@@ -1,0 +1,331 @@
+// Making room: what goes, when its memory may be used again, and what happens when a session ends.
+
+#include <time.h>
+
+#include <algorithm>
+
+#include "core/atomics.h"
+#include "core/error.h"
+#include "core/futex.h"
+#include "core/store.h"
+
+namespace kv {
+namespace {
+
+constexpr int kTickBusyMs = 50;   // while something waits to become free
+constexpr int kTickIdleMs = 1000;
+
+// Blocks of another class must be worth this much less per byte before a slab of theirs is broken up.
+constexpr double kStealFactor = 8;
+
+bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
+  return std::binary_search(sorted.begin(), sorted.end(), value);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- pins
+
+// Records whose block is pinned at this moment: poor victims. Sorted.
+std::vector<uint32_t> Store::pinned_records() {
+  std::vector<uint32_t> out;
+  each_pin([&](uint32_t record, uint64_t generation) {
+    if (control(record).generation() == generation) out.push_back(record);
+  });
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+// Unlinked first, then the state: a reader that still found it will see the generation changed, or be seen by the scan.
+void Store::to_zombie(uint32_t record, Event event) {
+  const Control before = control(record);
+  uint8_t flags = 0;
+  if (before.state() == State::Sealed) policy_.remove(class_of(record), record);
+  if (before.state() == State::Created) created_ -= 1;
+  if (before.state() == State::Quarantined)
+    flags = kFlagQuarantined;
+  else
+    index_.erase(key_of(record), record);
+  transition(record, event, State::Zombie, flags);
+  if (before.state() == State::Created) publish_progress(record, Phase::Ended);
+  zombies_.push_back(record);
+}
+
+void Store::free_zombie(uint32_t record) {
+  const Extent extent = extent_of(record);
+  arena_.release(extent, record);
+  used_bytes_ -= extent.length;
+  records_used_ -= 1;
+  transition(record, Event::LastPinGone, State::Free, 0);
+  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
+}
+
+// The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
+// between the writing of its pins and the reading of the generations.
+void Store::scan_zombies() {
+  if (zombies_.empty()) return;
+  fence_full();
+  std::vector<uint32_t> held;
+  each_pin([&](uint32_t record, uint64_t generation) {
+    const Control now = control(record);
+    const uint64_t back = now.flags() & kFlagQuarantined ? 2 : 1;
+    if (now.state() == State::Zombie && generation + back == now.generation()) held.push_back(record);
+  });
+  std::sort(held.begin(), held.end());
+  std::vector<uint32_t> still;
+  for (uint32_t record : zombies_) {
+    if (contains(held, record))
+      still.push_back(record);
+    else
+      free_zombie(record);
+  }
+  zombies_ = std::move(still);
+}
+
+// What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a
+// block that is gone is passed over.
+void Store::drain_rings() {
+  for (auto& [id, session] : sessions_) {
+    if (!session->file) continue;
+    const SessionPage& page = session->file->page();
+    const uint64_t head = page.ring_head.load(std::memory_order_acquire);
+    const uint64_t fresh = std::min<uint64_t>(head - session->drained, kTouchRing);
+    for (uint64_t i = head - fresh; i != head; ++i) {
+      const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
+      if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record);
+    }
+    session->drained = head;
+  }
+}
+
+// ---------------------------------------------------------------- eviction
+
+// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more, then the least valuable
+// blocks of the same class, then the cheapest slab of any class, then the cheapest run of slots just long enough.
+void Store::make_room(uint64_t length, size_t count) {
+  reap_sessions();
+  scan_zombies();
+  drain_rings();
+  const std::vector<uint32_t> pinned = pinned_records();
+  if (free_head_ == Index::kAbsent) evict_least(std::nullopt, count, pinned);
+  const uint64_t size_class = Arena::size_class(length);
+  const uint32_t own = policy_.least(size_class);
+  const uint32_t any = policy_.least();
+  const Ranks ranks{&index_};
+  const bool steal = own == policy_.kNone || ranks.score(any) * kStealFactor < ranks.score(own);
+  if (!steal || !evict_cheapest_run(arena_.slab_bytes_for(length), true, pinned)) evict_least(size_class, count, pinned);
+  scan_zombies();
+  if (arena_.has_room(length)) return;
+  reserved_ = evict_cheapest_run(size_class, false, pinned);
+  scan_zombies();
+}
+
+// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.
+void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned) {
+  std::vector<uint32_t> passed;
+  while (count > 0) {
+    const uint32_t victim = size_class ? policy_.least(*size_class) : policy_.least();
+    if (victim == policy_.kNone) break;
+    if (contains(pinned, victim)) {
+      policy_.remove(class_of(victim), victim);
+      passed.push_back(victim);
+      continue;
+    }
+    to_zombie(victim, Event::Evict);
+    counters_.evictions += 1;
+    --count;
+  }
+  for (uint32_t record : passed) policy_.insert(class_of(record), record);
+}
+
+// Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
+// blocks are worth least together. A free run counts as worth nothing.
+std::optional<Extent> Store::evict_cheapest_run(uint64_t need_bytes, bool by_slab, const std::vector<uint32_t>& pinned) {
+  const std::vector<Arena::Piece> pieces = arena_.pieces(by_slab);
+  const Ranks ranks{&index_};
+  std::vector<double> costs;
+  for (const Arena::Piece& piece : pieces) {
+    double cost = 0;
+    for (uint32_t record : piece.records) {
+      const bool evictable = control(record).state() == State::Sealed && !contains(pinned, record);
+      cost += evictable ? ranks.score(record) * static_cast<double>(extent_of(record).length) : INFINITY;
+    }
+    costs.push_back(cost);
+  }
+  double best = INFINITY;
+  std::pair<size_t, size_t> run{0, 0};
+  for (size_t left = 0, right = 0; right < pieces.size(); ++right) {
+    if (std::isinf(costs[right])) {
+      left = right + 1;
+      continue;
+    }
+    auto length_from = [&](size_t from) { return pieces[right].extent.end() - pieces[from].extent.offset; };
+    while (left < right && length_from(left + 1) >= need_bytes) ++left;
+    if (length_from(left) < need_bytes) continue;
+    double cost = 0;
+    for (size_t i = left; i <= right; ++i) cost += costs[i];
+    if (cost < best) best = cost, run = {left, right + 1};
+  }
+  if (std::isinf(best)) return std::nullopt;
+  for (size_t i = run.first; i < run.second; ++i)
+    for (uint32_t record : pieces[i].records)
+      if (control(record).state() == State::Sealed) {  // one that spans two pieces has gone with the first
+        to_zombie(record, Event::Evict);
+        counters_.evictions += 1;
+      }
+  return Extent{pieces[run.first].extent.offset, need_bytes};
+}
+
+void Store::expire() {
+  timespec now;
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  auto later = [](const auto& a, const auto& b) { return a.first > b.first; };
+  while (!expiries_.empty() && expiries_.front().first <= static_cast<uint64_t>(now.tv_sec)) {
+    const Handle handle = expiries_.front().second;
+    std::pop_heap(expiries_.begin(), expiries_.end(), later);
+    expiries_.pop_back();
+    const Control c = control(handle.record);
+    if (c.state() != State::Sealed || c.generation() != handle.generation) continue;
+    to_zombie(handle.record, Event::Evict);
+    counters_.expired += 1;
+  }
+}
+
+// ---------------------------------------------------------------- sessions
+
+std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid) {
+  uint32_t id;
+  {
+    Lock lock = enter();
+    id = next_session_++;
+  }
+  // The file is made outside the lock: it takes system calls.
+  auto session = std::make_unique<Session>();
+  session->id = id;
+  session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins);
+  session->guard = Guard(session->file->mapping(), &session->truncated);
+  session->attached = true;
+  session->pid = pid, session->uid = uid;
+  Fd locked = session->file->take_locked();
+  Lock lock(mutex_);
+  sessions_.emplace(id, std::move(session));
+  return {id, std::move(locked)};
+}
+
+bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
+  Lock lock = enter();
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return false;
+  Session& session = *found->second;
+  if (!session.file || session.attached || session.truncated || session.file->token() != token) return false;
+  session.attached = session.resumed = true;
+  session.since = std::chrono::steady_clock::now();
+  session.ended = false;
+  session.pid = pid, session.uid = uid;
+  return true;
+}
+
+uint32_t Store::open_owner() {
+  Lock lock = enter();
+  const uint32_t id = next_session_++;
+  auto session = std::make_unique<Session>();
+  session->id = id;
+  session->attached = true;
+  sessions_.emplace(id, std::move(session));
+  return id;
+}
+
+// Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free.
+void Store::end_session_locked(Session& session) {
+  session.ended = true;
+  session.attached = false;
+  for (uint32_t record : session.unsealed) {
+    if (control(record).state() != State::Created) continue;
+    if (!session.file) {  // nobody but this process wrote here
+      to_zombie(record, Event::Abort);
+      continue;
+    }
+    index_.erase(key_of(record), record);
+    transition(record, Event::SessionEnd, State::Quarantined, 0);
+    created_ -= 1, quarantined_ += 1;
+    publish_progress(record, Phase::Ended);
+  }
+}
+
+void Store::end_session(uint32_t id) {
+  Lock lock(mutex_);
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || found->second->ended) return;
+  end_session_locked(*found->second);
+  if (!found->second->file) sessions_.erase(found);
+  reap_sessions();
+  scan_zombies();
+}
+
+void Store::reap_sessions() {
+  for (auto it = sessions_.begin(); it != sessions_.end();) {
+    Session& session = *it->second;
+    if (!session.ended || !session.file->lock_free()) {
+      ++it;
+      continue;
+    }
+    for (uint32_t record : session.unsealed) {
+      if (control(record).state() != State::Quarantined) continue;
+      quarantined_ -= 1;
+      to_zombie(record, Event::SessionLockFree);
+    }
+    counters_.hits += session.file->page().hits.load(std::memory_order_relaxed);
+    counters_.misses += session.file->page().misses.load(std::memory_order_relaxed);
+    session.file->unlink();
+    it = sessions_.erase(it);
+  }
+}
+
+uint64_t Store::session_page_bytes(uint32_t id) {
+  Lock lock(mutex_);
+  const auto found = sessions_.find(id);
+  return found == sessions_.end() || !found->second->file ? 0 : found->second->file->bytes();
+}
+
+std::vector<Store::SessionInfo> Store::sessions() {
+  Lock lock(mutex_);
+  std::vector<SessionInfo> out;
+  for (auto& [id, s] : sessions_) {
+    if (!s->file) continue;
+    uint64_t pins = 0;
+    s->file->each_pin([&](uint64_t) { ++pins; });
+    const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
+    out.push_back({id, s->pid, s->uid, pins, s->unsealed.size(), attached.count(), s->attached, s->resumed});
+  }
+  return out;
+}
+
+// ---------------------------------------------------------------- the clock, and broken memory
+
+void Store::check_memory() {
+  if (fence_.empty() && progress_truncated_.load(std::memory_order_acquire)) fence_ = "a client truncated its progress words";
+}
+
+void Store::check_pool() {
+  if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
+  if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
+}
+
+int Store::tick() {
+  Lock lock(mutex_);
+  check_memory();
+  if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
+  for (auto& [id, session] : sessions_)
+    if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
+  reap_sessions();
+  expire();
+  scan_zombies();
+  drain_rings();
+  bool waiting = !zombies_.empty();
+  for (auto& [id, session] : sessions_) waiting |= session->ended;
+  return waiting ? kTickBusyMs : kTickIdleMs;
+}
+
+}  // namespace kv
