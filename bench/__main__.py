@@ -85,7 +85,9 @@ def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Ins
             if column in installed.absent:
                 run["absent"].append({"column": column, "reason": installed.absent[column]})
                 continue
-            answer = run_script(module, column, quick, {"KVBENCH_KVBOOST": installed.kvboost_path})
+            answer = run_script(
+                module, column, quick, {"KVBENCH_KVBOOST": installed.kvboost_path, "OMP_NUM_THREADS": "1"}
+            )
             merge_rows(found, answer["rows"])
             run["absent"] += answer.get("absent", [])
         run["rows"] += found

@@ -1,0 +1,152 @@
+"""Goal: the bench's table says what its figures say: the right unit and column, ratios taken round by round, and every
+contender that could not be measured named with its reason.
+
+Method: a run's JSON as a fixture in this file, its Markdown read back cell by cell; the figures from made-up nanoseconds.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.figures import absent_cell, add_ratios, cell_of, percentile
+from bench.table import markdown, number
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = {
+    "format": 1,
+    "command": "python -m bench",
+    "quick": False,
+    "started": "2026-01-02 03:04 UTC",
+    "rounds": 3,
+    "machine": {"model": "A CPU", "cores": 2, "memory_gib": 23.5, "kernel": "6.1", "glibc": "glibc 2.36",
+                "python": "3.11.7", "load_1m": 0.1},
+    "versions": {"redis": "redis 7.0.15", "limit": "glibc 2.36"},
+    "absent": [{"column": "mooncake", "reason": "not installed: no such wheel"}],
+    "rows": [
+        {"id": "lookup64", "title": "look-up", "reach": "≤ 3.5 µs", "cells": [
+            {"column": "kvstored", "variant": "", "unit": "us", "value": 2.134, "p99": 3.0, "note": "500,000 resident"},
+            {"column": "redis", "variant": "", "unit": "us", "value": 1140.2, "p99": None, "note": ""},
+            {"column": "vineyard", "variant": "", "absent": "did not start: no socket"}]},
+        {"id": "put1m", "title": "put", "reach": "≥ 1 ×", "cells": [
+            {"column": "kvstored", "variant": "NumPy fill", "unit": "GB/s", "value": 9.5, "ratio": 0.8, "ratio_of": "memcpy"},
+            {"column": "kvstored", "variant": "copy_into", "unit": "GB/s", "value": 15.1, "ratio": 1.21,
+             "ratio_of": "memcpy", "overhead_us": 21.4},
+            {"column": "limit", "variant": "memcpy", "unit": "GB/s", "value": 12.5},
+            {"column": "limit", "variant": "non-temporal", "absent": "no C compiler"},
+            {"column": "vineyard", "variant": "", "absent": "did not start: no socket"}]},
+        {"id": "readers2", "title": "readers", "reach": "", "cells": [
+            {"column": "kvstored", "variant": "", "unit": "/s", "value": 1234567, "ratio": 1.9, "ratio_of": "one client",
+             "fairness": 0.97}]},
+    ],
+}  # fmt: skip
+
+
+def table_of(run) -> dict[str, dict[str, str]]:
+    """{row title: {heading: text}} of the Markdown."""
+    lines = [line for line in markdown(run).splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert set(split[1]) == {"---"} and len({len(cells) for cells in split}) == 1
+    return {cells[0]: dict(zip(split[0], cells, strict=True)) for cells in split[2:]}
+
+
+def test_a_figure_keeps_its_unit_and_its_extras():
+    table = table_of(RUN)
+    assert table["look-up"]["kvstored"] == "2.13 µs (p99 3.00; 500,000 resident)"
+    assert table["look-up"]["Redis"] == "1,140 µs"
+    assert table["readers"]["kvstored"] == "1,234,567 /s = 1.90 × one client (slowest 0.97 × fastest)"
+
+
+def test_variants_of_one_column_share_a_cell():
+    table = table_of(RUN)
+    assert table["put"]["kvstored"] == (
+        "NumPy fill: 9.50 GB/s = 0.80 × memcpy<br>copy_into: 15.1 GB/s = 1.21 × memcpy (21.4 µs beside the copy)"
+    )
+    assert table["put"]["limit"] == "memcpy: 12.5 GB/s<br>non-temporal: — [2]"
+
+
+def test_what_was_not_measured_is_named_once_with_its_reason():
+    table, text = table_of(RUN), markdown(RUN)
+    assert table["look-up"]["vineyard"] == table["put"]["vineyard"] == "— [1]"
+    assert text.count("did not start: no socket") == 1
+    assert "1. vineyard: did not start: no socket" in text
+    assert "2. limit: no C compiler" in text
+    assert "3. Mooncake: not installed: no such wheel" in text
+    assert table["look-up"]["Mooncake"] == "— [3]"
+
+
+def test_a_column_nobody_asked_for_is_not_shown():
+    assert "KVBoost" not in table_of(RUN)["look-up"]
+
+
+def test_machine_and_command_stand_above_the_table():
+    first = markdown(RUN).splitlines()[0]
+    for part in ("A CPU", "2 cores", "kernel 6.1", "load 0.1", "`python -m bench`", "3 rounds"):
+        assert part in first
+
+
+def test_quick_says_so():
+    quick = copy.deepcopy(RUN)
+    quick["quick"] = True
+    assert "quick" in markdown(quick).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.714, "0.71"),
+        (9.999, "10.00"),
+        (12.46, "12.5"),
+        (20.0, "20"),
+        (260.4, "260"),
+        (1140, "1,140"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def answer(ns, part_ns=()):
+    return {"ns": ns, "part_ns": list(part_ns), "cpu_ns": sum(ns), "server_cpu_ns": 0, "note": ""}
+
+
+def test_latency_figures():
+    cell = cell_of("redis", "", [answer([1000, 2000, 9000]), answer([3000, 3000, 3000])])
+    assert (cell["unit"], cell["value"], cell["p99"], cell["n"]) == ("us", 3.0, 9.0, 6)
+    assert cell["rounds"] == [2.0, 3.0]
+    assert "overhead_us" not in cell
+
+
+def test_bandwidth_figures_and_what_lies_beside_the_copy():
+    cell = cell_of(
+        "kvstored", "copy_into", [answer([100_000, 100_000], [70_000, 80_000])], bytes_per_call=1_000_000
+    )
+    assert (cell["unit"], cell["value"], cell["median_us"]) == ("GB/s", 10.0, 100.0)
+    assert cell["overhead_us"] == 25.0
+
+
+def test_ratios_compare_neighbours_in_time():
+    """A machine that slows down for all in the second half must not change the ratio."""
+    limit = cell_of("limit", "memcpy", [answer([100]), answer([400]), answer([400])], 1000)
+    own = cell_of("kvstored", "", [answer([50]), answer([200]), answer([200])], 1000)
+    add_ratios([own, limit, absent_cell("redis", "", "gone")], limit, "memcpy")
+    assert own["ratio"] == 2.0
+    assert "ratio" not in limit
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 5), (0.99, 10), (1.0, 10), (0.0, 1)])
+def test_percentile(share, value):
+    assert percentile(list(range(10, 0, -1)), share) == value
+
+
+def test_the_command_prints_the_table_of_a_file(tmp_path):
+    target = tmp_path / "run.json"
+    target.write_text(json.dumps(RUN))
+    done = subprocess.run([sys.executable, "-m", "bench", "--table", str(target)], cwd=ROOT, text=True,
+                          capture_output=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == markdown(RUN)
