@@ -23,7 +23,7 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     if abs(value) >= 100:
         return f"{value:.0f}"
-    if abs(value) >= 10:
+    if round(abs(value), 2) >= 10:
         return f"{value:.1f}".removesuffix(".0")
     return f"{value:.2f}"
 
