@@ -12,6 +12,7 @@ HEADINGS = {column: column for column in COLUMNS} | {
     "mooncake": "Mooncake",
     "kvboost": "KVBoost",
 }
+SHOWN_SERVER_SHARE = 0.05  # below it the server has no part in the operation
 UNITS = {"us": "µs", "x": "×"}
 
 
@@ -39,6 +40,8 @@ def cell_text(cell: dict) -> str:
         extras.append(f"p99 {number(cell['p99'])}")
     if cell.get("overhead_us") is not None:
         extras.append(f"{number(cell['overhead_us'])} µs beside the copy")
+    if cell["unit"] == "us" and cell.get("server_cpu_us", 0) > SHOWN_SERVER_SHARE * cell["value"]:
+        extras.append(f"{number(cell['server_cpu_us'])} µs of the server's CPU")
     if cell.get("fairness") is not None:
         extras.append(f"slowest {cell['fairness']:.2f} × fastest")
     if cell.get("note"):

@@ -1,7 +1,7 @@
-"""Goal: the bench's table says what its figures say: the right unit and column, ratios taken round by round, and
-every contender that could not be measured named with its reason.
+"""Goal: the bench's table says what its figures say: unit, column, ratios taken round by round, and every
+contender that could not be measured named with its reason.
 
-Method: a run's JSON as a fixture in this file, its Markdown read back cell by cell; figures from made-up times.
+Method: a run's JSON as a fixture in this file, its Markdown read back cell by cell; figures from given times.
 """
 
 import copy
@@ -29,8 +29,9 @@ RUN = {
     "rows": [
         {"id": "lookup64", "title": "look-up", "reach": "≤ 3.5 µs", "cells": [
             {"column": "kvstored", "variant": "", "unit": "us", "value": 2.134, "p99": 3.0,
-             "note": "500,000 resident"},
-            {"column": "redis", "variant": "", "unit": "us", "value": 1140.2, "p99": None, "note": ""},
+             "server_cpu_us": 0.01, "note": "500,000 resident"},
+            {"column": "redis", "variant": "", "unit": "us", "value": 1140.2, "p99": None,
+             "server_cpu_us": 700.4, "note": ""},
             {"column": "vineyard", "variant": "", "absent": "did not start: no socket"}]},
         {"id": "put1m", "title": "put", "reach": "≥ 1 ×", "cells": [
             {"column": "kvstored", "variant": "NumPy fill", "unit": "GB/s", "value": 9.5, "ratio": 0.8,
@@ -58,7 +59,7 @@ def table_of(run) -> dict[str, dict[str, str]]:
 def test_a_figure_keeps_its_unit_and_its_extras():
     table = table_of(RUN)
     assert table["look-up"]["kvstored"] == "2.13 µs (p99 3.00; 500,000 resident)"
-    assert table["look-up"]["Redis"] == "1,140 µs"
+    assert table["look-up"]["Redis"] == "1,140 µs (700 µs of the server's CPU)"
     assert table["readers"]["kvstored"] == "1,234,567 /s = 1.90 × one client (slowest 0.97 × fastest)"
 
 
