@@ -103,7 +103,6 @@ __attribute__((target("sse4.2"))) Stretches stretches_sse42(uint8_t* dst, const 
   }
   if constexpr (kCopy) _mm_sfence();
   Stretches result;
-#pragma GCC unroll 4
   for (int s = 0; s < kStretches; ++s) result[s] = static_cast<uint32_t>(crc[s]);
   return result;
 }
@@ -129,7 +128,6 @@ __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(
     }
   if constexpr (kCopy) _mm_sfence();
   Stretches crc;
-#pragma GCC unroll 4
   for (int s = 0; s < kStretches; ++s) {
     alignas(64) uint8_t bytes[64];
     _mm512_store_si512(bytes, rest[s]);
