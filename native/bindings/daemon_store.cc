@@ -112,7 +112,7 @@ nb::object describe(Store& store, const nb::bytes& key) {
 
 nb::list list(Store& store, int64_t after, uint32_t limit, const nb::bytes& prefix) {
   nb::list out;
-  for (const auto& one : store.list(static_cast<uint32_t>(after), limit, view(prefix))) out.append(to_dict(store, one));
+  for (const auto& one : store.list(static_cast<uint32_t>(after + 1), limit, view(prefix))) out.append(to_dict(store, one));
   return out;
 }
 
@@ -139,6 +139,20 @@ nb::object read_block(Store& store, const nb::bytes& key, uint64_t offset, int64
     data = store.read(wanted, offset, length < 0 ? ~0ull : static_cast<uint64_t>(length));
   }
   return data ? nb::object(to_bytes(*data)) : nb::none();
+}
+
+nb::object read_at(Store& store, uint32_t record, uint64_t generation, uint64_t offset, uint64_t length) {
+  std::optional<std::vector<uint8_t>> data;
+  {
+    nb::gil_scoped_release release;
+    data = store.read_at({record, generation}, offset, length);
+  }
+  return data ? nb::object(to_bytes(*data)) : nb::none();
+}
+
+uint32_t wait_layers(Store& store, uint32_t record, uint64_t generation, uint32_t layers, uint32_t timeout_ms) {
+  nb::gil_scoped_release release;
+  return store.wait_layers({record, generation}, layers, timeout_ms);
 }
 
 nb::dict scrub(Store& store, uint64_t limit) {
@@ -194,6 +208,8 @@ void bind_store(nb::module_& m) {
       .def("seal", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, true); })
       .def("abort", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, false); })
       .def("read", &read_block, nb::arg("key"), nb::arg("offset") = 0, nb::arg("length") = -1)
+      .def("read_at", &read_at, nb::arg("record"), nb::arg("generation"), nb::arg("offset"), nb::arg("length"))
+      .def("wait_layers", &wait_layers, nb::arg("record"), nb::arg("generation"), nb::arg("layers"), nb::arg("timeout_ms"))
       .def("describe", &describe)
       .def("delete", [](Store& s, const nb::bytes& keys) {
              nb::bytes out = each_key(keys, [&](const Key& key) { return s.remove(key); });

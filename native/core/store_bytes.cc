@@ -6,6 +6,7 @@
 
 #include "core/checksum.h"
 #include "core/error.h"
+#include "core/futex.h"
 #include "core/store.h"
 
 namespace kv {
@@ -55,6 +56,56 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
   if (!good) check_pool();
   if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
   return out;
+}
+
+std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offset, uint64_t length) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed)) return std::nullopt;
+  const Shape shape = shape_of(handle.record);
+  const uint64_t layers = layout_of(shape.layout).layers_bytes(shape.tokens);
+  if (offset > layers) throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  const uint64_t at = extent_of(handle.record).offset + offset;
+  std::vector<uint8_t> out(std::min(length, layers - offset));
+  bool good;
+  {
+    Reading reading(*this, lock, handle.record);
+    good = pool_.read(at, out.data(), out.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
+  // A quarantined writer may have changed the bytes under the copy.
+  if (control(handle.record).generation() != handle.generation) return std::nullopt;
+  return out;
+}
+
+uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms) {
+  timespec deadline;
+  ::clock_gettime(CLOCK_MONOTONIC, &deadline);
+  const uint64_t end_ns = static_cast<uint64_t>(deadline.tv_sec) * 1'000'000'000 + deadline.tv_nsec + uint64_t{timeout_ms} * 1'000'000;
+  deadline = {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const std::atomic<uint64_t>& progress = progress_[handle.record];
+  for (;;) {
+    // The word before the record: what changes behind this load wakes the wait below. The record decides, the word only hints.
+    const uint64_t word = progress.load(std::memory_order_acquire);
+    uint32_t limit;
+    {
+      Lock lock = enter();
+      const Control now = control(handle.record);
+      if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
+        throw Error(Code::BlockLost, "its writer gave the block up");
+      limit = layout_of(shape_of(handle.record).layout).num_layers();
+      if (now.state() == State::Sealed) return limit;
+    }
+    const uint32_t ready = progress_generation(word) == handle.generation ? std::min(progress_layers(word), limit) : 0;
+    timespec now;
+    ::clock_gettime(CLOCK_MONOTONIC, &now);
+    const uint64_t now_ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+    if (ready >= layers || now_ns >= end_ns) return ready;
+    futex_wait(progress, static_cast<uint32_t>(word), deadline);
+  }
 }
 
 void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data) {
