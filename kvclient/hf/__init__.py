@@ -1,0 +1,19 @@
+"""kvclient.hf: a stock transformers model.generate() over the store.
+
+    kv = kvclient.hf.attach(model, client)
+    model.generate(**inputs)            # looks up, loads, generates, publishes
+    kv.last.reused_tokens, kv.last.ttft_s
+    with kv.bypass(write=False): …      # without reading from the store; kv.bypass(): nor writing to it
+    kv.detach()
+
+The only package that imports transformers. Reading order: attach (the hooks) → request (the steps of one
+call) → prompt, prefix, cache, publish (what the steps use) → structure, dimensions, selftest (what is known
+of a model).
+"""
+
+from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.report import Report
+from kvclient.hf.selftest import Verdict, self_test
+from kvclient.hf.structure import Refused
+
+__all__ = ["Attachment", "Refused", "Report", "Verdict", "attach", "self_test"]

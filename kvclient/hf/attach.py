@@ -1,0 +1,300 @@
+"""attach(): a stock model.generate() that looks up, loads, generates and publishes.
+
+Owns the two methods it puts on the model instance (generate, and the _prefill step inside it) and takes them
+off again. Never changes the model's class, weights or configuration. Invariant: a call runs either wholly
+with what was found out about the model as it is now, or wholly without the store, and then `last.bypassed`
+says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import time
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvclient.blocks.identity import reuse_identity
+from kvclient.blocks.layout import Layout
+from kvclient.errors import InvalidArgument
+from kvclient.hf.dimensions import read_dimensions, watch
+from kvclient.hf.report import Report, Totals
+from kvclient.hf.request import Options, Request, Subject
+from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
+
+POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
+_attached: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: torch.nn.Module,
+    client: Any,
+    *,
+    block_tokens: int = 128,
+    salt: bytes | str | None = None,
+    priority: int = 35,
+    ttl_s: float | None = None,
+    follow: bool = True,
+    follow_timeout_s: float = 5.0,
+    publish_generated: bool = True,
+    weights_digest: bytes | None = None,
+    self_test: bool = True,
+) -> Attachment:
+    """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
+    served right.
+
+    salt: prompts under different salts share nothing. follow: take KV layer by layer from a process that is
+    computing it now; follow_timeout_s without progress of it, and this one computes by itself.
+    weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every start (1.3
+    GB/s a core).
+    """
+    model = base_model(model)
+    if model in _attached:
+        raise InvalidArgument("this model is attached already; detach() that one first")
+    if not 0 < follow_timeout_s <= 3600:
+        raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
+    options = Options(
+        block_tokens,
+        priority,
+        ttl_s,
+        follow,
+        float(follow_timeout_s),
+        publish_generated,
+        _chunked_reads(model),
+    )
+    salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
+    attachment = Attachment(model, client, options, salt_bytes, weights_digest)
+    if self_test:
+        from kvclient.hf.selftest import self_test as run_self_test
+
+        attachment.padded = run_self_test(model).padded
+    attachment._install(model)
+    return attachment
+
+
+class Attachment:
+    """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all
+    calls.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, client: Any, options: Options, salt: bytes, weights_digest: bytes | None
+    ) -> None:
+        from kvclient import chain  # the native part, for those who attach
+
+        self.client = client
+        self.padded = True  # whether rows with left padding are served; the self-test decides
+        self.last: Report | None = None
+        self._make_chain = chain
+        self._options, self._salt, self._weights_digest = options, salt, weights_digest
+        self._model = weakref.ref(model)
+        self._totals = Totals()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._examine(model)
+
+    # ---------------------------------------------------------------- what users call
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return self._totals.snapshot()
+
+    @property
+    def identity(self) -> bytes:
+        """The reuse identity: 32 bytes that two processes share exactly if their KV is interchangeable."""
+        return self._subject.identity
+
+    @contextlib.contextmanager
+    def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:
+        """Within it, this thread's calls do not read from the store, do not write to it, or neither."""
+        before = getattr(self._local, "bypass", (False, False))
+        self._local.bypass = (before[0] or read, before[1] or write)
+        try:
+            yield
+        finally:
+            self._local.bypass = before
+
+    def refresh(self) -> None:
+        """Digests the model anew: needed only after its weights were written through `.data`."""
+        model = self._model()
+        if model is not None:
+            with self._lock:
+                self._examine(model)
+
+    def detach(self) -> None:
+        """Gives the model its own generate() back. Idempotent; the client stays open."""
+        model = self._model()
+        if model is not None and _attached.get(model) is self:
+            del _attached[model]
+            for name, before in self._before.items():
+                if before is None:
+                    model.__dict__.pop(name, None)
+                else:
+                    model.__dict__[name] = before
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.detach()
+
+    # ---------------------------------------------------------------- what it knows about the model
+
+    def _examine(self, model: torch.nn.Module) -> None:
+        self._watched = watch(model)
+        kv = check_structure(model)
+        layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], self._options.block_tokens)
+        dimensions = read_dimensions(
+            model,
+            bytes(layout),
+            (kv.layers, kv.heads),
+            DTYPE_NAMES[kv.dtype],
+            self._salt,
+            self._weights_digest,
+        )
+        layout_id = self.client.register_layout(layout)
+        self._subject = Subject(
+            reuse_identity(dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype
+        )
+        self._refusal: str | None = None
+
+    def _current(self, model: torch.nn.Module) -> Subject | None:
+        """The model as it is now, or None if it was changed into one that is refused."""
+        with self._lock:
+            if watch(model) != self._watched:
+                try:
+                    self._examine(model)
+                except Refused as refused:
+                    self._refusal = str(refused)
+            return self._subject if self._refusal is None else None
+
+    # ---------------------------------------------------------------- inside generate()
+
+    def _install(self, model: torch.nn.Module) -> None:
+        self._before = {name: model.__dict__.get(name) for name in ("generate", "_prefill")}
+        model.__dict__["generate"] = types.MethodType(_generate, model)
+        model.__dict__["_prefill"] = types.MethodType(_prefill, model)
+        _attached[model] = self
+
+    def _own(self, model: torch.nn.Module, name: str) -> Any:
+        before = self._before[name]
+        return before if before is not None else functools.partial(getattr(type(model), name), model)
+
+    def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started = time.perf_counter()
+        reason = self._outside(model, args, kwargs)
+        if reason is not None:
+            return self._run_without(reason, started, model, args, kwargs)
+        subject = self._current(model)
+        if subject is None:
+            return self._run_without("refused", started, model, args, kwargs)
+        no_read, no_write = getattr(self._local, "bypass", (False, False))
+        request = Request(
+            self.client, subject, self._options, self._make_chain,
+            not no_read, not no_write, self.padded, started,
+        )  # fmt: skip
+        args, kwargs = _with_criterion(args, kwargs, _TokenSeen(request))
+        outer, self._local.request = getattr(self._local, "request", None), request
+        try:
+            return self._own(model, "generate")(*args, **kwargs)
+        finally:
+            self._local.request = outer
+            self.last = request.finish()
+            self._totals.add(self.last)
+
+    def _outside(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call is none of ours, as far as its arguments say."""
+        given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+        if getattr(self._local, "bypass", None) == (True, True):
+            return "bypass"
+        if given.get("past_key_values") is not None:
+            return "user_cache"
+        if given.get("custom_generate") is not None:
+            return "custom_generate"
+        config = given.get("generation_config") or model.generation_config
+        implementation = given.get("cache_implementation", getattr(config, "cache_implementation", None))
+        return "cache_implementation" if implementation not in (None, "dynamic") else None
+
+    def _run_without(
+        self,
+        reason: str,
+        started: float,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        outer, self._local.request = getattr(self._local, "request", None), None
+        try:
+            return self._own(model, "generate")(*args, **kwargs)
+        finally:
+            self._local.request = outer
+            self.last = Report(bypassed=reason, total_s=time.perf_counter() - started)
+            self._totals.add(self.last)
+
+
+class _TokenSeen(StoppingCriteria):
+    """Stops nothing: transformers calls it with every new token."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._none: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
+        self._request.token(input_ids)
+        if self._none is None or self._none.shape[0] != input_ids.shape[0]:
+            self._none = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._none
+
+
+def _with_criterion(
+    args: tuple[Any, ...], kwargs: dict[str, Any], criterion: StoppingCriteria
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    place = POSITIONAL.index("stopping_criteria")
+    users = args[place] if len(args) > place else kwargs.get("stopping_criteria")
+    criteria = StoppingCriteriaList([*(users or []), criterion])
+    if len(args) > place:
+        return (*args[:place], criteria, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "stopping_criteria": criteria}
+
+
+# Bound to the instance, so that a deep copy of the model is bound to the copy, which is not attached.
+
+
+def _generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    attachment = _attached.get(model)
+    if attachment is None:
+        return type(model).generate(model, *args, **kwargs)
+    return attachment._run(model, args, kwargs)
+
+
+def _prefill(
+    model: torch.nn.Module, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    attachment = _attached.get(model)
+    own = (
+        functools.partial(type(model)._prefill, model)
+        if attachment is None
+        else attachment._own(model, "_prefill")
+    )
+
+    def run() -> Any:
+        return own(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    request = getattr(attachment._local, "request", None) if attachment is not None else None
+    if request is None:
+        return run()
+    return request.prefill(model, run, input_ids, generation_config, model_kwargs)
+
+
+def _chunked_reads(model: torch.nn.Module) -> bool:
+    # Releases whose _prefill knows of later iterations slice what a filled cache already holds, chunks
+    # included.
+    return "is_first_iteration" in inspect.signature(type(model)._prefill).parameters

@@ -1,0 +1,154 @@
+"""The blocks of a prompt that another request has computed, or is computing now, as a Source for StoreLayers.
+
+Owns the pins of one request's blocks until they are loaded. Never hands over a block whose token ids, kept in
+its meta area, are not the prompt's: a key is a hash, and a hit is confirmed, not trusted. Invariant: load()
+either fills every column it promised or raises Lost; there is no third outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvclient.blocks import meta
+from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
+from kvclient.hf.prompt import Group
+
+
+class Lost(Exception):
+    """A followed block will not come: its writer died, gave up or stands still. Internal: the request
+    computes.
+    """
+
+
+@dataclass
+class Clock:
+    """Seconds spent where, of one request."""
+
+    load_s: float = 0.0
+    wait_s: float = 0.0
+    publish_s: float = 0.0
+
+
+@dataclass
+class Found:
+    """The leading blocks of one group's chain."""
+
+    group: Group
+    chain: Any
+    views: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)  # what to release
+    pending: set[int] = field(default_factory=set)  # indices of views that were still being written
+
+    @property
+    def tokens(self) -> int:
+        return len(self.views) * self.chain.block_tokens
+
+    def extend(self, client: Any, stop: int, layout_id: int, follow: bool) -> None:
+        """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
+        start = len(self.views)
+        if start >= stop:
+            return
+        blocks = client.get(self.chain[start:stop], follow=follow)
+        self.handles.append(blocks)
+        for offset in range(stop - start):
+            try:
+                view = blocks[offset]
+            except PinsExhausted:
+                return
+            if view is None or view.layout_id != layout_id or view.tokens != self.chain.block_tokens:
+                return
+            if not view.sealed:
+                self.pending.add(start + offset)
+            elif not self.confirmed(start + offset, view):
+                return
+            self.views.append(view)
+
+    def drop_pending(self) -> None:
+        if self.pending:
+            del self.views[min(self.pending) :]
+            self.pending.clear()
+
+    def confirmed(self, index: int, view: Any) -> bool:
+        size = self.chain.block_tokens
+        wanted = self.group.tokens[index * size : (index + 1) * size].tobytes()
+        known = meta.unpack(view.meta, view.tokens)
+        return known is not None and known.token_ids == wanted
+
+    def release(self) -> None:
+        self.views.clear()
+        for handle in self.handles:
+            handle.release()
+        self.handles.clear()
+
+
+class Prefix:
+    """Source of the first `columns` columns of every row."""
+
+    def __init__(self, found: list[Found], columns: int, layers: int, stall_s: float, clock: Clock) -> None:
+        self.found = found
+        self.columns = columns
+        self._layers = layers
+        self._stall_s = stall_s
+        self._clock = clock
+
+    @property
+    def followed_tokens(self) -> int:
+        return sum(
+            max(0, min(self.columns - found.group.pad - index * size, size)) * len(found.group.rows)
+            for found in self.found
+            for size in (found.chain.block_tokens,)
+            for index in found.pending
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens handed over, all rows."""
+        return sum(max(0, self.columns - f.group.pad) * len(f.group.rows) for f in self.found)
+
+    def load(self, layer: int, storage: torch.Tensor) -> None:
+        for found in self.found:
+            if found.pending:
+                self._wait(found, layer)
+            started = time.perf_counter()
+            self._load(found, layer, storage)
+            self._clock.load_s += time.perf_counter() - started
+        if layer == self._layers - 1:
+            self._finish()
+
+    def _wait(self, found: Found, layer: int) -> None:
+        started = time.perf_counter()
+        try:
+            for index in sorted(found.pending):
+                found.views[index].wait_layer(layer, self._stall_s)
+        except (BlockLost, DeadlineExceeded) as error:
+            raise Lost(str(error)) from error
+        finally:
+            self._clock.wait_s += time.perf_counter() - started
+
+    def _load(self, found: Found, layer: int, storage: torch.Tensor) -> None:
+        pad, size = found.group.pad, found.chain.block_tokens
+        for row in found.group.rows:
+            target = storage[:, row]
+            if pad:
+                target[:, :, : min(pad, self.columns)] = 0  # attended to by nobody, but 0 x NaN is NaN
+            for index, view in enumerate(found.views):
+                start = pad + index * size
+                count = min(size, self.columns - start)
+                if count <= 0:
+                    break
+                try:
+                    block = view.tensor(layer)
+                except (Closed, InvalidArgument) as error:
+                    raise Lost(str(error)) from error
+                target[:, :, start : start + count] = block if count == size else block[:, :, :count]
+
+    def _finish(self) -> None:
+        """All layers are here. Followed blocks could not be confirmed before."""
+        for found in self.found:
+            for index in found.pending:
+                if not found.confirmed(index, found.views[index]):
+                    raise Lost(f"block {index} holds other tokens than its key says")

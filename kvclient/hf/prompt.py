@@ -1,0 +1,132 @@
+"""What a generate() call asks for, as rows of tokens; or why the store stays out of it.
+
+Owns the reading of transformers' arguments. Never talks to the store. Invariant: a Prompt describes rows
+whose tokens stand at positions 0..n-1 behind left padding and are attended to causally; whatever is not
+certainly that is a reason (a short stable word for counting) and the call runs as if the store were not
+there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+# Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
+# tokens are not all the model sees (images, token types, adapters' own arguments, …).
+HARMLESS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+class Bypassed(Exception):
+    """Not an error: the store stays out of this call. `reason` is what is counted, `detail` says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass
+class Group:
+    """Rows with the same tokens and padding: beams, samples of one prompt, repeated prompts."""
+
+    tokens: np.ndarray  # int32, without the padding
+    pad: int
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Prompt:
+    groups: list[Group]
+    rows: int
+    length: int  # columns, padding included
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all rows."""
+        return sum(len(group.tokens) * len(group.rows) for group in self.groups)
+
+
+def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
+    """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
+    _check_model(model, input_ids)
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise Bypassed("inputs", "inputs_embeds")
+    _check_cache(model_kwargs)
+    for name, value in model_kwargs.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise Bypassed("model_arguments", name)
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32) or not input_ids.numel():
+        raise Bypassed("inputs", f"input_ids of shape {list(input_ids.shape)} and {input_ids.dtype}")
+    rows, length = input_ids.shape
+    pads = _padding(model_kwargs.get("attention_mask"), rows, length)
+    _check_positions(model_kwargs.get("position_ids"), pads, length)
+    tokens = input_ids.to("cpu", torch.int32).numpy()
+    groups: dict[tuple[int, bytes], Group] = {}
+    for row in range(rows):
+        own = np.ascontiguousarray(tokens[row, pads[row] :])
+        key = (pads[row], own.tobytes() if rows > 1 else b"")
+        groups.setdefault(key, Group(own, pads[row])).rows.append(row)
+    return Prompt(list(groups.values()), rows, length)
+
+
+def _check_model(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
+    if model.training:
+        raise Bypassed("training", "dropout makes KV random; call model.eval()")
+    if torch.is_autocast_enabled(input_ids.device.type):
+        raise Bypassed("autocast", "autocast changes the dtype the model computes in")
+
+
+def _check_cache(model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True):
+        raise Bypassed("no_cache")
+    if cache is None:
+        return  # transformers 5.0 leaves it to the model to make a DynamicCache
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        raise Bypassed("cache_implementation", type(cache).__name__)
+    if cache.get_seq_length():
+        raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
+
+
+def _padding(mask: torch.Tensor | None, rows: int, length: int) -> list[int]:
+    """The number of padding tokens left of each row."""
+    if mask is None:
+        return [0] * rows
+    if mask.ndim != 2 or tuple(mask.shape) != (rows, length):
+        raise Bypassed("attention_mask", f"of shape {list(mask.shape)} for {rows} rows of {length}")
+    real = mask != 0
+    pads = length - real.sum(dim=1)
+    if not torch.equal(real, torch.arange(length, device=mask.device) >= pads[:, None]):
+        raise Bypassed("attention_mask", "not left padding")
+    pads = pads.tolist()
+    if max(pads) == length:
+        raise Bypassed("attention_mask", "a row without tokens")
+    return pads
+
+
+def _check_positions(positions: torch.Tensor | None, pads: list[int], length: int) -> None:
+    if positions is None:
+        return
+    if positions.ndim != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, len(pads)):
+        raise Bypassed("position_ids", f"of shape {list(positions.shape)}")
+    columns = torch.arange(length, device=positions.device)
+    pad = torch.tensor(pads, device=positions.device)[:, None]
+    if not ((positions == columns - pad) | (columns < pad)).all():
+        raise Bypassed("position_ids", "not 0 to n-1")

@@ -1,0 +1,143 @@
+"""Writes what the model computes into blocks, layer by layer, while it computes.
+
+Owns the blocks granted to one request until they are sealed or aborted. Never computes anything: what is
+stored is the layer's own memory, copied once. Invariant: a block is sealed only when each of its layers has
+all its tokens; whatever else happens to the request, everything granted is sealed or aborted at its end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvclient.blocks import meta
+from kvclient.errors import BlockLost
+from kvclient.hf.prefix import Clock
+
+
+@dataclass
+class Slot:
+    """One granted block and the columns of the row it takes its tokens from."""
+
+    writer: Any
+    index: int  # in the writer
+    block: Any
+    row: int
+    start: int
+    stop: int
+    layers: int = 0  # marked so far
+    done: bool = False
+
+
+class Publisher:
+    """The writing side of one request."""
+
+    def __init__(
+        self, client: Any, layout_id: int, layers: int, priority: int, ttl_s: float | None, clock: Clock
+    ):
+        self._client, self._layout_id, self._layers = client, layout_id, layers
+        self._priority, self._ttl_s = priority, ttl_s
+        self._clock = clock
+        self._slots: list[Slot] = []
+        self.published = 0
+        self.no_space = 0
+        self.lost = 0
+
+    @property
+    def claimed(self) -> bool:
+        return bool(self._slots)
+
+    def claim(self, chain: Any, first: int, row: int, pad: int) -> list[str]:
+        """Claims the chain's blocks from `first` on for the text of `row`, behind `pad` columns. One word per
+        block.
+        """
+        rest = chain[first:] if first else chain
+        writer = self._client.create(rest, self._layout_id, priority=self._priority, ttl_s=self._ttl_s)
+        if writer.granted:
+            metas = _metas(chain, first)
+            size = chain.block_tokens
+            for index in writer.granted:
+                block = writer[index]
+                block.meta[: len(metas[index])] = metas[index]
+                start = pad + (first + index) * size
+                self._slots.append(Slot(writer, index, block, row, start, start + size))
+        self.no_space += writer.results.count("no_space")
+        return writer.results
+
+    def written(self, layer: int, start: int, stop: int, storage: torch.Tensor) -> None:
+        """Columns start..stop of that layer are new: copies those that belong to granted blocks."""
+        if not self._slots:
+            return
+        began = time.perf_counter()
+        for slot in self._slots:
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if low >= high or slot.done:
+                continue
+            target = slot.block.tensor(layer)
+            target[:, :, low - slot.start : high - slot.start] = storage[:, slot.row, :, low:high]
+            if high == slot.stop:
+                slot.block.mark_layer(layer)
+                slot.layers += 1
+        self._clock.publish_s += time.perf_counter() - began
+
+    def seal(self) -> None:
+        """Seals every block that is complete."""
+        began = time.perf_counter()
+        for writer in {id(slot.writer): slot.writer for slot in self._slots}.values():
+            own = [slot for slot in self._slots if slot.writer is writer]
+            complete = [slot for slot in own if slot.layers == self._layers]
+            if len(complete) == len(own):
+                self._seal(writer, None, len(own))
+            else:
+                for slot in complete:
+                    self._seal(writer, slot.index, 1)
+            for slot in complete:
+                slot.done = True
+        self._slots = [slot for slot in self._slots if not slot.done]
+        self._clock.publish_s += time.perf_counter() - began
+
+    def publish(self, chain: Any, first: int, row: int, pad: int, storages: list[torch.Tensor]) -> None:
+        """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`, one per
+        layer.
+        """
+        self.claim(chain, first, row, pad)
+        start, stop = pad + first * chain.block_tokens, pad + len(chain) * chain.block_tokens
+        for layer, storage in enumerate(storages):
+            self.written(layer, start, stop, storage)
+        self.seal()
+
+    def abort(self) -> None:
+        """Gives back what was not sealed. Never raises for a store that is gone: the claim went with the
+        session.
+        """
+        slots, self._slots = self._slots, []
+        for writer in {id(slot.writer): slot.writer for slot in slots}.values():
+            try:
+                writer.abort()
+            except ConnectionError:
+                pass
+
+    def _seal(self, writer: Any, index: int | None, blocks: int) -> None:
+        try:
+            if index is None:
+                writer.seal()
+            else:
+                writer.seal(index)
+            self.published += blocks
+        except BlockLost:
+            self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
+
+
+def _metas(chain: Any, first: int) -> list[bytes]:
+    """The meta areas of the blocks from `first` on: with them a reader confirms its hit."""
+    size = chain.block_tokens
+    ids = memoryview(chain.token_ids).cast("B")
+    parents = [meta.NO_PARENT, *chain.keys[:-1]]
+    contents = chain.content_keys
+    return [
+        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * size * i : 4 * size * (i + 1)]), b""))
+        for i in range(first, len(chain))
+    ]

@@ -1,0 +1,63 @@
+"""What one generate() call did with the store, and the sums over all calls.
+
+Owns the numbers' names; measures nothing itself. Invariant: a call is counted once, also when it failed or
+the store stayed out of it, and then says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Report:
+    """One call. Times in seconds of wall time; tokens summed over the rows of the batch."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # handed over instead of computed; at most the prompt minus one
+    reused_by_tier: dict[str, int] = field(default_factory=lambda: {"shm": 0, "disk": 0, "peer": 0})
+    followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
+    published_blocks: int = 0
+    lookup_s: float = 0.0  # keys, look-up, pins, claims
+    load_s: float = 0.0  # copying KV to where the model reads it
+    wait_s: float = 0.0  # for another process's layers
+    publish_s: float = 0.0  # copying KV into blocks, and sealing
+    prefill_s: float = 0.0  # the model itself, without the above
+    ttft_s: float = 0.0  # from the call of generate() to the first token, everything included
+    total_s: float = 0.0
+    bypassed: str | None = None  # why the store was not read or written at all
+    read_bypassed: str | None = None  # why it was only written
+    followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
+    no_space: int = 0  # blocks the pool had no room for
+
+
+class Totals:
+    """Sums over calls. Thread-safe."""
+
+    _SUMMED = (
+        "prompt_tokens", "reused_tokens", "followed_tokens", "published_blocks", "followed_lost", "no_space",
+        "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._bypassed: Counter[str] = Counter()
+
+    def add(self, report: Report) -> None:
+        with self._lock:
+            self._sums["requests"] += 1
+            self._sums["hits"] += report.reused_tokens > 0
+            for name in self._SUMMED:
+                self._sums[name] += getattr(report, name)
+            for reason in (report.bypassed, report.read_bypassed):
+                if reason is not None:
+                    self._bypassed[reason] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            known = dict.fromkeys(("requests", "hits", *self._SUMMED), 0)
+            return {**known, **self._sums, "bypassed": dict(self._bypassed)}

@@ -1,0 +1,245 @@
+"""One generate() call against the store: look up, load, let the model compute the rest, publish.
+
+Owns the order of those steps and the way back when a followed writer is lost. Knows transformers only through
+the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the model always computes the last
+one; and after finish(), however the call ended, no pin and no unsealed block of it is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvclient.hf.cache import Shape, StoreLayer, replace_layers
+from kvclient.hf.prefix import Clock, Found, Lost, Prefix
+from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
+from kvclient.hf.publish import Publisher
+from kvclient.hf.report import Report
+
+SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model as the store sees it: what was found out at attach, valid until the model changes."""
+
+    identity: bytes
+    layout_id: int
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Options:
+    block_tokens: int
+    priority: int
+    ttl_s: float | None
+    follow: bool
+    follow_timeout_s: float
+    publish_generated: bool
+    chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
+
+
+class Request:
+    """Made when generate() is called; its prefill() runs in the place of the model's own."""
+
+    def __init__(
+        self, client: Any, subject: Subject, options: Options, make_chain: Callable[..., Any],
+        read: bool, write: bool, padded: bool, started: float,
+    ) -> None:  # fmt: skip
+        self.report = Report()
+        self._client, self._subject, self._options, self._make_chain = client, subject, options, make_chain
+        self._read, self._write = read, write
+        self._padded = padded
+        self._started = started
+        self._clock = Clock()
+        self._prompt: Prompt | None = None
+        self._found: list[Found] = []
+        self._prefix: Prefix | None = None
+        self._publisher: Publisher | None = None
+        self._layers: list[StoreLayer] = []
+        self._next_block: list[int] = []  # per row, of its text: the first block not yet offered
+        self._generated = False  # whether completed blocks of generated text are published
+        self._eos: list[int] = []
+
+    # ---------------------------------------------------------------- the steps
+
+    def prefill(
+        self, model: torch.nn.Module, run: Callable[[], Any], input_ids: torch.Tensor, config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        try:
+            self._prompt = read_prompt(model, input_ids, model_kwargs)
+            if not self._padded and any(group.pad for group in self._prompt.groups):
+                raise Bypassed("padding", "the self-test found it wrong with this model")
+        except Bypassed as bypassed:
+            self.report.bypassed = bypassed.reason
+            return run()
+        self.report.prompt_tokens = self._prompt.tokens
+        self._note_config(config)
+        if model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        saved = dict(model_kwargs)
+        for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
+            self._open(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
+            began = time.perf_counter()
+            try:
+                outputs = run()
+                break
+            except Lost:
+                self.report.followed_lost += 1
+                self._give_back()
+                model_kwargs.clear()
+                model_kwargs.update(saved)
+        self._prefilled(time.perf_counter() - began)
+        return outputs
+
+    def token(self, input_ids: torch.Tensor) -> None:
+        """A token was chosen in each row; `input_ids` has it as its last column."""
+        if not self.report.ttft_s:
+            if input_ids.device.type != "cpu":
+                input_ids[:, -1].cpu()  # the token exists when the device has computed it
+            self.report.ttft_s = time.perf_counter() - self._started
+        if self._generated:
+            self._publish_generated(input_ids)
+
+    def finish(self) -> Report:
+        """The call ended, by returning or by an exception."""
+        self._give_back()
+        for layer in self._layers:
+            layer.detach_store()
+        if self._prompt is None and self.report.bypassed is None:
+            self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
+        self.report.publish_s = self._clock.publish_s
+        self.report.total_s = time.perf_counter() - self._started
+        return self.report
+
+    # ---------------------------------------------------------------- before the forward pass
+
+    def _note_config(self, config: Any) -> None:
+        if self._read and (config.output_attentions or config.output_hidden_states):
+            self._read, self.report.read_bypassed = False, "prompt_outputs"  # asked for every prompt token's
+        if self._read and config.prefill_chunk_size is not None and not self._options.chunked_reads:
+            self._read, self.report.read_bypassed = False, "prefill_chunk_size"
+        beams = (config.num_beams or 1) > 1
+        self._generated = self._write and self._options.publish_generated and not beams
+        eos = config.eos_token_id
+        self._eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+
+    def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
+        """Finds, claims, and fills the cache with layers that load on demand."""
+        assert self._prompt is not None
+        began = time.perf_counter()
+        subject, options = self._subject, self._options
+        self._publisher = Publisher(
+            self._client, subject.layout_id, subject.layers, options.priority, options.ttl_s, self._clock
+        )
+        self._found = found = [
+            Found(group, self._make_chain(subject.identity, group.tokens, options.block_tokens))
+            for group in self._prompt.groups
+        ]
+        claimed: set[bytes] = set()
+        for one in found:
+            if read:
+                one.extend(self._client, len(one.chain), subject.layout_id, follow)
+            if self._write:
+                self._claim(one, read, follow, claimed)
+        if len(found) > 1 and self._publisher.claimed:
+            for one in found:
+                one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
+        columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
+        self._prefix = Prefix(found, columns, subject.layers, options.follow_timeout_s, self._clock)
+        if self._prefix.tokens == 0:
+            self._prefix = None
+        self._fill(cache, config, device)
+        self.report.lookup_s += time.perf_counter() - began
+
+    def _claim(self, one: Found, read: bool, follow: bool, claimed: set[bytes]) -> None:
+        """Claims what is missing. What others hold or just sealed is taken along instead."""
+        assert self._publisher is not None
+        assert self._prompt is not None
+        first = len(one.views)
+        if len(self._prompt.groups) > 1:
+            keys = one.chain.keys
+            while first < len(keys) and keys[first] in claimed:
+                first += 1  # an earlier row of this batch computes it
+        if first == len(one.chain):
+            return
+        results = self._publisher.claim(one.chain, first, one.group.rows[0], one.group.pad)
+        run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
+        if read and run and first == len(one.views):
+            one.extend(self._client, first + run, self._subject.layout_id, follow)
+        if len(self._prompt.groups) > 1:
+            claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
+
+    def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
+        assert self._prompt is not None
+        subject, length = self._subject, self._prompt.length
+        wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
+        capacity = max(length, min(wanted, length + SPARE_TOKENS))
+        shape = Shape(self._prompt.rows, subject.heads, subject.head_dim, subject.dtype, device, capacity)
+        written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
+        self._layers = [StoreLayer(i, shape, self._prefix, written) for i in range(subject.layers)]
+        replace_layers(cache, self._layers)
+
+    # ---------------------------------------------------------------- after it
+
+    def _prefilled(self, forward_s: float) -> None:
+        assert self._prompt is not None
+        assert self._publisher is not None
+        report, clock = self.report, self._clock
+        report.load_s, report.wait_s = clock.load_s, clock.wait_s
+        report.prefill_s = forward_s - clock.load_s - clock.wait_s - clock.publish_s
+        if self._prefix is not None:
+            report.reused_tokens = report.reused_by_tier["shm"] = self._prefix.tokens
+            report.followed_tokens = self._prefix.followed_tokens
+        for one in self._found:
+            one.release()
+        self._publisher.seal()
+        self._note_published()
+        for layer in self._layers:
+            layer.written = None
+        size = self._options.block_tokens
+        self._next_block = [0] * self._prompt.rows
+        for group in self._prompt.groups:
+            for row in group.rows:
+                self._next_block[row] = len(group.tokens) // size
+
+    def _publish_generated(self, input_ids: torch.Tensor) -> None:
+        assert self._prompt is not None
+        assert self._publisher is not None
+        columns = input_ids.shape[1] - 1  # the newest token has no KV yet
+        size = self._options.block_tokens
+        for group in self._prompt.groups:
+            for row in group.rows:
+                stop = group.pad + (self._next_block[row] + 1) * size
+                if stop > columns:
+                    continue
+                self._next_block[row] += 1
+                storages = [layer.storage for layer in self._layers]
+                tokens = input_ids[row, group.pad : stop].to("cpu", torch.int32).numpy()
+                ended = any(int(token) in self._eos for token in tokens[len(group.tokens) :])
+                if ended or any(s is None or s.shape[1] != self._prompt.rows for s in storages):
+                    continue  # behind the end of its text, or the cache is no longer row by row ours
+                chain = self._make_chain(self._subject.identity, tokens, size)
+                self._publisher.publish(chain, len(chain) - 1, row, group.pad, storages)
+                self._note_published()
+
+    def _note_published(self) -> None:
+        assert self._publisher is not None
+        self.report.published_blocks = self._publisher.published
+        self.report.no_space = self._publisher.no_space
+
+    def _give_back(self) -> None:
+        if self._publisher is not None:
+            self._publisher.abort()
+        for one in self._found:
+            one.release()
+        self._prefix = None

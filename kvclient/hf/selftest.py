@@ -1,0 +1,167 @@
+"""self_test(model): proof on a few tokens that this model gives the same answers with the store as without.
+
+Owns the comparisons and their tolerances. Never touches the user's store (it uses the in-memory fake), the
+random number generators or the model's state. Invariant: it runs the very code that attach() installs; a
+model class it has passed is not run again in this process.
+
+What must hold, for prompts A = prefix + a and B = prefix + b:
+  1. generating from A with the hooks, into an empty store, gives bitwise the logits of plain generate;
+  2. generating from B then takes the prefix from the store, and gives bitwise the logits of plain generate
+     handed the same KV in memory, and nearly those of plain generate on B: A's prefix knows nothing of a;
+  3. the same for rows with left padding; a model that fails only this is served, but not with padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache
+
+from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
+from kvclient.hf.dimensions import plain
+from kvclient.hf.structure import Refused, base_model, check_structure
+
+BLOCK_TOKENS = 8
+PREFIX_BLOCKS = 3
+SUFFIX_TOKENS = 5
+# Largest difference of two logits over their largest magnitude: rounding of another order of summation, not
+# more.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+FAKE_BYTES = 256 << 20
+_passed: dict[bytes, Verdict] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A model that passed. `padded`: also with left padding. `difference`: of reuse to full prefill,
+    relative.
+    """
+
+    padded: bool
+    difference: float
+
+
+def self_test(model: torch.nn.Module) -> Verdict:
+    """Raises Refused, with the reason, if reuse would change what the model says."""
+    model = base_model(model)
+    shape = check_structure(model)
+    facts = [
+        type(model).__qualname__,
+        plain(without_denied(model.config.to_dict())),
+        str(shape),
+        str(model.device),
+    ]
+    key = hashlib.sha256(encode([*facts, str(model.config._attn_implementation)])).digest()
+    if key not in _passed:
+        was_training = model.training
+        model.eval()
+        try:
+            _passed[key] = _Trial(model).run()
+        finally:
+            model.train(was_training)
+    return _passed[key]
+
+
+class _Trial:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        self.prefix = _tokens(model, BLOCK_TOKENS * PREFIX_BLOCKS, 1)
+        self.a, self.b = (torch.cat([self.prefix, _tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
+        self.config = GenerationConfig(
+            do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+
+    def run(self) -> Verdict:
+        from kvclient.hf.attach import attach
+        from kvclient.testing import InMemoryClient
+
+        plain_a, cache = self._generate(self.a[None])
+        plain_b, _ = self._generate(self.b[None])
+        given_b, _ = self._generate(self.b[None], past_key_values=self._hand_over(cache))
+        rows, mask = self._padded()
+        plain_rows, _ = self._generate(rows, attention_mask=mask)
+        with (
+            InMemoryClient(FAKE_BYTES) as client,
+            attach(
+                self.model,
+                client,
+                block_tokens=BLOCK_TOKENS,
+                self_test=False,
+                weights_digest=bytes(DIGEST_BYTES),
+            ) as kv,
+        ):
+            cold_a, _ = self._generate(self.a[None])
+            if kv.last.bypassed:
+                raise Refused(f"{self.name}: generate() does not reach the store ({kv.last.bypassed})")
+            if kv.last.published_blocks != PREFIX_BLOCKS:
+                raise Refused(f"{self.name}: published {kv.last.published_blocks} of {PREFIX_BLOCKS} blocks")
+            if not torch.equal(cold_a, plain_a):
+                raise Refused(f"{self.name}: other logits with the store's cache in the place of its own")
+            warm_b, _ = self._generate(self.b[None])
+            if kv.last.reused_tokens != len(self.prefix):
+                raise Refused(f"{self.name}: reused {kv.last.reused_tokens} of {len(self.prefix)} tokens")
+            if not torch.equal(warm_b, given_b):
+                raise Refused(
+                    f"{self.name}: KV from the store gives other logits than the same KV from memory"
+                )
+            difference = self._difference(warm_b, plain_b)
+            if difference > TOLERANCE[self.model_dtype]:
+                raise Refused(
+                    f"{self.name}: logits differ by {difference:.2g} if a prefix is reused, at most "
+                    f"{TOLERANCE[self.model_dtype]} is rounding: its KV depends on what follows, or on positions"
+                )
+            warm_rows, _ = self._generate(rows, attention_mask=mask)
+            padded = kv.last.reused_tokens > 0 and (
+                self._difference(warm_rows, plain_rows) <= TOLERANCE[self.model_dtype]
+            )
+        return Verdict(padded, difference)
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        return self.model.dtype if self.model.dtype in TOLERANCE else torch.bfloat16
+
+    def _generate(self, ids: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
+        given.setdefault("attention_mask", torch.ones_like(ids))
+        out = self.model.generate(ids, generation_config=self.config, **given)
+        return out.logits[0].clone(), out.past_key_values
+
+    def _hand_over(self, cache: Any) -> DynamicCache:
+        handed = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        for index, layer in enumerate(cache.layers):
+            count = len(self.prefix)
+            handed.update(layer.keys[:, :, :count].clone(), layer.values[:, :, :count].clone(), index)
+        return handed
+
+    def _padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two rows: B, and a shorter prompt with the same first block behind padding."""
+        short = torch.cat([self.prefix[: 2 * BLOCK_TOKENS], _tokens(self.model, 3, 4)])
+        pad = len(self.b) - len(short)
+        rows = torch.stack(
+            [self.b, torch.cat([torch.zeros(pad, dtype=torch.int64, device=short.device), short])]
+        )
+        mask = torch.ones_like(rows)
+        mask[1, :pad] = 0
+        return rows, mask
+
+    @staticmethod
+    def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+        scale = float(other.abs().max()) or 1.0
+        value = float((one.float() - other.float()).abs().max()) / scale
+        return value if value == value else float("inf")
+
+
+def _tokens(model: torch.nn.Module, count: int, seed: int) -> torch.Tensor:
+    """Fixed tokens from the middle of the vocabulary, without the random number generators."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    low = min(16, size // 4)
+    ids, state = [], seed * 2654435761 % (1 << 32)
+    for _ in range(count):
+        state = (state * 1664525 + 1013904223) % (1 << 32)
+        ids.append(low + (state >> 8) % (size - low))
+    return torch.tensor(ids, dtype=torch.int64, device=model.device)
