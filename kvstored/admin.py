@@ -18,7 +18,7 @@ import grpc
 from kvstored import __version__, log
 from kvstored.calls import CallCounts, Threads, answered, named, one_key, streamed
 from kvstored.config import Sourced
-from kvstored.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
+from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvstored.events import Event, Events, Sampler
 from kvstored.leases import Leases
 from kvstored.process import own_memory_bytes
@@ -69,13 +69,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             leases=len(self._leases),
         )
         for name, store in chosen.items():
-            one = reply.namespaces.add(namespace=name, adopted=self._adopted[name])
-            try:
-                for counter, value in (await self._threads.run(store.stats)).items():
-                    if isinstance(value, int) and value >= 0:
-                        one.counters[counter] = value
-            except Fenced as error:
-                one.fenced = str(error)
+            one = reply.namespaces.add(namespace=name, adopted=self._adopted[name], problem=store.problem())
+            for counter, value in (await self._threads.run(store.stats)).items():
+                one.counters[counter] = value
         return reply
 
     @answered
@@ -129,11 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.DrainResponse(draining=self.draining, unsealed=unsealed)
 
     def _unsealed(self) -> int:
-        total = 0
-        for store in self._stores.values():
-            with contextlib.suppress(Fenced):
-                total += store.stats().get("unsealed", 0)
-        return total
+        return sum(store.stats()["unsealed"] for store in self._stores.values())
 
     @streamed
     async def Scrub(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -143,7 +135,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise FailedPrecondition(f"a scrub of namespace {namespace!r} is running")
         self._scrubbing.add(namespace)
         try:
-            total = store.stats().get("used_bytes", 0)
+            total = store.stats()["used_bytes"]
             sums = {"verified": 0, "computed": 0, "corrupt": 0, "bytes": 0}
             done = False
             while not done:

@@ -22,6 +22,7 @@ from kvstored.errors import InvalidArgument, NotFound, StoreError, status_name
 KEY_BYTES = 32
 MAX_KEYS = 1024
 CHUNK_BYTES = 1 << 20
+MAX_FOLLOWERS = 64
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Threads:
 
     def __init__(self, io_threads: int) -> None:
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="io")
-        self.waits = ThreadPoolExecutor(io_threads, thread_name_prefix="wait")
+        self.waits = ThreadPoolExecutor(MAX_FOLLOWERS, thread_name_prefix="wait")
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self.io, functools.partial(function, *args))

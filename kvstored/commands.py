@@ -91,7 +91,7 @@ def _status(daemon: Connection) -> dict[str, Any]:
             {
                 "namespace": one.namespace,
                 "adopted": one.adopted,
-                "fenced": one.fenced,
+                "problem": one.problem,
                 "counters": dict(sorted(one.counters.items())),
             }
             for one in reply.namespaces

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvstored.errors import Fenced, NoSpace
+from kvstored.errors import NoSpace
 
 
 @dataclass
@@ -141,11 +141,7 @@ class Sampler:
         events = []
         for namespace, stats in self._read.items():
             counts = {}
-            try:
-                current = stats()
-            except Fenced:
-                continue
-            for name, value in current.items():
+            for name, value in stats().items():
                 if name not in self.COUNTERS:
                     continue
                 grown = value - self._seen.get((namespace, name), value)

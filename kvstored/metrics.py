@@ -8,7 +8,7 @@ else, in bounded time and memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
@@ -41,6 +41,7 @@ STORE_METRICS: dict[str, tuple[str, str, str]] = {
     "evictions": ("kvstored_evictions_total", "counter", "Blocks evicted to make room."),
     "expired": ("kvstored_expirations_total", "counter", "Blocks whose time to live ended."),
     "no_space": ("kvstored_no_space_total", "counter", "Creates refused for want of memory."),
+    "fenced": ("kvstored_namespace_fenced", "gauge", "1 if a client harmed the memory and it is refused."),
     "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
 }
 OWN_METRICS: dict[str, tuple[str, str, str]] = {
@@ -61,7 +62,6 @@ def render(
     stores: Mapping[str, Mapping[str, object]],
     own: Mapping[str, float],
     calls: Mapping[tuple[str, str], int],
-    fenced: Iterable[str],
 ) -> str:
     """The exposition text. Namespaces are plain words by configuration, methods and statuses by
     construction: nothing to escape."""
@@ -82,15 +82,6 @@ def render(
                 if counter in stats
             ],
         )
-    gone = set(fenced)
-    metric(
-        (
-            "kvstored_namespace_fenced",
-            "gauge",
-            "1 if a client harmed this namespace's memory and it is refused.",
-        ),
-        [(f'{{namespace="{name}"}}', int(name in gone)) for name in (*stores, *sorted(gone))],
-    )
     for name, about in OWN_METRICS.items():
         if name in own:
             metric(about, [("", own[name])])

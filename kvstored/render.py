@@ -61,8 +61,8 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
         f"namespace {one['namespace']}"
         + ("   (taken over from an earlier daemon)" if one["adopted"] else ""),
     ]
-    if one["fenced"]:
-        return [*lines, f"  FENCED   {one['fenced']}"]
+    if one["problem"]:
+        lines.append(f"  PROBLEM   {one['problem']}")
     of = one["counters"].get
     used, capacity, faulted = of("used_bytes", 0), of("capacity_bytes", 0), of("faulted_bytes", 0)
     hits, misses = of("hits", 0), of("misses", 0)
@@ -72,7 +72,8 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
     )
     lines.append(
         f"  blocks    {of('blocks', 0)} sealed, {of('unsealed', 0)} being written, "
-        f"{of('zombies', 0)} deleted but pinned, {of('quarantined', 0)} quarantined; at most {of('max_blocks', 0)}"
+        f"{of('zombies', 0)} deleted but pinned, {of('quarantined', 0)} quarantined; "
+        f"at most {of('max_blocks', 0)}"
     )
     lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins")
     lines.append(f"  gets      {hits} hits, {misses} misses ({percent(hits, hits + misses)} hits)")

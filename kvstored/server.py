@@ -22,7 +22,7 @@ from kvstored import __version__, _core, log, rundir
 from kvstored.admin import AdminService
 from kvstored.calls import CallCounts, Threads
 from kvstored.config import Config, Sourced
-from kvstored.errors import Fenced, StartupError, StoreError
+from kvstored.errors import StartupError, StoreError
 from kvstored.events import Event, Events
 from kvstored.health import Health
 from kvstored.leases import Leases
@@ -230,13 +230,7 @@ class Daemon:
     async def _metrics_text(self) -> str:
         from kvstored.metrics import render
 
-        stats: dict[str, dict[str, object]] = {}
-        fenced = []
-        for name, store in self._stores.items():
-            try:
-                stats[name] = await self._threads.run(store.stats)
-            except Fenced:
-                fenced.append(name)
+        stats = {name: await self._threads.run(store.stats) for name, store in self._stores.items()}
         own = {
             "leases": len(self._leases),
             "leases_expired": self._leases.expired,
@@ -245,7 +239,7 @@ class Daemon:
             "resident_bytes": own_memory_bytes(),
             "cpu_seconds": cpu_seconds(),
         }
-        return render(stats, own, self._counts.by_status, fenced)
+        return render(stats, own, self._counts.by_status)
 
 
 def _geometry(config: Config, namespace: str) -> Geometry:

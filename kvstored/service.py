@@ -15,11 +15,12 @@ import grpc
 
 from kvstored.calls import CHUNK_BYTES, CallCounts, Threads, answered, named, one_key, packed, streamed
 from kvstored.errors import InvalidArgument, NotFound
+from kvstored.layouts import Layouts, layers_bytes
 from kvstored.leases import Held, Lease, Leases
 from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
-SEALED = block_pb2.BLOCK_STATE_SEALED
+CREATED, SEALED = block_pb2.BLOCK_STATE_CREATED, block_pb2.BLOCK_STATE_SEALED
 DEFAULT_PRIORITY = 35
 MAX_LAYOUT_BYTES = 4096
 # The store's answer to create -> the message's.
@@ -30,22 +31,28 @@ CREATE_STATUS = (
     store_pb2.CreateResult.STATUS_NO_SPACE,
 )
 End = store_pb2.EndResult
-STATES = {"free": 0, "created": 1, "sealed": 2, "zombie": 3, "quarantined": 4, "disk": 5}
+STATES = {
+    name.removeprefix("BLOCK_STATE_"): number for name, number in block_pb2.BlockState.items()
+}  # the store's words -> the message's
+
+
+def state_of(found: dict[str, Any]) -> int:
+    return STATES[found["state"]]
 
 
 def block_message(key: bytes, found: dict[str, Any]) -> block_pb2.Block:
-    state = found.get("state", SEALED)
+    """A block's record, from the store's description of it."""
     return block_pb2.Block(
         key=key,
-        state=STATES[state.lower()] if isinstance(state, str) else state,
+        state=state_of(found),
         token_count=found["tokens"],
         layout_id=found["layout_id"],
-        base_position=found.get("base_position", 0),
-        priority=found.get("priority", 0),
-        generation=found.get("generation", 0),
+        base_position=found["base_position"],
+        priority=found["priority"],
+        generation=found["generation"],
         length_bytes=found["length"],
-        ttl_ms=found.get("ttl_ms", 0),
-        created_ms=found.get("created_ms", 0),
+        ttl_ms=found["ttl_ms"],
+        created_ms=found["created_ms"],
     )
 
 
@@ -60,6 +67,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
     def __init__(self, stores: dict[str, Any], leases: Leases, threads: Threads, counts: CallCounts) -> None:
         self.counts = counts
         self._stores = stores
+        self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._leases = leases
         self._threads = threads
 
@@ -125,6 +133,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         priority = request.priority if request.HasField("priority") else DEFAULT_PRIORITY
         if priority > 100:
             raise InvalidArgument(f"priority is {priority}, the limit is 100")
+        layout = named(self._layouts, request.namespace).find(request.layout_id)
         lease = self._leases.open(request.namespace or "default", store, request.lease_ttl_ms)
         try:
             answers = store.create(
@@ -133,14 +142,18 @@ class StoreService(store_pb2_grpc.StoreServicer):
         except BaseException:
             self._leases.end(lease)
             raise
-        for key, (status, record, generation, length) in zip(request.keys, answers, strict=True):
+        results = []
+        for index, (key, (status, record, generation, length)) in enumerate(
+            zip(request.keys, answers, strict=True)
+        ):
+            result = store_pb2.CreateResult(status=CREATE_STATUS[status])
             if status == 0:
                 lease.blocks[key] = Held(key, record, generation, length)
+                tokens = counts[index] if counts else layout["block_tokens"]
+                result.length_bytes = layers_bytes(layout["blob"], tokens)
+                result.writable_bytes = length
+            results.append(result)
         self._leases.drop_if_empty(lease)
-        results = [
-            store_pb2.CreateResult(status=CREATE_STATUS[status], length_bytes=0 if status else length)
-            for status, _, _, length in answers
-        ]
         return store_pb2.CreateResponse(lease=self._lease_message(lease), results=results)
 
     @answered
@@ -248,17 +261,18 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 yield message
 
     async def _read(self, store: Any, index: int, key: bytes, chunk: int) -> AsyncIterator[Any]:
-        """One block in pieces. The record and generation around each piece say that all pieces are of one
-        block."""
-        found = store.describe(key)
-        if not is_sealed(found):
+        """One block in pieces, all of the record and generation that were found."""
+        # Nothing is copied by this look; it counts the hit or miss once, however many pieces follow.
+        known = store.read(key, 0, 0) is not None
+        found = store.describe(key) if known else None
+        if found is None or state_of(found) != SEALED:
             yield store_pb2.GetResponse(index=index, last=True)
             return
         offset, length = 0, found["length"]
         while True:
             size = min(chunk, length - offset)
-            data = await self._threads.run(store.read, key, offset, size)
-            if data is None or not same_block(found, store.describe(key)):
+            data = await self._threads.run(store.read_at, found["record"], found["generation"], offset, size)
+            if data is None:
                 yield store_pb2.GetResponse(index=index, found=True, last=True, lost=True)
                 return
             last = offset + size == length
@@ -266,16 +280,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
             yield store_pb2.GetResponse(
                 index=index, found=True, last=last, block=block, offset_bytes=offset, data=data
             )
-            offset += size
             if last:
                 return
-
-
-def is_sealed(found: dict[str, Any] | None) -> bool:
-    return found is not None and found["state"] in (SEALED, "sealed")
-
-
-def same_block(before: dict[str, Any], after: dict[str, Any] | None) -> bool:
-    return after is not None and all(
-        before[name] == after[name] for name in ("record", "generation", "state")
-    )
+            offset += size

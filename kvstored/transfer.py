@@ -1,36 +1,24 @@
 """The Transfer service: a block's layers handed on while its writer still computes them.
 
-Owns nothing. The record, which only the daemon writes, decides whether what was read is still the block that
-was asked for; the number of layers ready only says when to look. Never hands out a layer before it is
-published, nor one after a hole.
+Owns the bound on followers. The store decides, piece by piece, whether this is still the block that was asked
+for. Never hands out a layer before it is published, nor one after a hole.
 """
 
 from __future__ import annotations
 
-import struct
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from kvstored.calls import CallCounts, Threads, streamed
-from kvstored.v1 import transfer_pb2_grpc
+from kvstored.calls import CHUNK_BYTES, MAX_FOLLOWERS, CallCounts, Threads, named, one_key, streamed
+from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NoSpace, NotFound
+from kvstored.layouts import Layouts, layer_ranges
+from kvstored.service import CREATED, SEALED, block_message, state_of
+from kvstored.v1 import transfer_pb2, transfer_pb2_grpc
 
-_LAYOUT_HEAD = struct.Struct(
-    "<4s9I"
-)  # magic, num_layers, ..., meta_per_token; then layer_bytes_per_token[num_layers]
-_LAYER_ALIGN = 512
-
-
-def layer_ranges(blob: bytes, tokens: int) -> list[tuple[int, int]]:
-    """Offset and length of each layer of a block of so many tokens (docs/formats.md)."""
-    num_layers = _LAYOUT_HEAD.unpack_from(blob)[1]
-    ranges = []
-    offset = 0
-    for per_token in struct.unpack_from(f"<{num_layers}I", blob, _LAYOUT_HEAD.size):
-        ranges.append((offset, per_token * tokens))
-        offset += -(-per_token * tokens // _LAYER_ALIGN) * _LAYER_ALIGN
-    return ranges
+WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
 
 
 class TransferService(transfer_pb2_grpc.TransferServicer):
@@ -39,10 +27,68 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         self.counts = counts
         self._stores = stores
+        self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._max_wait_s = max_wait_s
         self._threads = threads
+        self._followers = 0
 
     @streamed
     async def Follow(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        raise NotImplementedError
-        yield
+        store = named(self._stores, request.namespace)
+        found = store.describe(one_key(request.key))
+        if found is None or state_of(found) not in (CREATED, SEALED):
+            raise NotFound("nothing is known under this key")
+        layout = named(self._layouts, request.namespace).find(found["layout_id"])
+        if request.first_layer > layout["num_layers"]:
+            raise InvalidArgument(
+                f"first_layer is {request.first_layer}, the block has {layout['num_layers']}"
+            )
+        if self._followers >= MAX_FOLLOWERS:
+            raise NoSpace(f"{self._followers} blocks are followed, the limit is {MAX_FOLLOWERS}")
+        self._followers += 1
+        try:
+            yield transfer_pb2.FollowResponse(
+                block=block_message(request.key, found),
+                num_layers=layout["num_layers"],
+                layer=request.first_layer,
+            )
+            wait_s = min(request.timeout_ms / 1000 or self._max_wait_s, self._max_wait_s)
+            ready = 0
+            for layer, (begin, length) in enumerate(layer_ranges(layout["blob"], found["tokens"])):
+                if layer < request.first_layer:
+                    continue
+                if ready <= layer:
+                    ready = await self._wait(store, found, layer, wait_s)
+                async for piece in self._pieces(store, found, layer, begin, length):
+                    yield piece
+        finally:
+            self._followers -= 1
+
+    async def _wait(self, store: Any, found: dict[str, Any], layer: int, wait_s: float) -> int:
+        """How many layers are ready once this one is. Raises DeadlineExceeded, BlockLost."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            left_ms = int((deadline - loop.time()) * 1000)
+            slice_ms = max(0, min(WAIT_SLICE_MS, left_ms))
+            ready = await self._threads.wait(
+                store.wait_layers, found["record"], found["generation"], layer + 1, slice_ms
+            )
+            if ready > layer:
+                return ready
+            if left_ms <= 0:
+                raise DeadlineExceeded(f"layer {layer} did not come within {wait_s:g} s")
+
+    async def _pieces(
+        self, store: Any, found: dict[str, Any], layer: int, begin: int, length: int
+    ) -> AsyncIterator[Any]:
+        for offset in range(0, length, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, length - offset)
+            data = await self._threads.run(
+                store.read_at, found["record"], found["generation"], begin + offset, size
+            )
+            if data is None:
+                raise BlockLost("the block went away")
+            yield transfer_pb2.FollowResponse(
+                layer=layer, layer_length_bytes=length, offset_bytes=offset, data=data
+            )

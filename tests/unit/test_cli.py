@@ -211,11 +211,11 @@ def test_status_shows_a_fenced_namespace_and_draining():
         "draining": True,
         "leases": 0,
         "namespaces": [
-            {"namespace": "a", "adopted": False, "fenced": "the pool was truncated", "counters": {}}
+            {"namespace": "a", "adopted": False, "problem": "fenced: the pool was truncated", "counters": {}}
         ],
     }
     text = render.status_text(status)
-    assert "DRAINING" in text and "FENCED   the pool was truncated" in text
+    assert "DRAINING" in text and "PROBLEM   fenced: the pool was truncated" in text
 
 
 def test_progress_never_leaves_its_bar():

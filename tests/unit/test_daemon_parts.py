@@ -269,11 +269,10 @@ def test_a_small_file_is_read_only_if_it_is_ours_alone(tmp_path):
 
 def test_metrics_text_has_one_help_and_type_per_name_and_plain_labels():
     stats = dict.fromkeys(STORE_METRICS, 3)
-    text = render({"a": stats, "b": stats}, {"leases": 1}, {("Lookup", "OK"): 2}, ["c"])
+    text = render({"a": stats, "b": stats}, {"leases": 1}, {("Lookup", "OK"): 2})
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) and all(name.startswith("kvstored_") for name in names)
     assert 'kvstored_hits_total{namespace="b"} 3' in text
-    assert 'kvstored_namespace_fenced{namespace="c"} 1' in text
     assert 'kvstored_grpc_calls_total{method="Lookup",status="OK"} 2' in text
 
 
