@@ -32,58 +32,46 @@ std::vector<uint64_t> descending_powers(uint64_t base, size_t count) {
   return powers;
 }
 
-// A product is below 2^94 and a window has below 2^24 ids, so the sum stays below 2^118 and is reduced once.
+// A product is below 2^94 and there are fewer than 2^16, so the sum stays below 2^110 and is reduced once.
 uint64_t fingerprint_of(const uint64_t* powers, const int32_t* tokens, size_t count) {
   u128 sum = 0;
   for (size_t i = 0; i < count; ++i) sum += u128{powers[i]} * digit(tokens[i]);
   return reduce(sum);
 }
 
-Key chunk_key(const char (&tag)[5], const Key& before, const int32_t* tokens, const uint64_t* extra, uint32_t n) {
-  const bool has_extra = extra != nullptr && std::any_of(extra, extra + n, [](uint64_t id) { return id != 0; });
-  uint8_t head[4 + sizeof(Key) + 4 + 1];
-  std::memcpy(head, tag, 4);
-  std::memcpy(head + 4, &before, sizeof before);
-  std::memcpy(head + 36, &n, sizeof n);
-  head[40] = has_extra;
-  Sha256 hash;
-  hash.update(head, sizeof head).update(tokens, n * sizeof *tokens);
-  if (has_extra) hash.update(extra, n * sizeof *extra);
-  return hash.finish();
+Key tagged_identity(const char (&tag)[5], const Key& identity) {
+  return Sha256().update(tag, 4).update(&identity, sizeof identity).finish();
 }
 
 }  // namespace
 
-Key root_key(const Key& identity) { return Sha256().update("kvr1", 4).update(&identity, sizeof identity).finish(); }
+Key root_key(const Key& identity) { return tagged_identity("kvr1", identity); }
 
-uint64_t fingerprint_base(const Key& identity) {
-  return 2 + Sha256().update("kvf1", 4).update(&identity, sizeof identity).finish().words[0] % (kPrime - 3);
-}
+uint64_t fingerprint_base(const Key& identity) { return 2 + tagged_identity("kvf1", identity).words[0] % (kPrime - 3); }
 
 void window_fingerprints(uint64_t base, const int32_t* tokens, size_t count, size_t window, uint64_t* out) {
+  assert(window > 0 && window <= kMaxBlockTokens);
   if (count < window) return;
   const std::vector<uint64_t> powers = descending_powers(base, window + 1);
   const uint64_t leaving = kPrime - powers[0];  // minus the weight of the id that just left the window
+  auto step = [=](uint64_t value, size_t i) {   // from the window at i to the one at i+1
+    return reduce(u128{value} * base + u128{leaving} * digit(tokens[i]) + digit(tokens[i + window]));
+  };
 
   // A step waits for the last one's product, so four stretches of the prompt go side by side.
   constexpr size_t kStretches = 4;
   const size_t windows = count - window + 1, length = windows / kStretches;
-  auto step = [=](uint64_t value, size_t i) {  // from the window at i to the one at i+1
-    return reduce(u128{value} * base + u128{leaving} * digit(tokens[i]) + digit(tokens[i + window]));
-  };
   uint64_t value[kStretches];
-  for (size_t s = 0; s < kStretches; ++s) {
-    value[s] = fingerprint_of(powers.data() + 1, tokens + s * length, window);
-    out[s * length] = value[s];
-  }
+  for (size_t s = 0; s < kStretches; ++s)
+    out[s * length] = value[s] = fingerprint_of(powers.data() + 1, tokens + s * length, window);
   for (size_t i = 1; i < length; ++i)
 #pragma GCC unroll 4
     for (size_t s = 0; s < kStretches; ++s) out[s * length + i] = value[s] = step(value[s], s * length + i - 1);
   for (size_t i = std::max<size_t>(1, length * kStretches); i < windows; ++i) out[i] = step(out[i - 1], i - 1);
 }
 
-Chain::Chain(const Key& identity, const int32_t* tokens, const uint64_t* extra, size_t count, uint32_t block_tokens,
-             bool partial) {
+Chain::Chain(const Key& identity, const int32_t* tokens, size_t count, const uint64_t* extra, uint32_t extra_words,
+             uint32_t block_tokens, bool partial) {
   assert(block_tokens > 0 && block_tokens <= kMaxBlockTokens && count <= kMaxChainTokens);
   if (!partial) count -= count % block_tokens;
   count_ = (count + block_tokens - 1) / block_tokens;
@@ -91,27 +79,37 @@ Chain::Chain(const Key& identity, const int32_t* tokens, const uint64_t* extra, 
   auto storage = std::make_shared<Storage>();
   storage->identity = identity;
   storage->block_tokens = block_tokens;
+  storage->extra_words = extra_words;
   storage->tokens.assign(tokens, tokens + count);
-  if (extra != nullptr) storage->extra.assign(extra, extra + count);
+  storage->extra.assign(extra, extra + count * extra_words);
   storage->keys.resize(count_ + 1);
   storage_ = storage;
+  Key before = root_key(identity);
+  for (size_t i = 0; i < count_; ++i) storage->keys[i + 1] = before = hash_chunk("kvp1", before, i);
+}
 
-  Key parent = root_key(identity);
-  for (size_t i = 0; i < count_; ++i)
-    parent = storage->keys[i + 1] = chunk_key("kvp1", parent, this->tokens(i), this->extra(i), token_count(i));
+Key Chain::hash_chunk(const char (&tag)[5], const Key& before, size_t i) const {
+  const uint32_t n = token_count(i);
+  const uint64_t *extra = this->extra(i), *extra_end = extra + n * extra_words();
+  const bool has_extra = std::any_of(extra, extra_end, [](uint64_t word) { return word != 0; });
+  Sha256 hash;
+  hash.update(tag, 4).update(&before, sizeof before).update(&n, sizeof n).update(&has_extra, 1);
+  hash.update(tokens(i), n * sizeof(int32_t));
+  if (has_extra) hash.update(extra, n * extra_words() * sizeof *extra);
+  return hash.finish();
 }
 
 const Chain::Storage& Chain::derived() const {
   std::call_once(storage_->derived_once, [this] {
     const Storage& storage = *storage_;
     const Chain whole(storage_, 0, storage.keys.size() - 1);
-    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(storage.identity), storage.block_tokens);
+    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(identity()), block_tokens());
     storage.content_keys.reserve(whole.size());
     storage.fingerprints.reserve(whole.size());
     for (size_t i = 0; i < whole.size(); ++i) {
       const uint32_t n = whole.token_count(i);
-      storage.content_keys.push_back(chunk_key("kvc1", storage.identity, whole.tokens(i), whole.extra(i), n));
-      storage.fingerprints.push_back(fingerprint_of(powers.data() + (storage.block_tokens - n), whole.tokens(i), n));
+      storage.content_keys.push_back(whole.hash_chunk("kvc1", identity(), i));
+      storage.fingerprints.push_back(fingerprint_of(powers.data() + (block_tokens() - n), whole.tokens(i), n));
     }
   });
   return *storage_;

@@ -1,16 +1,17 @@
 // Chains: the keys, fingerprints and tokens of a prompt's chunks (design §4.1).
 //
-//   root           = SHA-256("kvr1" | identity)                                never a block's key
-//   prefix_key(i)  = SHA-256("kvp1" | prefix_key(i-1) or root | u32 n | u8 has_extra | n int32 | n u64 if has_extra)
-//   content_key(i) = SHA-256("kvc1" | identity | u32 n | u8 has_extra | n int32 | n u64 if has_extra)
+//   root           = SHA-256("kvr1" | identity)                       never a block's key
+//   prefix_key(i)  = SHA-256("kvp1" | prefix_key(i-1) or root | u32 n | u8 has_extra | n int32 | extra ids)
+//   content_key(i) = SHA-256("kvc1" | identity | u32 n | u8 has_extra | n int32 | extra ids)
 //   fingerprint(i) = sum of (u32(token_j) + 1) * base^(n-1-j) modulo 2^61-1
 //   base           = 2 + (first u64 of SHA-256("kvf1" | identity)) mod (2^61-4)
 //
-// All numbers are little-endian. has_extra is 1 if any extra id of that chunk is nonzero; if it is 0, no extra id
-// follows the tokens, so a chunk of ordinary tokens has one key whether or not extra ids were given.
+// n is the chunk's token count; numbers are little-endian. Extra ids are u64: one word per token, or four where they
+// are 32-byte digests. has_extra is 1 if any word of that chunk is nonzero. If it is 0, nothing follows the tokens: a
+// chunk of ordinary tokens has one key whether or not extra ids were given.
 //
 // Owns a copy of the prompt's ids. Never knows Python, a layout or a block. Invariant: immutable after construction
-// (content keys and fingerprints are filled in once, at first use); slices share the storage, so a slice costs nothing.
+// (content keys and fingerprints are filled in once, at first use); slices share the storage and cost nothing.
 #pragma once
 
 #include <cstddef>
@@ -33,16 +34,17 @@ Key root_key(const Key& identity);
 uint64_t fingerprint_base(const Key& identity);
 
 // The fingerprint of every window of `window` consecutive ids, in linear time: out[i] is that of tokens[i, i+window).
-// Writes count - window + 1 values, none if count < window. Requires window > 0.
+// Writes count - window + 1 values, none if count < window. Requires 0 < window <= kMaxBlockTokens.
 void window_fingerprints(uint64_t base, const int32_t* tokens, size_t count, size_t window, uint64_t* out);
 
 class Chain {
   struct Storage {
     Key identity;
     uint32_t block_tokens;
-    std::vector<int32_t> tokens;   // of all chunks; ids behind the last chunk are not kept
-    std::vector<uint64_t> extra;   // as many, or empty
-    std::vector<Key> keys;         // a zero key, then one per chunk: keys[i] is the parent of chunk i
+    uint32_t extra_words;         // per token: 0, 1 or 4
+    std::vector<int32_t> tokens;  // of all chunks; ids behind the last chunk are not kept
+    std::vector<uint64_t> extra;
+    std::vector<Key> keys;        // a zero key, then one per chunk: keys[i] is the parent of chunk i
     // What only writers and searches need, derived at first use.
     mutable std::once_flag derived_once;
     mutable std::vector<Key> content_keys;
@@ -50,10 +52,10 @@ class Chain {
   };
 
  public:
-  // Hashes all full chunks of `tokens`, and with `partial` also the shorter last one. `extra` is null or one id per
-  // token. Requires 0 < block_tokens <= kMaxBlockTokens and count <= kMaxChainTokens.
-  Chain(const Key& identity, const int32_t* tokens, const uint64_t* extra, size_t count, uint32_t block_tokens,
-        bool partial);
+  // Hashes all full chunks of `tokens`, and with `partial` also the shorter last one. `extra` holds extra_words (0, 1
+  // or 4) per token. Requires 0 < block_tokens <= kMaxBlockTokens and count <= kMaxChainTokens.
+  Chain(const Key& identity, const int32_t* tokens, size_t count, const uint64_t* extra, uint32_t extra_words,
+        uint32_t block_tokens, bool partial);
 
   size_t size() const { return count_; }
   bool empty() const { return count_ == 0; }
@@ -68,22 +70,23 @@ class Chain {
   const uint64_t* fingerprints() const { return derived().fingerprints.data() + first_; }
   uint64_t fingerprint(size_t i) const { return fingerprints()[i]; }
 
-  // The prefix key before chunk i, also when that chunk lies before this slice; all zeros for a prompt's first chunk.
+  // The prefix key before chunk i, also where that chunk lies before this slice; all zeros for a prompt's first chunk.
   const Key& parent_key(size_t i) const { return storage_->keys[first_ + i]; }
 
+  // Position of chunk i's first token in the prompt.
+  size_t start_token(size_t i) const { return (first_ + i) * block_tokens(); }
   uint32_t token_count(size_t i) const {
     const size_t left = storage_->tokens.size() - start_token(i);
     return left < block_tokens() ? static_cast<uint32_t>(left) : block_tokens();
   }
-  // Position of chunk i's first token in the prompt.
-  size_t start_token(size_t i) const { return (first_ + i) * block_tokens(); }
   // Tokens of all chunks of this chain; those of chunk i are followed by those of chunk i+1.
   size_t num_tokens() const;
   const int32_t* tokens(size_t i) const { return storage_->tokens.data() + start_token(i); }
-  // Extra ids of chunk i, or null if the chain was made without.
+  // Extra ids of chunk i, extra_words() per token; null if the chain was made without.
   const uint64_t* extra(size_t i) const {
-    return storage_->extra.empty() ? nullptr : storage_->extra.data() + start_token(i);
+    return extra_words() == 0 ? nullptr : storage_->extra.data() + start_token(i) * extra_words();
   }
+  uint32_t extra_words() const { return storage_->extra_words; }
 
   const Key& identity() const { return storage_->identity; }
   uint32_t block_tokens() const { return storage_->block_tokens; }
@@ -94,6 +97,7 @@ class Chain {
   Chain(std::shared_ptr<const Storage> storage, size_t first, size_t count)
       : storage_(std::move(storage)), first_(first), count_(count) {}
 
+  Key hash_chunk(const char (&tag)[5], const Key& before, size_t i) const;
   const Storage& derived() const;
 
   std::shared_ptr<const Storage> storage_;
