@@ -1,0 +1,143 @@
+#include "bindings/client_buffers.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "bindings/client_errors.h"
+
+namespace nb = nanobind;
+
+namespace kv {
+namespace {
+
+using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+std::string type_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+template <class T>
+[[noreturn]] void out_of_range(const char* name, size_t i, const std::string& value) {
+  raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is " + value + ", outside " +
+                               std::to_string(std::numeric_limits<T>::min()) + " to " +
+                               std::to_string(std::numeric_limits<T>::max()));
+}
+
+template <class T, class From>
+void convert(const From* from, size_t n, const char* name, std::vector<T>& out) {
+  out.resize(n);
+  bool fits = true;
+  for (size_t i = 0; i < n; ++i) {
+    out[i] = static_cast<T>(from[i]);
+    fits &= std::in_range<T>(from[i]);
+  }
+  for (size_t i = 0; !fits && i < n; ++i)
+    if (!std::in_range<T>(from[i])) out_of_range<T>(name, i, std::to_string(from[i]));
+}
+
+template <class T>
+void take_array(const Array& array, const char* name, Integers<T>& out) {
+  out.size = array.size();
+  auto take = [&]<class From>() {
+    if (array.dtype() != nb::dtype<From>()) return false;
+    const auto* from = static_cast<const From*>(array.data());
+    if constexpr (std::is_same_v<From, T>) {
+      out.data = from;
+    } else {
+      convert(from, out.size, name, out.converted);
+      out.data = out.converted.data();
+    }
+    return true;
+  };
+  if (!take.template operator()<int32_t>() && !take.template operator()<int64_t>() &&
+      !take.template operator()<uint32_t>() && !take.template operator()<uint64_t>())
+    raise("InvalidArgument", std::string(name) + " must hold 32- or 64-bit integers");
+}
+
+// One int of a sequence. T is int32_t or uint64_t.
+template <class T>
+T take_int(nb::handle item, const char* name, size_t i) {
+  const nb::object index = nb::steal(PyNumber_Index(item.ptr()));  // an int is its own index
+  if (!index.is_valid()) {
+    PyErr_Clear();
+    raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + type_name(item) + ", not an int");
+  }
+  if constexpr (std::is_same_v<T, int32_t>) {
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(index.ptr(), &overflow);
+    if (overflow == 0 && std::in_range<T>(value)) return static_cast<T>(value);
+  } else {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(index.ptr());
+    if (value != ~0ull || !PyErr_Occurred()) return value;
+    PyErr_Clear();
+  }
+  out_of_range<T>(name, i, nb::str(index).c_str());
+}
+
+}  // namespace
+
+template <class T>
+Integers<T> integers(nb::handle source, const char* name, size_t columns) {
+  Integers<T> out;
+  if (!PyList_Check(source.ptr()) && !PyTuple_Check(source.ptr())) {
+    Array array;
+    if (nb::try_cast(source, array)) {
+      if (array.ndim() == 2 && columns > 1 && array.shape(1) == columns)
+        out.columns = columns;
+      else if (array.ndim() != 1)
+        raise("InvalidArgument", std::string(name) + " has " + std::to_string(array.ndim()) + " dimensions, not one");
+      take_array(array, name, out);
+      out.owner = nb::borrow(source);
+      return out;
+    }
+    if (nb::hasattr(source, "__dlpack__"))
+      raise("InvalidArgument", std::string(name) + " must lie in CPU memory in native byte order");
+  }
+  const nb::object items = nb::steal(PySequence_Fast(source.ptr(), ""));
+  if (!items.is_valid()) {
+    PyErr_Clear();
+    raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + type_name(source));
+  }
+  out.converted.resize(PySequence_Fast_GET_SIZE(items.ptr()));
+  for (size_t i = 0; i < out.converted.size(); ++i) {
+    if (static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())) != out.converted.size())
+      raise("InvalidArgument", std::string(name) + " changed its length while it was read");
+    out.converted[i] = take_int<T>(nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), i)), name, i);
+  }
+  out.data = out.converted.data();
+  out.size = out.converted.size();
+  return out;
+}
+
+template Integers<int32_t> integers(nb::handle, const char*, size_t);
+template Integers<uint64_t> integers(nb::handle, const char*, size_t);
+
+Bytes::Bytes(nb::handle source, const char* name, bool writable) {
+  if (PyObject_CheckBuffer(source.ptr())) {
+    if (PyObject_GetBuffer(source.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
+      data_ = static_cast<uint8_t*>(view_.buf);
+      size_ = view_.len;
+      return;
+    }
+    PyErr_Clear();
+  } else if (nb::ndarray<nb::c_contig, nb::device::cpu> array; nb::try_cast(source, array, false)) {
+    data_ = static_cast<uint8_t*>(array.data());
+    size_ = array.nbytes();
+    owner_ = nb::borrow(source);
+    return;
+  }
+  raise("InvalidArgument", std::string(name) + " of type " + type_name(source) + " is not a contiguous " +
+                               (writable ? "writable " : "") + "buffer in CPU memory");
+}
+
+Key key_from(nb::handle source, const char* name) {
+  const Bytes bytes(source, name, false);
+  if (bytes.size() != sizeof(Key))
+    raise("InvalidArgument", std::string(name) + " has " + std::to_string(bytes.size()) + " bytes; it must have 32");
+  Key key;
+  std::memcpy(&key, bytes.data(), sizeof key);
+  return key;
+}
+
+}  // namespace kv

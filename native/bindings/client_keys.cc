@@ -1,0 +1,201 @@
+// Chains, checksums and copies for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "bindings/client_buffers.h"
+#include "bindings/client_errors.h"
+#include "core/checksum.h"
+#include "core/copy.h"
+#include "core/keys.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kv {
+namespace {
+
+constexpr size_t kDigestWords = sizeof(Key) / sizeof(uint64_t);
+
+// Copies and checksums from here on let other threads run; for shorter ones the hand-over costs more than it gives.
+constexpr size_t kReleaseBytes = 1 << 20;
+
+template <class Call>
+auto without_gil(size_t bytes, Call call) {
+  if (bytes < kReleaseBytes) return call();
+  nb::gil_scoped_release release;
+  return call();
+}
+
+void check_range(const char* name, long long value, long long low, long long high) {
+  if (value < low || value > high)
+    raise("InvalidArgument", std::string(name) + " is " + std::to_string(value) + "; allowed are " + std::to_string(low) +
+                                 " to " + std::to_string(high));
+}
+
+void make_chain(Chain* self, nb::handle identity, nb::handle token_ids, long long block_tokens, nb::handle extra_ids,
+                bool partial) {
+  const Key key = key_from(identity, "identity");
+  check_range("block_tokens", block_tokens, 1, kMaxBlockTokens);
+  const Integers<int32_t> tokens = integers<int32_t>(token_ids, "token_ids");
+  check_range("len(token_ids)", tokens.size, 0, kMaxChainTokens);
+  Integers<uint64_t> extra;
+  uint32_t extra_words = 0;
+  if (!extra_ids.is_none()) {
+    extra = integers<uint64_t>(extra_ids, "extra_ids", kDigestWords);
+    extra_words = static_cast<uint32_t>(extra.columns);
+    if (extra.size != tokens.size * extra_words)
+      raise("InvalidArgument", "extra_ids has " + std::to_string(extra.size / extra_words) + " entries for " +
+                                   std::to_string(tokens.size) + " tokens");
+  }
+  new (self) Chain(key, tokens.data, tokens.size, extra.data, extra_words, static_cast<uint32_t>(block_tokens), partial);
+}
+
+template <class Item>
+nb::list list_of(size_t n, Item item) {
+  nb::list out = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(n)));
+  for (size_t i = 0; i < n; ++i) PyList_SET_ITEM(out.ptr(), i, nb::cast(item(i)).release().ptr());
+  return out;
+}
+
+nb::object item(const Chain& self, nb::handle index) {
+  if (PySlice_Check(index.ptr())) {
+    Py_ssize_t start, stop, step;
+    if (PySlice_Unpack(index.ptr(), &start, &stop, &step) != 0) throw nb::python_error();
+    const Py_ssize_t count = PySlice_AdjustIndices(static_cast<Py_ssize_t>(self.size()), &start, &stop, step);
+    if (step != 1) raise("InvalidArgument", "the step of a chain's slice is " + std::to_string(step) + "; it must be 1");
+    return nb::cast(self.slice(start, count));
+  }
+  Py_ssize_t i = PyNumber_AsSsize_t(index.ptr(), PyExc_IndexError);
+  if (i == -1 && PyErr_Occurred()) throw nb::python_error();
+  if (i < 0) i += static_cast<Py_ssize_t>(self.size());
+  if (i < 0 || i >= static_cast<Py_ssize_t>(self.size())) throw nb::index_error("chain index out of range");
+  return to_bytes(self.keys()[i]);
+}
+
+using TokenView = nb::ndarray<nb::memview, const int32_t, nb::ndim<1>>;
+using ExtraView = nb::ndarray<nb::memview, const uint64_t>;
+
+ExtraView extra_view(const uint64_t* data, size_t tokens, size_t words, nb::handle owner) {
+  const size_t shape[] = {tokens, words};
+  return ExtraView(data, words == 1 ? 1 : 2, shape, owner);
+}
+
+// The object whose life keeps an array's memory alive.
+template <class T>
+nb::capsule owning(T* array) {
+  return nb::capsule(array, [](void* p) noexcept { delete static_cast<T*>(p); });
+}
+
+nb::object extra_ids(nb::handle self) {
+  const auto& chain = nb::cast<const Chain&>(self);
+  if (chain.extra_words() == 0) return nb::none();
+  return nb::cast(extra_view(chain.extra(0), chain.num_tokens(), chain.extra_words(), self));
+}
+
+ExtraView extra_ids_from_digests(nb::sequence digests) {
+  const size_t count = nb::len(digests);
+  check_range("len(digests)", count, 0, kMaxChainTokens);
+  auto* words = new std::vector<uint64_t>(count * kDigestWords);
+  const nb::capsule owner = owning(words);
+  for (size_t i = 0; i < count; ++i) {
+    const nb::object digest = digests[i];
+    if (digest.is_none()) continue;
+    const Key key = key_from(digest, ("digests[" + std::to_string(i) + "]").c_str());
+    std::memcpy(words->data() + i * kDigestWords, &key, sizeof key);
+  }
+  return extra_view(words->data(), count, kDigestWords, owner);
+}
+
+nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>> windows(nb::handle identity, nb::handle token_ids, long long block_tokens) {
+  const Key key = key_from(identity, "identity");
+  check_range("block_tokens", block_tokens, 1, kMaxBlockTokens);
+  const Integers<int32_t> tokens = integers<int32_t>(token_ids, "token_ids");
+  const size_t window = block_tokens, count = tokens.size < window ? 0 : tokens.size - window + 1;
+  auto* out = new std::vector<uint64_t>(count);
+  const nb::capsule owner = owning(out);
+  window_fingerprints(fingerprint_base(key), tokens.data, tokens.size, window, out->data());
+  return {out->data(), {count}, owner};
+}
+
+uint32_t checksum(nb::handle data, uint32_t value) {
+  const Bytes bytes(data, "data", false);
+  return without_gil(bytes.size(), [&] { return crc32c(bytes.data(), bytes.size(), value); });
+}
+
+nb::object copy_into(nb::handle destination, nb::handle source, bool with_checksum) {
+  const Bytes to(destination, "dst", true), from(source, "src", false);
+  if (to.size() != from.size())
+    raise("InvalidArgument", "dst has " + std::to_string(to.size()) + " bytes and src " + std::to_string(from.size()) +
+                                 "; they must be equal");
+  if (to.data() < from.data() + from.size() && from.data() < to.data() + to.size())
+    raise("InvalidArgument", "dst and src overlap");
+  if (with_checksum)
+    return nb::int_(without_gil(to.size(), [&] { return copy_crc32c(to.data(), from.data(), to.size()); }));
+  without_gil(to.size(), [&] { copy_stream(to.data(), from.data(), to.size()); });
+  return nb::none();
+}
+
+void bind_chain(nb::module_& m) {
+  nb::class_<Chain>(m, "Chain",
+                    "The keys, fingerprints and tokens of a prompt's chunks. Immutable; a slice shares its memory.\n"
+                    "Tokens behind the last full chunk are left out unless partial is true.")
+      .def("__init__", make_chain, "identity"_a, "token_ids"_a, "block_tokens"_a = 128, "extra_ids"_a = nb::none(),
+           "partial"_a = false)
+      .def("__len__", &Chain::size)
+      .def("__getitem__", item, "index"_a, "A prefix key, or for a slice of step 1 a chain.")
+      .def("__eq__", [](const Chain& a, nb::handle b) { return nb::isinstance<Chain>(b) && a == nb::cast<const Chain&>(b); })
+      .def("__hash__",
+           [](const Chain& c) {
+             const uint64_t words = c.empty() ? c.identity().words[0] : c.keys()[c.size() - 1].words[0];
+             return static_cast<Py_hash_t>((words ^ c.start_token(0)) >> 1);
+           })
+      .def("__repr__",
+           [](const Chain& c) {
+             return nb::str("Chain of {} chunks, {} tokens from {}").attr("format")(c.size(), c.num_tokens(), c.start_token(0));
+           })
+      .def_prop_ro("keys", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return to_bytes(c.keys()[i]); }); })
+      .def_prop_ro("content_keys",
+                   [](const Chain& c) { return list_of(c.size(), [k = c.content_keys()](size_t i) { return to_bytes(k[i]); }); })
+      .def_prop_ro(
+          "parent_keys", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return to_bytes(c.parent_key(i)); }); },
+          "Per chunk the prefix key before it; 32 zero bytes for a prompt's first chunk.")
+      .def_prop_ro("fingerprints",
+                   [](const Chain& c) { return list_of(c.size(), [f = c.fingerprints()](size_t i) { return f[i]; }); })
+      .def_prop_ro("packed_keys",
+                   [](const Chain& c) { return nb::bytes(c.empty() ? nullptr : c.keys(), c.size() * sizeof(Key)); })
+      .def_prop_ro("identity", [](const Chain& c) { return to_bytes(c.identity()); })
+      .def_prop_ro("block_tokens", &Chain::block_tokens)
+      .def_prop_ro("token_counts", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.token_count(i); }); })
+      .def_prop_ro("num_tokens", &Chain::num_tokens, "Tokens of all chunks together.")
+      .def_prop_ro("start_token", [](const Chain& c) { return c.start_token(0); }, "Position of the first token in the prompt.")
+      .def_prop_ro(
+          "token_ids",
+          [](nb::handle self) {
+            const auto& c = nb::cast<const Chain&>(self);
+            return TokenView(c.tokens(0), {c.num_tokens()}, self);
+          },
+          "The tokens as a read-only memoryview of int32.")
+      .def_prop_ro("extra_ids", extra_ids, "The extra ids as a read-only memoryview of uint64, [n] or [n, 4], or None.");
+}
+
+}  // namespace
+}  // namespace kv
+
+void bind_keys(nb::module_& m) {
+  using namespace kv;
+  bind_chain(m);
+  m.def("root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a,
+        "What the first chunk's prefix key continues. Never a block's key.");
+  m.def("extra_ids_from_digests", extra_ids_from_digests, "digests"_a,
+        "Extra ids, four words a token, from one 32-byte digest or None per token.");
+  m.def("window_fingerprints", windows, "identity"_a, "token_ids"_a, "block_tokens"_a = 128,
+        "The fingerprint of every window of block_tokens ids, as a NumPy array.");
+  m.def("crc32c", checksum, "data"_a, "value"_a = 0, "CRC32C of data; value is that of the bytes before it.");
+  m.def("copy_into", copy_into, "dst"_a, "src"_a, "checksum"_a = true,
+        "Copies src into dst, past the caches, and returns the CRC32C of the bytes (None without checksum).\n"
+        "Fastest where dst starts on a multiple of 64 bytes, as every layer of a block does.");
+}

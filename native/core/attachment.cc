@@ -1,0 +1,259 @@
+#include "core/attachment.h"
+
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/error.h"
+
+namespace kv {
+namespace {
+
+constexpr uint64_t kPopulateStep = 16ull << 20;  // small, so that close() is prompt
+
+std::atomic<uint64_t>* token_page() {
+  static auto* word = [] {
+    void* page = ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    KV_INVARIANT(page != MAP_FAILED && ::madvise(page, kPageBytes, MADV_WIPEONFORK) == 0);
+    return new (page) std::atomic<uint64_t>(0);
+  }();
+  return word;
+}
+
+Fd connect_to(const AttachOptions& options) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (options.socket_path.size() >= sizeof address.sun_path)
+    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options.socket_path.size()) + " bytes, the limit is " + std::to_string(sizeof address.sun_path - 1));
+  std::copy(options.socket_path.begin(), options.socket_path.end(), address.sun_path);
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const double whole = std::floor(options.timeout_s);
+  timeval limit{static_cast<time_t>(whole), static_cast<suseconds_t>((options.timeout_s - whole) * 1e6)};
+  if (limit.tv_sec == 0 && limit.tv_usec == 0) limit.tv_usec = 1;  // zero would mean for ever
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  if (!socket || ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0)
+    throw Error(Code::Unavailable, errno_text("no daemon at " + options.socket_path));
+  return socket;
+}
+
+}  // namespace
+
+uint64_t process_token() {
+  std::atomic<uint64_t>* word = token_page();
+  uint64_t token = word->load(std::memory_order_relaxed);
+  if (token) return token;
+  uint64_t fresh = 0;
+  while (fresh == 0) KV_INVARIANT(::getrandom(&fresh, sizeof fresh, 0) == sizeof fresh);
+  return word->compare_exchange_strong(token, fresh) ? fresh : token;
+}
+
+// ---------------------------------------------------------------- the socket
+
+std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
+                                          std::vector<Fd>* descriptors) {
+  protocol::Request request{protocol::kMagic, static_cast<uint16_t>(op), 0, count, tag};
+  iovec out[2] = {{&request, sizeof request}, {const_cast<uint8_t*>(body.data()), body.size()}};
+  msghdr message{};
+  message.msg_iov = out;
+  message.msg_iovlen = 2;
+  if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) {
+    if (errno == EAGAIN) throw Error(Code::DeadlineExceeded, "the daemon does not take requests");
+    throw Error(Code::Detached, errno_text("the daemon is gone"));
+  }
+  std::vector<uint8_t> in(protocol::kMaxMessage);
+  alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
+  iovec part{in.data(), in.size()};
+  message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  ssize_t got;
+  do got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  while (got < 0 && errno == EINTR);
+  if (got < 0 && errno == EAGAIN) throw Error(Code::DeadlineExceeded, "the daemon did not answer in time");
+  if (got <= 0) throw Error(Code::Detached, got == 0 ? "the daemon closed the session" : errno_text("the daemon is gone"));
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const size_t number = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < number; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof fd, sizeof fd);
+      Fd owned(fd);
+      if (descriptors) descriptors->push_back(std::move(owned));
+    }
+  }
+  protocol::Reader reader({in.data(), static_cast<size_t>(got)});
+  const auto reply = reader.take<protocol::Reply>();
+  if (!reader.ok() || reply.magic != protocol::kMagic || reply.op != request.op || reply.tag != tag)
+    throw Error(Code::Detached, "the daemon's reply does not fit the request");
+  const auto rest = reader.rest();
+  if (reply.status != protocol::kOk)
+    throw Error(static_cast<Code>(reply.status - 1), std::string(rest.begin(), rest.end()));
+  return {rest.begin(), rest.end()};
+}
+
+std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body) {
+  if (foreign()) throw Error(Code::Detached, "this process was forked: its copy of the session is the parent's");
+  std::lock_guard lock(socket_mutex_);
+  if (!socket_) throw Error(Code::Detached, "the session is not attached");
+  try {
+    return exchange(socket_.get(), op, ++tag_, count, body, nullptr);
+  } catch (const Error& error) {
+    if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
+    connected_.store(false, std::memory_order_release);
+    socket_.reset();
+    throw;
+  }
+}
+
+void Attachment::disconnect() {
+  stop_.store(true);
+  if (foreign()) return;
+  populate_wanted_.notify_all();
+  std::lock_guard lock(socket_mutex_);
+  connected_.store(false, std::memory_order_release);
+  socket_.reset();
+}
+
+// ---------------------------------------------------------------- attaching
+
+std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors) {
+  protocol::Attach attach{};
+  attach.version = protocol::kVersion;
+  attach.read_only = options_.read_only;
+  attach.max_pins = options_.max_pins;
+  if (options_.name.size() > protocol::kMaxNamespace)
+    throw Error(Code::InvalidArgument, "the namespace's name has " + std::to_string(options_.name.size()) + " bytes, the limit is " + std::to_string(protocol::kMaxNamespace));
+  std::copy(options_.name.begin(), options_.name.end(), attach.name);
+  if (previous && !previous->foreign()) {
+    attach.resume_session = previous->session_;
+    std::copy_n(previous->board->page().token, sizeof attach.resume_token, attach.resume_token);
+  }
+  std::vector<uint8_t> body;
+  protocol::append(body, attach);
+  return exchange(socket.get(), protocol::Op::Attach, 0, 1, body, &descriptors);
+}
+
+std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const std::shared_ptr<Attachment>& previous) {
+  std::shared_ptr<Attachment> fresh(new Attachment());
+  fresh->options_ = options;
+  fresh->token_ = process_token();
+  Fd socket = connect_to(options);
+  std::vector<Fd> descriptors;
+  std::vector<uint8_t> body;
+  try {
+    body = fresh->handshake(socket, previous.get(), descriptors);
+  } catch (const Error& error) {
+    if (error.code == Code::Detached) throw Error(Code::Unavailable, std::string("the daemon refused the session: ") + error.what());
+    throw;
+  }
+  protocol::Reader reader(body);
+  const auto reply = reader.take<protocol::Attached>();
+  if (!reader.at_end() || descriptors.size() != (reply.resumed ? 3u : 4u)) throw Error(Code::IncompatibleVersion, "the daemon's answer to attach cannot be read");
+  if (reply.resumed) {
+    Attachment& kept = *previous;
+    std::vector<protocol::BlockItem> stopped;
+    {
+      std::lock_guard lock(kept.socket_mutex_);
+      kept.socket_ = std::move(socket);
+      kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
+      kept.connected_.store(true, std::memory_order_release);
+      stopped = std::exchange(kept.stopped_, {});
+    }
+    for (size_t at = 0; at < stopped.size(); at += kMaxKeysPerMessage) {
+      const size_t count = std::min<size_t>(kMaxKeysPerMessage, stopped.size() - at);
+      kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
+    }
+    return previous;
+  }
+  fresh->map(reply, descriptors);
+  fresh->socket_ = std::move(socket);
+  fresh->connected_.store(true);
+  fresh->wanted(fresh->index.header().frontier.load(std::memory_order_relaxed));
+  return fresh;
+}
+
+void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descriptors) {
+  session_ = reply.session;
+  epoch_.store(reply.epoch);
+  std::copy(std::begin(reply.pool_id), std::end(reply.pool_id), pool_id_.begin());
+  board = std::make_unique<PinBoard>(Mapping(descriptors[3].get(), reply.page_bytes, true));
+  table_ = Mapping(descriptors[0].get(), reply.table_bytes, false);
+  progress_ = Mapping(descriptors[1].get(), reply.progress_bytes, !options_.read_only);
+  progress_words_ = progress_.at<std::atomic<uint64_t>>(0);
+  // Views are read through a mapping that cannot be written, whoever they are passed to.
+  pool_ = Mapping(descriptors[2].get(), reply.pool_bytes, false);
+  if (!options_.read_only) writable_ = Mapping(descriptors[2].get(), reply.pool_bytes, true);
+  const auto* header = table_.at<TableHeader>(0);
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion || header->total_bytes > table_.size())
+    throw Error(Code::IncompatibleVersion, "the block table is of another version");
+  index = Index(table_.data());
+}
+
+Attachment::~Attachment() {
+  stop_.store(true);
+  if (!populator_.joinable()) return;
+  if (foreign()) {
+    populator_.detach();  // the thread exists only in the parent
+    return;
+  }
+  { std::lock_guard lock(populate_mutex_); }
+  populate_wanted_.notify_all();
+  populator_.join();
+}
+
+// ---------------------------------------------------------------- what the memory holds
+
+const Layout& Attachment::layout(uint32_t id) {
+  std::lock_guard lock(layouts_mutex_);
+  if (id < layouts_.size() && layouts_[id]) return *layouts_[id];
+  const TableHeader& header = index.header();
+  if (id >= header.layouts.load(std::memory_order_acquire) || id >= kMaxLayouts)
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  const auto* slot = table_.at<uint8_t>(header.layouts_offset + id * kLayoutSlotBytes);
+  uint32_t length;
+  std::memcpy(&length, slot, 4);
+  layouts_.resize(std::max<size_t>(layouts_.size(), id + 1));
+  layouts_[id] = std::make_unique<Layout>(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
+  return *layouts_[id];
+}
+
+void Attachment::remember_stopped(const std::vector<protocol::BlockItem>& blocks) {
+  std::lock_guard lock(socket_mutex_);
+  stopped_.insert(stopped_.end(), blocks.begin(), blocks.end());
+}
+
+// A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.
+void Attachment::wanted(uint64_t end) {
+  if (end <= populated_.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(populate_mutex_);
+  if (end <= populate_to_) return;
+  populate_to_ = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
+  if (!populator_.joinable()) populator_ = std::thread([this] { populate(); });
+  populate_wanted_.notify_one();
+}
+
+void Attachment::populate() {
+  uint64_t at = 0;
+  while (!stop_.load()) {
+    {
+      std::unique_lock lock(populate_mutex_);
+      populate_wanted_.wait(lock, [&] { return stop_.load() || at < populate_to_; });
+      if (stop_.load()) return;
+    }
+    const uint64_t step = std::min(kPopulateStep, pool_.size() - at);
+    if (step == 0 || ::madvise(pool_.data() + at, step, MADV_POPULATE_READ) != 0) return;  // cut by another client: touching it will tell
+    if (writable_ && ::madvise(writable_.data() + at, step, MADV_POPULATE_WRITE) != 0) return;
+    at += step;
+    populated_.store(std::min(at, pool_.size()), std::memory_order_relaxed);
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,107 @@
+// One attachment of a client to a daemon: the session socket and the memory it handed out. Immutable once made; shared by
+// every view, pin and writer that came from it, and gone with the last of them.
+//
+// The session page is mapped before the pool and unmapped after it (member order), so that as long as a byte of the pool can be
+// touched the session's lock is held. After a fork the child's copy is foreign: it clears no pins and sends nothing.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/index.h"
+#include "core/layout.h"
+#include "core/protocol.h"
+#include "core/segment.h"
+#include "core/session_file.h"
+#include "core/store.h"
+
+namespace kv {
+
+// A word that differs in every process, and in a forked child from its parent, at the cost of a load: its page is wiped by fork.
+uint64_t process_token();
+
+struct AttachOptions {
+  std::string socket_path;
+  std::string name;
+  bool read_only = false;
+  uint32_t max_pins = 65536;
+  double timeout_s = 5;
+};
+
+class Attachment : public std::enable_shared_from_this<Attachment> {
+ public:
+  // Connects and maps. With `previous`, resumes its session if the daemon still has it in the same pool; then the answer is
+  // `previous` itself with a new socket. Throws Unavailable, NotPermitted, NotFound, IncompatibleVersion, DeadlineExceeded.
+  static std::shared_ptr<Attachment> make(const AttachOptions& options, const std::shared_ptr<Attachment>& previous);
+  ~Attachment();
+
+  bool foreign() const { return token_ != process_token(); }
+  // Nothing changes in memory while no daemon mutates it, so reads go on until the epoch says that one has taken over.
+  bool current() const { return index.header().epoch.load(std::memory_order_acquire) == epoch_.load(std::memory_order_relaxed); }
+  bool connected() const { return connected_.load(std::memory_order_acquire); }
+
+  // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
+  // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
+  std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body);
+  void disconnect();
+
+  // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
+  const Layout& layout(uint32_t id);
+  const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
+  std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
+  void wanted(uint64_t end);  // memory up to here is about to be used: populate it in the background
+  uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
+
+  // Writers that ended while the daemon could not be told. Sent when the session is resumed.
+  void remember_stopped(const std::vector<protocol::BlockItem>& blocks);
+
+  uint32_t session() const { return session_; }
+  uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
+  uint64_t pool_bytes() const { return pool_.size(); }
+  const AttachOptions& options() const { return options_; }
+  std::atomic<uint64_t>& progress(uint32_t record) const { return progress_words_[record]; }
+
+ private:
+  Attachment() = default;
+  std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
+  void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
+  void populate();
+  static std::vector<uint8_t> exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
+                                       std::vector<Fd>* descriptors);
+
+  AttachOptions options_;
+  uint64_t token_ = 0;
+  uint32_t session_ = 0;
+  Id pool_id_{};
+  std::atomic<uint64_t> epoch_{0};
+  std::atomic<bool> connected_{false};
+
+  std::mutex socket_mutex_;
+  Fd socket_;
+  uint32_t tag_ = 0;
+  std::vector<protocol::BlockItem> stopped_;
+
+ public:
+  std::unique_ptr<PinBoard> board;  // before the pool
+ private:
+  Mapping table_, progress_, pool_, writable_;
+  std::atomic<uint64_t>* progress_words_ = nullptr;
+  std::mutex layouts_mutex_;
+  std::vector<std::unique_ptr<Layout>> layouts_;
+
+  std::atomic<uint64_t> populated_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex populate_mutex_;
+  std::condition_variable populate_wanted_;
+  uint64_t populate_to_ = 0;
+  std::thread populator_;
+
+ public:
+  Index index;
+};
+
+}  // namespace kv

@@ -1,0 +1,221 @@
+#include "core/client.h"
+
+#include <time.h>
+
+#include <algorithm>
+
+#include "core/atomics.h"
+#include "core/error.h"
+
+namespace kv {
+namespace {
+
+constexpr size_t kPrefetchAhead = 16;
+
+uint32_t coarse_realtime_s() {
+  timespec now;
+  ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
+  return static_cast<uint32_t>(now.tv_sec);
+}
+
+bool readable(const Snapshot& s, bool follow) {
+  const State state = s.control.state();
+  if (state == State::Created) return follow;
+  return state == State::Sealed && (s.expiry_s == 0 || coarse_realtime_s() < s.expiry_s);
+}
+
+Presence presence(Find found, const Snapshot& s) {
+  if (found != Find::Hit) return Presence::Missing;
+  if (s.control.state() == State::Created) return Presence::Pending;
+  if (s.control.state() == State::Disk) return Presence::OnDisk;
+  return readable(s, false) ? Presence::Resident : Presence::Missing;
+}
+
+}  // namespace
+
+timespec deadline_in(double seconds) {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  const double bounded = std::clamp(seconds, 0.0, 1e9);
+  t.tv_sec += static_cast<time_t>(bounded);
+  t.tv_nsec += static_cast<long>((bounded - static_cast<double>(static_cast<time_t>(bounded))) * 1e9);
+  if (t.tv_nsec >= 1'000'000'000) t.tv_sec += 1, t.tv_nsec -= 1'000'000'000;
+  return t;
+}
+
+// ---------------------------------------------------------------- the attachment
+
+std::shared_ptr<Attachment> Client::attachment() const {
+  std::lock_guard lock(mutex_);
+  if (closed_.load(std::memory_order_relaxed)) throw Error(Code::Closed, "the client was closed");
+  return attachment_;
+}
+
+std::shared_ptr<Attachment> Client::usable() const {
+  std::shared_ptr<Attachment> at = attachment();
+  if (at->foreign()) throw Error(Code::Detached, "this process was forked since it attached");
+  if (!at->current()) throw Error(Code::Detached, "another daemon has taken over, or is about to");
+  return at;
+}
+
+bool Client::attached() const {
+  std::lock_guard lock(mutex_);
+  return !closed_ && !attachment_->foreign() && attachment_->current() && attachment_->connected();
+}
+
+void Client::reattach() {
+  const std::shared_ptr<Attachment> before = attachment();
+  std::shared_ptr<Attachment> after = Attachment::make(options_, before);
+  std::lock_guard lock(mutex_);
+  if (after != before) attachment_ = std::move(after);
+}
+
+void Client::close() {
+  if (closed_.exchange(true)) return;
+  std::lock_guard lock(mutex_);
+  attachment_->disconnect();
+}
+
+// ---------------------------------------------------------------- reading
+
+// Three passes, so that the cache misses of all keys overlap.
+void Client::find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where) {
+  found.assign(keys.size(), Find::Torn);
+  where.resize(keys.size());
+  std::vector<size_t> unclear;
+  if (door_ == Door::SharedMemory) {
+    const size_t n = keys.size();
+    for (size_t i = 0; i < n + 2 * kPrefetchAhead; ++i) {
+      if (i < n) at.index.prefetch_bucket(keys[i]);
+      if (i >= kPrefetchAhead && i - kPrefetchAhead < n) at.index.prefetch_record(keys[i - kPrefetchAhead]);
+      if (i < 2 * kPrefetchAhead) continue;
+      const size_t k = i - 2 * kPrefetchAhead;
+      found[k] = at.index.find(keys[k], where[k]);
+      if (found[k] == Find::Torn) unclear.push_back(k);
+    }
+  } else {
+    for (size_t i = 0; i < keys.size(); ++i) unclear.push_back(i);
+  }
+  if (!unclear.empty()) ask_where(at, keys, unclear, found, where);
+}
+
+void Client::ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,
+                       std::vector<Snapshot>& where) {
+  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
+    const auto part = which.subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
+    std::vector<uint8_t> body;
+    for (size_t i : part) protocol::append(body, keys[i]);
+    const std::vector<uint8_t> answer = at.ask(protocol::Op::LookUp, static_cast<uint32_t>(part.size()), body);
+    protocol::Reader reader(answer);
+    for (size_t i : part) {
+      const auto item = reader.take<protocol::LookUpItem>();
+      if (!reader.ok() || item.record >= at.index.max_blocks()) throw Error(Code::Detached, "the daemon's answer to a look-up cannot be read");
+      found[i] = item.presence == static_cast<uint32_t>(Presence::Missing) ? Find::Miss : Find::Hit;
+      where[i] = {item.record, Control{item.control}, Extent::unpack(item.extent), Shape::unpack(item.shape), 0};
+    }
+  }
+}
+
+std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
+  const std::shared_ptr<Attachment> at = usable();
+  std::vector<Find> found;
+  std::vector<Snapshot> where;
+  find_all(*at, keys, found, where);
+  std::vector<uint8_t> out(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) out[i] = static_cast<uint8_t>(presence(found[i], where[i]));
+  if (!at->current()) throw Error(Code::Detached, "another daemon took over during the look-up");
+  return out;
+}
+
+// Writes the pins, one fence for all, then looks whether any block changed before its pin could be seen.
+void Client::pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
+                     std::vector<Snapshot>& where) {
+  PinBoard& board = *at.board;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    Batch::Item& item = batch.item(i);
+    if (found[i] != Find::Hit || !readable(where[i], follow)) continue;
+    if (where[i].extent.end() > at.pool_bytes()) continue;
+    item.at = where[i];
+    item.slot = board.take(pin_word(item.at.record, item.at.control.generation()));
+    item.state = item.slot == PinBoard::kNoSlot ? ItemState::Exhausted : ItemState::Hit;
+  }
+  fence_full();
+  const bool current = at.current();
+  uint64_t end = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    Batch::Item& item = batch.item(i);
+    if (item.state != ItemState::Hit) continue;
+    const Control now = at.index.control(item.at.record);
+    if (!current || now.generation() != item.at.control.generation()) {
+      board.clear(std::exchange(item.slot, PinBoard::kNoSlot));
+      item.state = ItemState::Miss;
+      found[i] = Find::Torn;  // it changed under us: worth another look
+      continue;
+    }
+    item.at.control = now;
+    item.layout = &at.layout(item.at.shape.layout);
+    item.holders.store(1, std::memory_order_relaxed);
+    end = std::max(end, item.at.extent.end());
+  }
+  if (!current) throw Error(Code::Detached, "another daemon took over during the get");
+  at.wanted(end);
+}
+
+std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
+  std::shared_ptr<Attachment> at = usable();
+  auto batch = std::make_shared<Batch>(at, keys.size());
+  std::vector<Find> found;
+  std::vector<Snapshot> where;
+  find_all(*at, keys, found, where);
+  pin_all(*at, *batch, keys, follow, found, where);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    // A block that changed between look-up and pin may be there again.
+    for (uint32_t tries = 0; found[i] == Find::Torn && tries < kProbeTries; ++tries) {
+      std::vector<Find> again{at->index.find(keys[i], where[i])};
+      std::vector<Snapshot> there{where[i]};
+      if (again[0] == Find::Torn) break;
+      Batch single(at, 1);
+      pin_all(*at, single, keys.subspan(i, 1), follow, again, there);
+      found[i] = again[0];
+      Batch::Item& mine = batch->item(i);
+      mine.at = single.item(0).at, mine.layout = single.item(0).layout, mine.state = single.item(0).state;
+      mine.slot = std::exchange(single.item(0).slot, PinBoard::kNoSlot);  // the pin stays where it is; only its holder changes
+      mine.holders.store(single.item(0).holders.exchange(0));
+      single.item(0).state = ItemState::Miss;
+    }
+  }
+  uint64_t hits = 0, misses = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const Batch::Item& item = batch->item(i);
+    if (item.state == ItemState::Hit) at->board->touched(item.at.record);
+    hits += item.state == ItemState::Hit;
+    misses += item.state == ItemState::Miss;
+  }
+  at->board->count(hits, misses);
+  return batch;
+}
+
+// ---------------------------------------------------------------- by message
+
+uint32_t Client::count_over(protocol::Op op, std::span<const Key> keys) {
+  const std::shared_ptr<Attachment> at = usable();
+  uint32_t count = 0;
+  for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
+    const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
+    for (uint8_t there : at->ask(op, static_cast<uint32_t>(part.size()), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()})) count += there;
+  }
+  return count;
+}
+
+uint32_t Client::register_layout(std::span<const uint8_t> blob) {
+  const std::vector<uint8_t> answer = usable()->ask(protocol::Op::RegisterLayout, 1, blob);
+  protocol::Reader reader(answer);
+  return reader.take<uint32_t>();
+}
+
+std::string Client::stats() {
+  const std::vector<uint8_t> answer = usable()->ask(protocol::Op::Stats, 0, {});
+  return {answer.begin(), answer.end()};
+}
+
+}  // namespace kv

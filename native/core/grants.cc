@@ -1,0 +1,216 @@
+// The blocks one create granted: filling, publishing layers in order, sealing, giving up.
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/client.h"
+#include "core/copy.h"
+#include "core/error.h"
+#include "core/futex.h"
+
+namespace kv {
+namespace {
+
+// The head of a block's meta area (kvclient/blocks/meta.py). Token ids and extra ids follow.
+struct MetaHead {
+  uint32_t magic, tokens, has_extra, zero;
+  Key parent, content;
+};
+static_assert(sizeof(MetaHead) == 80);
+constexpr uint32_t kMetaMagic = 0x314d564b;  // "KVM1"
+
+bool passed(const timespec& deadline) {
+  timespec now;
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec);
+}
+
+}  // namespace
+
+// Pads and the areas behind the layers: the extent still has the bytes of the block before.
+void Grants::prepare(size_t i, const Chain* chain) {
+  const uint32_t n = items_[i].wanted.tokens;
+  std::byte* block = bytes(i);
+  for (uint32_t layer = 0; layer < layout_.num_layers(); ++layer) {
+    const uint64_t end = layout_.layer_offset(layer, n) + layout_.layer_bytes(layer, n);
+    std::memset(block + end, 0, layout_.layer_offset(layer + 1, n) - end);
+  }
+  const uint64_t meta = layout_.meta_offset(n);
+  std::memset(block + layout_.checksums_offset(n), 0, meta + layout_.meta_bytes(n) - layout_.checksums_offset(n));
+  if (!chain) return;
+  const uint64_t* extra = chain->extra(i);
+  const bool has_extra = extra && std::any_of(extra, extra + n, [](uint64_t id) { return id != 0; });
+  const uint64_t need = sizeof(MetaHead) + uint64_t{n} * (has_extra ? 12 : 4);
+  if (need > layout_.meta_bytes(n)) return;  // a layout without room for it: such blocks are found by prefix only
+  const MetaHead head{kMetaMagic, n, has_extra, 0, chain->parent_key(i), chain->content_keys()[i]};
+  std::memcpy(block + meta, &head, sizeof head);
+  std::memcpy(block + meta + sizeof head, chain->tokens(i), 4 * n);
+  if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * n);
+}
+
+// The answers to seals that were sent along.
+void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
+  const auto lost = static_cast<size_t>(std::count_if(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); }));
+  if (lost || answers.size() != wanted)
+    throw Error(Code::BlockLost, std::to_string(lost) + " of " + std::to_string(wanted) + " blocks were aborted or lost their session before the seal");
+}
+
+// Asks for these items, in messages of at most kMaxKeysPerMessage, the first of which seals `sealing`.
+void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* chain) {
+  for (size_t first = 0; first < which.size() || (first == 0 && sealing); first += kMaxKeysPerMessage) {
+    const auto part = which.subspan(std::min(first, which.size()), std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
+    std::vector<protocol::BlockItem> seals;
+    if (sealing && first == 0) {
+      const std::vector<size_t> open = sealing->open_items();
+      if (open.size() > kMaxKeysPerMessage) sealing->seal(open);
+      else seals = sealing->end_open(open, true);
+    }
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::CreateHead{layout_id_, priority_, ttl_s_, static_cast<uint32_t>(seals.size())});
+    for (const auto& seal : seals) protocol::append(body, seal);
+    for (size_t i : part) {
+      const CreateItem& w = items_[i].wanted;
+      protocol::append(body, protocol::CreateItem{w.key, w.fingerprint, w.tokens, w.base_position, w.parent, 0});
+    }
+    std::vector<uint8_t> answer;
+    try {
+      answer = attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body);
+    } catch (...) {
+      if (!seals.empty()) attachment_->remember_stopped(seals);
+      throw;
+    }
+    protocol::Reader reader(answer);
+    const auto sealed = reader.take<uint8_t>(seals.size());
+    reader.skip(round_up(seals.size(), 8) - seals.size());
+    const auto grants = reader.take<protocol::GrantItem>(part.size());
+    if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
+    for (size_t k = 0; k < part.size(); ++k) {
+      Item& item = items_[part[k]];
+      item.status = static_cast<Grant>(grants[k].status);
+      item.handle = {grants[k].record, grants[k].generation};
+      item.extent = {grants[k].offset, grants[k].length};
+      item.open = item.status == Grant::Granted;
+      if (!item.open) continue;
+      prepare(part[k], chain);
+      attachment_->wanted(item.extent.end());
+    }
+    settle_seals(seals.size(), sealed);
+  }
+}
+
+void Grants::mark_layer(size_t i, uint32_t layer) {
+  Item& item = items_[i];
+  if (layer != item.layers_marked || layer >= layout_.num_layers())
+    throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " + std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
+  item.layers_marked += 1;
+  std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
+  word.store(progress_word(item.handle.generation, item.layers_marked, Phase::Writing), std::memory_order_release);
+  futex_wake_all(word);
+}
+
+void Grants::copy_layer(size_t i, uint32_t layer, const void* source) {
+  Item& item = items_[i];
+  const uint32_t n = item.wanted.tokens;
+  const uint32_t sum = copy_crc32c(bytes(i) + layout_.layer_offset(layer, n), source, layout_.layer_bytes(layer, n));
+  std::memcpy(bytes(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);
+  item.checksummed.resize(layout_.num_layers());
+  item.checksummed[layer] = true;
+}
+
+std::vector<size_t> Grants::open_items() const {
+  std::vector<size_t> out;
+  for (size_t i = 0; i < items_.size(); ++i)
+    if (items_[i].open) out.push_back(i);
+  return out;
+}
+
+std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which, bool seal) {
+  std::vector<protocol::BlockItem> out;
+  for (size_t i : which) {
+    Item& item = items_[i];
+    if (!item.open) continue;
+    item.open = false;
+    const bool sums = seal && item.checksummed.size() == layout_.num_layers() && std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
+    out.push_back({item.handle.record, sums, item.handle.generation});
+  }
+  return out;
+}
+
+void Grants::seal(std::span<const size_t> which) {
+  const std::vector<protocol::BlockItem> blocks = end_open(which, true);
+  for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
+    const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
+    const std::span<const protocol::BlockItem> part(&blocks[first], count);
+    std::vector<uint8_t> answers;
+    try {
+      answers = attachment_->ask(protocol::Op::Seal, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
+    } catch (...) {
+      attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
+      throw;
+    }
+    if (std::any_of(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); })) {
+      // Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.
+      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
+    }
+    settle_seals(count, answers);
+  }
+}
+
+void Grants::abort(std::span<const size_t> which) {
+  const std::vector<protocol::BlockItem> blocks = end_open(which, false);
+  for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
+    const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
+    try {
+      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&blocks[first]), count * sizeof blocks[0]});
+    } catch (...) {
+      attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
+      throw;
+    }
+  }
+}
+
+bool Grants::wait_pending(const timespec& deadline) {
+  for (;;) {
+    std::vector<size_t> pending;
+    for (size_t i = 0; i < items_.size(); ++i)
+      if (items_[i].status == Grant::Pending) pending.push_back(i);
+    if (pending.empty()) return true;
+    const Item& item = items_[pending[0]];
+    std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
+    for (;;) {
+      const uint64_t seen = word.load(std::memory_order_acquire);
+      const Control now = attachment_->index.control(item.handle.record);
+      if (now.generation() != item.handle.generation || now.state() != State::Created || !attachment_->current()) break;
+      if (passed(deadline)) return false;
+      futex_wait(word, static_cast<uint32_t>(seen), deadline);
+    }
+    claim(pending, nullptr, chain_ ? &*chain_ : nullptr);
+  }
+}
+
+std::shared_ptr<Grants> Client::create(const Create& request) {
+  const std::shared_ptr<Attachment> at = usable();
+  const Layout& layout = at->layout(request.layout);
+  auto grants = std::make_shared<Grants>(at, layout, request.layout, request.priority, request.ttl_s);
+  if (request.chain) grants->chain_ = *request.chain;
+  std::vector<size_t> all;
+  for (size_t i = 0; i < request.keys.size(); ++i) {
+    CreateItem item{.key = request.keys[i]};
+    item.tokens = !request.token_counts.empty() ? request.token_counts[i] : request.chain ? request.chain->token_count(i) : layout.block_tokens;
+    if (item.tokens == 0 || item.tokens > layout.block_tokens)
+      throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + ", must be 1 to " + std::to_string(layout.block_tokens));
+    if (request.chain) {
+      item.fingerprint = request.chain->fingerprint(i);
+      item.base_position = static_cast<uint32_t>(request.chain->start_token(i));
+      item.parent = static_cast<uint32_t>(request.chain->parent_key(i).words[0]);
+    }
+    grants->items_.push_back({.wanted = item, .checksummed = {}});
+    all.push_back(i);
+  }
+  grants->claim(all, request.sealing, request.chain);
+  return grants;
+}
+
+}  // namespace kv
