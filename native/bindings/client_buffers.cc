@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "bindings/client_errors.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-std::string type_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
 template <class T>
 [[noreturn]] void out_of_range(const char* name, size_t i, const std::string& value) {
@@ -55,13 +56,28 @@ void take_array(const Array& array, const char* name, Integers<T>& out) {
     raise("InvalidArgument", std::string(name) + " must hold 32- or 64-bit integers");
 }
 
-// One int of a sequence. T is int32_t or uint64_t.
+// The value of an ordinary int of at most 30 bits, which token ids are, without a call.
+inline bool small_int(PyObject* object, int64_t& value) {
+  if (!PyLong_CheckExact(object)) return false;
+  auto* number = reinterpret_cast<PyLongObject*>(object);
+#if PY_VERSION_HEX >= 0x030C0000
+  if (!PyUnstable_Long_IsCompact(number)) return false;
+  value = PyUnstable_Long_CompactValue(number);
+#else
+  const Py_ssize_t digits = Py_SIZE(number);  // negative for a negative number
+  if (digits < -1 || digits > 1) return false;
+  value = digits == 0 ? 0 : digits * static_cast<int64_t>(number->ob_digit[0]);
+#endif
+  return true;
+}
+
+// Any int of a sequence. T is int32_t or uint64_t.
 template <class T>
 T take_int(nb::handle item, const char* name, size_t i) {
   const nb::object index = nb::steal(PyNumber_Index(item.ptr()));  // an int is its own index
   if (!index.is_valid()) {
     PyErr_Clear();
-    raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + type_name(item) + ", not an int");
+    raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + class_name(item) + ", not an int");
   }
   if constexpr (std::is_same_v<T, int32_t>) {
     int overflow = 0;
@@ -97,13 +113,19 @@ Integers<T> integers(nb::handle source, const char* name, size_t columns) {
   const nb::object items = nb::steal(PySequence_Fast(source.ptr(), ""));
   if (!items.is_valid()) {
     PyErr_Clear();
-    raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + type_name(source));
+    raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + class_name(source));
   }
   out.converted.resize(PySequence_Fast_GET_SIZE(items.ptr()));
   for (size_t i = 0; i < out.converted.size(); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    int64_t value;
+    if (small_int(item, value) && std::in_range<T>(value)) {
+      out.converted[i] = static_cast<T>(value);
+      continue;
+    }
+    out.converted[i] = take_int<T>(nb::borrow(item), name, i);  // may run Python code, which may change the list
     if (static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())) != out.converted.size())
       raise("InvalidArgument", std::string(name) + " changed its length while it was read");
-    out.converted[i] = take_int<T>(nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), i)), name, i);
   }
   out.data = out.converted.data();
   out.size = out.converted.size();
@@ -127,7 +149,7 @@ Bytes::Bytes(nb::handle source, const char* name, bool writable) {
     owner_ = nb::borrow(source);
     return;
   }
-  raise("InvalidArgument", std::string(name) + " of type " + type_name(source) + " is not a contiguous " +
+  raise("InvalidArgument", std::string(name) + " of type " + class_name(source) + " is not a contiguous " +
                                (writable ? "writable " : "") + "buffer in CPU memory");
 }
 

@@ -49,6 +49,6 @@ class Bytes {
 // A 32-byte argument such as an identity. Raises InvalidArgument.
 Key key_from(nanobind::handle source, const char* name);
 
-inline nanobind::bytes to_bytes(const Key& key) { return {reinterpret_cast<const char*>(&key), sizeof key}; }
+inline nanobind::bytes to_bytes(const Key& key) { return nanobind::bytes(&key, sizeof key); }
 
 }  // namespace kv

@@ -85,9 +85,8 @@ ExtraView extra_view(const uint64_t* data, size_t tokens, size_t words, nb::hand
 }
 
 // The object whose life keeps an array's memory alive.
-template <class T>
-nb::capsule owning(T* array) {
-  return nb::capsule(array, [](void* p) noexcept { delete static_cast<T*>(p); });
+nb::capsule owning(uint64_t* array) {
+  return nb::capsule(array, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
 }
 
 nb::object extra_ids(nb::handle self) {
@@ -99,15 +98,15 @@ nb::object extra_ids(nb::handle self) {
 ExtraView extra_ids_from_digests(nb::sequence digests) {
   const size_t count = nb::len(digests);
   check_range("len(digests)", count, 0, kMaxChainTokens);
-  auto* words = new std::vector<uint64_t>(count * kDigestWords);
+  auto* words = new uint64_t[count * kDigestWords]();
   const nb::capsule owner = owning(words);
   for (size_t i = 0; i < count; ++i) {
     const nb::object digest = digests[i];
     if (digest.is_none()) continue;
     const Key key = key_from(digest, ("digests[" + std::to_string(i) + "]").c_str());
-    std::memcpy(words->data() + i * kDigestWords, &key, sizeof key);
+    std::memcpy(words + i * kDigestWords, &key, sizeof key);
   }
-  return extra_view(words->data(), count, kDigestWords, owner);
+  return extra_view(words, count, kDigestWords, owner);
 }
 
 nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>> windows(nb::handle identity, nb::handle token_ids, long long block_tokens) {
@@ -115,10 +114,10 @@ nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>> windows(nb::handle identity, nb::h
   check_range("block_tokens", block_tokens, 1, kMaxBlockTokens);
   const Integers<int32_t> tokens = integers<int32_t>(token_ids, "token_ids");
   const size_t window = block_tokens, count = tokens.size < window ? 0 : tokens.size - window + 1;
-  auto* out = new std::vector<uint64_t>(count);
+  auto* out = new uint64_t[count];
   const nb::capsule owner = owning(out);
-  window_fingerprints(fingerprint_base(key), tokens.data, tokens.size, window, out->data());
-  return {out->data(), {count}, owner};
+  window_fingerprints(fingerprint_base(key), tokens.data, tokens.size, window, out);
+  return {out, {count}, owner};
 }
 
 uint32_t checksum(nb::handle data, uint32_t value) {
@@ -166,7 +165,7 @@ void bind_chain(nb::module_& m) {
       .def_prop_ro("fingerprints",
                    [](const Chain& c) { return list_of(c.size(), [f = c.fingerprints()](size_t i) { return f[i]; }); })
       .def_prop_ro("packed_keys",
-                   [](const Chain& c) { return nb::bytes(c.empty() ? nullptr : c.keys(), c.size() * sizeof(Key)); })
+                   [](const Chain& c) { return nb::bytes(c.keys(), c.size() * sizeof(Key)); })
       .def_prop_ro("identity", [](const Chain& c) { return to_bytes(c.identity()); })
       .def_prop_ro("block_tokens", &Chain::block_tokens)
       .def_prop_ro("token_counts", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.token_count(i); }); })

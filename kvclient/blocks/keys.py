@@ -1,0 +1,38 @@
+"""The text side of a prompt: its chunks' keys.
+
+Owns the public `chain()`; the hashing itself is native (native/core/keys.h defines every byte of it, and
+tests/golden/reference_keys.py says the same in Python). Invariant: equal arguments give equal keys in every
+process and on every machine, and any difference in identity, tokens or extra ids changes the key of that
+chunk and, for prefix keys, of all chunks behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvclient._core import Chain, extra_ids_from_digests, root_key, window_fingerprints
+
+__all__ = ["Chain", "chain", "extra_ids_from_digests", "root_key", "window_fingerprints"]
+
+
+def chain(
+    identity: bytes,
+    token_ids: Sequence[int] | Any,
+    block_tokens: int = 128,
+    extra_ids: Sequence[int] | Any | None = None,
+    partial: bool = False,
+) -> Chain:
+    """The keys, fingerprints and tokens of a prompt's chunks of `block_tokens` tokens.
+
+    identity      32 bytes: all that must be equal for KV to be reusable (kvclient.blocks.identity).
+    token_ids     a list of ints, or a contiguous CPU buffer (NumPy, torch) of int32 (no conversion) or int64.
+    extra_ids     one unsigned 64-bit id per token for what the token ids alone do not say, such as the image or
+                  the soft prompt behind a placeholder; 0 for ordinary tokens. Ids must be unique. For digests,
+                  four words a token: extra_ids_from_digests().
+    partial       whether the last chunk may be shorter. Otherwise the tokens behind the last full chunk are
+                  left out, and `num_tokens` is smaller than len(token_ids).
+
+    Raises InvalidArgument (a ValueError) that names the value and the limit.
+    """
+    return Chain(identity, token_ids, block_tokens, extra_ids, partial)
