@@ -14,7 +14,6 @@ import inspect
 import threading
 import time
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,14 +22,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvclient.blocks.identity import reuse_identity
 from kvclient.blocks.layout import Layout
-from kvclient.errors import InvalidArgument
-from kvclient.hf.dimensions import read_dimensions, watch
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
+from kvclient.hf.watch import Watch
 
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
-_attached: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
+PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 
 
 def attach(
@@ -56,7 +56,7 @@ def attach(
     GB/s a core).
     """
     model = base_model(model)
-    if model in _attached:
+    if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
     if not 0 < follow_timeout_s <= 3600:
         raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
@@ -94,7 +94,7 @@ class Attachment:
         self.last: Report | None = None
         self._make_chain = chain
         self._options, self._salt, self._weights_digest = options, salt, weights_digest
-        self._model = weakref.ref(model)
+        self._model: torch.nn.Module | None = model
         self._totals = Totals()
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -123,16 +123,16 @@ class Attachment:
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
-        model = self._model()
-        if model is not None:
-            with self._lock:
-                self._examine(model)
+        with self._lock:
+            if self._model is None:
+                raise Closed("this attachment was detached")
+            self._examine(self._model)
 
     def detach(self) -> None:
         """Gives the model its own generate() back. Idempotent; the client stays open."""
-        model = self._model()
-        if model is not None and _attached.get(model) is self:
-            del _attached[model]
+        model, self._model = self._model, None
+        if model is not None and model.__dict__.get(PLACE) is self:
+            del model.__dict__[PLACE]
             for name, before in self._before.items():
                 if before is None:
                     model.__dict__.pop(name, None)
@@ -145,10 +145,13 @@ class Attachment:
     def __exit__(self, *_exc: object) -> None:
         self.detach()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copied or unpickled model is not attached
+
     # ---------------------------------------------------------------- what it knows about the model
 
     def _examine(self, model: torch.nn.Module) -> None:
-        self._watched = watch(model)
+        self._watch = Watch(model)
         kv = check_structure(model)
         layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], self._options.block_tokens)
         dimensions = read_dimensions(
@@ -168,7 +171,7 @@ class Attachment:
     def _current(self, model: torch.nn.Module) -> Subject | None:
         """The model as it is now, or None if it was changed into one that is refused."""
         with self._lock:
-            if watch(model) != self._watched:
+            if self._watch.changed():
                 try:
                     self._examine(model)
                 except Refused as refused:
@@ -178,10 +181,13 @@ class Attachment:
     # ---------------------------------------------------------------- inside generate()
 
     def _install(self, model: torch.nn.Module) -> None:
-        self._before = {name: model.__dict__.get(name) for name in ("generate", "_prefill")}
-        model.__dict__["generate"] = types.MethodType(_generate, model)
-        model.__dict__["_prefill"] = types.MethodType(_prefill, model)
-        _attached[model] = self
+        for name, ours in HOOKS.items():
+            if getattr(model.__dict__.get(name), "__func__", None) is ours:
+                del model.__dict__[name]  # of the model that this one was copied from
+        self._before = {name: model.__dict__.get(name) for name in HOOKS}
+        for name, ours in HOOKS.items():
+            model.__dict__[name] = types.MethodType(ours, model)
+        model.__dict__[PLACE] = self
 
     def _own(self, model: torch.nn.Module, name: str) -> Any:
         before = self._before[name]
@@ -264,11 +270,12 @@ def _with_criterion(
     return args, {**kwargs, "stopping_criteria": criteria}
 
 
-# Bound to the instance, so that a deep copy of the model is bound to the copy, which is not attached.
+# Bound to the instance, so that a deep copy of the model is bound to the copy, which is not attached. Named
+# as what they stand for, because pickle stores a bound method by its name.
 
 
-def _generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    attachment = _attached.get(model)
+def generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    attachment = model.__dict__.get(PLACE)
     if attachment is None:
         return type(model).generate(model, *args, **kwargs)
     return attachment._run(model, args, kwargs)
@@ -278,7 +285,7 @@ def _prefill(
     model: torch.nn.Module, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    attachment = _attached.get(model)
+    attachment = model.__dict__.get(PLACE)
     own = (
         functools.partial(type(model)._prefill, model)
         if attachment is None
@@ -292,6 +299,9 @@ def _prefill(
     if request is None:
         return run()
     return request.prefill(model, run, input_ids, generation_config, model_kwargs)
+
+
+HOOKS = {"generate": generate, "_prefill": _prefill}
 
 
 def _chunked_reads(model: torch.nn.Module) -> bool:

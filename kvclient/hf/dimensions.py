@@ -1,11 +1,8 @@
-"""The dimensions of the reuse identity (design §4.1), read from a live model; and whether they have changed
-since.
+"""The dimensions of the reuse identity (design §4.1), read from a live model.
 
 Owns what is read and how it is digested; the list and its encoding are kvclient.blocks.identity's. Never
-trusts a file name for weights: it digests the tensors as they lie in memory, so a model that was merged,
-pruned or re-scaled after loading has another identity. Invariant: watch() differs whenever a tensor, module,
-foreign hook or adapter was replaced or written in place; only a write through `.data` hides from it, and
-Attachment.refresh() is for that.
+trusts a file name for weights: it digests the tensors as they lie in memory. Invariant: a model that was
+merged, pruned, re-scaled or given an adapter after loading has another identity.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ import torch
 
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
+from kvclient.hf.watch import adapter_state, adapters
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
-KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
-ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def read_dimensions(
@@ -57,55 +53,13 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every parameter and persistent buffer,
     sorted.
     """
-    adapters = {id(p) for module in _adapters(model) for p in _own_adapter_parameters(module)}
+    added = {id(p) for module in adapters(model) for p in _own_adapter_parameters(module)}
     named = [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in adapters
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in added
     ]
     return _digest_tensors(named)
-
-
-def watch(model: torch.nn.Module) -> list[Any]:
-    """A list that compares equal as long as nothing changed. About 0.2 ms for a model of 30 layers."""
-    seen: list[Any] = [torch.get_float32_matmul_precision(), model.config._attn_implementation]
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    seen += (id(tensor), tensor.data_ptr(), _version(tensor))
-        if module._modules:
-            stack.extend(child for child in module._modules.values() if child is not None)
-        if module._forward_hooks or module._forward_pre_hooks:
-            seen += [id(hook) for hook in _foreign(module)]
-        if type(module).__module__.startswith("peft."):
-            seen.append(_adapter_state(module))
-    return seen
-
-
-def foreign_hooks(model: torch.nn.Module) -> str | None:
-    """The first forward hook that is none of the known libraries': it could change KV, and has no digest."""
-    for name, module in model.named_modules():
-        for hook in _foreign(module):
-            return (
-                f"{_home(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
-            )
-    return None
-
-
-def _foreign(module: torch.nn.Module) -> list[Any]:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return [hook for hook in hooks if not _home(hook).startswith(KNOWN_HOOKS)]
-
-
-def _home(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or type(hook).__module__
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 # ---------------------------------------------------------------- digests
@@ -155,25 +109,17 @@ def _rope(model: torch.nn.Module) -> dict[str, Any]:
 # ---------------------------------------------------------------- adapters (peft, never imported here)
 
 
-def _adapters(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__module__.startswith("peft.")]
-
-
 def _own_adapter_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     base = getattr(module, "base_layer", None)
     inherited = {id(p) for p in base.parameters()} if base is not None else set()
     return [p for p in module.parameters() if id(p) not in inherited]
 
 
-def _adapter_state(module: torch.nn.Module) -> str:
-    return repr([(name, getattr(module, name)) for name in ADAPTER_STATE if hasattr(module, name)])
-
-
 def _digest_adapters(model: torch.nn.Module) -> bytes:
     modules = [(n, m) for n, m in model.named_modules() if type(m).__module__.startswith("peft.")]
     if not modules:
         return b""
-    states = [[name, type(module).__name__, _adapter_state(module)] for name, module in modules]
+    states = [[name, type(module).__name__, adapter_state(module)] for name, module in modules]
     tensors = [
         (f"{name}.{i}", parameter.data)
         for name, module in modules

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.dimensions import foreign_hooks
+from kvclient.hf.watch import foreign_hook
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -55,7 +55,12 @@ def check_structure(model: torch.nn.Module) -> KVShape:
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in LENGTH_DEPENDENT_ROPE:
             raise Refused(f"{name} has {kind} RoPE: the same token has another K in a longer prompt")
-    if hook := foreign_hooks(model):
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
+        raise Refused(
+            f"{name} has layers of other kinds ({', '.join(others)}): their state is no KV of single tokens"
+        )
+    if hook := foreign_hook(model):
         raise Refused(f"{name} has a forward hook whose effect on KV is unknown: {hook}")
     _check_layers(name, config)
     return _probe(name, model, config)
@@ -87,6 +92,10 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     model.eval()
     try:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # whatever the model's own code raises
+        raise Refused(
+            f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
+        ) from error
     finally:
         model.train(was_training)
     if getattr(out, "past_key_values", None) is not cache or not cache.layers:

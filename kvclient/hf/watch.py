@@ -1,0 +1,82 @@
+"""Whether a model is still the one that was digested: asked before every call, so it has to be cheap.
+
+Owns a list of places to look at and what was seen there. Never reads a weight. Invariant: changed() is true
+after any tensor, module, foreign hook or adapter was replaced, added, removed or written in place, or the
+precision or attention implementation was switched. Only a write through `.data` into the same memory hides
+from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
+ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+class Watch:
+    """About 0.15 ms a look for a model of 30 layers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        modules = list(model.modules())
+        # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
+        self._dicts = [d for m in modules for d in (m._modules, m._parameters, m._buffers) if d]
+        self._empty = [d for m in modules for d in (m._parameters, m._buffers, m._modules) if not d]
+        self._hooked = [(m, m._forward_hooks, m._forward_pre_hooks) for m in modules]
+        self._hooks = [d for _, *both in self._hooked for d in both]
+        tensors = [
+            t for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None
+        ]
+        self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
+        self._tensors = tensors
+        self._adapters = adapters(model)
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        return self._look() != self._seen
+
+    def _look(self) -> list[Any]:
+        config = self._model.config
+        return [
+            torch.get_float32_matmul_precision(),
+            config._attn_implementation,
+            [id(value) for d in self._dicts for value in d.values()],
+            any(self._empty),
+            [t.data_ptr() for t in self._tensors],
+            [t._version for t in self._ordinary],
+            self._foreign_hooks() if any(self._hooks) else [],
+            [adapter_state(module) for module in self._adapters],
+        ]
+
+    def _foreign_hooks(self) -> list[int]:
+        return [id(hook) for module, *both in self._hooked if any(both) for hook in foreign(module)]
+
+
+def foreign_hook(model: torch.nn.Module) -> str | None:
+    """The first forward hook that is none of the known libraries': it could change KV, and has no digest."""
+    for name, module in model.named_modules():
+        for hook in foreign(module):
+            what = getattr(hook, "__qualname__", type(hook).__name__)
+            return f"{_home(hook)}.{what} on {name or 'the model'}"
+    return None
+
+
+def foreign(module: torch.nn.Module) -> list[Any]:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return [hook for hook in hooks if not _home(hook).startswith(KNOWN_HOOKS)]
+
+
+def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that peft, which is never imported here, has put into the model."""
+    return [module for module in model.modules() if type(module).__module__.startswith("peft.")]
+
+
+def adapter_state(module: torch.nn.Module) -> str:
+    return repr([(name, getattr(module, name)) for name in ADAPTER_STATE if hasattr(module, name)])
+
+
+def _home(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__

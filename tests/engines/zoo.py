@@ -1,0 +1,109 @@
+"""Tiny random models of many architectures, for tests of kvclient.hf; no weights are fetched.
+
+Owns the configurations. Invariant: every model has enough spread in its weights (initializer_range 0.15) that
+another KV gives other tokens; with the default a zeroed KV passes for a right one.
+"""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+VOCAB = 320
+_SIZES = dict(
+    vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, initializer_range=0.15, max_position_embeddings=512,
+    bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+# name -> (configuration class, model class, what differs from _SIZES)
+SERVED = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16)),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(head_dim=16, **_MOE)),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=None)),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(sliding_window=None, num_local_experts=4)),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", dict(head_dim=16)),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", dict(head_dim=16)),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", dict(sliding_window=None)),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", dict(n_embd=48, n_layer=3, n_head=6, n_positions=512)),
+    "opt": ("OPTConfig", "OPTForCausalLM", dict(ffn_dim=64, word_embed_proj_dim=48, init_std=0.15)),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", dict(no_rope_layers=[1, 0, 1])),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {}),
+    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(alibi=True)),
+    "bloom": ("BloomConfig", "BloomForCausalLM", dict(n_layer=3, n_head=6)),
+    "mpt": ("MptConfig", "MptForCausalLM", dict(d_model=48, n_layers=3, n_heads=6, max_seq_len=512, use_cache=True)),
+    "llama_yarn": (
+        "LlamaConfig", "LlamaForCausalLM",
+        dict(rope_parameters=dict(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=10000.0)),
+    ),
+}  # fmt: skip
+
+# name -> (…, a word of the reason)
+REFUSED = {
+    "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16), "sliding-window"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
+    "gpt_oss": (
+        "GptOssConfig", "GptOssForCausalLM",
+        dict(head_dim=16, sliding_window=16, num_local_experts=4), "sliding-window",
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config", "DeepseekV3ForCausalLM",
+        dict(num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+             v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1,
+             moe_intermediate_size=32, num_experts_per_tok=2),
+        "MLA",
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig", "Qwen3NextForCausalLM",
+        dict(head_dim=16, layer_types=["linear_attention", "linear_attention", "full_attention"],
+             linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+             linear_value_head_dim=16, shared_expert_intermediate_size=32, **_MOE),
+        "",
+    ),
+    "llama_dynamic": (
+        "LlamaConfig", "LlamaForCausalLM",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), "dynamic",
+    ),
+}  # fmt: skip
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0):
+    """The model in eval mode, the same in every process for one seed. None if this release does not know it.
+    """
+    config_name, model_name, own, *_ = {**SERVED, **REFUSED}[name]
+    if not hasattr(transformers, model_name):
+        return None
+    config = getattr(transformers, config_name)(**{**_SIZES, **own})
+    if attention is not None:
+        config._attn_implementation = attention
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_name)(config).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(length: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (1, length), generator=generator)
+
+
+def generate(model, ids, new_tokens: int = 8, **given):
+    """Greedy tokens and the logits of each, plain or hooked."""
+    given.setdefault("attention_mask", torch.ones_like(ids))
+    out = model.generate(
+        ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, output_logits=True,
+        return_dict_in_generate=True, **given,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits), out.past_key_values
