@@ -101,14 +101,21 @@ def read_pid(path: str) -> int | None:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """The file has the old or the new content, whatever happens. Mode 0600."""
+    """The file has the old or the new content, whatever happens. Mode 0600. Raises StartupError."""
     temporary = f"{path}.{os.getpid()}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.write(fd, data)
-    finally:
-        os.close(fd)
-    os.rename(temporary, path)
+        fd = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise StartupError(f"{path}: {error.strerror}") from error
 
 
 def is_own(found: os.stat_result) -> bool:
