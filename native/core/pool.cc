@@ -32,21 +32,19 @@ void Pool::stop() {
 }
 
 bool Pool::grow() {
-  uint64_t now;
-  {
+  // Held over the callback: steps are told in their order, and who finds nothing left to grow finds all of it told.
+  std::lock_guard one_at_a_time(grow_mutex_);
+  const uint64_t before = frontier_.load(std::memory_order_relaxed);
+  if (before >= capacity_ || full_.load(std::memory_order_relaxed)) return false;
+  const uint64_t step = std::min(kGrowStep, capacity_ - before);
+  if (::fallocate(fd_.get(), 0, static_cast<off_t>(before), static_cast<off_t>(step)) != 0) {
     std::lock_guard lock(mutex_);
-    const uint64_t before = frontier_.load(std::memory_order_relaxed);
-    if (before >= capacity_ || full_.load(std::memory_order_relaxed)) return false;
-    const uint64_t step = std::min(kGrowStep, capacity_ - before);
-    if (::fallocate(fd_.get(), 0, static_cast<off_t>(before), static_cast<off_t>(step)) != 0) {
-      problem_ = errno_text("the pool stays at " + std::to_string(before) + " of " + std::to_string(capacity_) + " bytes");
-      full_.store(true, std::memory_order_relaxed);
-      return false;
-    }
-    now = before + step;
-    frontier_.store(now, std::memory_order_release);
+    problem_ = errno_text("the pool stays at " + std::to_string(before) + " of " + std::to_string(capacity_) + " bytes");
+    full_.store(true, std::memory_order_relaxed);
+    return false;
   }
-  if (grown_) grown_(now);
+  frontier_.store(before + step, std::memory_order_release);
+  if (grown_) grown_(before + step);
   return true;
 }
 

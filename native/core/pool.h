@@ -19,7 +19,7 @@ class Pool {
   Pool(int fd, uint64_t capacity, uint64_t frontier);
   ~Pool();
 
-  // Starts the thread that grows and faults in to the capacity. `grown(frontier)` is called after each step without any lock.
+  // Starts the thread that grows and faults in to the capacity. `grown(frontier)` is called after each step, in order.
   void start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted);
   void stop();
 
@@ -48,7 +48,8 @@ class Pool {
   std::atomic<uint64_t> faulted_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> full_{false};  // fallocate refused: no further growth
-  mutable std::mutex mutex_;       // one grower at a time
+  std::mutex grow_mutex_;          // one grower at a time; taken before the store's lock, never inside it
+  mutable std::mutex mutex_;       // guards problem_
   std::string problem_;
   std::function<void(uint64_t)> grown_;
   std::thread thread_;

@@ -206,7 +206,8 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     return missing;
   };
   std::vector<size_t> missing = attempt();
-  while (!missing.empty() && !draining_ && pool_.frontier() < pool_.capacity()) {
+  // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
+  while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
     lock.unlock();
     const bool more = pool_.grow();
     lock.lock();
