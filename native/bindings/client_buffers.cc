@@ -18,6 +18,12 @@ using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
+// Ours follows. Any other error came out of the caller's own code and is passed on.
+void clear_type_error() {
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
+  PyErr_Clear();
+}
+
 template <class T>
 [[noreturn]] void out_of_range(const char* name, size_t i, const std::string& value) {
   raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is " + value + ", outside " +
@@ -76,7 +82,7 @@ template <class T>
 T take_int(nb::handle item, const char* name, size_t i) {
   const nb::object index = nb::steal(PyNumber_Index(item.ptr()));  // an int is its own index
   if (!index.is_valid()) {
-    PyErr_Clear();
+    clear_type_error();
     raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + class_name(item) + ", not an int");
   }
   if constexpr (std::is_same_v<T, int32_t>) {
@@ -112,7 +118,7 @@ Integers<T> integers(nb::handle source, const char* name, size_t columns) {
   }
   const nb::object items = nb::steal(PySequence_Fast(source.ptr(), ""));
   if (!items.is_valid()) {
-    PyErr_Clear();
+    clear_type_error();
     raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + class_name(source));
   }
   out.converted.resize(PySequence_Fast_GET_SIZE(items.ptr()));

@@ -1,9 +1,17 @@
 // kvclient._core: the native half of the client library.
 #include <nanobind/nanobind.h>
 
+#include <functional>
+
+#include "bindings/client_store.h"
+
 void bind_keys(nanobind::module_& m);  // client_keys.cc
 
 NB_MODULE(_core, m) {
   m.doc() = "The native half of kvclient: chains, checksums, copies and the client of the store.";
   bind_keys(m);
+  kv::bind_memory(m);
+  kv::bind_blocks(m);
+  kv::bind_writer(m);
+  kv::bind_client(m);
 }

@@ -75,9 +75,12 @@ class Grants {
   Grants(std::shared_ptr<Attachment> attachment, const Layout& layout, uint32_t layout_id, uint32_t priority, uint32_t ttl_s)
       : attachment_(std::move(attachment)), layout_(layout), layout_id_(layout_id), priority_(priority), ttl_s_(ttl_s) {}
 
+  ~Grants();
+
   size_t size() const { return items_.size(); }
   Item& item(size_t i) { return items_[i]; }
   const Layout& layout() const { return layout_; }
+  double timeout_s() const { return attachment_->options().timeout_s; }
   std::byte* bytes(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
 
   void mark_layer(size_t i, uint32_t layer);
@@ -131,6 +134,7 @@ class Client {
   uint32_t register_layout(std::span<const uint8_t> blob);
   std::string stats();
 
+  Door door() const { return door_; }
   bool closed() const { return closed_.load(); }
   std::shared_ptr<Attachment> attachment() const;  // throws Closed
   bool attached() const;

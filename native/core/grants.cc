@@ -15,7 +15,7 @@ namespace {
 
 // The head of a block's meta area (kvclient/blocks/meta.py). Token ids and extra ids follow.
 struct MetaHead {
-  uint32_t magic, tokens, has_extra, zero;
+  uint32_t magic, tokens, extra_words, zero;
   Key parent, content;
 };
 static_assert(sizeof(MetaHead) == 80);
@@ -41,13 +41,14 @@ void Grants::prepare(size_t i, const Chain* chain) {
   std::memset(block + layout_.checksums_offset(n), 0, meta + layout_.meta_bytes(n) - layout_.checksums_offset(n));
   if (!chain) return;
   const uint64_t* extra = chain->extra(i);
-  const bool has_extra = extra && std::any_of(extra, extra + n, [](uint64_t id) { return id != 0; });
-  const uint64_t need = sizeof(MetaHead) + uint64_t{n} * (has_extra ? 12 : 4);
+  const uint64_t extra_count = uint64_t{n} * chain->extra_words();
+  const bool has_extra = extra && std::any_of(extra, extra + extra_count, [](uint64_t id) { return id != 0; });
+  const uint64_t need = sizeof(MetaHead) + 4ull * n + (has_extra ? 8 * extra_count : 0);
   if (need > layout_.meta_bytes(n)) return;  // a layout without room for it: such blocks are found by prefix only
-  const MetaHead head{kMetaMagic, n, has_extra, 0, chain->parent_key(i), chain->content_keys()[i]};
+  const MetaHead head{kMetaMagic, n, has_extra ? chain->extra_words() : 0, 0, chain->parent_key(i), chain->content_keys()[i]};
   std::memcpy(block + meta, &head, sizeof head);
   std::memcpy(block + meta + sizeof head, chain->tokens(i), 4 * n);
-  if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * n);
+  if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * extra_count);
 }
 
 // The answers to seals that were sent along.
@@ -158,15 +159,28 @@ void Grants::seal(std::span<const size_t> which) {
   }
 }
 
+// A writer that was dropped without a word.
+Grants::~Grants() {
+  const std::vector<size_t> open = open_items();
+  if (open.empty() || attachment_->foreign()) return;
+  try {
+    abort(open);
+  } catch (const Error&) {
+    // The session is closed or refuses: its end gives the blocks up.
+  }
+}
+
 void Grants::abort(std::span<const size_t> which) {
   const std::vector<protocol::BlockItem> blocks = end_open(which, false);
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
     try {
       attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&blocks[first]), count * sizeof blocks[0]});
-    } catch (...) {
+    } catch (const Error& error) {
+      // The daemon that cannot be told gives the blocks up itself when the session ends, or hears of it when it is resumed.
+      if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
       attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
-      throw;
+      return;
     }
   }
 }
@@ -199,6 +213,8 @@ std::shared_ptr<Grants> Client::create(const Create& request) {
   for (size_t i = 0; i < request.keys.size(); ++i) {
     CreateItem item{.key = request.keys[i]};
     item.tokens = !request.token_counts.empty() ? request.token_counts[i] : request.chain ? request.chain->token_count(i) : layout.block_tokens;
+    if (request.chain && item.tokens != request.chain->token_count(i))
+      throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + " for a chunk of " + std::to_string(request.chain->token_count(i)) + " tokens");
     if (item.tokens == 0 || item.tokens > layout.block_tokens)
       throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + ", must be 1 to " + std::to_string(layout.block_tokens));
     if (request.chain) {

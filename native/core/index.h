@@ -55,7 +55,7 @@ class Index {
 
  private:
   uint32_t home(const Key& key) const {
-    return static_cast<uint32_t>(static_cast<unsigned __int128>(key.words[0]) * bucket_count_ >> 64);
+    return static_cast<uint32_t>(static_cast<__extension__ unsigned __int128>(key.words[0]) * bucket_count_ >> 64);
   }
   static uint64_t slot_word(const Key& key, uint32_t record) { return key.words[1] << 32 | (record + 1); }
   Bucket& bucket(uint32_t home, uint32_t step) const {

@@ -1,0 +1,149 @@
+// Client and Lookup: the calls of every prompt.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <functional>
+
+#include "bindings/client_buffers.h"
+#include "bindings/client_errors.h"
+#include "bindings/client_store.h"
+#include "core/error.h"
+
+namespace nb = nanobind;
+
+namespace kv {
+
+nb::object make_blocks(std::shared_ptr<Batch> batch);    // client_blocks.cc
+nb::object make_writer(std::shared_ptr<Grants> grants);  // client_writer.cc
+Grants* grants_of(nb::handle writer);
+
+namespace {
+
+struct Lookup {
+  std::vector<uint8_t> states;
+
+  size_t leading(size_t from, Presence wanted) const {
+    size_t at = from;
+    while (at < states.size() && states[at] == static_cast<uint8_t>(wanted)) ++at;
+    return at - from;
+  }
+  size_t resident() const { return leading(0, Presence::Resident); }
+};
+
+const char* class_name(Code code) {
+  switch (code) {
+    case Code::InvalidArgument: return "InvalidArgument";
+    case Code::NoSpace: return "NoSpace";
+    case Code::Detached: return "Detached";
+    case Code::NotPermitted: return "NotPermitted";
+    case Code::NotFound: return "NotPermitted";  // a namespace that is not there and one that is not ours look alike
+    case Code::PinsExhausted: return "PinsExhausted";
+    case Code::DeadlineExceeded: return "DeadlineExceeded";
+    case Code::BlockLost: return "BlockLost";
+    case Code::Closed: return "Closed";
+    case Code::IncompatibleVersion: return "IncompatibleVersion";
+    case Code::FailedPrecondition: return "InvalidArgument";
+    case Code::Integrity: return "KVClientError";
+    case Code::Fenced:
+    case Code::Unavailable: break;
+  }
+  return "Unavailable";
+}
+
+Lookup lookup(Client& client, nb::handle source) {
+  const KeysArgument keys(source);
+  if (client.door() == Client::Door::SharedMemory) return {client.lookup(keys.keys())};
+  nb::gil_scoped_release release;
+  return {client.lookup(keys.keys())};
+}
+
+nb::object get(Client& client, nb::handle source, bool follow) {
+  const KeysArgument keys(source);
+  if (client.door() == Client::Door::SharedMemory) return make_blocks(client.get(keys.keys(), follow));
+  std::shared_ptr<Batch> batch;
+  {
+    nb::gil_scoped_release release;
+    batch = client.get(keys.keys(), follow);
+  }
+  return make_blocks(std::move(batch));
+}
+
+nb::object create(Client& client, nb::handle source, uint32_t layout_id, uint32_t priority, uint32_t ttl_s,
+                  std::optional<std::vector<uint32_t>> token_counts, nb::handle sealing) {
+  const KeysArgument keys(source);
+  if (token_counts && token_counts->size() != keys.keys().size())
+    raise("InvalidArgument", std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.keys().size()) + " keys");
+  Create request{.keys = keys.keys(), .chain = keys.chain(), .token_counts = {}, .layout = layout_id, .priority = priority, .ttl_s = ttl_s};
+  if (token_counts) request.token_counts = *token_counts;
+  if (!sealing.is_none()) request.sealing = grants_of(sealing);
+  std::shared_ptr<Grants> grants;
+  {
+    nb::gil_scoped_release release;
+    grants = client.create(request);
+  }
+  return make_writer(std::move(grants));
+}
+
+uint32_t over_keys(Client& client, nb::handle source, bool remove) {
+  const KeysArgument keys(source);
+  nb::gil_scoped_release release;
+  return remove ? client.remove(keys.keys()) : client.touch(keys.keys());
+}
+
+nb::object stats(Client& client) {
+  std::string text;
+  {
+    nb::gil_scoped_release release;
+    text = client.stats();
+  }
+  return nb::module_::import_("json").attr("loads")(text);
+}
+
+}  // namespace
+
+void bind_client(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      nb::object type = nb::module_::import_("kvclient.errors").attr(class_name(error.code));
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+
+  nb::class_<Lookup>(m, "Lookup", "How far a list of keys is present.")
+      .def_prop_ro("resident", &Lookup::resident, "Leading blocks in memory.")
+      .def_prop_ro("pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); }, "Blocks behind those that are being written.")
+      .def_prop_ro("on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); }, "Blocks behind those that lie on disk.")
+      .def_prop_ro("states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
+                   "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.");
+
+  nb::class_<Client>(m, "Client", "A session with the store: reads in shared memory, one message for the rest. Thread-safe.")
+      .def("__init__", [](Client* self, std::string socket_path, std::string name, bool read_only, uint32_t max_pins, double timeout_s, const std::string& door) {
+             nb::gil_scoped_release release;
+             new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s},
+                               door == "socket" ? Client::Door::Socket : Client::Door::SharedMemory);
+           }, nb::arg("socket_path"), nb::arg("namespace"), nb::arg("read_only") = false, nb::arg("max_pins") = 65536, nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
+      .def("reattach", &Client::reattach, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("lookup", lookup, nb::arg("keys"))
+      .def("get", get, nb::arg("keys"), nb::arg("follow") = false)
+      .def("create", create, nb::arg("keys"), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority, nb::arg("ttl_s") = 0,
+           nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none())
+      .def("delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys"))
+      .def("touch", [](Client& c, nb::handle keys) { return over_keys(c, keys, false); }, nb::arg("keys"))
+      .def("register_layout", [](Client& c, nb::handle blob) {
+             const Bytes bytes(blob, "blob", false);
+             nb::gil_scoped_release release;
+             return c.register_layout({bytes.data(), bytes.size()});
+           }, nb::arg("blob"))
+      .def("stats", stats)
+      .def_prop_ro("attached", &Client::attached)
+      .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })
+      .def_prop_ro("epoch", [](Client& c) { return c.attachment()->epoch(); })
+      .def_prop_ro("populated_bytes", [](Client& c) { return c.attachment()->populated(); })
+      .def_prop_ro("namespace", [](Client& c) { return c.attachment()->options().name; });
+}
+
+}  // namespace kv

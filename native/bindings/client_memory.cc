@@ -1,0 +1,144 @@
+// Memory of the pool as memoryviews, NumPy arrays and tensors that own what keeps it valid; and the arguments all calls share.
+#include <functional>
+
+#include <time.h>
+
+#include <cstring>
+
+#include "bindings/client_buffers.h"
+#include "bindings/client_errors.h"
+#include "bindings/client_store.h"
+#include "core/error.h"
+
+namespace nb = nanobind;
+
+namespace kv {
+namespace {
+
+constexpr double kSignalSlice_s = 0.1;
+
+double now_s() {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  Memory* memory = nb::inst_ptr<Memory>(self);
+  return PyBuffer_FillInfo(view, self, memory->data, static_cast<Py_ssize_t>(memory->length), memory->batch ? 1 : 0, flags);
+}
+
+PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
+struct Shape4 {
+  size_t dims[4];
+  size_t count;
+};
+
+Shape4 shape_of(const Layout& layout, uint64_t length, uint32_t tokens) {
+  if (layout.codec != 0) return {{length, 0, 0, 0}, 1};
+  return {{layout.kv_per_layer, layout.num_kv_heads, tokens, layout.head_dim}, 4};
+}
+
+bool fits(const Layout& layout, uint64_t length, const Shape4& s) {
+  if (s.count == 1) return true;
+  return uint64_t{s.dims[0]} * s.dims[1] * s.dims[2] * s.dims[3] * dtype_bytes(layout.dtype) == length;
+}
+
+nb::dlpack::dtype element(const Layout& layout, bool as_uint16) {
+  if (layout.codec != 0) return nb::dtype<uint8_t>();
+  switch (layout.dtype) {
+    case Dtype::Float32: return nb::dtype<float>();
+    case Dtype::Float16: return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    case Dtype::Bfloat16: return as_uint16 ? nb::dtype<uint16_t>() : nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+    case Dtype::Int8: return nb::dtype<int8_t>();
+    case Dtype::Uint8: break;
+  }
+  return nb::dtype<uint8_t>();
+}
+
+template <class Array>
+nb::object export_layer(Memory&& memory, const Layout& layout, uint32_t tokens, bool numpy) {
+  Shape4 shape = shape_of(layout, memory.length, tokens);
+  if (!fits(layout, memory.length, shape)) shape = {{memory.length, 0, 0, 0}, 1};  // layers of unequal width are bytes
+  const nb::dlpack::dtype type = shape.count == 1 && layout.codec == 0 && !fits(layout, memory.length, shape_of(layout, memory.length, tokens))
+                                     ? nb::dtype<uint8_t>()
+                                     : element(layout, numpy);
+  void* data = memory.data;
+  nb::object owner = nb::cast(std::move(memory));
+  return nb::cast(Array(data, shape.count, shape.dims, owner, nullptr, type));
+}
+
+}  // namespace
+
+KeysArgument::KeysArgument(nb::handle source) {
+  if (nb::inst_check(source) && nb::isinstance<Chain>(source)) {
+    chain_ = nb::inst_ptr<Chain>(source);
+    keys_ = {chain_->keys(), chain_->size()};
+    return;
+  }
+  if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(source.ptr());
+    PyObject** items = PySequence_Fast_ITEMS(source.ptr());
+    converted_.resize(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!PyBytes_Check(items[i]) || PyBytes_GET_SIZE(items[i]) != static_cast<Py_ssize_t>(kKeyBytes))
+        raise("InvalidArgument", "a key is 32 bytes; key " + std::to_string(i) + " is not");
+      std::memcpy(&converted_[static_cast<size_t>(i)], PyBytes_AS_STRING(items[i]), kKeyBytes);
+    }
+  } else {
+    if (!PyObject_CheckBuffer(source.ptr())) raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer");
+    const Bytes bytes(source, "keys", false);
+    if (bytes.size() % kKeyBytes) raise("InvalidArgument", "packed keys have " + std::to_string(bytes.size()) + " bytes; it must be a multiple of 32");
+    converted_.resize(bytes.size() / kKeyBytes);
+    if (bytes.size()) std::memcpy(converted_.data(), bytes.data(), bytes.size());
+  }
+  keys_ = converted_;
+}
+
+void wait_with_signals(double timeout_s, const std::function<void(const timespec&)>& wait) {
+  const double end = now_s() + timeout_s;
+  for (;;) {
+    const double left = end - now_s();
+    try {
+      nb::gil_scoped_release release;
+      return wait(deadline_in(std::min(left, kSignalSlice_s)));
+    } catch (const Error& error) {
+      if (error.code != Code::DeadlineExceeded || left <= kSignalSlice_s) throw;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+Memory::Memory(std::shared_ptr<Batch> from, size_t block, const std::byte* at, uint64_t bytes)
+    : batch(std::move(from)), index(block), data(const_cast<std::byte*>(at)), length(bytes) {
+  batch->hold(index);
+}
+
+Memory::Memory(Memory&& other) noexcept
+    : batch(std::move(other.batch)), index(other.index), grants(std::move(other.grants)), data(other.data), length(other.length) {}
+
+Memory::~Memory() {
+  if (batch) batch->let_go(index);
+}
+
+nb::object as_memoryview(Memory&& memory) {
+  nb::object owner = nb::cast(std::move(memory));
+  return nb::steal(PyMemoryView_FromObject(owner.ptr()));
+}
+
+nb::object as_array(Memory&& memory, const Layout& layout, uint32_t tokens) {
+  if (memory.batch) return export_layer<nb::ndarray<nb::numpy, nb::ro>>(std::move(memory), layout, tokens, true);
+  return export_layer<nb::ndarray<nb::numpy>>(std::move(memory), layout, tokens, true);
+}
+
+// torch knows no read-only tensors: what protects a reader's block is that its mapping cannot be written.
+nb::object as_tensor(Memory&& memory, const Layout& layout, uint32_t tokens) {
+  return export_layer<nb::ndarray<nb::pytorch>>(std::move(memory), layout, tokens, false);
+}
+
+void bind_memory(nb::module_& m) {
+  nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots), "A stretch of the pool; owns what keeps it valid. Use memoryview() on it.");
+}
+
+}  // namespace kv
