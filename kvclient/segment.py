@@ -163,7 +163,7 @@ def check_bounds(what: str, value: int, low: int, high: int) -> None:
 
 
 def whole_seconds(ttl_s: float | None) -> int:
-    """A time to live in seconds as the daemon counts it, rounded up; 0 is for ever. Raises InvalidArgument."""
+    """Seconds to live as the daemon counts them, rounded up; 0 is for ever. Raises InvalidArgument."""
     if ttl_s is None:
         return 0
     if not 0 < ttl_s <= MAX_TTL_S:

@@ -112,8 +112,9 @@ class FollowingCases(Case):
         self.needs("follow")
         keys = [*self.put(1), *self.keys(1)]
         with self.client.get(keys, follow=True) as blocks:
-            assert blocks[1] is None and blocks[0].sealed and blocks[0].layers_ready == LAYERS
-            blocks.wait_layer(LAYERS - 1, timeout_s=0.0)
+            assert blocks[1] is None and blocks[0].sealed
+            blocks.wait_layer(LAYERS - 1, timeout_s=10.0)
+            assert blocks[0].layers_ready == LAYERS
             check(blocks[0])
 
     def test_layers_are_published_in_order(self):

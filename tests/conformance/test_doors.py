@@ -1,0 +1,55 @@
+"""Goal: create, seal, abort, look up, get, delete and stats mean the same through every door (design §3).
+Method: the conformance suite through shared memory, the session socket and gRPC, each against a real daemon
+of its own.
+"""
+
+import pytest
+
+from kvclient.conformance import StoreConformance
+from kvstored.v1 import admin_pb2
+from tests.conformance.grpc_door import GrpcClient
+
+
+class DaemonConformance(StoreConformance):
+    """The suite against one daemon; after each case its tables are checked."""
+
+    __test__ = False
+
+    @pytest.fixture(autouse=True)
+    def _with_daemon(self, shared_daemon):
+        self.daemon = shared_daemon
+        StoreConformance.setup_method(self)
+        yield
+        StoreConformance.teardown_method(self)
+        with GrpcClient(str(self.daemon.dir / "grpc.sock")) as door:
+            door.admin.Integrity(admin_pb2.IntegrityRequest(namespace="default"), timeout=30)
+
+    def setup_method(self):
+        """The fixture does it, when there is a daemon."""
+
+    def teardown_method(self):
+        """The fixture does it."""
+
+
+class TestSharedMemory(DaemonConformance):
+    __test__ = True
+
+    def connect(self, **options):
+        return self.daemon.connect(**options)
+
+
+class TestSessionSocket(DaemonConformance):
+    __test__ = True
+
+    def connect(self, **options):
+        return self.daemon.connect(door="socket", **options)
+
+
+class TestGrpc(DaemonConformance):
+    """The bytes are copies here: nothing is pinned."""
+
+    __test__ = True
+    lacks = frozenset({"pins", "max_pins", "ordered_marks", "sealing", "chains"})
+
+    def connect(self, **options):
+        return GrpcClient(str(self.daemon.dir / "grpc.sock"), **options)
