@@ -27,9 +27,9 @@ def chain(
 
     identity      32 bytes: all that must be equal for KV to be reusable (kvclient.blocks.identity).
     token_ids     a list of ints, or a contiguous CPU buffer (NumPy, torch) of int32 (no conversion) or int64.
-    extra_ids     one unsigned 64-bit id per token for what the token ids alone do not say, such as the image or
-                  the soft prompt behind a placeholder; 0 for ordinary tokens. Ids must be unique. For digests,
-                  four words a token: extra_ids_from_digests().
+    extra_ids     one unsigned 64-bit id per token for what the token ids alone do not say, such as the image
+                  or the soft prompt behind a placeholder; 0 for ordinary tokens. Ids must be unique. For
+                  digests, four words a token: extra_ids_from_digests().
     partial       whether the last chunk may be shorter. Otherwise the tokens behind the last full chunk are
                   left out, and `num_tokens` is smaller than len(token_ids).
 

@@ -142,7 +142,7 @@ void bind_chain(nb::module_& m) {
   nb::class_<Chain>(m, "Chain",
                     "The keys, fingerprints and tokens of a prompt's chunks. Immutable; a slice shares its memory.\n"
                     "Tokens behind the last full chunk are left out unless partial is true.")
-      .def("__init__", make_chain, "identity"_a, "token_ids"_a, "block_tokens"_a = 128, "extra_ids"_a = nb::none(),
+      .def("__init__", make_chain, "identity"_a.none(), "token_ids"_a.none(), "block_tokens"_a = 128, "extra_ids"_a = nb::none(),
            "partial"_a = false)
       .def("__len__", &Chain::size)
       .def("__getitem__", item, "index"_a, "A prefix key, or for a slice of step 1 a chain.")
@@ -187,14 +187,14 @@ void bind_chain(nb::module_& m) {
 void bind_keys(nb::module_& m) {
   using namespace kv;
   bind_chain(m);
-  m.def("root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a,
+  m.def("root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a.none(),
         "What the first chunk's prefix key continues. Never a block's key.");
   m.def("extra_ids_from_digests", extra_ids_from_digests, "digests"_a,
         "Extra ids, four words a token, from one 32-byte digest or None per token.");
-  m.def("window_fingerprints", windows, "identity"_a, "token_ids"_a, "block_tokens"_a = 128,
+  m.def("window_fingerprints", windows, "identity"_a.none(), "token_ids"_a.none(), "block_tokens"_a = 128,
         "The fingerprint of every window of block_tokens ids, as a NumPy array.");
-  m.def("crc32c", checksum, "data"_a, "value"_a = 0, "CRC32C of data; value is that of the bytes before it.");
-  m.def("copy_into", copy_into, "dst"_a, "src"_a, "checksum"_a = true,
+  m.def("crc32c", checksum, "data"_a.none(), "value"_a = 0, "CRC32C of data; value is that of the bytes before it.");
+  m.def("copy_into", copy_into, "dst"_a.none(), "src"_a.none(), "checksum"_a = true,
         "Copies src into dst, past the caches, and returns the CRC32C of the bytes (None without checksum).\n"
         "Fastest where dst starts on a multiple of 64 bytes, as every layer of a block does.");
 }

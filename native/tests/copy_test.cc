@@ -1,0 +1,48 @@
+// Copies: the right bytes and nothing around them, at all alignments of both ends, on every checksum path.
+#include "core/copy.h"
+
+#include <cstring>
+
+#include "core/checksum.h"
+#include "tests/check.h"
+
+using namespace kv;
+
+namespace {
+
+struct Room {
+  explicit Room(size_t n) : bytes(n + 256), at(bytes.data() + 64 + -reinterpret_cast<uintptr_t>(bytes.data()) % 64) {}
+  std::vector<uint8_t> bytes;
+  uint8_t* at;  // a multiple of 64, with 64 bytes before it and as many behind n
+};
+
+void check_copies(size_t n, size_t dst_offset, size_t src_offset) {
+  Room src(n + 64), dst(n + 64);
+  uint8_t *from = src.at + src_offset, *to = dst.at + dst_offset;
+  for (size_t i = 0; i < n; ++i) from[i] = static_cast<uint8_t>(i * 31 + (i >> 8));
+  auto whole = [&] { return std::memcmp(to, from, n) == 0 && to[-1] == 0xee && to[n] == 0xee && to[n + 63] == 0xee; };
+
+  std::memset(dst.bytes.data(), 0xee, dst.bytes.size());
+  copy_stream(to, from, n);
+  CHECK(whole());
+  for (ChecksumPath path : {ChecksumPath::Portable, ChecksumPath::Sse42, ChecksumPath::Avx512}) {
+    if (!supported(path)) continue;
+    use(path);
+    std::memset(dst.bytes.data(), 0xee, dst.bytes.size());
+    CHECK_EQ(copy_crc32c(to, from, n), crc32c(from, n));
+    CHECK(whole());
+  }
+}
+
+}  // namespace
+
+TEST(all_alignments) {
+  for (size_t n : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{200}, size_t{4096}, size_t{33000}})
+    for (size_t dst_offset : {0, 1, 16, 32, 63})
+      for (size_t src_offset : {0, 1, 16, 63}) check_copies(n, dst_offset, src_offset);
+}
+
+TEST(around_the_boundaries) {
+  for (size_t around : {4096, 32768, 32768 + 256, 1 << 20})
+    for (size_t n = around - 65; n <= around + static_cast<size_t>(65); n += 13) check_copies(n, around % 3, 5);
+}
