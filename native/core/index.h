@@ -56,9 +56,8 @@ class Index {
   static uint32_t buckets_for(uint32_t max_blocks) { return static_cast<uint32_t>(uint64_t{max_blocks} * 2 / 9) + 2; }
 
  private:
-  __extension__ typedef unsigned __int128 Wide;
   uint32_t home(const Key& key) const {
-    return static_cast<uint32_t>(static_cast<Wide>(key.words[0]) * bucket_count_ >> 64);
+    return static_cast<uint32_t>(static_cast<Uint128>(key.words[0]) * bucket_count_ >> 64);
   }
   static uint64_t slot_word(const Key& key, uint32_t record) { return key.words[1] << 32 | (record + 1); }
   Bucket& bucket(uint32_t home, uint32_t step) const {
