@@ -28,7 +28,7 @@ struct GrantedBlock {
 
   Grants::Item& item() const {
     Grants::Item& it = grants->item(index);
-    if (!it.open) raise("Closed", "this block was sealed or aborted");
+    if (!it.open || grants->closed()) raise("Closed", "this block was sealed or aborted, or its client closed");
     return it;
   }
   uint32_t tokens() const { return grants->item(index).wanted.tokens; }

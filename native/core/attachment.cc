@@ -113,9 +113,33 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
   }
 }
 
-void Attachment::disconnect() {
+void Attachment::opened(Handle block) {
+  std::lock_guard lock(open_mutex_);
+  open_[block.record] = block.generation;
+}
+
+void Attachment::ended(Handle block) {
+  std::lock_guard lock(open_mutex_);
+  const auto found = open_.find(block.record);
+  if (found != open_.end() && found->second == block.generation) open_.erase(found);
+}
+
+void Attachment::close() {
   stop_.store(true);
-  if (foreign()) return;
+  if (foreign() || closed_.exchange(true)) return;
+  std::vector<protocol::BlockItem> open;
+  {
+    std::lock_guard lock(open_mutex_);
+    for (auto [record, generation] : std::exchange(open_, {})) open.push_back({record, 0, generation});
+  }
+  try {
+    for (size_t at = 0; at < open.size(); at += kMaxKeysPerMessage) {
+      const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
+      ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&open[at]), count * sizeof open[0]});
+    }
+  } catch (const Error&) {
+    // Then the session's end gives them up.
+  }
   populate_wanted_.notify_all();
   std::lock_guard lock(socket_mutex_);
   connected_.store(false, std::memory_order_release);

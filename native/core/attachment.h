@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "core/index.h"
@@ -42,12 +43,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   bool foreign() const { return token_ != process_token(); }
   // Nothing changes in memory while no daemon mutates it, so reads go on until the epoch says that one has taken over.
   bool current() const { return index.header().epoch.load(std::memory_order_acquire) == epoch_.load(std::memory_order_relaxed); }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool connected() const { return connected_.load(std::memory_order_acquire); }
 
   // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
   // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
   std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body);
-  void disconnect();
+  void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
 
   // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
   const Layout& layout(uint32_t id);
@@ -58,6 +60,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // Writers that ended while the daemon could not be told. Sent when the session is resumed.
   void remember_stopped(const std::vector<protocol::BlockItem>& blocks);
+  // What this session's writers have open; close() gives it up.
+  void opened(Handle block);
+  void ended(Handle block);
 
   uint32_t session() const { return session_; }
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
@@ -79,11 +84,15 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Id pool_id_{};
   std::atomic<uint64_t> epoch_{0};
   std::atomic<bool> connected_{false};
+  std::atomic<bool> closed_{false};
 
   std::mutex socket_mutex_;
   Fd socket_;
   uint32_t tag_ = 0;
   std::vector<protocol::BlockItem> stopped_;
+
+  std::mutex open_mutex_;
+  std::unordered_map<uint32_t, uint64_t> open_;  // record -> generation
 
  public:
   std::unique_ptr<PinBoard> board;  // before the pool

@@ -35,9 +35,11 @@ void Batch::let_go(size_t i) {
 
 bool Batch::sealed(size_t i) const {
   const Snapshot& at = items_[i].at;
-  if (at.control.state() == State::Sealed) return true;
+  if (at.control.state() == State::Sealed || items_[i].complete.load(std::memory_order_relaxed)) return true;
   const Control now = attachment_->index.control(at.record);
-  return now.generation() == at.control.generation() && now.state() == State::Sealed;
+  if (now.generation() != at.control.generation() || now.state() != State::Sealed) return false;
+  items_[i].complete.store(true, std::memory_order_relaxed);
+  return true;
 }
 
 // The record decides: while it has our generation, the progress word is about our block.

@@ -47,7 +47,7 @@ timespec deadline_in(double seconds) {
 
 std::shared_ptr<Attachment> Client::attachment() const {
   std::lock_guard lock(mutex_);
-  if (closed_.load(std::memory_order_relaxed)) throw Error(Code::Closed, "the client was closed");
+  if (!attachment_) throw Error(Code::Closed, "the client was closed");
   return attachment_;
 }
 
@@ -60,20 +60,27 @@ std::shared_ptr<Attachment> Client::usable() const {
 
 bool Client::attached() const {
   std::lock_guard lock(mutex_);
-  return !closed_ && !attachment_->foreign() && attachment_->current() && attachment_->connected();
+  return attachment_ && !attachment_->foreign() && attachment_->current() && attachment_->connected();
 }
 
 void Client::reattach() {
   const std::shared_ptr<Attachment> before = attachment();
   std::shared_ptr<Attachment> after = Attachment::make(options_, before);
-  std::lock_guard lock(mutex_);
-  if (after != before) attachment_ = std::move(after);
+  std::unique_lock lock(mutex_);
+  if (after != before && attachment_) std::swap(attachment_, after);
+  const bool closed = !attachment_;
+  lock.unlock();
+  if (closed) after->close();  // close() came in between
 }
 
 void Client::close() {
   if (closed_.exchange(true)) return;
-  std::lock_guard lock(mutex_);
-  attachment_->disconnect();
+  std::shared_ptr<Attachment> last;
+  {
+    std::lock_guard lock(mutex_);
+    last = std::exchange(attachment_, nullptr);
+  }
+  last->close();
 }
 
 // ---------------------------------------------------------------- reading

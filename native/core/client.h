@@ -29,7 +29,8 @@ class Batch {
     const Layout* layout = nullptr;
     ItemState state = ItemState::Miss;
     uint32_t slot = PinBoard::kNoSlot;
-    std::atomic<uint32_t> holders{0};  // the context and the exports
+    std::atomic<uint32_t> holders{0};           // the context and the exports
+    mutable std::atomic<bool> complete{false};  // once seen sealed: stays true when the block is deleted under our pin
   };
 
   Batch(std::shared_ptr<Attachment> attachment, size_t count) : attachment_(std::move(attachment)), items_(count) {}
@@ -81,6 +82,7 @@ class Grants {
   Item& item(size_t i) { return items_[i]; }
   const Layout& layout() const { return layout_; }
   double timeout_s() const { return attachment_->options().timeout_s; }
+  bool closed() const { return attachment_->closed(); }
   std::byte* bytes(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
 
   void mark_layer(size_t i, uint32_t layer);

@@ -94,6 +94,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       item.extent = {grants[k].offset, grants[k].length};
       item.open = item.status == Grant::Granted;
       if (!item.open) continue;
+      attachment_->opened(item.handle);
       prepare(part[k], chain);
       attachment_->wanted(item.extent.end());
     }
@@ -133,6 +134,7 @@ std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which,
     Item& item = items_[i];
     if (!item.open) continue;
     item.open = false;
+    attachment_->ended(item.handle);
     const bool sums = seal && item.checksummed.size() == layout_.num_layers() && std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
