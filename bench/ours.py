@@ -49,21 +49,7 @@ class Ours:
         self.dir = params.get("address") or str(Path(params["dir"]) / "kv")
         if "address" not in params:
             Path(self.dir).mkdir(mode=0o700)
-            self.server = start_server(
-                [
-                    sys.executable,
-                    "-m",
-                    "kvstored",
-                    "serve",
-                    "--dir",
-                    self.dir,
-                    "--memory",
-                    str(params["pool_bytes"]),
-                    "--max-blocks",
-                    str(params["max_blocks"]),
-                ],
-                Path(params["dir"]) / "kvstored.log",
-            )
+            self.server = self.start(params)
             self.server_pid = self.server.pid
         self.client = wait_until(lambda: kvclient.connect(self.dir), "kvstored")
         self.attached = time.monotonic()
@@ -79,6 +65,19 @@ class Ours:
         elif "address" in params:
             self.prompts = [prompt(number, PROMPT_CHUNKS) for number in range(GET_BLOCKS // PROMPT_CHUNKS)]
         return {"version": "kvstored, this checkout", "resident": blocks}
+
+    def start(self, params):
+        """The daemon, with its memory in the run's own directory: what a killed run leaves goes with that."""
+        pool = Path(params["shm_dir"]) / "pool"
+        pool.mkdir(mode=0o700)
+        options = {
+            "--dir": self.dir,
+            "--memory": str(params["pool_bytes"]),
+            "--max-blocks": str(params["max_blocks"]),
+            "--pool-dir": str(pool),
+        }
+        command = [sys.executable, "-m", "kvstored", "serve", "--discard", *sum(options.items(), ())]
+        return start_server(command, Path(params["dir"]) / "kvstored.log")
 
     def info(self):
         return {"address": self.dir}
