@@ -120,6 +120,6 @@ class PressureCases(Case):
             view = self.client.get(keys[:1])[0]
             self.client.delete(keys[:1])
             other.close()
-            del view
+            del view, writer  # until then memory of the ended session could still be written
             self.client.delete(keys)
         wait_until(lambda: self.used() == self.used_before, "memory in use is what it was")

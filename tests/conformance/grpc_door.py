@@ -189,7 +189,7 @@ class GrpcClient:
                     if message.found and message.HasField("block"):
                         records[message.index], data[message.index] = message.block, bytearray()
                     if message.lost:
-                        del records[message.index]
+                        records.pop(message.index, None)
                     elif message.found:
                         assert message.offset_bytes == len(data[message.index])
                         data[message.index] += message.data

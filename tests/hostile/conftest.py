@@ -1,4 +1,4 @@
-"""Fixtures of the hostile tests: a daemon, a decent client beside the hostile one, what must still hold after."""
+"""Fixtures of the hostile tests: a daemon, a decent client beside the hostile one, what must hold after."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
