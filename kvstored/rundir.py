@@ -104,9 +104,7 @@ def write_whole(path: str, data: bytes) -> None:
     """The file has the old or the new content, whatever happens. Mode 0600. Raises StartupError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        fd = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.write(fd, data)
         finally:
@@ -142,13 +140,14 @@ def read_json(path: str) -> tuple[Any, str]:
         return None, "absent"
     except OSError as error:
         return None, error.strerror or "unreadable"
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not is_own(found):
             return None, f"foreign: {described(found)}"
         if found.st_size > MAX_JSON_BYTES:
             return None, f"{found.st_size} bytes, the limit is {MAX_JSON_BYTES}"
-        try:
-            return json.loads(file.read(MAX_JSON_BYTES + 1)), ""
-        except (ValueError, RecursionError) as error:
-            return None, f"no JSON: {error}"
+        return json.loads(os.read(fd, MAX_JSON_BYTES)), ""
+    except (ValueError, RecursionError) as error:
+        return None, f"no JSON: {error}"
+    finally:
+        os.close(fd)

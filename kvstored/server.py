@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import stat
 import time
 from typing import Any
 
@@ -115,6 +114,7 @@ class Daemon:
 
     def close(self, discard: bool) -> None:
         """Leaves the segments for the next daemon, or with `discard` removes them."""
+        self._sessions.stop()
         self._threads.close()
         for store in self._stores.values():
             store.close()
@@ -124,15 +124,13 @@ class Daemon:
 
     async def _start(self) -> grpc.aio.Server:
         config = self._sourced.config
-        server = self._grpc_server(config)
-        await server.start()
-        self._sessions.start()
-        if config.allow_uids:
-            # The socket answers only listed users (checked by credentials at attach); the file itself lets
-            # them knock.
-            os.chmod(config.in_dir("kvstored.sock"), 0o666)
+        try:
+            self._sessions.start()
+        except StoreError as error:
+            raise StartupError(str(error)) from error
         if config.metrics_port:
             await self._start_metrics(config.metrics_port)
+        server = await self._start_grpc(config)
         log.info(
             "ready",
             version=__version__,
@@ -146,10 +144,8 @@ class Daemon:
         )
         return server
 
-    def _grpc_server(self, config: Config) -> grpc.aio.Server:
+    async def _start_grpc(self, config: Config) -> grpc.aio.Server:
         path = config.in_dir("grpc.sock")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # a dead daemon's: the lock says that no other lives
         server = grpc.aio.server(
             maximum_concurrent_rpcs=config.max_calls,
             options=[
@@ -167,11 +163,14 @@ class Daemon:
         self._health.add_to(server)
         server.add_generic_rpc_handlers((LazyReflection(),))
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # a dead daemon's: the lock says that no other lives
             server.add_insecure_port("unix:" + path)
             os.chmod(path, 0o600)
         except (RuntimeError, OSError) as error:
+            await server.stop(None)
             raise StartupError(f"{path}: {error}") from error
-        assert stat.S_ISSOCK(os.stat(path).st_mode)
+        await server.start()
         return server
 
     async def _start_metrics(self, port: int) -> None:

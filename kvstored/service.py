@@ -22,7 +22,7 @@ from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
 CREATED, SEALED = block_pb2.BLOCK_STATE_CREATED, block_pb2.BLOCK_STATE_SEALED
 DEFAULT_PRIORITY = 35
-MAX_LAYOUT_BYTES = 4096
+MAX_TTL_MS = 10 * 365 * 86_400_000
 # The store's answer to create -> the message's.
 CREATE_STATUS = (
     store_pb2.CreateResult.STATUS_GRANTED,
@@ -76,8 +76,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def RegisterLayout(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         store = named(self._stores, request.namespace)
-        if len(request.blob) > MAX_LAYOUT_BYTES:
-            raise InvalidArgument(f"a layout of {len(request.blob)} bytes, the limit is {MAX_LAYOUT_BYTES}")
         return store_pb2.RegisterLayoutResponse(layout_id=store.register_layout(request.blob))
 
     @answered
@@ -133,6 +131,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
         priority = request.priority if request.HasField("priority") else DEFAULT_PRIORITY
         if priority > 100:
             raise InvalidArgument(f"priority is {priority}, the limit is 100")
+        if request.ttl_ms > MAX_TTL_MS:
+            raise InvalidArgument(f"ttl_ms is {request.ttl_ms}, the limit is {MAX_TTL_MS} (ten years)")
         layout = named(self._layouts, request.namespace).find(request.layout_id)
         lease = self._leases.open(request.namespace or "default", store, request.lease_ttl_ms)
         try:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from kvstored.v1 import admin_pb2_grpc, store_pb2, store_pb2_grpc, transfer_pb2_grpc
+from kvstored.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 
 CALL_S = 20.0
 LAYERS, TOKENS, LAYER_BYTES_PER_TOKEN = 4, 16, 512
 LAYER_BYTES = LAYER_BYTES_PER_TOKEN * TOKENS
 BLOCK_BYTES = LAYERS * LAYER_BYTES
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+UNKNOWN = grpc.StatusCode.NOT_FOUND
+GRANTED, EXISTS, PENDING, NO_SPACE = 1, 2, 3, 4  # CreateResult.Status
+OK, NOT_HELD, STALE = 1, 2, 3  # EndResult.Status
 
 
 def layout_blob(layers: int = LAYERS, tokens: int = TOKENS, per_token: int = LAYER_BYTES_PER_TOKEN) -> bytes:
@@ -35,6 +49,7 @@ class Calls:
     """Owns the channel; close() it, or use as a context manager."""
 
     def __init__(self, directory: Any, namespace: str = "") -> None:
+        self.directory = Path(directory)
         self.namespace = namespace
         self.channel = grpc.insecure_channel(f"unix:{directory}/grpc.sock")
         self.store = store_pb2_grpc.StoreStub(self.channel)
@@ -96,6 +111,43 @@ class Calls:
     def states(self, *names: object) -> list[int]:
         request = store_pb2.LookupRequest(namespace=self.namespace, keys=[key(name) for name in names])
         return list(self.store.Lookup(request, timeout=CALL_S).states)
+
+    def mark_layer(self, lease: int, name: object, layers: int) -> Any:
+        request = store_pb2.MarkLayerRequest(
+            namespace=self.namespace, lease_id=lease, key=key(name), layers=layers
+        )
+        return self.store.MarkLayer(request, timeout=CALL_S)
+
+    def register(self, blob: bytes) -> Any:
+        request = store_pb2.RegisterLayoutRequest(namespace=self.namespace, blob=blob)
+        return self.store.RegisterLayout(request, timeout=CALL_S)
+
+    def follow(self, name: object, **options: int) -> Any:
+        request = transfer_pb2.FollowRequest(namespace=self.namespace, key=key(name), **options)
+        return self.transfer.Follow(request, timeout=CALL_S)
+
+    def stats(self) -> dict[str, int]:
+        request = admin_pb2.StatsRequest(namespace=self.namespace)
+        return dict(self.admin.Stats(request, timeout=CALL_S).namespaces[0].counters)
+
+    def page(self, **fields: Any) -> Any:
+        request = admin_pb2.ListRequest(namespace=self.namespace, **fields)
+        return self.admin.List(request, timeout=CALL_S)
+
+    def drain(self, on: bool, wait_ms: int = 0) -> Any:
+        return self.admin.Drain(admin_pb2.DrainRequest(on=on, wait_ms=wait_ms), timeout=CALL_S)
+
+    def scrub(self) -> list[Any]:
+        return list(self.admin.Scrub(admin_pb2.ScrubRequest(namespace=self.namespace), timeout=CALL_S))
+
+    def corrupt(self, name: object) -> None:
+        """Changes one byte of a sealed block behind the daemon's back."""
+        (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (self.directory / "state.json").read_text()))
+        path = Path("/dev/shm") / f"{prefix}.pool"
+        at = path.read_bytes().index(content(name)[:4096])
+        fd = os.open(path, os.O_RDWR)
+        os.pwrite(fd, bytes([content(name)[5] ^ 1]), at + 5)
+        os.close(fd)
 
 
 def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:

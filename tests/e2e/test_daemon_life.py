@@ -1,6 +1,7 @@
 """The daemon as a process: it becomes ready, keeps others out, ends when told, and leaves what it should.
 
-Method: real processes, real signals; readiness is its own READY=1, everything else a condition with a deadline.
+Method: real processes, real signals; readiness is its own READY=1, everything else a condition with a
+deadline.
 """
 
 import os
@@ -36,7 +37,9 @@ def test_it_ends_when_told_and_leaves_its_segments(daemon, number):
     one.process.send_signal(number)
     assert one.process.wait(10) == 0
     left = {path.name for path in one.dir.iterdir()}
-    assert "state.json" in left and "grpc.sock" not in left and "kvstored.sock" not in left and "pid" not in left
+    assert (
+        "state.json" in left and "grpc.sock" not in left and "kvstored.sock" not in left and "pid" not in left
+    )
     assert "stopped took_ms=" in one.log()
     (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
     assert {path.suffix for path in Path("/dev/shm").glob(prefix + ".*")} == {".table", ".progress", ".pool"}
@@ -190,3 +193,11 @@ def test_the_log_is_one_line_an_event_and_holds_no_key(daemon):
         assert line.fullmatch(text), text
     assert key("secret").hex() not in one.log()
     assert " info ready " in one.log() and " info flushed namespace=default deleted=1" in one.log()
+
+
+@pytest.mark.parametrize("name", ["kvstored.sock", "grpc.sock"])
+def test_a_socket_that_cannot_be_made_is_an_error_that_names_it(daemon, name):
+    one = daemon(start=False)
+    (one.dir / name / "in the way").mkdir(parents=True)
+    code, text = start_refused(one.dir, "--discard")
+    assert code == Exit.CANNOT_START and f"{one.dir}/{name}" in text and "Traceback" not in text

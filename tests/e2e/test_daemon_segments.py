@@ -93,8 +93,14 @@ def test_a_table_full_of_garbage_is_replaced(stopped):
 
 
 @pytest.mark.parametrize(
-    "args", [("--memory", "32MiB"), ("--max-blocks", "500"), ("--namespaces", "other"), ("--namespaces", "default=0.5,b=0.5")]
-)  # fmt: skip
+    "args",
+    [
+        ("--memory", "32MiB"),
+        ("--max-blocks", "500"),
+        ("--namespaces", "other"),
+        ("--namespaces", "default=0.5,b=0.5"),
+    ],
+)
 def test_another_geometry_starts_empty_and_removes_the_old_pool(stopped, args):
     old = state_of(stopped)["pools"]["default"]["prefix"]
     stopped.args.extend(args)
@@ -162,7 +168,9 @@ def test_the_pool_may_lie_in_a_directory(daemon, memory_dir):
 
 
 def test_a_pool_on_a_disk_is_refused(daemon, tmp_path):
-    found = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True
+    ).stdout.strip()
     if found in ("tmpfs", "ramfs"):
         pytest.skip("no disk under the temporary directory")
     code, text = start_refused(daemon(start=False).dir, "--pool-dir", str(tmp_path))
