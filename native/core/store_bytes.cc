@@ -65,7 +65,8 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
   if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed)) return std::nullopt;
   const Shape shape = shape_of(handle.record);
   const uint64_t layers = layout_of(shape.layout).layers_bytes(shape.tokens);
-  if (offset > layers) throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  if (offset > layers)
+    throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
   const uint64_t at = extent_of(handle.record).offset + offset;
   std::vector<uint8_t> out(std::min(length, layers - offset));
   bool good;
