@@ -11,6 +11,7 @@ Index::Index(std::byte* table)
       records_(reinterpret_cast<Record*>(table + header_->records_offset)),
       buckets_(reinterpret_cast<Bucket*>(table + header_->buckets_offset)),
       bucket_count_(header_->buckets),
+      reach_(std::min(kMaxProbe, bucket_count_)),
       max_blocks_(header_->max_blocks) {}
 
 void Index::prefetch_record(const Key& key) const {
@@ -46,7 +47,7 @@ bool Index::read_record(uint32_t number, const Key& key, Snapshot& out, bool& to
 
 Find Index::probe(const Key& key, Snapshot& out) const {
   const uint32_t start = home(key);
-  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+  for (uint32_t step = 0; step < reach_; ++step) {
     const Bucket& b = bucket(start, step);
     const uint32_t before = b.sequence.load(std::memory_order_acquire);
     if (before & 1) return Find::Torn;
@@ -80,8 +81,7 @@ uint32_t Index::find_exclusive(const Key& key) const {
 
 bool Index::insert(const Key& key, uint32_t record) {
   const uint32_t start = home(key);
-  const uint32_t reach = std::min(kMaxProbe, bucket_count_);
-  for (uint32_t step = 0; step < reach; ++step) {
+  for (uint32_t step = 0; step < reach_; ++step) {
     Bucket& b = bucket(start, step);
     for (auto& slot : b.slot) {
       if (slot.load(std::memory_order_relaxed)) continue;
@@ -101,7 +101,7 @@ bool Index::insert(const Key& key, uint32_t record) {
 
 void Index::erase(const Key& key, uint32_t record) {
   const uint32_t start = home(key);
-  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+  for (uint32_t step = 0; step < reach_; ++step) {
     Bucket& b = bucket(start, step);
     for (auto& slot : b.slot) {
       if (slot.load(std::memory_order_relaxed) != slot_word(key, record)) continue;
@@ -122,7 +122,7 @@ void Index::erase(const Key& key, uint32_t record) {
 
 void Index::replace(const Key& key, uint32_t from, uint32_t to) {
   const uint32_t start = home(key);
-  for (uint32_t step = 0; step < kMaxProbe; ++step) {
+  for (uint32_t step = 0; step < reach_; ++step) {
     Bucket& b = bucket(start, step);
     for (auto& slot : b.slot) {
       if (slot.load(std::memory_order_relaxed) != slot_word(key, from)) continue;

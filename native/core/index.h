@@ -71,6 +71,7 @@ class Index {
   Record* records_ = nullptr;
   Bucket* buckets_ = nullptr;
   uint32_t bucket_count_ = 0;
+  uint32_t reach_ = 0;  // buckets of the longest probe: a small table has fewer than kMaxProbe
   uint32_t max_blocks_ = 0;
 };
 
