@@ -142,6 +142,30 @@ class Daemon:
         self.log_path.unlink(missing_ok=True)
 
 
+BASE_NAME = "kvstored-test-"
+
+
+def remove_left_behind() -> None:
+    """What a killed test run left: its daemons, their directories, and pools that would fill the memory."""
+    for base in Path(tempfile.gettempdir()).glob(f"{BASE_NAME}[0-9]*-*"):
+        run_pid = int(base.name.removeprefix(BASE_NAME).partition("-")[0])
+        if Path(f"/proc/{run_pid}").exists() or base.stat().st_uid != os.geteuid():
+            continue
+        for directory in base.glob("d*/"):
+            with contextlib.suppress(OSError, ValueError):
+                pid = int((directory / "pid").read_text())
+                if str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+            left = Daemon(directory, "", (), {})
+            left._note_segments()
+            left.remove()
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    remove_left_behind()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
@@ -160,7 +184,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
     `daemon(memory="256MiB", args=("--max-blocks", "1000"), env={...}, start=False)`.
     """
     # Not tmp_path: a Unix socket's path has at most 107 bytes.
-    base = Path(tempfile.mkdtemp(prefix="kvstored-test-"))
+    base = Path(tempfile.mkdtemp(prefix=f"{BASE_NAME}{os.getpid()}-"))
     base.chmod(0o755)
     started: list[Daemon] = []
 
