@@ -18,6 +18,7 @@ CHUNK_TOKENS = 16
 PROMPT_CHUNKS = 128
 GET_BLOCKS = 4096
 LOAD_BATCH = 512
+MIB = 1 << 20
 
 
 def prompt(number: int, chunks: int, kind: int = 0) -> "kvclient.Chain":
@@ -29,10 +30,11 @@ def prompt(number: int, chunks: int, kind: int = 0) -> "kvclient.Chain":
 
 def layout_of(size: int) -> "kvclient.Layout":
     """One layer of `size` bytes in a block of 16 tokens."""
+    heads = max(1, size // MIB) * 16
     return kvclient.Layout(
         num_layers=1,
-        num_kv_heads=1,
-        head_dim=size // (2 * CHUNK_TOKENS),
+        num_kv_heads=heads,
+        head_dim=size // (2 * CHUNK_TOKENS * heads),
         dtype="uint8",
         block_tokens=CHUNK_TOKENS,
         meta_fixed=0,
@@ -123,7 +125,7 @@ class Ours:
         return Call(run, note="no copy")
 
     def many(self, params):
-        return [chain[: params["blocks"]] for chain in self.prompts[:256]]
+        return [chain[: params["blocks"]] for chain in self.prompts[: GET_BLOCKS // PROMPT_CHUNKS]]
 
     def op_get_many(self, params):
         chains, get = self.many(params), self.client.get
@@ -186,10 +188,9 @@ class Ours:
         return Call(run, before)
 
     def op_put_numpy(self, params):
-        shape = (2, 1, CHUNK_TOKENS, params["bytes"] // (2 * CHUNK_TOKENS))
-
         def fill(block, source):
-            block.layer(0)[...] = source.reshape(shape)
+            layer = block.layer(0)
+            layer[...] = source.reshape(layer.shape)
 
         return self.put(params, fill)
 
@@ -200,6 +201,10 @@ class Ours:
             copy_into(block.view, source)
 
         return self.put(params, fill)
+
+    def op_put_copy_from(self, params):
+        """Like copy_into, and the block keeps the checksum."""
+        return self.put(params, lambda block, source: block.copy_from(source))
 
     def op_publish(self, params):
         layout = self.client.register_layout(layout_of(params["bytes"]))

@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TAIL_TOKENS = 20
 POOL = "2GiB"
 START_TIMEOUT_S = 20.0
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: process CPU time is to mean something
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: process CPU time is to mean something
 
 
 def say(text: str) -> None:
@@ -132,7 +134,10 @@ def measure_warm(contenders: Contenders, ids: list[int], shared: int, rounds: in
     layers = contenders.prefix_of(prompt, shared // 128 * 128)
     taken: dict[str, list] = {"floor": [], "warm": []}
     for number in range(rounds + 1):
-        calls = [("floor", lambda: contenders.floor(prompt, layers)), ("warm", lambda: contenders.stored(prompt))]
+        calls = [
+            ("floor", lambda: contenders.floor(prompt, layers)),
+            ("warm", lambda: contenders.stored(prompt)),
+        ]
         for name, call in calls[:: -1 if number % 2 else 1]:
             taken[name].append(call())
     report = contenders.kv.last
@@ -177,7 +182,10 @@ def figures(taken: dict[str, list], ours: str, theirs: str, tokens: int) -> dict
 
 def row(kind: str, found: dict, theirs: str, dtype: str) -> dict:
     """A row of the bench table."""
-    names = {"warm": ("warm_ttft", "shared tokens", "≤ 1.10 × floor"), "cold": ("cold_ttft", "tokens", "≤ 1.03 ×")}
+    names = {
+        "warm": ("warm_ttft", "shared tokens", "≤ 1.10 × floor"),
+        "cold": ("cold_ttft", "tokens", "≤ 1.03 ×"),
+    }
     identifier, what, reach = names[kind]
     cell = {
         "column": "kvstored", "unit": "ms", "value": found[f"{kind}_cpu_ms"], "ratio": found["ratio"],
@@ -192,14 +200,18 @@ def row(kind: str, found: dict, theirs: str, dtype: str) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, 1,024 tokens only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--dir", help="the runtime directory of a running daemon")
-    parser.add_argument("--in-memory", action="store_true", help="the in-memory fake in the place of a daemon")
+    parser.add_argument(
+        "--in-memory", action="store_true", help="the in-memory fake in the place of a daemon"
+    )
     chosen = parser.parse_args()
     lengths = chosen.tokens or ([1024] if chosen.quick else [1024, 2048])
     rounds = chosen.rounds or (5 if chosen.quick else 9)
