@@ -160,7 +160,8 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     r.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t now = realtime_s();
     r.created_s.store(now, std::memory_order_relaxed);
-    r.expiry_s.store(request.ttl_s ? now + request.ttl_s + 1 : 0, std::memory_order_relaxed);
+    const uint64_t expiry = uint64_t{now} + request.ttl_s + 1;
+    r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0, std::memory_order_relaxed);
     r.parent.store(item.parent, std::memory_order_relaxed);
     r.rank.store(0, std::memory_order_relaxed);
   }
@@ -185,8 +186,12 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
   Lock lock = enter();
   check_pool();
-  const auto owner = sessions_.find(request.owner);
-  if (owner == sessions_.end() || owner->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+  auto owner_of_request = [&]() -> Session& {
+    const auto found = sessions_.find(request.owner);
+    if (found == sessions_.end() || found->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+    return *found->second;
+  };
+  Session* owner = &owner_of_request();
   const Layout& layout = layout_of(request.layout);
   for (const CreateItem& item : request.items) {
     if (item.tokens == 0 || item.tokens > layout.block_tokens)
@@ -200,7 +205,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     for (size_t i = 0; i < out.size(); ++i) {
       if (out[i].status != Grant::NoSpace) continue;
       out[i] = grant(request, request.items[i], layout);
-      if (out[i].status == Grant::Granted) owner->second->unsealed.insert(out[i].handle.record);
+      if (out[i].status == Grant::Granted) owner->unsealed.insert(out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
     }
     return missing;
@@ -211,6 +216,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     lock.unlock();
     const bool more = pool_.grow();
     lock.lock();
+    owner = &owner_of_request();  // it may have ended meanwhile: its end has taken what was granted to it
     missing = attempt();
     if (!more) break;
   }
@@ -225,6 +231,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     missing = attempt();
     if (missing.size() == before) break;
   }
+  reserved_.reset();
   counters_.no_space += missing.size();
   return out;
 }

@@ -74,6 +74,7 @@ Store::Store(const Options& options)
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
       policy_(Ranks{&index_}) {
+  layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
   options_.pool_fd = pool_.fd();
