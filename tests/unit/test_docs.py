@@ -4,6 +4,7 @@ Method: every path, `make` target, `file:function` reference and relative link i
 in the tree; the picture of the block states is drawn again from kvstored._core and compared.
 """
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_make_targets_exist(document: Path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     wanted = set(re.findall(r"(?:`|^|\$ )make ([a-z-]+)", document.read_text(), re.MULTILINE))
     assert wanted <= targets, f"{document.name}: no such target: {sorted(wanted - targets)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_examples_use_public_names(document: Path):
+    import kvclient
+
+    for code in re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvclient":
+                assert node.attr in kvclient.__all__, f"{document.name}:\n{code}"
 
 
 def test_the_tour_names_what_exists():
