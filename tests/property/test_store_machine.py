@@ -89,11 +89,13 @@ class StoreMachine(RuleBasedStateMachine):
                 writing.writer.abort()
             except (Unavailable, BlockLost):
                 assert writing.dead
+            del writing  # it would keep its session's memory mapped
         self.writers.clear()
         for holding in self.holdings:
             holding.views.clear()
             if holding.blocks is not None:
                 holding.blocks.release()
+            del holding
         self.holdings.clear()
         for client in self.clients:
             client.close()
@@ -248,7 +250,7 @@ class StoreMachine(RuleBasedStateMachine):
     def session_ends(self, client: int) -> None:
         self.clients[client].close()
         for writing in self.writers:
-            if writing.client == client:
+            if writing.client == client and not writing.dead:
                 self.loses(writing)
         self.clients[client] = self.daemon.connect()
 
