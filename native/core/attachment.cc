@@ -62,7 +62,10 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
   msghdr message{};
   message.msg_iov = out;
   message.msg_iovlen = 2;
-  if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) {
+  ssize_t sent;
+  do sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+  while (sent < 0 && errno == EINTR);
+  if (sent < 0) {
     if (errno == EAGAIN) throw Error(Code::DeadlineExceeded, "the daemon does not take requests");
     throw Error(Code::Detached, errno_text("the daemon is gone"));
   }
@@ -193,7 +196,12 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     }
     for (size_t at = 0; at < stopped.size(); at += kMaxKeysPerMessage) {
       const size_t count = std::min<size_t>(kMaxKeysPerMessage, stopped.size() - at);
-      kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
+      try {
+        kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
+      } catch (const Error&) {
+        kept.remember_stopped({stopped.begin() + static_cast<ptrdiff_t>(at), stopped.end()});
+        throw;
+      }
     }
     return previous;
   }
