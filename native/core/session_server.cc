@@ -62,6 +62,7 @@ void SessionServer::start() {
     throw Error(Code::Unavailable, errno_text("listening on " + options_.socket_path));
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   stop_event_ = Fd(::eventfd(0, EFD_CLOEXEC));
+  spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
   watch(epoll_.get(), listener_.get());
   watch(epoll_.get(), stop_event_.get());
   thread_ = std::thread([this] { run(); });
@@ -104,11 +105,12 @@ void SessionServer::run() {
     }
     epoll_event events[kBatch];
     const int count = ::epoll_wait(epoll_.get(), events, kBatch, static_cast<int>(next_tick - std::min(now, next_tick)));
+    bool knock = false;
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;
       if (fd == stop_event_.get()) return;
       if (fd == listener_.get()) {
-        accept_all();
+        knock = true;
       } else if (auto process = process_sockets_.find(fd); process != process_sockets_.end()) {
         close(process->second);
         next_tick = 0;
@@ -117,12 +119,21 @@ void SessionServer::run() {
         if (!connections_.count(fd)) next_tick = 0;  // a session ended: what it held may be free at once
       }
     }
+    // Last: a new connection may get the number of one that was closed above, and with it an event of this batch that was meant for the other.
+    if (knock) accept_all();
   }
 }
 
 void SessionServer::accept_all() {
   for (;;) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket && (errno == EMFILE || errno == ENFILE) && spare_) {  // turned away, or the listener would wake us for ever
+      spare_.reset();
+      Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
+      refused_.fetch_add(1);
+      continue;
+    }
     if (!socket) return;
     ucred who{};
     socklen_t length = sizeof who;
