@@ -178,9 +178,9 @@ std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
   for (size_t i = 0; i < keys.size(); ++i) {
     // A block that changed between look-up and pin may be there again.
     for (uint32_t tries = 0; found[i] == Find::Torn && tries < kProbeTries; ++tries) {
-      std::vector<Find> again{at->index.find(keys[i], where[i])};
-      std::vector<Snapshot> there{where[i]};
-      if (again[0] == Find::Torn) break;
+      std::vector<Find> again;
+      std::vector<Snapshot> there;
+      find_all(*at, keys.subspan(i, 1), again, there);  // asks the daemon if the index cannot be read whole
       Batch single(at, 1);
       pin_all(*at, single, keys.subspan(i, 1), follow, again, there);
       found[i] = again[0];
