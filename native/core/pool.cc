@@ -52,7 +52,7 @@ bool Pool::grow() {
 void Pool::run(std::function<void(uint64_t)> faulted) {
   uint64_t at = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
-    if (at >= frontier() && !grow()) return;
+    if (at >= frontier() && !grow() && at >= frontier()) return;  // a create may have taken the last step
     const uint64_t step = std::min(kFaultStep, frontier() - at);
     if (::madvise(mapping_.data() + at, step, MADV_POPULATE_WRITE) != 0) {
       std::lock_guard lock(mutex_);
