@@ -19,6 +19,7 @@ PROMPT_CHUNKS = 128
 GET_BLOCKS = 4096
 LOAD_BATCH = 512
 MIB = 1 << 20
+PROBED = 16  # destinations in a row that must differ
 
 
 def prompt(number: int, chunks: int, kind: int = 0) -> "kvclient.Chain":
@@ -45,7 +46,7 @@ def layout_of(size: int) -> "kvclient.Layout":
 class Ours:
     def __init__(self):
         self.server = self.client = None
-        self.fresh = 0
+        self.fresh, self.filled = 0, []
 
     def setup(self, params):
         self.dir = params.get("address") or str(Path(params["dir"]) / "kv")
@@ -182,10 +183,24 @@ class Ours:
                     fill(writer[j], source)
                 return clock() - start
 
-        before(0)
-        with create(chain, layout) as writer:
-            assert writer.results == ["granted"] * batch, writer.results
-        return Call(run, before)
+        note = self.refill(layout)
+        return Call(run, before, note=note)
+
+    def refill(self, layout):
+        """A pool full of empty blocks of this layout; says so if its destinations do not go round."""
+        for chain in self.filled:
+            self.client.delete(chain)
+        self.filled, evictions, seen = [], self.client.stats()["evictions"], set()
+        for more in (False, True):
+            while len(seen) < PROBED if more else self.client.stats()["evictions"] == evictions:
+                self.filled.append(self.new_chain(1))
+                with self.client.create(self.filled[-1], layout) as writer:
+                    address = writer[0].layer(0).ctypes.data
+                if more and address in seen:
+                    return f"a destination came back after {len(seen)} puts"
+                if more:
+                    seen.add(address)
+        return ""
 
     def op_put_numpy(self, params):
         def fill(block, source):
