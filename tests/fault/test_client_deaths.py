@@ -73,6 +73,7 @@ def test_a_writer_dies(daemon, fork, nothing_leaks, step):
         lambda: list(watcher.lookup(keys).states) == [2] * sealed + [0] * (3 - sealed),
         "only what was sealed is found",
     )
+    block = None
     for index in range(expected_hits):
         block = followed[index]
         if index < sealed:

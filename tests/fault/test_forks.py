@@ -130,7 +130,8 @@ def test_memory_a_child_can_write_is_not_handed_out(started, client, layouts, fo
     lost, mine = new_keys(2), new_keys(8)
 
     def parent(steps: Steps) -> None:
-        writer = started.connect().create(lost, big)
+        own = started.connect()
+        writer = own.create(lost, big)
         views = [writer[index].view for index in range(2)]
         pid = os.fork()
         if pid == 0:
