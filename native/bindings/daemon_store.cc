@@ -74,11 +74,19 @@ std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, 
 
 using Handles = std::vector<std::pair<uint32_t, uint64_t>>;
 
-std::vector<int> end_blocks(Store& store, uint32_t owner, const Handles& handles, bool seal) {
+std::vector<int> seal_blocks(Store& store, uint32_t owner, const Handles& handles) {
+  nb::gil_scoped_release release;
+  std::vector<kv::Seal> blocks;
+  for (const auto& [record, generation] : handles) blocks.push_back({{record, generation}, false});
+  std::vector<int> out;
+  for (const kv::Done done : store.seal(owner, blocks)) out.push_back(static_cast<int>(done));
+  return out;
+}
+
+std::vector<int> abort_blocks(Store& store, uint32_t owner, const Handles& handles) {
   nb::gil_scoped_release release;
   std::vector<int> out;
-  for (const auto& [record, generation] : handles)
-    out.push_back(static_cast<int>(seal ? store.seal(owner, {record, generation}, false) : store.abort(owner, {record, generation})));
+  for (const auto& [record, generation] : handles) out.push_back(static_cast<int>(store.abort(owner, {record, generation})));
   store.settle();
   return out;
 }
@@ -205,8 +213,8 @@ void bind_store(nb::module_& m) {
              s.write({record, generation}, offset, bytes);
            })
       .def("mark_layer", [](Store& s, uint32_t record, uint64_t generation, uint32_t layers) { s.mark_layer({record, generation}, layers); })
-      .def("seal", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, true); })
-      .def("abort", [](Store& s, uint32_t owner, const Handles& handles) { return end_blocks(s, owner, handles, false); })
+      .def("seal", &seal_blocks)
+      .def("abort", &abort_blocks)
       .def("read", &read_block, nb::arg("key"), nb::arg("offset") = 0, nb::arg("length") = -1)
       .def("read_at", &read_at, nb::arg("record"), nb::arg("generation"), nb::arg("offset"), nb::arg("length"))
       .def("wait_layers", &wait_layers, nb::arg("record"), nb::arg("generation"), nb::arg("layers"), nb::arg("timeout_ms"))

@@ -57,6 +57,7 @@ void Batch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const
   if (layer >= item.layout->num_layers())
     throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(item.layout->num_layers() - 1));
   std::atomic<uint64_t>& word = attachment_->progress(item.at.record);
+  const PinBoard::Waiting waiting(*attachment_->board);
   for (;;) {
     const uint64_t seen = word.load(std::memory_order_acquire);
     if (layers_ready(i) > layer) return;

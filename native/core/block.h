@@ -209,6 +209,7 @@ struct SessionPage {
   std::atomic<uint64_t> ring_head;     // entries ever appended to the ring
   std::atomic<uint64_t> hits;          // blocks this session got, and asked for in vain
   std::atomic<uint64_t> misses;
+  std::atomic<uint64_t> waiting;       // threads of this session asleep on a progress word, or about to be
   std::atomic<uint32_t> ring[kTouchRing];
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };

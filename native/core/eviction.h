@@ -10,14 +10,18 @@
 // The last factor breaks ties: of blocks used equally often the later one in a prompt goes first, since a block without its
 // predecessors serves no prefix.
 //
-// Queues. One binary heap per size class, since only a block of the same class makes room without breaking up a slab. Every operation
-// is O(log n) in the blocks of one class. The place of a record in its heap is kept by the caller (`Ranks`), 4 bytes.
+// Queues. One 4-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie in
+// the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. Every
+// operation is O(log n) in the blocks of one class. A record's place in its heap is kept by the caller (`Places`), 4 bytes.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <map>
 #include <vector>
+
+#include "core/block.h"
 
 namespace kv {
 
@@ -25,101 +29,136 @@ inline constexpr double kHalfLifeSeconds = 3600;
 inline constexpr uint32_t kDefaultPriority = 35;
 
 inline double block_weight(uint32_t tokens, uint64_t bytes, uint32_t priority, uint32_t base_position) {
+  static const std::array<double, kMaxPriority + 1> by_priority = [] {
+    std::array<double, kMaxPriority + 1> out;
+    for (uint32_t p = 0; p <= kMaxPriority; ++p) out[p] = std::exp2((static_cast<double>(p) - kDefaultPriority) / 10);
+    return out;
+  }();
   const double value = static_cast<double>(tokens) / static_cast<double>(bytes);
   const double index = static_cast<double>(base_position) / tokens;
-  return value * std::exp2((static_cast<double>(priority) - kDefaultPriority) / 10) * (1 + std::exp2(-10) / (1 + index));
+  return value * by_priority[priority] * (1 + (1.0 / 1024) / (1 + index));
 }
 
-// What one use at `seconds` since the origin adds to a score of this weight.
-inline double use_value(double weight, double seconds) { return weight * std::exp2(seconds / kHalfLifeSeconds); }
+// What one use at `seconds` since the origin adds to a score of weight 1.
+inline double use_value(double seconds) { return std::exp2(seconds / kHalfLifeSeconds); }
 
-// Ranks: double score(uint32_t record), uint32_t place(uint32_t record), void set_place(uint32_t record, uint32_t place).
-template <class Ranks>
+// Places: uint32_t place(uint32_t record), void set_place(uint32_t record, uint32_t place).
+template <class Places>
 class EvictionPolicy {
  public:
   static constexpr uint32_t kNone = ~0u;
 
-  explicit EvictionPolicy(Ranks ranks) : ranks_(ranks) {}
+  explicit EvictionPolicy(Places places) : places_(places) {}
 
-  void insert(uint64_t size_class, uint32_t record) {
-    std::vector<uint32_t>& heap = heaps_[size_class];
-    heap.push_back(record);
-    rise(heap, static_cast<uint32_t>(heap.size() - 1));
+  void insert(uint64_t size_class, uint32_t record, double score) {
+    Heap& heap = heaps_[size_class];
+    heap.scores.push_back(score);
+    heap.records.push_back(record);
+    rise(heap, static_cast<uint32_t>(heap.records.size() - 1));
   }
 
   void remove(uint64_t size_class, uint32_t record) {
     auto found = heaps_.find(size_class);
-    std::vector<uint32_t>& heap = found->second;
-    const uint32_t place = ranks_.place(record);
-    const uint32_t last = heap.back();
-    heap.pop_back();
+    Heap& heap = found->second;
+    const uint32_t place = places_.place(record);
+    const double score = heap.scores.back();
+    const uint32_t last = heap.records.back();
+    heap.scores.pop_back();
+    heap.records.pop_back();
     if (last != record) {
-      put(heap, place, last);
-      sink(heap, place);
-      rise(heap, ranks_.place(last));
+      put(heap, place, score, last);
+      settle(heap, place);
     }
-    if (heap.empty()) heaps_.erase(found);
+    if (heap.records.empty()) heaps_.erase(found);
   }
 
-  // The record's score has changed.
-  void moved(uint64_t size_class, uint32_t record) {
-    std::vector<uint32_t>& heap = heaps_.find(size_class)->second;
-    sink(heap, ranks_.place(record));
-    rise(heap, ranks_.place(record));
+  void moved(uint64_t size_class, uint32_t record, double score) {
+    Heap& heap = heaps_.find(size_class)->second;
+    const uint32_t place = places_.place(record);
+    heap.scores[place] = score;
+    settle(heap, place);
   }
 
-  // The least valuable of a class, or of all classes; kNone if there is none.
-  uint32_t least(uint64_t size_class) const {
+  // All scores were multiplied by this.
+  void scale(double factor) {
+    for (auto& [size_class, heap] : heaps_)
+      for (double& score : heap.scores) score *= factor;
+  }
+
+  struct Least {
+    uint32_t record = kNone;
+    double score = 0;
+  };
+  // The least valuable of a class, or of all classes.
+  Least least(uint64_t size_class) const {
     auto found = heaps_.find(size_class);
-    return found == heaps_.end() ? kNone : found->second.front();
+    return found == heaps_.end() ? Least{} : Least{found->second.records.front(), found->second.scores.front()};
   }
-  uint32_t least() const {
-    uint32_t best = kNone;
+  Least least() const {
+    Least best;
     for (const auto& [size_class, heap] : heaps_)
-      if (best == kNone || ranks_.score(heap.front()) < ranks_.score(best)) best = heap.front();
+      if (best.record == kNone || heap.scores.front() < best.score) best = {heap.records.front(), heap.scores.front()};
     return best;
   }
 
   bool contains(uint64_t size_class, uint32_t record) const {
     auto found = heaps_.find(size_class);
     if (found == heaps_.end()) return false;
-    const uint32_t place = ranks_.place(record);
-    return place < found->second.size() && found->second[place] == record;
+    const uint32_t place = places_.place(record);
+    return place < found->second.records.size() && found->second.records[place] == record;
   }
 
   size_t size() const {
     size_t total = 0;
-    for (const auto& [size_class, heap] : heaps_) total += heap.size();
+    for (const auto& [size_class, heap] : heaps_) total += heap.records.size();
     return total;
   }
 
  private:
-  void put(std::vector<uint32_t>& heap, uint32_t place, uint32_t record) {
-    heap[place] = record;
-    ranks_.set_place(record, place);
+  static constexpr uint32_t kArity = 4;
+  struct Heap {
+    std::vector<double> scores;
+    std::vector<uint32_t> records;
+  };
+
+  void put(Heap& heap, uint32_t place, double score, uint32_t record) {
+    heap.scores[place] = score;
+    heap.records[place] = record;
+    places_.set_place(record, place);
   }
 
-  void rise(std::vector<uint32_t>& heap, uint32_t place) {
-    const uint32_t record = heap[place];
-    while (place > 0 && ranks_.score(record) < ranks_.score(heap[(place - 1) / 2])) {
-      put(heap, place, heap[(place - 1) / 2]);
-      place = (place - 1) / 2;
+  void settle(Heap& heap, uint32_t place) {
+    if (place > 0 && heap.scores[place] < heap.scores[(place - 1) / kArity])
+      rise(heap, place);
+    else
+      sink(heap, place);
+  }
+
+  void rise(Heap& heap, uint32_t place) {
+    const double score = heap.scores[place];
+    const uint32_t record = heap.records[place];
+    for (uint32_t up; place > 0 && score < heap.scores[up = (place - 1) / kArity]; place = up)
+      put(heap, place, heap.scores[up], heap.records[up]);
+    put(heap, place, score, record);
+  }
+
+  void sink(Heap& heap, uint32_t place) {
+    const double score = heap.scores[place];
+    const uint32_t record = heap.records[place];
+    const auto size = static_cast<uint32_t>(heap.records.size());
+    for (uint64_t child; (child = uint64_t{place} * kArity + 1) < size;) {
+      auto least = static_cast<uint32_t>(child);
+      for (uint64_t c = child + 1; c < child + kArity && c < size; ++c)
+        if (heap.scores[c] < heap.scores[least]) least = static_cast<uint32_t>(c);
+      if (score <= heap.scores[least]) break;
+      put(heap, place, heap.scores[least], heap.records[least]);
+      place = least;
     }
-    put(heap, place, record);
+    put(heap, place, score, record);
   }
 
-  void sink(std::vector<uint32_t>& heap, uint32_t place) {
-    const uint32_t record = heap[place];
-    for (uint32_t child; (child = 2 * place + 1) < heap.size(); place = child) {
-      if (child + 1 < heap.size() && ranks_.score(heap[child + 1]) < ranks_.score(heap[child])) ++child;
-      if (ranks_.score(record) <= ranks_.score(heap[child])) break;
-      put(heap, place, heap[child]);
-    }
-    put(heap, place, record);
-  }
-
-  Ranks ranks_;
-  std::map<uint64_t, std::vector<uint32_t>> heaps_;
+  Places places_;
+  std::map<uint64_t, Heap> heaps_;
 };
 
 }  // namespace kv

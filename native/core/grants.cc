@@ -195,6 +195,7 @@ bool Grants::wait_pending(const timespec& deadline) {
     if (pending.empty()) return true;
     const Item& item = items_[pending[0]];
     std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
+    const PinBoard::Waiting waiting(*attachment_->board);
     for (;;) {
       const uint64_t seen = word.load(std::memory_order_acquire);
       const Control now = attachment_->index.control(item.handle.record);

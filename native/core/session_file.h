@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/atomics.h"
 #include "core/block.h"
 #include "core/segment.h"
 
@@ -74,6 +75,20 @@ class PinBoard {
   void clear(uint32_t slot);
   void touched(uint32_t record);
   void count(uint64_t hits, uint64_t misses);
+
+  // While one lives, the daemon wakes this session's sleepers. Made before the last look at the record (see Store::anybody_waits).
+  class Waiting {
+   public:
+    explicit Waiting(PinBoard& board) : count_(board.mapping_.at<SessionPage>(0)->waiting) {
+      count_.fetch_add(1, std::memory_order_relaxed);
+      fence_full();
+    }
+    ~Waiting() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    Waiting(const Waiting&) = delete;
+
+   private:
+    std::atomic<uint64_t>& count_;
+  };
 
   const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
   uint32_t in_use() const;

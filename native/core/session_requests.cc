@@ -26,15 +26,21 @@ Fd read_only_copy(int fd) {
   return copy;
 }
 
+std::vector<uint8_t> seal_all(Store& store, uint32_t session, const std::vector<protocol::BlockItem>& items) {
+  std::vector<Seal> blocks;
+  for (const auto& item : items) blocks.push_back({{item.record, item.generation}, item.checksummed != 0});
+  std::vector<uint8_t> out;
+  for (const Done done : store.seal(session, blocks)) out.push_back(static_cast<uint8_t>(done));
+  return out;
+}
+
 std::vector<uint8_t> seal_or_abort(Store& store, uint32_t session, bool seal, uint32_t count, protocol::Reader body) {
   const auto items = body.take<protocol::BlockItem>(count);
   need_end(body);
+  if (seal) return seal_all(store, session, items);
   std::vector<uint8_t> out;
-  for (const auto& item : items) {
-    const Handle handle{item.record, item.generation};
-    out.push_back(static_cast<uint8_t>(seal ? store.seal(session, handle, item.checksummed != 0) : store.abort(session, handle)));
-  }
-  if (!seal) store.settle();
+  for (const auto& item : items) out.push_back(static_cast<uint8_t>(store.abort(session, {item.record, item.generation})));
+  store.settle();
   return out;
 }
 
@@ -107,9 +113,7 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   std::vector<CreateItem> items;
   for (const auto& w : wanted) items.push_back({w.key, w.fingerprint, w.tokens, w.base_position, w.parent});
 
-  std::vector<uint8_t> out;
-  for (const auto& s : seals)
-    out.push_back(static_cast<uint8_t>(connection.store->seal(connection.session, {s.record, s.generation}, s.checksummed != 0)));
+  std::vector<uint8_t> out = seal_all(*connection.store, connection.session, seals);
   out.resize(round_up(out.size(), 8));
   const CreateRequest create{connection.session, head.layout, head.priority, head.ttl_s, items};
   for (const Granted& g : connection.store->create(create))

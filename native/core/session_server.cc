@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -21,13 +22,20 @@ namespace {
 
 constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by then is dropped
 constexpr int kBacklog = 128;
+
+// While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that fell asleep
+// takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
+constexpr uint64_t kStreamGapNs = 200'000;
+constexpr uint64_t kStreamPollNs = 100'000;
 constexpr int kBatch = 64;
 
-uint64_t now_ms() {
+uint64_t now_ns() {
   timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000 + static_cast<uint64_t>(t.tv_nsec) / 1'000'000;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
+
+uint64_t now_ms() { return now_ns() / 1'000'000; }
 
 void watch(int epoll, int fd) {
   epoll_event event{};
@@ -95,6 +103,7 @@ double SessionServer::thread_cpu_s() const {
 
 void SessionServer::run() {
   uint64_t next_tick = 0;
+  uint64_t last_event_ns = 0, poll_until_ns = 0;
   for (;;) {
     const uint64_t now = now_ms();
     if (now >= next_tick) {
@@ -104,7 +113,15 @@ void SessionServer::run() {
       drop_silent_connections();
     }
     epoll_event events[kBatch];
-    const int count = ::epoll_wait(epoll_.get(), events, kBatch, static_cast<int>(next_tick - std::min(now, next_tick)));
+    const bool polling = now_ns() < poll_until_ns;
+    const int count = ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
+    if (count > 0) {
+      const uint64_t event_ns = now_ns();
+      poll_until_ns = event_ns - last_event_ns < kStreamGapNs ? event_ns + kStreamPollNs : 0;
+      last_event_ns = event_ns;
+    } else if (polling) {
+      ::sched_yield();
+    }
     bool knock = false;
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;

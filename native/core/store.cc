@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/atomics.h"
 #include "core/error.h"
 #include "core/futex.h"
 
@@ -13,7 +14,7 @@ namespace {
 
 uint32_t realtime_s() {
   timespec now;
-  ::clock_gettime(CLOCK_REALTIME, &now);
+  ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
   return static_cast<uint32_t>(now.tv_sec);
 }
 
@@ -59,37 +60,52 @@ void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
   index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word, std::memory_order_release);
 }
 
-// The record decides; this word only wakes those who wait.
+// The record decides; this word only tells those who wait. Whoever calls this wakes them.
 void Store::publish_progress(uint32_t record, Phase phase) {
   const uint32_t layers = phase == Phase::Sealed ? layout_of(shape_of(record).layout).num_layers() : 0;
   progress_[record].store(progress_word(control(record).generation(), layers, phase), std::memory_order_release);
-  if (phase != Phase::Writing) futex_wake_all(progress_[record]);
 }
 
-// Seconds since the origin of the scores.
-double Store::now_s() {
+// Does a reader sleep on any progress word, or is it about to? It says so in its page, fences, and looks at the record again before it
+// sleeps; we changed the record and fence before we read the page. One of the two sees the other, so no wake is lost.
+bool Store::anybody_waits() const {
+  fence_full();
+  if (waiting_here_.load(std::memory_order_relaxed)) return true;
+  for (auto& [id, session] : sessions_)
+    if (session->file && session->file->page().waiting.load(std::memory_order_relaxed)) return true;
+  return false;
+}
+
+// What one use counts for now, relative to a use at the origin.
+double Store::use_now() {
   auto& origin = index_.header().origin_s;
   const uint32_t now = realtime_s();
+  if (now == use_second_) return use_value_;
   uint64_t since = now - std::min<uint64_t>(origin.load(std::memory_order_relaxed), now);
   if (static_cast<double>(since) / kHalfLifeSeconds > kRebaseExponent) {
-    for (uint32_t r = 0; r < index_.max_blocks(); ++r) {
-      auto& rank = index_.record(r).rank;
-      const double score = std::bit_cast<double>(rank.load(std::memory_order_relaxed));
-      rank.store(std::bit_cast<uint64_t>(score * std::exp2(-kRebaseExponent)), std::memory_order_relaxed);
-    }
+    const double factor = std::exp2(-kRebaseExponent);
+    for (uint32_t r = 0; r < index_.max_blocks(); ++r)
+      index_.record(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
+    policy_.scale(factor);
     origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
     since = now - origin.load(std::memory_order_relaxed);
   }
-  return static_cast<double>(since);
+  use_second_ = now;
+  return use_value_ = use_value(static_cast<double>(since));
+}
+
+// Counts a use in the record and returns its new score.
+double Store::add_use(uint32_t record) {
+  const Shape shape = shape_of(record);
+  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
+  const double score = rank(record) + weight * use_now();
+  index_.record(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
+  return score;
 }
 
 void Store::use(uint32_t record) {
-  const Shape shape = shape_of(record);
-  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
-  auto& rank = index_.record(record).rank;
-  const double score = std::bit_cast<double>(rank.load(std::memory_order_relaxed)) + use_value(weight, now_s());
-  rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
-  if (control(record).state() == State::Sealed) policy_.moved(class_of(record), record);
+  KV_INVARIANT(control(record).state() == State::Sealed);
+  policy_.moved(class_of(record), record, add_use(record));
 }
 
 // ---------------------------------------------------------------- layouts
@@ -200,6 +216,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
   }
   std::vector<Granted> out(request.items.size());
+  for (const CreateItem& item : request.items) index_.prefetch_bucket(item.key);
   auto attempt = [&] {
     std::vector<size_t> missing;
     for (size_t i = 0; i < out.size(); ++i) {
@@ -236,8 +253,8 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   return out;
 }
 
-Done Store::seal(uint32_t owner, Handle handle, bool checksummed) {
-  Lock lock = enter();
+Done Store::seal_one(uint32_t owner, const Seal& block) {
+  const auto [handle, checksummed] = block;
   if (handle.record >= index_.max_blocks()) return Done::Stale;
   const Control now = control(handle.record);
   Record& r = index_.record(handle.record);
@@ -247,14 +264,21 @@ Done Store::seal(uint32_t owner, Handle handle, bool checksummed) {
   created_ -= 1;
   counters_.seals += 1;
   sessions_.at(owner)->unsealed.erase(handle.record);
-  policy_.insert(class_of(handle.record), handle.record);
-  use(handle.record);
-  if (uint32_t expiry = r.expiry_s.load(std::memory_order_relaxed)) {
-    expiries_.emplace_back(expiry, handle);
-    std::push_heap(expiries_.begin(), expiries_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  }
+  policy_.insert(class_of(handle.record), handle.record, add_use(handle.record));
+  remember_expiry(handle.record);
   publish_progress(handle.record, Phase::Sealed);
   return Done::Ok;
+}
+
+std::vector<Done> Store::seal(uint32_t owner, std::span<const Seal> blocks) {
+  Lock lock = enter();
+  std::vector<Done> out;
+  out.reserve(blocks.size());
+  for (const Seal& block : blocks) out.push_back(seal_one(owner, block));
+  if (anybody_waits())
+    for (size_t i = 0; i < out.size(); ++i)
+      if (out[i] == Done::Ok) futex_wake_all(progress_[blocks[i].handle.record]);
+  return out;
 }
 
 // Also takes a block that was quarantined while its writer could not reach us: the writer says it has stopped.

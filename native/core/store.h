@@ -37,6 +37,11 @@ struct Handle {
   uint64_t generation;
 };
 
+struct Seal {
+  Handle handle;
+  bool checksummed = false;  // the writer left the layers' checksums behind them
+};
+
 struct CreateItem {
   Key key;
   uint64_t fingerprint = 0;
@@ -120,7 +125,7 @@ class Store {
   uint32_t register_layout(std::span<const uint8_t> blob);
   std::vector<Granted> create(const CreateRequest& request);
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
-  Done seal(uint32_t owner, Handle handle, bool checksummed);
+  std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
   Done abort(uint32_t owner, Handle handle);
   void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
   Found lookup(const Key& key);
@@ -190,10 +195,9 @@ class Store {
     uint32_t count = 0;
   };
 
-  // Gives the policy its view of the records.
-  struct Ranks {
+  // Where a record stands in its eviction queue.
+  struct Places {
     const Index* index;
-    double score(uint32_t r) const { return std::bit_cast<double>(index->record(r).rank.load(std::memory_order_relaxed)); }
     uint32_t place(uint32_t r) const { return index->record(r).link.load(std::memory_order_relaxed); }
     void set_place(uint32_t r, uint32_t place) { index->record(r).link.store(place, std::memory_order_relaxed); }
   };
@@ -206,13 +210,17 @@ class Store {
   const Layout& layout_of(uint32_t id) const;
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
+  bool anybody_waits() const;
   Control control(uint32_t record) const { return index_.control(record); }
   Key key_of(uint32_t record) const;
   Extent extent_of(uint32_t record) const;
   Shape shape_of(uint32_t record) const;
   uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
   bool expired(uint32_t expiry_s) const;
-  double now_s();
+  Done seal_one(uint32_t owner, const Seal& block);
+  double rank(uint32_t record) const { return std::bit_cast<double>(index_.record(record).rank.load(std::memory_order_relaxed)); }
+  double use_now();
+  double add_use(uint32_t record);
   void use(uint32_t record);
 
   // store_reclaim.cc
@@ -234,6 +242,8 @@ class Store {
   void drain_rings();
   void reap_sessions();
   void expire();
+  bool expires_at(uint32_t record, uint32_t second) const;
+  void remember_expiry(uint32_t record);
   void end_session_locked(Session& session);
   void check_memory();
   void check_pool();
@@ -258,15 +268,16 @@ class Store {
   Pool pool_;
   Index index_;
   std::atomic<uint64_t>* progress_ = nullptr;
+  std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
 
   mutable std::mutex mutex_;  // guards all that follows
   Arena arena_;
-  EvictionPolicy<Ranks> policy_;
+  EvictionPolicy<Places> policy_;
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
   std::unordered_map<uint32_t, IoPin> io_pins_;                   // record -> the daemon's own reads in flight
-  std::vector<std::pair<uint32_t, Handle>> expiries_;             // heap of (second, block); entries outlive their blocks
+  std::vector<std::pair<uint32_t, uint32_t>> expiries_;           // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                                // freed as the last resort of make_room, for the next grant
   uint32_t free_head_ = Index::kAbsent;
   uint64_t used_bytes_ = 0;
@@ -275,6 +286,8 @@ class Store {
   uint32_t next_session_ = 1;
   uint32_t scrub_at_ = 0;
   bool draining_ = false;
+  uint32_t use_second_ = 0;  // the second use_value_ was computed for
+  double use_value_ = 1;
   std::string fence_;  // why this namespace is fenced, or empty
   Stats counters_{};
 

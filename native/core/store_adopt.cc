@@ -73,7 +73,7 @@ Store::Store(const Options& options)
       progress_fd_(duplicate(options.progress_fd)),
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
-      policy_(Ranks{&index_}) {
+      policy_(Places{&index_}) {
   layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
@@ -229,11 +229,9 @@ bool Store::adopt_record(uint32_t record) {
     zombies_.push_back(record);
     return true;
   }
-  policy_.insert(class_of(record), record);
-  if (uint32_t expiry = r.expiry_s.load()) {
-    expiries_.emplace_back(expiry, Handle{record, found.generation()});
-    std::push_heap(expiries_.begin(), expiries_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  }
+  if (const double score = std::bit_cast<double>(r.rank.load()); !std::isfinite(score) || score < 0) r.rank.store(0);
+  policy_.insert(class_of(record), record, rank(record));
+  remember_expiry(record);
   return true;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/atomics.h"
 #include "core/checksum.h"
 #include "core/error.h"
 #include "core/futex.h"
@@ -88,6 +89,11 @@ uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms)
   deadline = {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const std::atomic<uint64_t>& progress = progress_[handle.record];
+  struct Waiting {  // counted before the last look at the record, as in a client's page
+    explicit Waiting(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1), fence_full(); }
+    ~Waiting() { count.fetch_sub(1); }
+    std::atomic<uint32_t>& count;
+  } waiting(waiting_here_);
   for (;;) {
     // The word before the record: what changes behind this load wakes the wait below. The record decides, the word only hints.
     const uint64_t word = progress.load(std::memory_order_acquire);

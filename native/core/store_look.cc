@@ -45,14 +45,12 @@ std::optional<Description> Store::describe(const Key& key) {
   Lock lock(mutex_);
   Snapshot snapshot;
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
-  const Ranks ranks{&index_};
   const uint32_t created = index_.record(snapshot.record).created_s.load(std::memory_order_relaxed);
-  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, ranks.score(snapshot.record)};
+  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record)};
 }
 
 std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
   Lock lock(mutex_);
-  const Ranks ranks{&index_};
   std::vector<Description> out;
   for (uint64_t i = uint64_t{after} + 1; i <= index_.max_blocks() && out.size() < limit; ++i) {
     const auto record = static_cast<uint32_t>(i - 1);
@@ -63,7 +61,7 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
     if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
     const Record& r = index_.record(record);
     const Snapshot snapshot{record, c, extent_of(record), shape_of(record), r.expiry_s.load(std::memory_order_relaxed)};
-    out.push_back({key, record, c.state(), snapshot, r.created_s.load(std::memory_order_relaxed), ranks.score(record)});
+    out.push_back({key, record, c.state(), snapshot, r.created_s.load(std::memory_order_relaxed), rank(record)});
   }
   return out;
 }

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "core/atomics.h"
 #include "core/error.h"
@@ -41,14 +42,17 @@ std::vector<uint32_t> Store::pinned_records() {
 void Store::to_zombie(uint32_t record, Event event) {
   const Control before = control(record);
   uint8_t flags = 0;
-  if (before.state() == State::Sealed) policy_.remove(class_of(record), record);
+  if (before.state() == State::Sealed && policy_.contains(class_of(record), record)) policy_.remove(class_of(record), record);
   if (before.state() == State::Created) created_ -= 1;
   if (before.state() == State::Quarantined)
     flags = kFlagQuarantined;
   else
     index_.erase(key_of(record), record);
   transition(record, event, State::Zombie, flags);
-  if (before.state() == State::Created) publish_progress(record, Phase::Ended);
+  if (before.state() == State::Created) {
+    publish_progress(record, Phase::Ended);
+    futex_wake_all(progress_[record]);
+  }
   zombies_.push_back(record);
 }
 
@@ -111,10 +115,8 @@ void Store::make_room(uint64_t length, size_t count) {
   const std::vector<uint32_t> pinned = pinned_records();
   if (free_head_ == Index::kAbsent) evict_least(std::nullopt, count, pinned);
   const uint64_t size_class = Arena::size_class(length);
-  const uint32_t own = policy_.least(size_class);
-  const uint32_t any = policy_.least();
-  const Ranks ranks{&index_};
-  const bool steal = own == policy_.kNone || ranks.score(any) * kStealFactor < ranks.score(own);
+  const auto own = policy_.least(size_class);
+  const bool steal = own.record == policy_.kNone || policy_.least().score * kStealFactor < own.score;
   if (!steal || !evict_cheapest_run(arena_.slab_bytes_for(length), true, pinned)) evict_least(size_class, count, pinned);
   scan_zombies();
   if (arena_.has_room(length)) return;
@@ -124,33 +126,35 @@ void Store::make_room(uint64_t length, size_t count) {
 
 // Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.
 void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned) {
-  std::vector<uint32_t> passed;
-  while (count > 0) {
-    const uint32_t victim = size_class ? policy_.least(*size_class) : policy_.least();
+  std::vector<std::pair<uint32_t, double>> passed;
+  std::vector<uint32_t> victims;
+  while (victims.size() < count) {
+    const auto [victim, score] = size_class ? policy_.least(*size_class) : policy_.least();
     if (victim == policy_.kNone) break;
-    if (contains(pinned, victim)) {
-      policy_.remove(class_of(victim), victim);
-      passed.push_back(victim);
-      continue;
-    }
-    to_zombie(victim, Event::Evict);
-    counters_.evictions += 1;
-    --count;
+    policy_.remove(class_of(victim), victim);
+    if (contains(pinned, victim))
+      passed.emplace_back(victim, score);
+    else
+      victims.push_back(victim);
+    __builtin_prefetch(&index_.record(victim));
   }
-  for (uint32_t record : passed) policy_.insert(class_of(record), record);
+  // Each step touches memory that is not in any cache: all misses of a step together.
+  for (uint32_t victim : victims) index_.prefetch_bucket(key_of(victim));
+  for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
+  counters_.evictions += victims.size();
+  for (auto [record, score] : passed) policy_.insert(class_of(record), record, score);
 }
 
 // Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
 // blocks are worth least together. A free run counts as worth nothing.
 std::optional<Extent> Store::evict_cheapest_run(uint64_t need_bytes, bool by_slab, const std::vector<uint32_t>& pinned) {
   const std::vector<Arena::Piece> pieces = arena_.pieces(by_slab);
-  const Ranks ranks{&index_};
   std::vector<double> costs;
   for (const Arena::Piece& piece : pieces) {
     double cost = 0;
     for (uint32_t record : piece.records) {
       const bool evictable = control(record).state() == State::Sealed && !contains(pinned, record);
-      cost += evictable ? ranks.score(record) * static_cast<double>(extent_of(record).length) : INFINITY;
+      cost += evictable ? rank(record) * static_cast<double>(extent_of(record).length) : INFINITY;
     }
     costs.push_back(cost);
   }
@@ -178,17 +182,33 @@ std::optional<Extent> Store::evict_cheapest_run(uint64_t need_bytes, bool by_sla
   return Extent{pieces[run.first].extent.offset, need_bytes};
 }
 
+// True if this entry of the heap is about the block that lies in the record now.
+bool Store::expires_at(uint32_t record, uint32_t second) const {
+  return control(record).state() == State::Sealed && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
+}
+
+// Entries outlive their blocks: what has piled up is thrown out when there are twice as many as there can be blocks.
+void Store::remember_expiry(uint32_t record) {
+  const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
+  if (second == 0) return;
+  if (expiries_.size() >= uint64_t{2} * index_.max_blocks()) {
+    std::erase_if(expiries_, [this](const auto& entry) { return !expires_at(entry.second, entry.first); });
+    std::sort(expiries_.begin(), expiries_.end());
+    expiries_.erase(std::unique(expiries_.begin(), expiries_.end()), expiries_.end());  // sorted is a heap
+  }
+  expiries_.emplace_back(second, record);
+  std::push_heap(expiries_.begin(), expiries_.end(), std::greater<>());
+}
+
 void Store::expire() {
   timespec now;
   ::clock_gettime(CLOCK_REALTIME, &now);
-  auto later = [](const auto& a, const auto& b) { return a.first > b.first; };
   while (!expiries_.empty() && expiries_.front().first <= static_cast<uint64_t>(now.tv_sec)) {
-    const Handle handle = expiries_.front().second;
-    std::pop_heap(expiries_.begin(), expiries_.end(), later);
+    const auto [second, record] = expiries_.front();
+    std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
     expiries_.pop_back();
-    const Control c = control(handle.record);
-    if (c.state() != State::Sealed || c.generation() != handle.generation) continue;
-    to_zombie(handle.record, Event::Evict);
+    if (!expires_at(record, second)) continue;
+    to_zombie(record, Event::Evict);
     counters_.expired += 1;
   }
 }
@@ -251,6 +271,7 @@ void Store::end_session_locked(Session& session) {
     transition(record, Event::SessionEnd, State::Quarantined, 0);
     created_ -= 1, quarantined_ += 1;
     publish_progress(record, Phase::Ended);
+    futex_wake_all(progress_[record]);
   }
 }
 
