@@ -21,6 +21,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ STATE_VERSION = 1
 SHM_DIR = "/dev/shm"
 _PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
+CLOSE_AFTER_S = 1.0
 ROLES = ("table", "progress", "pool")
 
 
@@ -106,10 +108,10 @@ class Segments:
                 given_up[namespace] = why_not
         # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no
         # block.
-        self._check_space([known[namespace] for namespace in given_up])
+        roomy = self._check_space([known[namespace] for namespace in given_up])
         for namespace, why_not in given_up.items():
             log.info("pool_discarded", namespace=namespace, why=why_not)
-            self._give_up(known[namespace])
+            self._give_up(known[namespace], at_leisure=roomy)
         missing = [geometry for geometry in self._geometries if geometry.namespace not in self._pools]
         if missing or given_up:
             self._make(missing)
@@ -166,7 +168,15 @@ class Segments:
         )
         return ""
 
-    def _give_up(self, entry: dict[str, Any]) -> None:
+    def _give_up(self, entry: dict[str, Any], at_leisure: bool) -> None:
+        """Retires and removes a pool. Giving its memory back takes a second per 30 GiB: `at_leisure`, where
+        the new pool does not need it, that happens while the daemon already serves."""
+        if at_leisure:
+            pool_fd, why_not = _open_own(os.path.join(entry["pool_dir"], f"{entry['prefix']}.pool"), 0, True)
+            if not why_not:  # the last reference: the memory goes when it is closed
+                later = threading.Timer(CLOSE_AFTER_S, os.close, (pool_fd,))
+                later.daemon = True
+                later.start()
         fd, why_not = _open_own(os.path.join(SHM_DIR, f"{entry['prefix']}.table"), 0, True)
         if not why_not:
             with contextlib.suppress(OSError):
@@ -207,11 +217,11 @@ class Segments:
             self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode()
         )
 
-    def _check_space(self, given_up: list[dict[str, Any]]) -> None:
+    def _check_space(self, given_up: list[dict[str, Any]]) -> bool:
         """Refuses a file system that cannot hold what is promised, before anything is made: later it would be
         a SIGBUS.
 
-        What the pools to be given up hold counts as free.
+        What the pools to be given up hold counts as free. Whether there is room even before it is free.
         """
         needs: dict[int, int] = {}
         names: dict[int, str] = {}
@@ -225,21 +235,28 @@ class Segments:
                 held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
                 needs[device] = needs.get(device, 0) + max(0, geometry.file_bytes(role) - held)
                 names[device] = directory
+        reclaimed = dict.fromkeys(needs, 0)
         for entry in given_up:
             for path in _files(entry["prefix"], entry["pool_dir"]):
                 with contextlib.suppress(OSError):
                     found = os.lstat(path)
                     if found.st_dev in needs and found.st_uid == os.geteuid():
-                        needs[found.st_dev] -= found.st_blocks * 512
+                        reclaimed[found.st_dev] += found.st_blocks * 512
+        roomy = True
         for device, need_bytes in needs.items():
             system = os.statvfs(names[device])
+            if not system.f_blocks:  # a tmpfs without a limit
+                continue
             free_bytes = system.f_bavail * system.f_frsize
-            if system.f_blocks and need_bytes > free_bytes:  # f_blocks 0: a tmpfs without a limit
+            roomy = roomy and need_bytes <= free_bytes
+            free_bytes += reclaimed[device]
+            if need_bytes > free_bytes:
                 raise StartupError(
                     f"memory: {names[device]} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
                     f"{need_bytes} more are needed ({approximate_size(need_bytes)}): "
                     "give less --memory, or a larger file system"
                 )
+        return roomy
 
 
 def _entry(geometry: Geometry, prefix: str, pool_id: bytes, pool_dir: str, complete: bool) -> dict[str, Any]:

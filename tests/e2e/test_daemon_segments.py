@@ -137,7 +137,8 @@ def test_namespaces_are_apart(daemon):
         default.put("a")
         assert batch.states("a") == [0] and default.states("a") == [2]
         batch.put("a", "b")
-        one.restart()
+    one.restart()
+    with Calls(one.dir) as default, Calls(one.dir, namespace="batch") as batch:
         assert default.states("a", "b") == [2, 0] and batch.states("a", "b") == [2, 2]
 
 
