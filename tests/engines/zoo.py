@@ -4,6 +4,7 @@ Owns the configurations. Invariant: every model has enough spread in its weights
 another KV gives other tokens; with the default a zeroed KV passes for a right one.
 """
 
+# ruff: noqa: C408, E501
 from __future__ import annotations
 
 import torch

@@ -1,0 +1,266 @@
+"""The main job on a real model: one process computes, the others find it in shared memory.
+
+Starts a daemon in a temporary directory and four inference processes with SmolLM2, has them ask about the
+project's own texts, and prints what happened. Ends everything it started. The exit status is 0 only if every
+expectation held.
+
+    first    computes a document nobody has computed
+    second   asks something else about it; third asks the same as first
+    second   joins while first is still computing another document, and takes it layer by layer
+    doomed   is killed while it computes a third; third, which had joined it, carries on alone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import model as example_model
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MEMORY = "512MiB"
+NEW_TOKENS = 24
+DOCUMENT_CHARACTERS = 2800  # 500 to 900 tokens
+BLOCK_TOKENS = 128
+HALF_WAY = 12  # layers of 30 after which the doomed process is killed
+START_TIMEOUT_S, ANSWER_TIMEOUT_S, BACK_TIMEOUT_S = 120.0, 240.0, 5.0
+
+
+class Failed(Exception):
+    """The demo cannot go on; the text says why."""
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Failed(f"{what}: not within {timeout_s:.0f} s")
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def daemon(home: pathlib.Path) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "kvstored", "serve", "--dir", str(home), "--memory", MEMORY, "--discard"]
+    with open(home / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Worker:
+    """One inference process."""
+
+    def __init__(self, name: str, model_dir: pathlib.Path, home: pathlib.Path) -> None:
+        self.name = name
+        command = [sys.executable, str(ROOT / "examples" / "demo_worker.py"), str(model_dir), str(home)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ask(self, document: str, question: str, **options: object) -> None:
+        command = {"document": document, "question": question, "new_tokens": NEW_TOKENS, **options}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise Failed(f"{self.name} did not answer within {timeout_s:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise Failed(f"{self.name} ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class Demo:
+    def __init__(self, model_dir: pathlib.Path, home: pathlib.Path, stack: contextlib.ExitStack) -> None:
+        import kvclient
+
+        self.kvclient = kvclient
+        say("starting four processes with the model")
+        self.workers = {
+            name: Worker(name, model_dir, home) for name in ("first", "second", "third", "doomed")
+        }
+        for worker in self.workers.values():
+            stack.callback(worker.end)
+        self.identities = {worker.answer(START_TIMEOUT_S)["identity"] for worker in self.workers.values()}
+        self.client = stack.enter_context(kvclient.connect(dir=str(home)))
+        self.tokenizer_dir = model_dir
+        self.rows: list[tuple[str, str, dict]] = []
+        self.failures: list[str] = []
+
+    def expect(self, held: bool, what: str) -> None:
+        if not held:
+            self.failures.append(what)
+
+    def note(self, name: str, did: str, result: dict) -> dict:
+        self.rows.append((name, did, result))
+        say(f"{name}: {did}: first token after {result['ttft_s']:.2f} s, {result['reused']} tokens reused")
+        return result
+
+    def chain(self, document: str):
+        """The keys of the document's blocks, as every process of this model computes them."""
+        import tokenizers
+
+        ids = tokenizers.Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json")).encode(document).ids
+        return self.kvclient.chain(bytes.fromhex(next(iter(self.identities))), ids, block_tokens=BLOCK_TOKENS)
+
+    def layers_ready(self, chain) -> int:
+        with self.client.get(chain[:1], follow=True) as blocks:
+            return blocks[0].layers_ready if blocks[0] is not None and not blocks[0].sealed else 0
+
+    def plain(self, document: str, question: str) -> str:
+        """The text that plain generate() gives, in the first process with the store left out."""
+        self.workers["first"].ask(document, question, store=False)
+        return self.workers["first"].answer()["text"]
+
+    # ------------------------------------------------------------ the scenes
+
+    def hits(self, document: str) -> None:
+        first, second, third = (self.workers[name] for name in ("first", "second", "third"))
+        whole = len(self.chain(document)) * BLOCK_TOKENS
+        for worker, did, question, reused in (
+            (first, "computes the document", ASK[0], 0),
+            (second, "asks another question about it", ASK[1], whole),
+            (third, "asks the same as first", ASK[0], whole),
+        ):
+            worker.ask(document, question)
+            result = self.note(worker.name, did, worker.answer())
+            self.expect(result["reused"] >= reused, f"{worker.name} reused {result['reused']}, not {reused}")
+            result["equal"] = result["text"] == self.plain(document, question)
+            self.expect(result["equal"], f"{worker.name}'s text differs from plain generate()")
+
+    def follows(self, document: str) -> None:
+        first, second, chain = self.workers["first"], self.workers["second"], self.chain(document)
+        first.ask(document, ASK[0])
+        wait_for(lambda: self.layers_ready(chain) > 0, "the first layer of a new document", ANSWER_TIMEOUT_S)
+        second.ask(document, ASK[0])
+        one = self.note("first", "computes a second document", first.answer())
+        two = self.note("second", "joins while first computes it", second.answer())
+        one["equal"] = two["equal"] = one["text"] == two["text"] == self.plain(document, ASK[0])
+        self.expect(two["followed"] > 0, "second computed by itself instead of following first")
+        self.expect(one["equal"], "the texts of first and second differ, or from plain generate()")
+
+    def dies(self, document: str) -> None:
+        doomed, third, chain = self.workers["doomed"], self.workers["third"], self.chain(document)
+        doomed.ask(document, ASK[0])
+        wait_for(
+            lambda: self.layers_ready(chain) > 0, "the first layer of a third document", ANSWER_TIMEOUT_S
+        )
+        third.ask(document, ASK[0])
+        wait_for(lambda: self.layers_ready(chain) > HALF_WAY, f"layer {HALF_WAY}", ANSWER_TIMEOUT_S)
+        doomed.kill()
+        say(f"doomed: killed after {HALF_WAY} of 30 layers")
+        result = self.note("third", "had joined doomed, which was killed", third.answer())
+        result["equal"] = result["text"] == self.plain(document, ASK[0])
+        self.expect(result["equal"], "third's text after doomed's death differs from plain generate()")
+        self.expect(result["published"] == len(chain), "third did not publish what doomed left undone")
+
+    def memory_is_back(self) -> dict:
+        """Nothing that doomed had is left: only sealed blocks take memory."""
+
+        def settled() -> bool:
+            stats = self.client.stats()
+            return not any(stats.get(kind, 0) for kind in ("created", "zombies", "quarantined"))
+
+        wait_for(settled, "the memory of the killed process", BACK_TIMEOUT_S)
+        return self.client.stats()
+
+
+ASK = ("\n\nIn short, the text above says that", "\n\nThe most important word of the text above is")
+
+
+def documents() -> list[str]:
+    texts = [(ROOT / name).read_text() for name in ("LICENSE", "docs/design.md", "docs/formats.md")]
+    return [text[:DOCUMENT_CHARACTERS] for text in texts]
+
+
+def say(text: str) -> None:
+    print(f"demo: {text}", file=sys.stderr, flush=True)
+
+
+def table(demo: Demo, before: dict, after: dict) -> str:
+    lines = [
+        "",
+        "process  what it did                             first token   tokens reused   text as plain",
+    ]
+    cold = next(row[2]["ttft_s"] for row in demo.rows)
+    for name, did, result in demo.rows:
+        hit = result["reused"] and not result["followed"]
+        times = f"{result['ttft_s']:6.2f} s" + (f" {result['ttft_s'] / cold:4.0%}" if hit else "")
+        how = f"{result['reused']:5} of {result['prompt_tokens']}"
+        lines.append(f"{name:8} {did:39} {times:13} {how:15} {'equal' if result['equal'] else 'DIFFERENT'}")
+    first = demo.rows[1][2]
+    lines += [
+        "",
+        f"second's answer: {first['text']!r}",
+        f"memory in use:   {before['used_bytes'] >> 20} MiB before, {after['used_bytes'] >> 20} MiB after, "
+        f"{after['blocks']} blocks; of the killed process nothing is left",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    model_dir = example_model.ensure()
+    home = pathlib.Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
+    try:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(daemon(home))
+            wait_for(lambda: (home / "kvstored.sock").exists() or server.poll() is not None, "the daemon", 20)
+            if server.poll() is not None:
+                raise Failed(f"the daemon ended:\n{(home / 'log').read_text()}")
+            demo = Demo(model_dir, home, stack)
+            before = demo.client.stats()
+            one, two, three = documents()
+            demo.hits(one)
+            demo.follows(two)
+            demo.dies(three)
+            print(table(demo, before, demo.memory_is_back()))
+        demo.expect(server.returncode == 0, f"the daemon ended with status {server.returncode}")
+    except Failed as failed:
+        print(f"demo: {failed}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    for failure in demo.failures:
+        print(f"demo: NOT AS EXPECTED: {failure}", file=sys.stderr)
+    print("\nall as expected" if not demo.failures else "")
+    return 1 if demo.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The README's dozen lines: run it twice, or in two terminals, beside `kvstored serve`.
+
+kvstored serve --dir /tmp/kvstored &
+KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py
+"""
+
+import model as example_model
+import transformers
+
+import kvclient
+
+path = example_model.ensure()
+model = transformers.AutoModelForCausalLM.from_pretrained(path)
+tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+
+client = kvclient.connect()  # the daemon of $KVSTORED_DIR, /run/kvstored or $XDG_RUNTIME_DIR/kvstored
+kv = kvclient.hf.attach(model, client)  # from here on generate() looks up, loads and publishes
+
+prompt = open(kvclient.__file__).read() * 4 + "\nIn one sentence, this library"
+inputs = tokenizer(prompt, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+print(f"{kv.last.reused_tokens} of {kv.last.prompt_tokens} tokens reused, first token {kv.last.ttft_s:.3f} s")
