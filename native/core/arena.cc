@@ -206,10 +206,11 @@ bool Arena::claim(Extent extent, uint32_t record) {
   if (!free) return false;
   for (uint32_t unit = first; unit <= last; ++unit) {
     if (unit_slab_[unit] != kNobody || restore_slab(unit)) continue;
+    // Units that the extent fills are one slot; of the units at its ends it takes only its pages, so that its neighbour can stand there.
+    auto filled = [&](uint32_t u) { return u * unit_ >= extent.offset && (u + 1) * unit_ <= extent.end(); };
     uint32_t run = 1;
-    const bool small = extent.length <= unit_;
-    while (!small && unit + run <= last && unit_slab_[unit + run] == kNobody) ++run;
-    list(add_slab(unit, run, small ? kPageBytes : run * unit_));
+    while (filled(unit) && unit + run <= last && filled(unit + run) && unit_slab_[unit + run] == kNobody) ++run;
+    list(add_slab(unit, run, filled(unit) ? run * unit_ : kPageBytes));
   }
   uint64_t slots_bytes = 0;
   each_slot(extent, [&](uint32_t id, uint32_t slot) {
