@@ -77,6 +77,11 @@ KeysArgument::KeysArgument(nb::handle source) {
     keys_ = {chain_->keys(), chain_->size()};
     return;
   }
+  if (PyBytes_Check(source.ptr()) && PyBytes_GET_SIZE(source.ptr()) % static_cast<Py_ssize_t>(kKeyBytes) == 0 &&
+      reinterpret_cast<uintptr_t>(PyBytes_AS_STRING(source.ptr())) % alignof(Key) == 0) {
+    keys_ = {reinterpret_cast<const Key*>(PyBytes_AS_STRING(source.ptr())), static_cast<size_t>(PyBytes_GET_SIZE(source.ptr())) / kKeyBytes};
+    return;
+  }
   if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(source.ptr());
     PyObject** items = PySequence_Fast_ITEMS(source.ptr());

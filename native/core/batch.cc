@@ -17,8 +17,12 @@ size_t Batch::hits() const {
 
 void Batch::close() {
   if (closed_.exchange(true)) return;
-  for (size_t i = 0; i < items_.size(); ++i)
-    if (items_[i].state == ItemState::Hit && items_[i].holders.load(std::memory_order_relaxed)) let_go(i);
+  thread_local std::vector<uint32_t> slots;
+  slots.clear();
+  for (Item& item : items_)
+    if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) && item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      slots.push_back(item.slot);
+  if (!slots.empty() && !attachment_->foreign()) attachment_->board->clear(slots);
 }
 
 void Batch::hold(size_t i) {
@@ -30,7 +34,7 @@ void Batch::hold(size_t i) {
 
 // A child's copy must not clear its parent's pins.
 void Batch::let_go(size_t i) {
-  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign()) attachment_->board->clear(items_[i].slot);
+  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign()) attachment_->board->clear({&items_[i].slot, 1});
 }
 
 bool Batch::sealed(size_t i) const {

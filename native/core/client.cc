@@ -10,7 +10,7 @@
 namespace kv {
 namespace {
 
-constexpr size_t kPrefetchAhead = 16;
+constexpr size_t kTogether = 64;  // keys whose cache misses overlap
 
 uint32_t coarse_realtime_s() {
   timespec now;
@@ -91,14 +91,12 @@ void Client::find_all(Attachment& at, std::span<const Key> keys, std::vector<Fin
   where.resize(keys.size());
   std::vector<size_t> unclear;
   if (door_ == Door::SharedMemory) {
-    const size_t n = keys.size();
-    for (size_t i = 0; i < n + 2 * kPrefetchAhead; ++i) {
-      if (i < n) at.index.prefetch_bucket(keys[i]);
-      if (i >= kPrefetchAhead && i - kPrefetchAhead < n) at.index.prefetch_record(keys[i - kPrefetchAhead]);
-      if (i < 2 * kPrefetchAhead) continue;
-      const size_t k = i - 2 * kPrefetchAhead;
-      found[k] = at.index.find(keys[k], where[k]);
-      if (found[k] == Find::Torn) unclear.push_back(k);
+    for (size_t first = 0; first < keys.size(); first += kTogether) {
+      const size_t end = std::min(keys.size(), first + kTogether);
+      for (size_t i = first; i < end; ++i) at.index.prefetch_bucket(keys[i]);
+      for (size_t i = first; i < end; ++i) at.index.prefetch_record(keys[i]);
+      for (size_t i = first; i < end; ++i)
+        if ((found[i] = at.index.find(keys[i], where[i])) == Find::Torn) unclear.push_back(i);
     }
   } else {
     for (size_t i = 0; i < keys.size(); ++i) unclear.push_back(i);
@@ -125,8 +123,8 @@ void Client::ask_where(Attachment& at, std::span<const Key> keys, std::span<cons
 
 std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
   const std::shared_ptr<Attachment> at = usable();
-  std::vector<Find> found;
-  std::vector<Snapshot> where;
+  thread_local std::vector<Find> found;
+  thread_local std::vector<Snapshot> where;
   find_all(*at, keys, found, where);
   std::vector<uint8_t> out(keys.size());
   for (size_t i = 0; i < keys.size(); ++i) out[i] = static_cast<uint8_t>(presence(found[i], where[i]));
@@ -137,33 +135,43 @@ std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
 // Writes the pins, one fence for all, then looks whether any block changed before its pin could be seen.
 void Client::pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
                      std::vector<Snapshot>& where) {
-  PinBoard& board = *at.board;
+  thread_local std::vector<uint64_t> pins;
+  thread_local std::vector<uint32_t> wanted, slots, lost;
+  pins.clear(), wanted.clear(), lost.clear();
   for (size_t i = 0; i < keys.size(); ++i) {
-    Batch::Item& item = batch.item(i);
-    if (found[i] != Find::Hit || !readable(where[i], follow)) continue;
-    if (where[i].extent.end() > at.pool_bytes()) continue;
-    item.at = where[i];
-    item.slot = board.take(pin_word(item.at.record, item.at.control.generation()));
-    item.state = item.slot == PinBoard::kNoSlot ? ItemState::Exhausted : ItemState::Hit;
+    if (found[i] != Find::Hit || !readable(where[i], follow) || where[i].extent.end() > at.pool_bytes()) continue;
+    pins.push_back(pin_word(where[i].record, where[i].control.generation()));
+    wanted.push_back(static_cast<uint32_t>(i));
   }
+  slots.resize(wanted.size());
+  const size_t taken = at.board->take(pins, slots.data());
   fence_full();
   const bool current = at.current();
   uint64_t end = 0;
-  for (size_t i = 0; i < keys.size(); ++i) {
+  const Layout* layout = nullptr;
+  for (size_t k = 0; k < wanted.size(); ++k) {
+    const size_t i = wanted[k];
     Batch::Item& item = batch.item(i);
-    if (item.state != ItemState::Hit) continue;
-    const Control now = at.index.control(item.at.record);
-    if (!current || now.generation() != item.at.control.generation()) {
-      board.clear(std::exchange(item.slot, PinBoard::kNoSlot));
-      item.state = ItemState::Miss;
+    if (k >= taken) {
+      item.state = ItemState::Exhausted;
+      continue;
+    }
+    const Control now = at.index.control(where[i].record);
+    if (!current || now.generation() != where[i].control.generation()) {
+      lost.push_back(slots[k]);
       found[i] = Find::Torn;  // it changed under us: worth another look
       continue;
     }
+    if (!layout || where[i].shape.layout != where[wanted[k - 1]].shape.layout) layout = &at.layout(where[i].shape.layout);
+    item.at = where[i];
     item.at.control = now;
-    item.layout = &at.layout(item.at.shape.layout);
+    item.layout = layout;
+    item.slot = slots[k];
+    item.state = ItemState::Hit;
     item.holders.store(1, std::memory_order_relaxed);
     end = std::max(end, item.at.extent.end());
   }
+  if (!lost.empty()) at.board->clear(lost);
   if (!current) throw Error(Code::Detached, "another daemon took over during the get");
   at.wanted(end);
 }
@@ -171,8 +179,8 @@ void Client::pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bo
 std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
   std::shared_ptr<Attachment> at = usable();
   auto batch = std::make_shared<Batch>(at, keys.size());
-  std::vector<Find> found;
-  std::vector<Snapshot> where;
+  thread_local std::vector<Find> found;
+  thread_local std::vector<Snapshot> where;
   find_all(*at, keys, found, where);
   pin_all(*at, *batch, keys, follow, found, where);
   for (size_t i = 0; i < keys.size(); ++i) {
@@ -191,14 +199,16 @@ std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
       single.item(0).state = ItemState::Miss;
     }
   }
-  uint64_t hits = 0, misses = 0;
+  thread_local std::vector<uint32_t> hits;
+  hits.clear();
+  uint64_t misses = 0;
   for (size_t i = 0; i < keys.size(); ++i) {
     const Batch::Item& item = batch->item(i);
-    if (item.state == ItemState::Hit) at->board->touched(item.at.record);
-    hits += item.state == ItemState::Hit;
+    if (item.state == ItemState::Hit) hits.push_back(item.at.record);
     misses += item.state == ItemState::Miss;
   }
-  at->board->count(hits, misses);
+  at->board->touched(hits);
+  at->board->count(hits.size(), misses);
   return batch;
 }
 

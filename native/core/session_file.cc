@@ -88,28 +88,31 @@ PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
   for (uint32_t i = 0; i < slots; ++i) free_[i] = slots - 1 - i;
 }
 
-uint32_t PinBoard::take(uint64_t pin) {
+size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots) {
   std::lock_guard lock(mutex_);
-  if (free_.empty()) return kNoSlot;
-  const uint32_t slot = free_.back();
   auto& high = mapping_.at<SessionPage>(0)->pins_high;
-  if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
-  uint64_t empty = 0;
-  KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, pin, std::memory_order_acq_rel));
-  free_.pop_back();
-  return slot;
+  const size_t count = std::min(wanted.size(), free_.size());
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t slot = free_.back();
+    if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
+    uint64_t empty = 0;
+    KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, wanted[i], std::memory_order_acq_rel));
+    free_.pop_back();
+    slots[i] = slot;
+  }
+  return count;
 }
 
-void PinBoard::clear(uint32_t slot) {
-  pins()[slot].store(0, std::memory_order_release);
+void PinBoard::clear(std::span<const uint32_t> slots) {
+  for (uint32_t slot : slots) pins()[slot].store(0, std::memory_order_release);
   std::lock_guard lock(mutex_);
-  free_.push_back(slot);
+  free_.insert(free_.end(), slots.rbegin(), slots.rend());
 }
 
-void PinBoard::touched(uint32_t record) {
+void PinBoard::touched(std::span<const uint32_t> records) {
   auto* page = mapping_.at<SessionPage>(0);
-  const uint64_t at = page->ring_head.fetch_add(1, std::memory_order_relaxed);
-  page->ring[at % kTouchRing].store(record, std::memory_order_release);
+  const uint64_t at = page->ring_head.fetch_add(records.size(), std::memory_order_relaxed);
+  for (size_t i = 0; i < records.size(); ++i) page->ring[(at + i) % kTouchRing].store(records[i], std::memory_order_release);
 }
 
 void PinBoard::count(uint64_t hits, uint64_t misses) {

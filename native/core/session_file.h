@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -70,10 +71,10 @@ class PinBoard {
 
   explicit PinBoard(Mapping page);
 
-  // Writes a pin into a free word. kNoSlot if all are taken. The caller fences and verifies.
-  uint32_t take(uint64_t pin);
-  void clear(uint32_t slot);
-  void touched(uint32_t record);
+  // Writes pins into free words, as many as there are. Returns how many, their places in `slots`. The caller fences and verifies.
+  size_t take(std::span<const uint64_t> pins, uint32_t* slots);
+  void clear(std::span<const uint32_t> slots);
+  void touched(std::span<const uint32_t> records);
   void count(uint64_t hits, uint64_t misses);
 
   // While one lives, the daemon wakes this session's sleepers. Made before the last look at the record (see Store::anybody_waits).

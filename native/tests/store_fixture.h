@@ -174,7 +174,12 @@ class Page {
   }
   // The last mapping goes, and with it the lock.
   void unmap() { board.reset(); }
-  uint32_t pin(Handle handle) { return board->take(pin_word(handle.record, handle.generation)); }
+  uint32_t pin(Handle handle) {
+    const uint64_t word = pin_word(handle.record, handle.generation);
+    uint32_t slot = PinBoard::kNoSlot;
+    board->take({&word, 1}, &slot);
+    return slot;
+  }
 
   uint32_t id = 0;
   std::optional<PinBoard> board;
