@@ -82,12 +82,12 @@ double Store::use_now() {
   const uint32_t now = realtime_s();
   if (now == use_second_) return use_value_;
   uint64_t since = now - std::min<uint64_t>(origin.load(std::memory_order_relaxed), now);
-  if (static_cast<double>(since) / kHalfLifeSeconds > kRebaseExponent) {
-    const double factor = std::exp2(-kRebaseExponent);
+  if (const double times = std::floor(static_cast<double>(since) / (kHalfLifeSeconds * kRebaseExponent)); times >= 1) {
+    const double factor = std::exp2(-kRebaseExponent * times);  // more than once if no daemon ran for weeks
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
       index_.record(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
     policy_.scale(factor);
-    origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
+    origin.fetch_add(static_cast<uint64_t>(times * kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
     since = now - origin.load(std::memory_order_relaxed);
   }
   use_second_ = now;
@@ -98,7 +98,8 @@ double Store::use_now() {
 double Store::add_use(uint32_t record) {
   const Shape shape = shape_of(record);
   const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
-  const double score = rank(record) + weight * use_now();
+  const double added = weight * use_now();  // first: it may divide all ranks
+  const double score = rank(record) + added;
   index_.record(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
   return score;
 }
