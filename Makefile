@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all bench lint asan clean native
+.PHONY: help build demo model test test-all bench lint format asan clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -96,6 +96,10 @@ lint: $(VENV)/.dev ## ruff, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m pytest -q tests/unit/test_tidy.py
+
+format: $(VENV)/.dev ## sort imports, wrap C++ lines
+	@$(VENV)/bin/ruff check --quiet --select I --fix .
+	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format -i
 
 asan: $(VENV)/.run ## the C++ tests under ASan/UBSan and under TSan
 	@$(LOCK) .ci/sanitize address build/asan
