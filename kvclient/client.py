@@ -117,7 +117,7 @@ class KVClient:
     def get(self, keys: Any, follow: bool = False) -> Any:
         """Pins the blocks: per key a BlockView or None. With follow also those still being written."""
         try:
-            return self._get(keys, follow)
+            return self._get(keys, True) if follow else self._get(keys)
         except Detached:
             return self._again(lambda native: native.get(keys, follow))
 
@@ -190,11 +190,11 @@ class KVClient:
         """Whether the store counts as empty at the moment, because it could not be reached."""
         return self._breaker.open
 
-    def __getattr__(self, name: str) -> Any:
-        # session, epoch, populated_bytes: facts of the native client, for diagnosis
-        if name.startswith("_") or (native := self.__dict__.get("_native")) is None:
-            raise AttributeError(f"KVClient has no attribute {name!r}")
-        return getattr(native, name)
+    # Facts of the attachment, for diagnosis. (No __getattr__: it would slow down every attribute of the
+    # class.)
+    session = property(lambda self: self._native.session)
+    epoch = property(lambda self: self._native.epoch)
+    populated_bytes = property(lambda self: self._native.populated_bytes)
 
     def __enter__(self) -> KVClient:
         return self

@@ -181,6 +181,7 @@ class InMemoryStore:
         expires_at = float("inf") if not ttl_s else time.monotonic() + ttl_s
         record = Record(key, owner, geometry, layout_id, tokens, base, priority, expires_at, offset, length)
         self._records[key] = record
+        self.writable[offset : offset + length] = 0  # pads and meta area must not show the block before
         return record
 
     def mark_layer(self, record: Record, layer: int) -> None:

@@ -10,6 +10,7 @@ connects to anything. Invariant: every answer is one KVClient could give; the co
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Sequence
@@ -53,6 +54,19 @@ class GrantedBlock:
     def tensor(self, index: int) -> Any:
         return self._open().tensor(index)
 
+    def copy_layer(self, index: int, source: Any) -> None:
+        """Copies one layer in."""
+        target = self.layer(index)
+        target.reshape(-1).view(np.uint8)[:] = _exactly(source, target.nbytes)
+
+    def copy_from(self, source: Any) -> None:
+        """Copies all layers in, from bytes that follow each other without padding."""
+        layers = [self.layer(index) for index in range(self._record.geometry.num_layers)]
+        data = _exactly(source, sum(layer.nbytes for layer in layers))
+        for layer in layers:
+            layer.reshape(-1).view(np.uint8)[:] = data[: layer.nbytes]
+            data = data[layer.nbytes :]
+
     def mark_layer(self, index: int) -> None:
         """Publishes that layer to followers; layers are published in order."""
         self._open()
@@ -63,6 +77,18 @@ class GrantedBlock:
         if self._record.owner is not self._writer.client.session:
             raise Closed("this block was sealed or aborted")
         return self._span
+
+
+def _exactly(source: Any, length: int) -> np.ndarray:
+    """The bytes of a contiguous buffer or tensor. Raises InvalidArgument unless there are just that many."""
+    if hasattr(source, "data_ptr"):
+        size = source.numel() * source.element_size()
+        flat = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source.data_ptr()))
+    else:
+        flat = np.frombuffer(source, np.uint8)
+    if flat.size != length:
+        raise InvalidArgument(f"the source has {flat.size} bytes, the layers have {length}")
+    return flat
 
 
 class Writer:

@@ -43,7 +43,7 @@ class TolerantClient(KVClient):
 
     def get(self, keys: Any, follow: bool = False) -> Any:
         try:
-            return self._get(keys, follow)
+            return self._get(keys, True) if follow else self._get(keys)
         except UNREACHABLE:
             return self._tolerate(lambda native: native.get(keys, follow), lambda: NoBlocks(_count(keys)))
 

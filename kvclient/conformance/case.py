@@ -59,6 +59,7 @@ def fill(block: Any, layers: int = SMALL.num_layers) -> None:
 
 def check(block: Any, layers: int = SMALL.num_layers) -> None:
     """Asserts the right bytes in all layers and the meta area."""
+    assert block is not None, "a miss"
     for layer in range(layers):
         found = block.layer(layer)
         assert np.array_equal(found, pattern(block.key, layer, found.shape)), f"wrong bytes in layer {layer}"
@@ -76,8 +77,9 @@ def raises(*kinds: type[BaseException]) -> Iterator[None]:
     raise AssertionError(f"expected {', '.join(kind.__name__ for kind in kinds)}; nothing was raised")
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
     """Looks again, ever more rarely, until the condition holds. Fails at the deadline."""
+    timeout_s = WAIT_S if timeout_s is None else timeout_s
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     pause_s = 0.0005
@@ -91,8 +93,8 @@ class Case:
     """Base of the groups of cases.
 
     `lacks` names abilities this door does not have: "pins" (views in shared memory), "max_pins", "follow",
-    "ordered_marks" (a layer marked too early is refused), "wait_pending", "sealing" (in the next
-    create), "chains" (tokens and positions).
+    "ordered_marks" (a layer marked too early is refused), "wait_pending", "copies" (into a granted block),
+    "zeroed" (pads), "sealing" (in the next create), "chains" (tokens and positions).
     """
 
     lacks: frozenset[str] = frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvclient.conformance.case import SMALL, Case, check, fill, geometry, raises
+from kvclient.conformance.case import SMALL, Case, check, fill, geometry, pattern, raises
 from kvclient.errors import InvalidArgument, KVClientError
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
@@ -33,6 +33,27 @@ class WritingCases(Case):
             assert blocks[1].layer(0).shape == (2, 2, 7, 8)
             for index in range(3):
                 check(blocks[index])
+
+    def test_pads_and_meta_show_nothing_of_the_block_before(self):
+        self.needs("zeroed")
+        for _ in range(3):
+            before = self.keys(50)
+            with self.client.create(before, self.small) as writer:
+                for index in writer.granted:
+                    writer[index].view[:] = b"\xee" * len(writer[index].view)
+                    writer[index].meta[:] = b"\xee" * len(writer[index].meta)
+            self.client.delete(before)
+        keys = self.keys(10)
+        with self.client.create(keys, self.small, token_counts=[7] * 10) as writer:
+            for index in writer.granted:
+                for layer in range(SMALL.num_layers):
+                    writer[index].layer(layer)[...] = 1
+        with self.client.get(keys) as blocks:
+            for block in blocks:
+                assert bytes(block.meta) == bytes(SMALL.meta_length(7))
+                for layer in range(SMALL.num_layers):
+                    end = SMALL.layer_offset(layer, 7) + SMALL.layer_length(layer, 7)
+                    assert not any(block.view[end : SMALL.layer_offset(layer + 1, 7)])
 
     def test_a_second_put_changes_nothing(self):
         keys = self.put(2)
@@ -134,6 +155,27 @@ class WritingCases(Case):
         with self.open().get([*first, *second]) as blocks:
             for index in range(4):
                 check(blocks[index])
+
+    def test_copies_into_a_block(self):
+        self.needs("copies")
+        keys = self.keys(2)
+        with self.client.create(keys, self.small) as writer:
+            layers = [pattern(keys[0], layer, (2, 2, 16, 8)) for layer in range(SMALL.num_layers)]
+            for layer, source in enumerate(layers):
+                writer[0].copy_layer(layer, source)
+            writer[0].meta[:32] = keys[0]
+            whole = b"".join(
+                pattern(keys[1], layer, (2, 2, 16, 8)).tobytes() for layer in range(SMALL.num_layers)
+            )
+            writer[1].copy_from(whole)
+            writer[1].meta[:32] = keys[1]
+            for wrong in (lambda: writer[0].copy_from(whole[1:]), lambda: writer[0].copy_layer(0, whole)):
+                with raises(InvalidArgument):
+                    wrong()
+        with self.open().get(keys) as blocks:
+            for index in range(2):
+                check(blocks[index])
+                assert blocks[index].verify()
 
     def test_what_was_not_granted_cannot_be_written(self):
         with self.client.create([*self.put(1), *self.keys(1)], self.small) as writer:

@@ -49,7 +49,7 @@ class TestGrpc(DaemonConformance):
     """The bytes are copies here: nothing is pinned."""
 
     __test__ = True
-    lacks = frozenset({"pins", "max_pins", "ordered_marks", "sealing", "chains"})
+    lacks = frozenset({"pins", "max_pins", "ordered_marks", "copies", "zeroed", "sealing", "chains"})
 
     def connect(self, **options):
         return GrpcClient(str(self.daemon.dir / "grpc.sock"), **options)
