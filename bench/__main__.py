@@ -89,6 +89,8 @@ def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Ins
                 module, column, quick, {"KVBENCH_KVBOOST": installed.kvboost_path, "OMP_NUM_THREADS": "1"}
             )
             merge_rows(found, answer["rows"])
+            if column == "kvboost" and answer["rows"]:
+                run["versions"]["kvboost"] = "KVBoost 0.9.0"
             run["absent"] += answer.get("absent", [])
         run["rows"] += found
 

@@ -100,42 +100,47 @@ def add_scaling(rows: list[dict]) -> None:
 
 def run_first_pass(row: Row, up: Contenders, rounds: int) -> list[dict]:
     """Each round a process attaches anew and goes over the memory twice; the ratio of its two passes."""
-    results, absent, calls = {}, {}, row.params["blocks"]
+    calls, results, absent = row.params["blocks"], {}, {}
+    contenders = [
+        (column, variant, method or row.method)
+        for column in _columns(row, up)
+        for variant, method in (row.ours if column == "kvstored" else (("", ""),))
+    ]
     for column in _columns(row, up):
-        absent[column] = _missing(row, up, column)
-        if not absent[column]:
-            _make_room(row, up, column, absent)
+        absent[column] = _missing(row, up, column) or _make_room(row, up, column)
     for number in range(rounds):
-        for column in _columns(row, up):
-            if not absent[column]:
-                try:
-                    results.setdefault(column, []).append(_two_passes(row, up, column, number, calls))
-                except DriverFailed as failure:
-                    absent[column] = str(failure)
-                    progress(f"{column}: {failure}")
-    return [_pass_cell(row, column, results.get(column, []), absent[column]) for column in _columns(row, up)]
+        for column, variant, method in contenders:
+            if absent[column]:
+                continue
+            try:
+                passes = _two_passes(row, up, column, method, f"{number}{variant[:3]}", calls)
+                results.setdefault((column, variant), []).append(passes)
+            except DriverFailed as failure:
+                absent[column] = str(failure)
+                progress(f"{column}: {failure}")
+    return [
+        _pass_cell(column, variant, results.get((column, variant), []), absent[column])
+        for column, variant, _ in contenders
+    ]
 
 
-def _make_room(row: Row, up: Contenders, column: str, absent: dict) -> None:
+def _make_room(row: Row, up: Contenders, column: str) -> str:
     """What the new clients find: blocks to read, or (preparing `put` drops what was there) room to write."""
-    method = "publish" if row.method == "pass" else dict(row.ours)[""] if column == "kvstored" else row.method
+    method = "publish" if row.method == "pass" else row.ours[0][1] if column == "kvstored" else row.method
     try:
         driver = up.drivers[column, ""]
         answer = driver.ask(ANSWER_TIMEOUT_S, call="prepare", op="room", method=method, params=row.params)
-        absent[column] = answer.get("absent", "")
-        if not absent[column] and row.method == "pass":
+        if "absent" not in answer and row.method == "pass":
             driver.ask(ANSWER_TIMEOUT_S, call="run", op="room", n=row.params["blocks"])
+        return answer.get("absent", "")
     except DriverFailed as failure:
-        absent[column] = str(failure)
+        return str(failure)
 
 
-def _two_passes(row: Row, up: Contenders, column: str, number: int, calls: int) -> dict:
-    method = dict(row.ours).get("", row.method) if column == "kvstored" else row.method
+def _two_passes(row: Row, up: Contenders, column: str, method: str, number: str, calls: int) -> dict:
     driver = up.launch(column, f"{row.id}-{column}-{number}", up.client_parameters(column))
     try:
-        answer = driver.ask(
-            ANSWER_TIMEOUT_S, call="prepare", op=row.id, method=method or row.method, params=row.params
-        )
+        answer = driver.ask(ANSWER_TIMEOUT_S, call="prepare", op=row.id, method=method, params=row.params)
         if "absent" in answer:
             raise DriverFailed(answer["absent"])
         passes = [driver.ask(ANSWER_TIMEOUT_S, call="run", op=row.id, n=calls)["ns"] for _ in range(2)]
@@ -145,15 +150,15 @@ def _two_passes(row: Row, up: Contenders, column: str, number: int, calls: int) 
     return {"first": first, "second": second, "note": answer.get("note", "")}
 
 
-def _pass_cell(row: Row, column: str, found: list[dict], reason: str) -> dict:
+def _pass_cell(column: str, variant: str, found: list[dict], reason: str) -> dict:
     if not found:
-        return absent_cell(column, "", reason or "not run")
+        return absent_cell(column, variant, reason or "not run")
     first, second = (round(median(one[which] for one in found), 2) for which in ("first", "second"))
     return {
         "column": column,
-        "variant": "",
+        "variant": variant,
         "unit": "x",
-        "value": round(median(o["first"] / o["second"] for o in found), 2),
+        "value": round(median(one["first"] / one["second"] for one in found), 2),
         "rounds": [round(one["first"] / one["second"], 2) for one in found],
         "note": f"{first} / {second} GB/s" + (f", {found[-1]['note']}" if found[-1]["note"] else ""),
     }

@@ -1,14 +1,15 @@
 """What the store does to the time to the first token, with SmolLM2 and a stock generate().
 
-    python -m bench.reuse_ttft --json FILE [--quick] [--dtype float32|bfloat16] [--in-memory] [--dir RUNTIME_DIR]
+    python -m bench.reuse_ttft [--json FILE] [--quick] [--dtype bfloat16] [--in-memory] [--dir RUNTIME_DIR]
 
-Four contenders, alternating within one process, one thread, CPU time of the process, medians of the ratios of a round:
+Four contenders, alternating within one process, one thread, CPU time of the process, medians of the ratios of
+a round:
   hf      generate() as it is
   cold    the same with the store attached, on a prompt it has never seen: computes and publishes
   floor   generate() as it is, handed the exact KV of the prefix in memory, by reference
   warm    with the store attached, which has the prefix
-The daemon runs in a process of its own, in a temporary directory, unless --dir names a running one or --in-memory asks
-for the fake. Owns nothing that lasts. Never compares times of different runs.
+The daemon runs in a process of its own, in a temporary directory, unless --dir names a running one or --in-
+memory asks for the fake. Owns nothing that lasts. Never compares times of different runs.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ ROWS = [
         "first_pass",
         "pass",
         {"bytes": MIB, "blocks": 1024},
+        (("at once", "pass"), ("populated", "pass_populated")),
     ),
     Row(
         "first_pass_write",
@@ -121,7 +122,7 @@ ROWS = [
         "first_pass",
         "put",
         {"bytes": MIB, "batch": 1, "cycle_bytes": CYCLE_BYTES, "blocks": 2048},
-        (("", "put_numpy"),),
+        (("at once", "put_numpy"), ("populated", "put_populated")),
     ),
     Row("reuse", "TTFT with and without the store (bench/reuse_ttft.py), KVBoost beside it", "", "script"),
     Row("daemon", "the daemon's own figures (bench/daemon_figures.py)", "", "script"),

@@ -98,5 +98,6 @@ def markdown(run: dict) -> str:
     if notes.reasons:
         lines += ["", "Not measured:", ""] + [f"{i}. {reason}" for i, reason in enumerate(notes.reasons, 1)]
     versions = [text for column, text in run["versions"].items() if column in columns]
-    lines += ["", "Versions: " + "; ".join(versions) + "."]
+    if versions:
+        lines += ["", "Versions: " + "; ".join(versions) + "."]
     return "\n".join(lines) + "\n"
