@@ -146,8 +146,9 @@ void SessionServer::accept_all() {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EMFILE || errno == ENFILE) && spare_) {  // turned away, or the listener would wake us for ever
       spare_.reset();
-      Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      const bool turned_away = static_cast<bool>(Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
       spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
+      if (!turned_away) return;  // nobody was waiting
       refused_.fetch_add(1);
       continue;
     }
