@@ -29,10 +29,13 @@ struct BlockView {
 
   void need(uint32_t layer) const {
     if (layer >= layout().num_layers())
-      raise("InvalidArgument", "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
+      raise("InvalidArgument",
+            "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
     if (item().at.control.state() == State::Sealed) return;
     const uint32_t ready = batch->layers_ready(index);
-    if (ready <= layer) raise("InvalidArgument", "layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) + " layers; wait_layer waits for it");
+    if (ready <= layer)
+      raise("InvalidArgument", "layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) +
+                                   " layers; wait_layer waits for it");
   }
   Memory memory(uint64_t offset, uint64_t length) const { return {batch, index, batch->bytes(index) + offset, length}; }
   Memory layer(uint32_t i) const {
@@ -52,7 +55,8 @@ nb::object block_at(const Blocks& blocks, Py_ssize_t i) {
   switch (blocks.batch->item(static_cast<size_t>(i)).state) {
     case ItemState::Miss: return nb::none();
     case ItemState::Exhausted:
-      raise("PinsExhausted", "the session holds its " + std::to_string(blocks.batch->attachment().options().max_pins) + " pins; release some blocks");
+      raise("PinsExhausted", "the session holds its " + std::to_string(blocks.batch->attachment().options().max_pins) +
+                                 " pins; release some blocks");
     case ItemState::Hit: break;
   }
   return nb::cast(BlockView{blocks.batch, static_cast<size_t>(i)});
@@ -93,45 +97,59 @@ void bind_blocks(nb::module_& m) {
   nb::class_<Blocks>(m, "Blocks", "What get answers: per key a BlockView, or None for a miss. Leaving the context releases all.")
       .def("__len__", [](const Blocks& b) { return b.batch->size(); })
       .def("__getitem__", get_item)
-      .def("__iter__", [](const Blocks& b) {
+      .def("__iter__",
+           [](const Blocks& b) {
              nb::list all;
              for (size_t i = 0; i < b.batch->size(); ++i) all.append(block_at(b, static_cast<Py_ssize_t>(i)));
              return nb::iter(all);
            })
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def("__exit__", [](const Blocks& b, nb::args) { b.batch->close(); })
-      .def("release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
+      .def(
+          "release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
       .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
            "Waits for that layer of all blocks that were found. Raises BlockLost, DeadlineExceeded.")
       .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); });
 
   nb::class_<BlockView>(m, "BlockView", "One block, pinned. Views, arrays and tensors are zero-copy, read-only and own the pin.")
-      .def_prop_ro("view", [](const BlockView& b) {
-             b.need(b.layout().num_layers() - 1);
-             return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens())));
-           }, "The layers as one memoryview of bytes, each starting on a multiple of 512.")
-      .def_prop_ro("meta", [](const BlockView& b) {
-             b.need(b.layout().num_layers() - 1);
-             return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
-           })
-      .def("layer", [](const BlockView& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
-           "That layer as an array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16.")
-      .def("tensor", [](const BlockView& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
-           "The torch view of it. Writing to it faults the process: the mapping is read-only.")
+      .def_prop_ro(
+          "view",
+          [](const BlockView& b) {
+            b.need(b.layout().num_layers() - 1);
+            return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens())));
+          },
+          "The layers as one memoryview of bytes, each starting on a multiple of 512.")
+      .def_prop_ro("meta",
+                   [](const BlockView& b) {
+                     b.need(b.layout().num_layers() - 1);
+                     return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
+                   })
+      .def(
+          "layer", [](const BlockView& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
+          "That layer as an array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16.")
+      .def(
+          "tensor", [](const BlockView& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"), "The torch view of it. Writing to it faults the process: the mapping is read-only.")
       .def("wait_layer", wait_one, nb::arg("layer"), nb::arg("timeout_s") = nb::none())
-      .def("verify", [](const BlockView& b) {
-             b.need(b.layout().num_layers() - 1);
-             const Memory held = b.memory(0, 0);
-             nb::gil_scoped_release release;
-             return b.batch->verify(b.index);
-           }, "Whether the bytes have the checksums they were sealed with; true if there are none.")
+      .def(
+          "verify",
+          [](const BlockView& b) {
+            b.need(b.layout().num_layers() - 1);
+            const Memory held = b.memory(0, 0);
+            nb::gil_scoped_release release;
+            return b.batch->verify(b.index);
+          },
+          "Whether the bytes have the checksums they were sealed with; true if there are none.")
       .def_prop_ro("tokens", &BlockView::tokens)
-      .def_prop_ro("key", [](const BlockView& b) {
-             Key key;  // of the record, which the pin keeps
-             const Memory held = b.memory(0, 0);
-             for (size_t i = 0; i < 4; ++i) key.words[i] = b.batch->attachment().index.record(b.item().at.record).key[i].load(std::memory_order_relaxed);
-             return to_bytes(key);
-           })
+      .def_prop_ro("key",
+                   [](const BlockView& b) {
+                     Key key;  // of the record, which the pin keeps
+                     const Memory held = b.memory(0, 0);
+                     for (size_t i = 0; i < 4; ++i)
+                       key.words[i] =
+                           b.batch->attachment().index.record(b.item().at.record).key[i].load(std::memory_order_relaxed);
+                     return to_bytes(key);
+                   })
       .def_prop_ro("layout_id", [](const BlockView& b) { return b.item().at.shape.layout; })
       .def_prop_ro("base_position", [](const BlockView& b) { return b.item().at.shape.base_position; })
       .def_prop_ro("layers_ready", [](const BlockView& b) { return b.batch->layers_ready(b.index); })

@@ -57,8 +57,8 @@ void take_array(const Array& array, const char* name, Integers<T>& out) {
     }
     return true;
   };
-  if (!take.template operator()<int32_t>() && !take.template operator()<int64_t>() &&
-      !take.template operator()<uint32_t>() && !take.template operator()<uint64_t>())
+  if (!take.template operator()<int32_t>() && !take.template operator()<int64_t>() && !take.template operator()<uint32_t>() &&
+      !take.template operator()<uint64_t>())
     raise("InvalidArgument", std::string(name) + " must hold 32- or 64-bit integers");
 }
 

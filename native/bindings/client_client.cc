@@ -73,8 +73,10 @@ nb::object create(Client& client, nb::handle source, uint32_t layout_id, uint32_
                   std::optional<std::vector<uint32_t>> token_counts, nb::handle sealing) {
   const KeysArgument keys(source);
   if (token_counts && token_counts->size() != keys.keys().size())
-    raise("InvalidArgument", std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.keys().size()) + " keys");
-  Create request{.keys = keys.keys(), .chain = keys.chain(), .token_counts = {}, .layout = layout_id, .priority = priority, .ttl_s = ttl_s};
+    raise("InvalidArgument",
+          std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.keys().size()) + " keys");
+  Create request{
+      .keys = keys.keys(), .chain = keys.chain(), .token_counts = {}, .layout = layout_id, .priority = priority, .ttl_s = ttl_s};
   if (token_counts) request.token_counts = *token_counts;
   if (!sealing.is_none()) request.sealing = grants_of(sealing);
   std::shared_ptr<Grants> grants;
@@ -114,30 +116,45 @@ void bind_client(nb::module_& m) {
 
   nb::class_<Lookup>(m, "Lookup", "How far a list of keys is present.")
       .def_prop_ro("resident", &Lookup::resident, "Leading blocks in memory.")
-      .def_prop_ro("pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); }, "Blocks behind those that are being written.")
-      .def_prop_ro("on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); }, "Blocks behind those that lie on disk.")
-      .def_prop_ro("states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
-                   "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.");
+      .def_prop_ro(
+          "pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); },
+          "Blocks behind those that are being written.")
+      .def_prop_ro(
+          "on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); },
+          "Blocks behind those that lie on disk.")
+      .def_prop_ro(
+          "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
+          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.");
 
   nb::class_<Client>(m, "Client", "A session with the store: reads in shared memory, one message for the rest. Thread-safe.")
-      .def("__init__", [](Client* self, std::string socket_path, std::string name, bool read_only, uint32_t max_pins, double timeout_s, const std::string& door) {
-             nb::gil_scoped_release release;
-             new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s},
-                               door == "socket" ? Client::Door::Socket : Client::Door::SharedMemory);
-           }, nb::arg("socket_path"), nb::arg("namespace"), nb::arg("read_only") = false, nb::arg("max_pins") = 65536, nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
+      .def(
+          "__init__",
+          [](Client* self, std::string socket_path, std::string name, bool read_only, uint32_t max_pins, double timeout_s,
+             const std::string& door) {
+            nb::gil_scoped_release release;
+            new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s},
+                              door == "socket" ? Client::Door::Socket : Client::Door::SharedMemory);
+          },
+          nb::arg("socket_path"), nb::arg("namespace"), nb::arg("read_only") = false, nb::arg("max_pins") = 65536,
+          nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
       .def("reattach", &Client::reattach, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>())
       .def("lookup", lookup, nb::arg("keys"))
       .def("get", get, nb::arg("keys"), nb::arg("follow") = false)
       .def("create", create, nb::arg("keys"), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority, nb::arg("ttl_s") = 0,
            nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none())
-      .def("delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys"))
-      .def("touch", [](Client& c, nb::handle keys) { return over_keys(c, keys, false); }, nb::arg("keys"))
-      .def("register_layout", [](Client& c, nb::handle blob) {
-             const Bytes bytes(blob, "blob", false);
-             nb::gil_scoped_release release;
-             return c.register_layout({bytes.data(), bytes.size()});
-           }, nb::arg("blob"))
+      .def(
+          "delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys"))
+      .def(
+          "touch", [](Client& c, nb::handle keys) { return over_keys(c, keys, false); }, nb::arg("keys"))
+      .def(
+          "register_layout",
+          [](Client& c, nb::handle blob) {
+            const Bytes bytes(blob, "blob", false);
+            nb::gil_scoped_release release;
+            return c.register_layout({bytes.data(), bytes.size()});
+          },
+          nb::arg("blob"))
       .def("stats", stats)
       .def_prop_ro("attached", &Client::attached)
       .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })

@@ -128,12 +128,11 @@ uint32_t checksum(nb::handle data, uint32_t value) {
 nb::object copy_into(nb::handle destination, nb::handle source, bool with_checksum) {
   const Bytes to(destination, "dst", true), from(source, "src", false);
   if (to.size() != from.size())
-    raise("InvalidArgument", "dst has " + std::to_string(to.size()) + " bytes and src " + std::to_string(from.size()) +
-                                 "; they must be equal");
+    raise("InvalidArgument",
+          "dst has " + std::to_string(to.size()) + " bytes and src " + std::to_string(from.size()) + "; they must be equal");
   if (to.data() < from.data() + from.size() && from.data() < to.data() + to.size())
     raise("InvalidArgument", "dst and src overlap");
-  if (with_checksum)
-    return nb::int_(without_gil(to.size(), [&] { return copy_crc32c(to.data(), from.data(), to.size()); }));
+  if (with_checksum) return nb::int_(without_gil(to.size(), [&] { return copy_crc32c(to.data(), from.data(), to.size()); }));
   without_gil(to.size(), [&] { copy_stream(to.data(), from.data(), to.size()); });
   return nb::none();
 }
@@ -164,13 +163,13 @@ void bind_chain(nb::module_& m) {
           "Per chunk the prefix key before it; 32 zero bytes for a prompt's first chunk.")
       .def_prop_ro("fingerprints",
                    [](const Chain& c) { return list_of(c.size(), [f = c.fingerprints()](size_t i) { return f[i]; }); })
-      .def_prop_ro("packed_keys",
-                   [](const Chain& c) { return nb::bytes(c.keys(), c.size() * sizeof(Key)); })
+      .def_prop_ro("packed_keys", [](const Chain& c) { return nb::bytes(c.keys(), c.size() * sizeof(Key)); })
       .def_prop_ro("identity", [](const Chain& c) { return to_bytes(c.identity()); })
       .def_prop_ro("block_tokens", &Chain::block_tokens)
       .def_prop_ro("token_counts", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.token_count(i); }); })
       .def_prop_ro("num_tokens", &Chain::num_tokens, "Tokens of all chunks together.")
-      .def_prop_ro("start_token", [](const Chain& c) { return c.start_token(0); }, "Position of the first token in the prompt.")
+      .def_prop_ro(
+          "start_token", [](const Chain& c) { return c.start_token(0); }, "Position of the first token in the prompt.")
       .def_prop_ro(
           "token_ids",
           [](nb::handle self) {
@@ -187,8 +186,9 @@ void bind_chain(nb::module_& m) {
 void bind_keys(nb::module_& m) {
   using namespace kv;
   bind_chain(m);
-  m.def("root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a.none(),
-        "What the first chunk's prefix key continues. Never a block's key.");
+  m.def(
+      "root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a.none(),
+      "What the first chunk's prefix key continues. Never a block's key.");
   m.def("extra_ids_from_digests", extra_ids_from_digests, "digests"_a,
         "Extra ids, four words a token, from one 32-byte digest or None per token.");
   m.def("window_fingerprints", windows, "identity"_a.none(), "token_ids"_a.none(), "block_tokens"_a = 128,

@@ -43,7 +43,8 @@ struct GrantedBlock {
   }
   void check(uint32_t layer) const {
     if (layer >= layout().num_layers())
-      raise("InvalidArgument", "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
+      raise("InvalidArgument",
+            "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
   }
 };
 
@@ -52,7 +53,9 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
   const Bytes bytes(source, "source", false);
   uint64_t want = 0;
   for (uint32_t i = first; i < first + count; ++i) want += block.layout().layer_bytes(i, block.tokens());
-  if (bytes.size() != want) raise("InvalidArgument", "the source has " + std::to_string(bytes.size()) + " bytes, the layers have " + std::to_string(want));
+  if (bytes.size() != want)
+    raise("InvalidArgument",
+          "the source has " + std::to_string(bytes.size()) + " bytes, the layers have " + std::to_string(want));
   auto copy = [&] {
     const uint8_t* from = bytes.data();
     for (uint32_t i = first; i < first + count; ++i) {
@@ -87,8 +90,13 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
   if (i < 0) i += size;
   if (i < 0 || i >= size) throw nb::index_error("index out of the range of the keys");
   const Grant status = writer.grants->item(static_cast<size_t>(i)).status;
-  if (status == Grant::NoSpace) raise("NoSpace", "no unpinned run of memory is long enough for block " + std::to_string(i) + " of " + std::to_string(writer.grants->layout().extent_bytes(writer.grants->item(static_cast<size_t>(i)).wanted.tokens)) + " bytes");
-  if (status != Grant::Granted) raise("InvalidArgument", "key " + std::to_string(i) + " was not granted to this writer: " + word(status));
+  if (status == Grant::NoSpace)
+    raise("NoSpace",
+          "no unpinned run of memory is long enough for block " + std::to_string(i) + " of " +
+              std::to_string(writer.grants->layout().extent_bytes(writer.grants->item(static_cast<size_t>(i)).wanted.tokens)) +
+              " bytes");
+  if (status != Grant::Granted)
+    raise("InvalidArgument", "key " + std::to_string(i) + " was not granted to this writer: " + word(status));
   return static_cast<size_t>(i);
 }
 
@@ -116,47 +124,69 @@ nb::object make_writer(std::shared_ptr<Grants> grants) { return nb::cast(Writer{
 Grants* grants_of(nb::handle writer) { return nb::cast<Writer&>(writer).grants.get(); }
 
 void bind_writer(nb::module_& m) {
-  nb::class_<Writer>(m, "Writer", "What create answers. Leaving the context seals what was granted, or aborts it on an exception.")
+  nb::class_<Writer>(m, "Writer",
+                     "What create answers. Leaving the context seals what was granted, or aborts it on an exception.")
       .def("__len__", [](const Writer& w) { return w.grants->size(); })
       .def("__getitem__", [](const Writer& w, Py_ssize_t i) { return GrantedBlock{w.grants, checked_index(w, i)}; })
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-      .def("__exit__", [](const Writer& w, nb::handle type, nb::handle, nb::handle) {
-             const std::vector<size_t> open = w.grants->open_items();
-             nb::gil_scoped_release release;
-             type.is_none() ? w.grants->seal(open) : w.grants->abort(open);
-           }, nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
-      .def_prop_ro("results", [](const Writer& w) {
-             nb::list out;
-             for (size_t i = 0; i < w.grants->size(); ++i) out.append(nb::str(word(w.grants->item(i).status)));
-             return out;
-           })
-      .def_prop_ro("granted", [](const Writer& w) {
-             nb::list out;
-             for (size_t i : all_of(w, Grant::Granted)) out.append(i);
-             return out;
-           })
-      .def("seal", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, true); }, nb::arg("index") = nb::none(),
-           "Publishes one granted block, or all. Raises BlockLost if some were aborted or lost their session.")
-      .def("abort", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, false); }, nb::arg("index") = nb::none(),
-           "Gives up one granted block, or all: promises that copies into it have finished. Idempotent.")
+      .def(
+          "__exit__",
+          [](const Writer& w, nb::handle type, nb::handle, nb::handle) {
+            const std::vector<size_t> open = w.grants->open_items();
+            nb::gil_scoped_release release;
+            type.is_none() ? w.grants->seal(open) : w.grants->abort(open);
+          },
+          nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
+      .def_prop_ro("results",
+                   [](const Writer& w) {
+                     nb::list out;
+                     for (size_t i = 0; i < w.grants->size(); ++i) out.append(nb::str(word(w.grants->item(i).status)));
+                     return out;
+                   })
+      .def_prop_ro("granted",
+                   [](const Writer& w) {
+                     nb::list out;
+                     for (size_t i : all_of(w, Grant::Granted)) out.append(i);
+                     return out;
+                   })
+      .def(
+          "seal", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, true); }, nb::arg("index") = nb::none(),
+          "Publishes one granted block, or all. Raises BlockLost if some were aborted or lost their session.")
+      .def(
+          "abort", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, false); }, nb::arg("index") = nb::none(),
+          "Gives up one granted block, or all: promises that copies into it have finished. Idempotent.")
       .def("wait_pending", wait_pending, nb::arg("timeout_s") = nb::none(),
            "Waits for the blocks others write: each becomes \"exists\" or \"granted\". False if not all did in time.");
 
   nb::class_<GrantedBlock>(m, "GrantedBlock", "A block being written. Its views are writable until it is sealed or aborted.")
       .def_prop_ro("view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); })
-      .def_prop_ro("meta", [](const GrantedBlock& b) { return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens()))); })
-      .def("layer", [](const GrantedBlock& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"))
-      .def("tensor", [](const GrantedBlock& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"))
-      .def("copy_layer", [](const GrantedBlock& b, uint32_t i, nb::handle source) {
-             b.check(i);
-             copy_layers(b, i, 1, source);
-           }, nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
-      .def("copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); }, nb::arg("source"),
-           "Copies all layers in, from bytes that follow each other without padding.")
-      .def("mark_layer", [](const GrantedBlock& b, uint32_t i) {
-             b.item();
-             b.grants->mark_layer(b.index, i);
-           }, nb::arg("layer"), "Publishes that layer to followers; layers are published in order.")
+      .def_prop_ro("meta",
+                   [](const GrantedBlock& b) {
+                     return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
+                   })
+      .def(
+          "layer", [](const GrantedBlock& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"))
+      .def(
+          "tensor", [](const GrantedBlock& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"))
+      .def(
+          "copy_layer",
+          [](const GrantedBlock& b, uint32_t i, nb::handle source) {
+            b.check(i);
+            copy_layers(b, i, 1, source);
+          },
+          nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
+      .def(
+          "copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); },
+          nb::arg("source"), "Copies all layers in, from bytes that follow each other without padding.")
+      .def(
+          "mark_layer",
+          [](const GrantedBlock& b, uint32_t i) {
+            b.item();
+            b.grants->mark_layer(b.index, i);
+          },
+          nb::arg("layer"), "Publishes that layer to followers; layers are published in order.")
       .def_prop_ro("key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); })
       .def_prop_ro("tokens", &GrantedBlock::tokens);
 }

@@ -34,19 +34,22 @@ std::vector<std::tuple<std::string, std::string, std::string>> transitions() {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nanobind::set_leak_warnings(false);  // objects alive at exit are the user's business
   m.doc() = "The native half of kvstored: the store and the session server.";
   translate_errors();
   bind_store(m);
   m.def("transitions", transitions);
   nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")
-      .def("__init__",
-           [](kv::SessionServer* self, std::string path, nb::list stores, uint32_t max_sessions, uint32_t max_pins, std::vector<uint32_t> uids) {
-             std::vector<kv::Store*> pointers;
-             for (nb::handle store : stores) pointers.push_back(nb::cast<kv::Store*>(store));
-             new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, std::move(uids)}, std::move(pointers));
-           },
-           nb::keep_alive<1, 3>(), nb::arg("socket_path"), nb::arg("stores"), nb::arg("max_sessions") = 1024, nb::arg("max_pins") = 65536,
-           nb::arg("allowed_uids") = std::vector<uint32_t>{})
+      .def(
+          "__init__",
+          [](kv::SessionServer* self, std::string path, nb::list stores, uint32_t max_sessions, uint32_t max_pins,
+             std::vector<uint32_t> uids) {
+            std::vector<kv::Store*> pointers;
+            for (nb::handle store : stores) pointers.push_back(nb::cast<kv::Store*>(store));
+            new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, std::move(uids)}, std::move(pointers));
+          },
+          nb::keep_alive<1, 3>(), nb::arg("socket_path"), nb::arg("stores"), nb::arg("max_sessions") = 1024,
+          nb::arg("max_pins") = 65536, nb::arg("allowed_uids") = std::vector<uint32_t>{})
       .def("start", &kv::SessionServer::start)
       .def("stop", &kv::SessionServer::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("sessions", sessions)

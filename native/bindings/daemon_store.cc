@@ -25,7 +25,8 @@ std::span<const uint8_t> view(const nb::bytes& bytes) { return {static_cast<cons
 nb::bytes to_bytes(const std::vector<uint8_t>& data) { return nb::bytes(data.data(), data.size()); }
 
 Key one_key(std::span<const uint8_t> bytes) {
-  if (bytes.size() != kv::kKeyBytes) throw Error(Code::InvalidArgument, "a key has " + std::to_string(bytes.size()) + " bytes, must have 32");
+  if (bytes.size() != kv::kKeyBytes)
+    throw Error(Code::InvalidArgument, "a key has " + std::to_string(bytes.size()) + " bytes, must have 32");
   Key key;
   std::memcpy(&key, bytes.data(), sizeof key);
   return key;
@@ -33,7 +34,8 @@ Key one_key(std::span<const uint8_t> bytes) {
 
 std::vector<Key> keys_of(const nb::bytes& packed) {
   const auto bytes = view(packed);
-  if (bytes.size() % kv::kKeyBytes) throw Error(Code::InvalidArgument, "packed keys have " + std::to_string(bytes.size()) + " bytes, must be a multiple of 32");
+  if (bytes.size() % kv::kKeyBytes)
+    throw Error(Code::InvalidArgument, "packed keys have " + std::to_string(bytes.size()) + " bytes, must be a multiple of 32");
   std::vector<Key> keys(bytes.size() / kv::kKeyBytes);
   if (!keys.empty()) std::memcpy(keys.data(), bytes.data(), bytes.size());
   return keys;
@@ -51,18 +53,22 @@ nb::bytes each_key(const nb::bytes& packed, F&& f) {
   return to_bytes(out);
 }
 
-std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, uint32_t owner, const nb::bytes& packed, uint32_t layout_id,
-                                                                  std::optional<std::vector<uint32_t>> token_counts, uint32_t priority, uint64_t ttl_ms) {
+std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, uint32_t owner, const nb::bytes& packed,
+                                                                  uint32_t layout_id,
+                                                                  std::optional<std::vector<uint32_t>> token_counts,
+                                                                  uint32_t priority, uint64_t ttl_ms) {
   const std::vector<Key> keys = keys_of(packed);
   if (token_counts && token_counts->size() != keys.size())
-    throw Error(Code::InvalidArgument, std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.size()) + " keys");
+    throw Error(Code::InvalidArgument,
+                std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.size()) + " keys");
   nb::gil_scoped_release release;
   std::optional<kv::Layout> layout;
   for (auto& [id, known] : store.layouts())
     if (id == layout_id) layout = known;
   if (!layout) throw Error(Code::NotFound, "layout " + std::to_string(layout_id) + " is not registered");
   std::vector<kv::CreateItem> items;
-  for (size_t i = 0; i < keys.size(); ++i) items.push_back({.key = keys[i], .tokens = token_counts ? (*token_counts)[i] : layout->block_tokens});
+  for (size_t i = 0; i < keys.size(); ++i)
+    items.push_back({.key = keys[i], .tokens = token_counts ? (*token_counts)[i] : layout->block_tokens});
   std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> out;
   const auto granted = store.create({owner, layout_id, priority, static_cast<uint32_t>((ttl_ms + 999) / 1000), items});
   for (size_t i = 0; i < items.size(); ++i) {
@@ -131,11 +137,11 @@ nb::dict stats(Store& store) {
   }();
   nb::dict out;
 #define X(name) out[#name] = s.name;
-  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies)
-  X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
-  KV_STORE_COUNTERS(X)
+  X(used_bytes)
+  X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins)
+      X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
 #undef X
-  out["unsealed"] = s.created;
+          out["unsealed"] = s.created;
   return out;
 }
 
@@ -170,7 +176,8 @@ nb::dict scrub(Store& store, uint64_t limit) {
     r = store.scrub(limit);
   }
   nb::dict out;
-  out["verified"] = r.verified, out["computed"] = r.computed, out["corrupt"] = r.corrupt, out["bytes"] = r.bytes, out["done"] = r.done;
+  out["verified"] = r.verified, out["computed"] = r.computed, out["corrupt"] = r.corrupt, out["bytes"] = r.bytes,
+  out["done"] = r.done;
   return out;
 }
 
@@ -178,7 +185,8 @@ nb::list layouts(Store& store) {
   nb::list out;
   for (auto& [id, layout] : store.layouts()) {
     nb::dict one;
-    one["id"] = id, one["num_layers"] = layout.num_layers(), one["block_tokens"] = layout.block_tokens, one["blob"] = to_bytes(layout.blob);
+    one["id"] = id, one["num_layers"] = layout.num_layers(), one["block_tokens"] = layout.block_tokens,
+    one["blob"] = to_bytes(layout.blob);
     out.append(one);
   }
   return out;
@@ -188,48 +196,58 @@ nb::list layouts(Store& store) {
 
 void bind_store(nb::module_& m) {
   nb::class_<Store>(m, "Store", "One namespace's blocks: the one mutator of its index, arena and sessions. Thread-safe.")
-      .def("__init__",
-           [](Store* self, std::string name, int table_fd, int progress_fd, int pool_fd, uint64_t capacity_bytes, uint32_t max_blocks,
-              const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt) {
-             kv::Id id{};
-             if (pool_id.size() != id.size()) throw Error(Code::InvalidArgument, "pool_id must have 16 bytes");
-             std::memcpy(id.data(), pool_id.data(), id.size());
-             nb::gil_scoped_release release;
-             new (self) Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id, std::move(directory), std::move(prefix), adopt});
-           },
-           nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"), nb::arg("max_blocks"),
-           nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false)
+      .def(
+          "__init__",
+          [](Store* self, std::string name, int table_fd, int progress_fd, int pool_fd, uint64_t capacity_bytes,
+             uint32_t max_blocks, const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt) {
+            kv::Id id{};
+            if (pool_id.size() != id.size()) throw Error(Code::InvalidArgument, "pool_id must have 16 bytes");
+            std::memcpy(id.data(), pool_id.data(), id.size());
+            nb::gil_scoped_release release;
+            new (self) Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id,
+                              std::move(directory), std::move(prefix), adopt});
+          },
+          nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"),
+          nb::arg("max_blocks"), nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false)
       .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"))
-      .def_static("progress_bytes", [](uint32_t max_blocks) { return kv::round_up(Store::progress_bytes(max_blocks), kv::kPageBytes); })
+      .def_static("progress_bytes",
+                  [](uint32_t max_blocks) { return kv::round_up(Store::progress_bytes(max_blocks), kv::kPageBytes); })
       .def_static("retire", &Store::retire, nb::arg("table_fd"), "Tells the clients of a pool that is given up to attach anew.")
       .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>())
       .def("register_layout", [](Store& s, const nb::bytes& blob) { return s.register_layout(view(blob)); })
       .def("layouts", &layouts)
-      .def("lookup", [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })
-      .def("create", &create, nb::arg("owner"), nb::arg("packed_keys"), nb::arg("layout_id"), nb::arg("token_counts").none(), nb::arg("priority") = kv::kDefaultPriority, nb::arg("ttl_ms") = 0)
-      .def("write", [](Store& s, uint32_t record, uint64_t generation, uint64_t offset, const nb::bytes& data) {
+      .def("lookup",
+           [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })
+      .def("create", &create, nb::arg("owner"), nb::arg("packed_keys"), nb::arg("layout_id"), nb::arg("token_counts").none(),
+           nb::arg("priority") = kv::kDefaultPriority, nb::arg("ttl_ms") = 0)
+      .def("write",
+           [](Store& s, uint32_t record, uint64_t generation, uint64_t offset, const nb::bytes& data) {
              const auto bytes = view(data);
              nb::gil_scoped_release release;
              s.write({record, generation}, offset, bytes);
            })
-      .def("mark_layer", [](Store& s, uint32_t record, uint64_t generation, uint32_t layers) { s.mark_layer({record, generation}, layers); })
+      .def("mark_layer",
+           [](Store& s, uint32_t record, uint64_t generation, uint32_t layers) { s.mark_layer({record, generation}, layers); })
       .def("seal", &seal_blocks)
       .def("abort", &abort_blocks)
       .def("read", &read_block, nb::arg("key"), nb::arg("offset") = 0, nb::arg("length") = -1)
       .def("read_at", &read_at, nb::arg("record"), nb::arg("generation"), nb::arg("offset"), nb::arg("length"))
       .def("wait_layers", &wait_layers, nb::arg("record"), nb::arg("generation"), nb::arg("layers"), nb::arg("timeout_ms"))
       .def("describe", &describe)
-      .def("delete", [](Store& s, const nb::bytes& keys) {
+      .def("delete",
+           [](Store& s, const nb::bytes& keys) {
              nb::bytes out = each_key(keys, [&](const Key& key) { return s.remove(key); });
              s.settle();
              return out;
            })
-      .def("touch", [](Store& s, const nb::bytes& keys) {
+      .def("touch",
+           [](Store& s, const nb::bytes& keys) {
              int count = 0;
              for (const Key& key : keys_of(keys)) count += s.touch(key);
              return count;
            })
-      .def("flush", [](Store& s) {
+      .def("flush",
+           [](Store& s) {
              nb::gil_scoped_release release;
              const uint64_t count = s.flush();
              s.settle();

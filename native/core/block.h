@@ -63,17 +63,17 @@ std::string_view name(Event event);
 
 inline constexpr uint32_t kFormatVersion = 1;
 inline constexpr size_t kKeyBytes = 32;
-inline constexpr uint32_t kMaxRecords = 1u << 24;         // a pin word has 24 bits for the record
+inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
 inline constexpr uint32_t kMaxKeysPerMessage = 1024;
 inline constexpr uint32_t kMaxLayouts = 255;
-inline constexpr uint64_t kLayoutSlotBytes = 4096;        // one registered layout in the table segment: u32 length, blob
+inline constexpr uint64_t kLayoutSlotBytes = 4096;  // one registered layout in the table segment: u32 length, blob
 inline constexpr uint32_t kMaxLayers = 512;
-inline constexpr uint32_t kTouchRing = 1024;              // entries of the lossy hit ring in a session page
-inline constexpr uint32_t kProbeTries = 64;               // torn reads before a reader asks the socket
-inline constexpr uint64_t kLayerAlign = 512;              // layers start on multiples of this in extent and file
+inline constexpr uint32_t kTouchRing = 1024;  // entries of the lossy hit ring in a session page
+inline constexpr uint32_t kProbeTries = 64;   // torn reads before a reader asks the socket
+inline constexpr uint64_t kLayerAlign = 512;  // layers start on multiples of this in extent and file
 inline constexpr uint64_t kPageBytes = 4096;
-inline constexpr uint64_t kGrowStep = 64ull << 20;        // the pool grows by this much at a time
+inline constexpr uint64_t kGrowStep = 64ull << 20;  // the pool grows by this much at a time
 
 struct Key {
   std::array<uint64_t, 4> words;
@@ -118,18 +118,18 @@ constexpr Phase progress_phase(uint64_t word) { return static_cast<Phase>(word &
 // One record per block, 96 bytes. Every word but `control`, `rank` and `link` is covered by `sequence`, which is odd while the
 // payload changes. `link` is derived (place in the eviction heap, or the next free record) and never read at adoption.
 struct alignas(32) Record {
-  std::atomic<uint64_t> control;      // Control
+  std::atomic<uint64_t> control;  // Control
   std::atomic<uint32_t> sequence;
-  std::atomic<uint32_t> owner;        // session that created the block
+  std::atomic<uint32_t> owner;  // session that created the block
   std::atomic<uint64_t> key[4];
-  std::atomic<uint64_t> extent;       // Extent
-  std::atomic<uint64_t> shape;        // Shape
+  std::atomic<uint64_t> extent;  // Extent
+  std::atomic<uint64_t> shape;   // Shape
   std::atomic<uint64_t> fingerprint;
-  std::atomic<uint32_t> created_s;    // CLOCK_REALTIME seconds
-  std::atomic<uint32_t> expiry_s;     // CLOCK_REALTIME seconds, 0: never
-  std::atomic<uint64_t> rank;         // bits of the eviction policy's double; a hint, kept over restarts
+  std::atomic<uint32_t> created_s;  // CLOCK_REALTIME seconds
+  std::atomic<uint32_t> expiry_s;   // CLOCK_REALTIME seconds, 0: never
+  std::atomic<uint64_t> rank;       // bits of the eviction policy's double; a hint, kept over restarts
   std::atomic<uint32_t> link;
-  std::atomic<uint32_t> parent;       // low word of the parent's prefix key, 0 if none: leads to a block's children
+  std::atomic<uint32_t> parent;  // low word of the parent's prefix key, 0 if none: leads to a block's children
 };
 static_assert(sizeof(Record) == 96);
 
@@ -137,9 +137,7 @@ static_assert(sizeof(Record) == 96);
 struct Extent {
   uint64_t offset;
   uint64_t length;
-  static constexpr Extent unpack(uint64_t word) {
-    return {(word >> 28) * kPageBytes, (word & ((1ull << 28) - 1)) * kPageBytes};
-  }
+  static constexpr Extent unpack(uint64_t word) { return {(word >> 28) * kPageBytes, (word & ((1ull << 28) - 1)) * kPageBytes}; }
   constexpr uint64_t pack() const { return offset / kPageBytes << 28 | length / kPageBytes; }
   constexpr uint64_t end() const { return offset + length; }
 };
@@ -183,7 +181,7 @@ struct TableHeader {
   uint64_t records_offset;
   uint64_t buckets_offset;
   uint64_t layouts_offset;
-  uint64_t geometry_offset;        // Arena's words: where its slabs were cut
+  uint64_t geometry_offset;  // Arena's words: where its slabs were cut
   uint64_t total_bytes;
   uint8_t pool_id[16];             // random, the same in all segments of one pool
   std::atomic<uint64_t> epoch;     // odd while a daemon adopts; the pool is retired at ~0
@@ -201,15 +199,15 @@ struct SessionPage {
   char magic[8];
   uint32_t version;
   uint32_t max_pins;
-  uint32_t session;                    // owner number, unique among living sessions of the pool
+  uint32_t session;  // owner number, unique among living sessions of the pool
   uint32_t reserved;
   uint8_t pool_id[16];
-  uint8_t token[16];                   // who knows it may resume the session
-  std::atomic<uint64_t> pins_high;     // hint: pins above this are 0. Only its own client suffers if it lies
-  std::atomic<uint64_t> ring_head;     // entries ever appended to the ring
-  std::atomic<uint64_t> hits;          // blocks this session got, and asked for in vain
+  uint8_t token[16];                // who knows it may resume the session
+  std::atomic<uint64_t> pins_high;  // hint: pins above this are 0. Only its own client suffers if it lies
+  std::atomic<uint64_t> ring_head;  // entries ever appended to the ring
+  std::atomic<uint64_t> hits;       // blocks this session got, and asked for in vain
   std::atomic<uint64_t> misses;
-  std::atomic<uint64_t> waiting;       // threads of this session asleep on a progress word, or about to be
+  std::atomic<uint64_t> waiting;  // threads of this session asleep on a progress word, or about to be
   std::atomic<uint32_t> ring[kTouchRing];
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };

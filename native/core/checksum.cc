@@ -128,6 +128,7 @@ __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(
     }
   if constexpr (kCopy) _mm_sfence();
   Stretches crc;
+#pragma GCC unroll 4  // indexed by a variable, `rest` would live in memory, also in the loop above
   for (int s = 0; s < kStretches; ++s) {
     alignas(64) uint8_t bytes[64];
     _mm512_store_si512(bytes, rest[s]);
@@ -199,9 +200,7 @@ uint32_t run(uint8_t* dst, const uint8_t* src, size_t n, uint32_t crc) {
 
 }  // namespace
 
-uint32_t crc32c(const void* data, size_t n, uint32_t crc) {
-  return run(nullptr, static_cast<const uint8_t*>(data), n, crc);
-}
+uint32_t crc32c(const void* data, size_t n, uint32_t crc) { return run(nullptr, static_cast<const uint8_t*>(data), n, crc); }
 
 uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc) {
   return run(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), n, crc);

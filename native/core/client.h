@@ -1,5 +1,5 @@
-// The client of one namespace: look up and get by reading shared memory, everything else by one message. Python's Client, Blocks and
-// Writer are thin faces of these. Thread-safe; nothing here knows Python.
+// The client of one namespace: look up and get by reading shared memory, everything else by one message. Python's Client, Blocks
+// and Writer are thin faces of these. Thread-safe; nothing here knows Python.
 //
 // Batch: the blocks one `get` pinned. A block's pin is counted: the context holds it once, every exported view once more; whoever
 // lets go last clears it. Grants: the blocks one `create` granted, until they are sealed or aborted.
@@ -42,7 +42,7 @@ class Batch {
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   void close();  // the context lets go. Idempotent
 
-  void hold(size_t i);     // throws Closed if the context has let go
+  void hold(size_t i);  // throws Closed if the context has let go
   void let_go(size_t i);
 
   const std::byte* bytes(size_t i) const { return attachment_->readable(items_[i].at.extent.offset); }
@@ -122,7 +122,8 @@ class Client {
  public:
   enum class Door { SharedMemory, Socket };  // where look-ups go
 
-  Client(AttachOptions options, Door door) : options_(std::move(options)), door_(door), attachment_(Attachment::make(options_, nullptr)) {}
+  Client(AttachOptions options, Door door)
+      : options_(std::move(options)), door_(door), attachment_(Attachment::make(options_, nullptr)) {}
   ~Client() { close(); }
 
   void reattach();
@@ -145,8 +146,10 @@ class Client {
   uint32_t count_over(protocol::Op op, std::span<const Key> keys);
   std::shared_ptr<Attachment> usable() const;  // throws Detached when it must be taken up anew
   void find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where);
-  void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found, std::vector<Snapshot>& where);
-  void pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found, std::vector<Snapshot>& where);
+  void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,
+                 std::vector<Snapshot>& where);
+  void pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
+               std::vector<Snapshot>& where);
 
   const AttachOptions options_;
   const Door door_;

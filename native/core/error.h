@@ -11,8 +11,20 @@
 namespace kv {
 
 enum class Code {
-  InvalidArgument, NotFound, NoSpace, Unavailable, Detached, NotPermitted, PinsExhausted, DeadlineExceeded, BlockLost,
-  Closed, IncompatibleVersion, FailedPrecondition, Integrity, Fenced,
+  InvalidArgument,
+  NotFound,
+  NoSpace,
+  Unavailable,
+  Detached,
+  NotPermitted,
+  PinsExhausted,
+  DeadlineExceeded,
+  BlockLost,
+  Closed,
+  IncompatibleVersion,
+  FailedPrecondition,
+  Integrity,
+  Fenced,
 };
 
 class Error : public std::runtime_error {
@@ -31,7 +43,7 @@ inline std::string errno_text(const std::string& what, int error = errno) { retu
 }  // namespace kv
 
 // A condition that can only be false if the program is wrong.
-#define KV_INVARIANT(condition) \
-  do {                          \
+#define KV_INVARIANT(condition)                                     \
+  do {                                                              \
     if (!(condition)) ::kv::broken(__FILE__, __LINE__, #condition); \
   } while (0)

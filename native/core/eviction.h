@@ -4,14 +4,14 @@
 // Score. A use at time t adds weight * 2^((t - origin) / half life). All scores decay at one rate, so instead of decaying
 // every block with time, new uses count for more: the order of two scores never changes by waiting, no block is ever rescanned,
 // and a queue ordered by score stays right. (ds4 scores its files `(decayed hits + 1) * tokens / size` and rescans all of them;
-// this is the same value without the rescan. The trick is that of forward decay: Cormode et al., ICDE 2009.) With a half life of one
-// hour a double overflows after 42 days; rebase() then divides all scores, which keeps their order.
+// this is the same value without the rescan. The trick is that of forward decay: Cormode et al., ICDE 2009.) With a half life of
+// one hour a double overflows after 42 days; rebase() then divides all scores, which keeps their order.
 //   weight = tokens / bytes * 2^((priority - 35) / 10) * (1 + 2^-10 / (1 + position / tokens))
 // The last factor breaks ties: of blocks used equally often the later one in a prompt goes first, since a block without its
 // predecessors serves no prefix.
 //
-// Queues. One 4-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie in
-// the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. Every
+// Queues. One 4-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie
+// in the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. Every
 // operation is O(log n) in the blocks of one class. A record's place in its heap is kept by the caller (`Places`), 4 bytes.
 #pragma once
 

@@ -53,20 +53,25 @@ void Grants::prepare(size_t i, const Chain* chain) {
 
 // The answers to seals that were sent along.
 void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
-  const auto lost = static_cast<size_t>(std::count_if(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); }));
+  const auto lost = static_cast<size_t>(
+      std::count_if(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); }));
   if (lost || answers.size() != wanted)
-    throw Error(Code::BlockLost, std::to_string(lost) + " of " + std::to_string(wanted) + " blocks were aborted or lost their session before the seal");
+    throw Error(Code::BlockLost, std::to_string(lost) + " of " + std::to_string(wanted) +
+                                     " blocks were aborted or lost their session before the seal");
 }
 
 // Asks for these items, in messages of at most kMaxKeysPerMessage, the first of which seals `sealing`.
 void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* chain) {
   for (size_t first = 0; first < which.size() || (first == 0 && sealing); first += kMaxKeysPerMessage) {
-    const auto part = which.subspan(std::min(first, which.size()), std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
+    const auto part = which.subspan(std::min(first, which.size()),
+                                    std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
     std::vector<protocol::BlockItem> seals;
     if (sealing && first == 0) {
       const std::vector<size_t> open = sealing->open_items();
-      if (open.size() > kMaxKeysPerMessage) sealing->seal(open);
-      else seals = sealing->end_open(open, true);
+      if (open.size() > kMaxKeysPerMessage)
+        sealing->seal(open);
+      else
+        seals = sealing->end_open(open, true);
     }
     std::vector<uint8_t> body;
     protocol::append(body, protocol::CreateHead{layout_id_, priority_, ttl_s_, static_cast<uint32_t>(seals.size())});
@@ -105,7 +110,8 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
 void Grants::mark_layer(size_t i, uint32_t layer) {
   Item& item = items_[i];
   if (layer != item.layers_marked || layer >= layout_.num_layers())
-    throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " + std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
+    throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " +
+                                           std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
   item.layers_marked += 1;
   std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
   word.store(progress_word(item.handle.generation, item.layers_marked, Phase::Writing), std::memory_order_release);
@@ -135,7 +141,8 @@ std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which,
     if (!item.open) continue;
     item.open = false;
     attachment_->ended(item.handle);
-    const bool sums = seal && item.checksummed.size() == layout_.num_layers() && std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
+    const bool sums = seal && item.checksummed.size() == layout_.num_layers() &&
+                      std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
   return out;
@@ -148,14 +155,16 @@ void Grants::seal(std::span<const size_t> which) {
     const std::span<const protocol::BlockItem> part(&blocks[first], count);
     std::vector<uint8_t> answers;
     try {
-      answers = attachment_->ask(protocol::Op::Seal, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
+      answers = attachment_->ask(protocol::Op::Seal, static_cast<uint32_t>(count),
+                                 {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
     } catch (...) {
       attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
       throw;
     }
     if (std::any_of(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); })) {
       // Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.
-      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
+      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count),
+                       {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
     }
     settle_seals(count, answers);
   }
@@ -177,7 +186,8 @@ void Grants::abort(std::span<const size_t> which) {
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
     try {
-      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&blocks[first]), count * sizeof blocks[0]});
+      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count),
+                       {reinterpret_cast<const uint8_t*>(&blocks[first]), count * sizeof blocks[0]});
     } catch (const Error& error) {
       // The daemon that cannot be told gives the blocks up itself when the session ends, or hears of it when it is resumed.
       if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
@@ -215,11 +225,15 @@ std::shared_ptr<Grants> Client::create(const Create& request) {
   std::vector<size_t> all;
   for (size_t i = 0; i < request.keys.size(); ++i) {
     CreateItem item{.key = request.keys[i]};
-    item.tokens = !request.token_counts.empty() ? request.token_counts[i] : request.chain ? request.chain->token_count(i) : layout.block_tokens;
+    item.tokens = !request.token_counts.empty() ? request.token_counts[i]
+                  : request.chain               ? request.chain->token_count(i)
+                                                : layout.block_tokens;
     if (request.chain && item.tokens != request.chain->token_count(i))
-      throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + " for a chunk of " + std::to_string(request.chain->token_count(i)) + " tokens");
+      throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + " for a chunk of " +
+                                             std::to_string(request.chain->token_count(i)) + " tokens");
     if (item.tokens == 0 || item.tokens > layout.block_tokens)
-      throw Error(Code::InvalidArgument, "token_counts is " + std::to_string(item.tokens) + ", must be 1 to " + std::to_string(layout.block_tokens));
+      throw Error(Code::InvalidArgument,
+                  "token_counts is " + std::to_string(item.tokens) + ", must be 1 to " + std::to_string(layout.block_tokens));
     if (request.chain) {
       item.fingerprint = request.chain->fingerprint(i);
       item.base_position = static_cast<uint32_t>(request.chain->start_token(i));

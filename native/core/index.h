@@ -40,9 +40,7 @@ class Index {
   Find find(const Key& key, Snapshot& out) const;
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   void prefetch_record(const Key& key) const;
-  Control control(uint32_t number) const {
-    return {records_[number].control.load(std::memory_order_acquire)};
-  }
+  Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 
   // Writer side: no other thread may be inside these.
   uint32_t find_exclusive(const Key& key) const;  // record, or kAbsent
@@ -56,9 +54,7 @@ class Index {
   static uint32_t buckets_for(uint32_t max_blocks) { return static_cast<uint32_t>(uint64_t{max_blocks} * 2 / 9) + 2; }
 
  private:
-  uint32_t home(const Key& key) const {
-    return static_cast<uint32_t>(static_cast<Uint128>(key.words[0]) * bucket_count_ >> 64);
-  }
+  uint32_t home(const Key& key) const { return static_cast<uint32_t>(static_cast<Uint128>(key.words[0]) * bucket_count_ >> 64); }
   static uint64_t slot_word(const Key& key, uint32_t record) { return key.words[1] << 32 | (record + 1); }
   Bucket& bucket(uint32_t home, uint32_t step) const {
     const uint32_t at = home + step;

@@ -115,13 +115,11 @@ const Chain::Storage& Chain::derived() const {
   return *storage_;
 }
 
-size_t Chain::num_tokens() const {
-  return count_ == 0 ? 0 : start_token(count_ - 1) + token_count(count_ - 1) - start_token(0);
-}
+size_t Chain::num_tokens() const { return count_ == 0 ? 0 : start_token(count_ - 1) + token_count(count_ - 1) - start_token(0); }
 
 bool operator==(const Chain& a, const Chain& b) {
-  return a.count_ == b.count_ && a.first_ == b.first_ && a.block_tokens() == b.block_tokens() &&
-         a.identity() == b.identity() && std::equal(a.keys(), a.keys() + a.size(), b.keys());
+  return a.count_ == b.count_ && a.first_ == b.first_ && a.block_tokens() == b.block_tokens() && a.identity() == b.identity() &&
+         std::equal(a.keys(), a.keys() + a.size(), b.keys());
 }
 
 }  // namespace kv

@@ -44,7 +44,7 @@ class Chain {
     uint32_t extra_words;         // per token: 0, 1 or 4
     std::vector<int32_t> tokens;  // of all chunks; ids behind the last chunk are not kept
     std::vector<uint64_t> extra;
-    std::vector<Key> keys;        // a zero key, then one per chunk: keys[i] is the parent of chunk i
+    std::vector<Key> keys;  // a zero key, then one per chunk: keys[i] is the parent of chunk i
     // What only writers and searches need, derived at first use.
     mutable std::once_flag derived_once;
     mutable std::vector<Key> content_keys;

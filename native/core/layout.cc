@@ -21,7 +21,8 @@ void bound(const char* field, uint64_t value, uint64_t low, uint64_t high) {
 
 Layout Layout::parse(std::span<const uint8_t> blob) {
   bound("length of the description", blob.size(), kFixedBytes + 4, kLayoutSlotBytes - 4);
-  if (std::memcmp(blob.data(), "KVL1", 4) != 0) throw Error(Code::InvalidArgument, "layout: description does not start with KVL1");
+  if (std::memcmp(blob.data(), "KVL1", 4) != 0)
+    throw Error(Code::InvalidArgument, "layout: description does not start with KVL1");
   auto word = [&](size_t i) {
     uint32_t value;
     std::memcpy(&value, blob.data() + 4 + 4 * i, 4);

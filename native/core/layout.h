@@ -34,9 +34,7 @@ class Layout {
     return checksums_offset(tokens) + round_up(uint64_t{4} * num_layers(), kLayerAlign);
   }
   uint64_t meta_bytes(uint32_t tokens) const { return meta_fixed + uint64_t{meta_per_token} * tokens; }
-  uint64_t extent_bytes(uint32_t tokens) const {
-    return round_up(meta_offset(tokens) + meta_bytes(tokens), kPageBytes);
-  }
+  uint64_t extent_bytes(uint32_t tokens) const { return round_up(meta_offset(tokens) + meta_bytes(tokens), kPageBytes); }
 
   uint32_t kv_per_layer = 2;
   uint32_t num_kv_heads = 0;

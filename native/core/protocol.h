@@ -25,8 +25,8 @@ struct Request {
   uint32_t magic;
   uint16_t op;
   uint16_t reserved;
-  uint32_t count;   // items that follow
-  uint32_t tag;     // comes back in the reply
+  uint32_t count;  // items that follow
+  uint32_t tag;    // comes back in the reply
 };
 struct Reply {
   uint32_t magic;
@@ -63,8 +63,8 @@ struct BlockItem {
   uint64_t generation;
 };
 
-// Create: a CreateHead, `seals` BlockItems sealed first, then `count` CreateItems. The reply: `seals` Done bytes padded to 8, then
-// `count` GrantItems.
+// Create: a CreateHead, `seals` BlockItems sealed first, then `count` CreateItems. The reply: `seals` Done bytes padded to 8,
+// then `count` GrantItems.
 struct CreateHead {
   uint32_t layout;
   uint32_t priority;
@@ -97,8 +97,10 @@ struct LookUpItem {
 };
 
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 64);
-static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 && sizeof(LookUpItem) == 32);
-static_assert(sizeof(Request) + sizeof(CreateHead) + kMaxKeysPerMessage * (sizeof(CreateItem) + sizeof(BlockItem)) <= kMaxMessage);
+static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
+              sizeof(LookUpItem) == 32);
+static_assert(sizeof(Request) + sizeof(CreateHead) + kMaxKeysPerMessage * (sizeof(CreateItem) + sizeof(BlockItem)) <=
+              kMaxMessage);
 
 // Reads structures off the front of a message. Throws nothing: `ok` turns false for good when the message is too short.
 class Reader {

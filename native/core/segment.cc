@@ -59,7 +59,8 @@ void on_sigbus(int signal, siginfo_t* info, void* context) {
       return;
     }
   }
-  if (previous_action.sa_flags & SA_SIGINFO && previous_action.sa_sigaction) return previous_action.sa_sigaction(signal, info, context);
+  if (previous_action.sa_flags & SA_SIGINFO && previous_action.sa_sigaction)
+    return previous_action.sa_sigaction(signal, info, context);
   ::signal(SIGBUS, SIG_DFL);  // the faulting instruction runs again and ends the program
 }
 

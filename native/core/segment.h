@@ -32,8 +32,7 @@ class Mapping {
  public:
   Mapping() = default;
   Mapping(int fd, size_t length, bool writable);
-  Mapping(Mapping&& other) noexcept
-      : base_(std::exchange(other.base_, nullptr)), length_(std::exchange(other.length_, 0)) {}
+  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), length_(std::exchange(other.length_, 0)) {}
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping() { reset(); }
   void reset();

@@ -63,11 +63,12 @@ std::string stats_json(Store& store) {
     out += std::string(out.size() > 1 ? ", \"" : "\"") + name + "\": " + std::to_string(value);
   };
 #define X(name) field(#name, s.name);
-  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies)
-  X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
-  KV_STORE_COUNTERS(X)
+  X(used_bytes)
+      X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins)
+          X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
 #undef X
-  return out + "}";
+              return out +
+      "}";
 }
 
 std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
@@ -106,7 +107,9 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
 
 std::vector<uint8_t> SessionServer::create(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto head = body.take<protocol::CreateHead>();
-  if (head.seals > kMaxKeysPerMessage) throw Error(Code::InvalidArgument, "the message carries " + std::to_string(head.seals) + " seals, the limit is " + std::to_string(kMaxKeysPerMessage));
+  if (head.seals > kMaxKeysPerMessage)
+    throw Error(Code::InvalidArgument, "the message carries " + std::to_string(head.seals) + " seals, the limit is " +
+                                           std::to_string(kMaxKeysPerMessage));
   const auto seals = body.take<protocol::BlockItem>(head.seals);
   const auto wanted = body.take<protocol::CreateItem>(request.count);
   need_end(body);
@@ -117,7 +120,8 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   out.resize(round_up(out.size(), 8));
   const CreateRequest create{connection.session, head.layout, head.priority, head.ttl_s, items};
   for (const Granted& g : connection.store->create(create))
-    append(out, protocol::GrantItem{g.handle.record, static_cast<uint32_t>(g.status), g.handle.generation, g.extent.offset, g.extent.length});
+    append(out, protocol::GrantItem{g.handle.record, static_cast<uint32_t>(g.status), g.handle.generation, g.extent.offset,
+                                    g.extent.length});
   return out;
 }
 
@@ -126,9 +130,11 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   need_end(body);
   if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
   if (wanted.version != protocol::kVersion)
-    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(wanted.version) + " of the session protocol, the daemon " + std::to_string(protocol::kVersion));
+    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(wanted.version) +
+                                               " of the session protocol, the daemon " + std::to_string(protocol::kVersion));
   if (wanted.max_pins == 0 || wanted.max_pins > options_.max_pins)
-    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
+    throw Error(Code::InvalidArgument,
+                "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
   const std::string name(wanted.name, ::strnlen(wanted.name, sizeof wanted.name));
   const auto store = std::find_if(stores_.begin(), stores_.end(), [&](Store* s) { return s->name() == name; });
   if (store == stores_.end()) throw Error(Code::NotFound, "no namespace " + name);
@@ -159,7 +165,8 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
 
   std::vector<uint8_t> bytes;
   append(bytes, reply);
-  std::vector<int> descriptors{table.get(), wanted.read_only ? progress.get() : segments.progress_fd, wanted.read_only ? pool.get() : segments.pool_fd};
+  std::vector<int> descriptors{table.get(), wanted.read_only ? progress.get() : segments.progress_fd,
+                               wanted.read_only ? pool.get() : segments.pool_fd};
   if (page) descriptors.push_back(page.get());
   if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
 }

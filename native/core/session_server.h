@@ -61,7 +61,7 @@ class SessionServer {
   const Options options_;
   const std::vector<Store*> stores_;
   Fd listener_, epoll_, stop_event_;
-  Fd spare_;  // given up for a moment when no descriptor is left for a connection
+  Fd spare_;                                                // given up for a moment when no descriptor is left for a connection
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;

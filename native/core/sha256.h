@@ -26,7 +26,7 @@ namespace sha256 {
 using Compress = void (*)(uint32_t state[8], const uint8_t* data, size_t blocks);
 
 Compress portable();
-Compress accelerated();  // null where the CPU has no SHA instructions
+Compress accelerated();       // null where the CPU has no SHA instructions
 void use(Compress compress);  // for tests: what every Sha256 uses from now on
 
 }  // namespace sha256

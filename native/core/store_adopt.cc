@@ -47,18 +47,23 @@ uint64_t adopted_frontier(const Store::Options& options) {
   const uint64_t frontier = head.at<TableHeader>(0)->frontier.load();
   const uint64_t limit = std::min(options.capacity_bytes, file_bytes(options.pool_fd));
   if (frontier > limit || frontier % kPageBytes)
-    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(frontier) + " bytes of pool exist, the file and the configuration have " + std::to_string(limit));
+    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(frontier) +
+                                               " bytes of pool exist, the file and the configuration have " +
+                                               std::to_string(limit));
   return frontier;
 }
 
 void need_size(const char* what, int fd, uint64_t bytes) {
   if (file_bytes(fd) < bytes)
-    throw Error(Code::IncompatibleVersion, std::string(what) + " has " + std::to_string(file_bytes(fd)) + " bytes, " + std::to_string(bytes) + " are needed");
+    throw Error(Code::IncompatibleVersion, std::string(what) + " has " + std::to_string(file_bytes(fd)) + " bytes, " +
+                                               std::to_string(bytes) + " are needed");
 }
 
 }  // namespace
 
-uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes) { return geometry_for(max_blocks, capacity_bytes).total; }
+uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes) {
+  return geometry_for(max_blocks, capacity_bytes).total;
+}
 
 void Store::retire(int table_fd) {
   if (file_bytes(table_fd) < kPageBytes) return;
@@ -79,7 +84,8 @@ Store::Store(const Options& options)
   options_.progress_fd = progress_fd_.get();
   options_.pool_fd = pool_.fd();
   if (options.max_blocks == 0 || options.max_blocks > kMaxRecords)
-    throw Error(Code::InvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) + ", must be 1 to " + std::to_string(kMaxRecords));
+    throw Error(Code::InvalidArgument,
+                "max_blocks is " + std::to_string(options.max_blocks) + ", must be 1 to " + std::to_string(kMaxRecords));
   const Geometry g = geometry_for(options.max_blocks, options.capacity_bytes);
   need_size("the table", options.table_fd, g.total);
   need_size("the progress words", options.progress_fd, progress_bytes(options.max_blocks));
@@ -133,7 +139,8 @@ void Store::lay_out_new_table() {
 
 void Store::index_layouts() {
   const uint32_t count = index_.header().layouts.load();
-  if (count > kMaxLayouts) throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(count) + " layouts are registered");
+  if (count > kMaxLayouts)
+    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(count) + " layouts are registered");
   for (uint32_t id = 0; id < count; ++id) {
     const auto* slot = table_.at<uint8_t>(index_.header().layouts_offset + id * kLayoutSlotBytes);
     uint32_t length;

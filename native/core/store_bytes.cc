@@ -1,5 +1,5 @@
-// Bytes copied in and out for those without shared memory, and the checksums' upkeep. A read in flight counts as a pin; the pool is
-// touched only through Pool::read and Pool::write, which answer false where a client has truncated it.
+// Bytes copied in and out for those without shared memory, and the checksums' upkeep. A read in flight counts as a pin; the pool
+// is touched only through Pool::read and Pool::write, which answer false where a client has truncated it.
 
 #include <algorithm>
 #include <cstring>
@@ -47,7 +47,9 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
   counters_.hits += 1;
   use(found.record);
   const uint64_t layers = layout_of(found.shape.layout).layers_bytes(found.shape.tokens);
-  if (offset > layers) throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  if (offset > layers)
+    throw Error(Code::InvalidArgument,
+                "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
   std::vector<uint8_t> out(std::min(length, layers - offset));
   bool good;
   {
@@ -63,11 +65,13 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
   Lock lock = enter();
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const Control now = control(handle.record);
-  if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed)) return std::nullopt;
+  if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
+    return std::nullopt;
   const Shape shape = shape_of(handle.record);
   const uint64_t layers = layout_of(shape.layout).layers_bytes(shape.tokens);
   if (offset > layers)
-    throw Error(Code::InvalidArgument, "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+    throw Error(Code::InvalidArgument,
+                "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
   const uint64_t at = extent_of(handle.record).offset + offset;
   std::vector<uint8_t> out(std::min(length, layers - offset));
   bool good;
@@ -85,7 +89,8 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
 uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms) {
   timespec deadline;
   ::clock_gettime(CLOCK_MONOTONIC, &deadline);
-  const uint64_t end_ns = static_cast<uint64_t>(deadline.tv_sec) * 1'000'000'000 + deadline.tv_nsec + uint64_t{timeout_ms} * 1'000'000;
+  const uint64_t end_ns =
+      static_cast<uint64_t>(deadline.tv_sec) * 1'000'000'000 + deadline.tv_nsec + uint64_t{timeout_ms} * 1'000'000;
   deadline = {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const std::atomic<uint64_t>& progress = progress_[handle.record];
@@ -125,7 +130,8 @@ void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data)
   const Layout& layout = layout_of(shape.layout);
   const uint64_t limit = layout.meta_offset(shape.tokens) + layout.meta_bytes(shape.tokens);
   if (offset > limit || data.size() > limit - offset)
-    throw Error(Code::InvalidArgument, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + data.size()) + " of a block of " + std::to_string(limit));
+    throw Error(Code::InvalidArgument, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + data.size()) +
+                                           " of a block of " + std::to_string(limit));
   // Its owner is inside this process and does not seal or abort while it writes: the extent stays.
   const uint64_t at = extent_of(handle.record).offset + offset;
   bool good;
@@ -154,8 +160,8 @@ std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent
   return sums;
 }
 
-// Verifies, or computes where the writer did not, the checksums of the next blocks, until `limit_bytes` were read. A block whose bytes
-// do not match is dropped and counted.
+// Verifies, or computes where the writer did not, the checksums of the next blocks, until `limit_bytes` were read. A block whose
+// bytes do not match is dropped and counted.
 ScrubResult Store::scrub(uint64_t limit_bytes) {
   ScrubResult result;
   Lock lock = enter();
@@ -178,14 +184,19 @@ ScrubResult Store::scrub(uint64_t limit_bytes) {
       Reading reading(*this, lock, record);
       const std::vector<uint32_t> sums = layer_checksums(layout, extent, shape.tokens);
       std::vector<uint32_t> stored(sums.size());
-      if (sums.empty()) good = false;
-      else if (!known) good = pool_.write(where, sums.data(), 4 * sums.size());
-      else good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
+      if (sums.empty())
+        good = false;
+      else if (!known)
+        good = pool_.write(where, sums.data(), 4 * sums.size());
+      else
+        good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
     }
     result.bytes += layout.layers_bytes(shape.tokens);
     (known ? result.verified : result.computed) += 1;
     if (control(record).word != before.word) continue;  // it went meanwhile
-    if (good && !known) index_.record(record).control.store(Control::make(before.generation(), State::Sealed, before.flags() | kFlagChecksummed).word, std::memory_order_release);
+    if (good && !known)
+      index_.record(record).control.store(
+          Control::make(before.generation(), State::Sealed, before.flags() | kFlagChecksummed).word, std::memory_order_release);
     if (good) continue;
     check_pool();
     to_zombie(record, Event::Delete);

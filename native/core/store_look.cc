@@ -96,8 +96,10 @@ void Store::check_integrity() {
   expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
   for (auto& [id, session] : sessions_) unsealed += session->unsealed.size();
   expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
-  expect(records == records_used_ && created == created_ && quarantined == quarantined_ && zombies == zombies_.size(), "a count of records is wrong");
-  expect(policy_.size() == sealed, "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");
+  expect(records == records_used_ && created == created_ && quarantined == quarantined_ && zombies == zombies_.size(),
+         "a count of records is wrong");
+  expect(policy_.size() == sealed,
+         "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");
   expect(unsealed >= created + quarantined, "an unsealed block belongs to no session");
 }
 

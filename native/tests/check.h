@@ -57,9 +57,9 @@ bool report_eq(const A& a, const B& b, const char* file, int line, const char* t
 
 #define CHECK(condition) ::kv::test::report(static_cast<bool>(condition), __FILE__, __LINE__, #condition)
 #define CHECK_EQ(a, b) ::kv::test::report_eq((a), (b), __FILE__, __LINE__, #a " == " #b)
-#define TEST(name)                                                                                      \
-  static void test_##name();                                                                            \
-  static const bool added_##name = (::kv::test::cases().push_back({#name, test_##name}), true);          \
+#define TEST(name)                                                                              \
+  static void test_##name();                                                                    \
+  static const bool added_##name = (::kv::test::cases().push_back({#name, test_##name}), true); \
   static void test_##name()
 
 int main(int argc, char** argv) {

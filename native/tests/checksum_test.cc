@@ -52,7 +52,8 @@ std::vector<size_t> sizes() {
 }  // namespace
 
 TEST(this_cpu) {
-  for (ChecksumPath path : kPaths) std::printf("  path %d: %s\n", static_cast<int>(path), supported(path) ? "tested" : "not on this CPU");
+  for (ChecksumPath path : kPaths)
+    std::printf("  path %d: %s\n", static_cast<int>(path), supported(path) ? "tested" : "not on this CPU");
   CHECK(supported(ChecksumPath::Portable));
 }
 
