@@ -8,6 +8,7 @@
 void bind_keys(nanobind::module_& m);  // client_keys.cc
 
 NB_MODULE(_core, m) {
+  nanobind::set_leak_warnings(false);  // objects alive at exit are the user's business
   m.doc() = "The native half of kvclient: chains, checksums, copies and the client of the store.";
   bind_keys(m);
   kv::bind_memory(m);

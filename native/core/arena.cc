@@ -225,9 +225,11 @@ bool Arena::claim(Extent extent, uint32_t record) {
   return true;
 }
 
-std::vector<Arena::Piece> Arena::pieces(bool by_slab) const {
+std::vector<Arena::Piece> Arena::pieces(bool by_slab, uint64_t from, uint64_t to) const {
   std::vector<Piece> out;
-  for (uint32_t unit = 0; unit < units_ready_;) {
+  auto unit = static_cast<uint32_t>(std::min<uint64_t>(from / unit_, units_ready_));
+  if (unit < units_ready_ && unit_slab_[unit] != kNobody) unit = slabs_[unit_slab_[unit]].first_unit;
+  while (unit < units_ready_ && unit * unit_ < to) {
     const uint32_t id = unit_slab_[unit];
     if (id == kNobody) {
       uint32_t run = 1;

@@ -46,7 +46,8 @@ class Arena {
     Extent extent;
     std::vector<uint32_t> records;  // who stands in it
   };
-  std::vector<Piece> pieces(bool by_slab) const;
+  // Only those of the slabs and free runs that reach into [from, to).
+  std::vector<Piece> pieces(bool by_slab, uint64_t from = 0, uint64_t to = ~0ull) const;
 
   uint64_t unit_bytes() const { return unit_; }
   uint64_t slack_bytes() const { return slack_; }  // slot bytes that the extents in them do not need

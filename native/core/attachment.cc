@@ -161,7 +161,7 @@ void Attachment::close() {
   } catch (const Error&) {
     // Then the session's end gives them up.
   }
-  populate_wanted_.notify_all();
+  populator_->wanted.notify_all();
   std::lock_guard lock(socket_mutex_);
   connected_.store(false, std::memory_order_release);
   socket_.reset();
@@ -249,14 +249,16 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
 
 Attachment::~Attachment() {
   stop_.store(true);
-  if (!populator_.joinable()) return;
   if (foreign()) {
-    populator_.detach();  // the thread exists only in the parent
+    // The thread exists only in the parent, and the fork may have copied its mutex and its wait half-way: neither can be
+    // destroyed here.
+    static_cast<void>(populator_.release());
     return;
   }
-  { std::lock_guard lock(populate_mutex_); }
-  populate_wanted_.notify_all();
-  populator_.join();
+  if (!populator_->thread.joinable()) return;
+  { std::lock_guard lock(populator_->mutex); }
+  populator_->wanted.notify_all();
+  populator_->thread.join();
 }
 
 // ---------------------------------------------------------------- what the memory holds
@@ -283,19 +285,19 @@ void Attachment::remember_stopped(const std::vector<protocol::BlockItem>& blocks
 // A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.
 void Attachment::wanted(uint64_t end) {
   if (end <= populated_.load(std::memory_order_relaxed)) return;
-  std::lock_guard lock(populate_mutex_);
-  if (end <= populate_to_) return;
-  populate_to_ = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
-  if (!populator_.joinable()) populator_ = std::thread([this] { populate(); });
-  populate_wanted_.notify_one();
+  std::lock_guard lock(populator_->mutex);
+  if (end <= populator_->to) return;
+  populator_->to = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
+  if (!populator_->thread.joinable()) populator_->thread = std::thread([this] { populate(); });
+  populator_->wanted.notify_one();
 }
 
 void Attachment::populate() {
   uint64_t at = 0;
   while (!stop_.load()) {
     {
-      std::unique_lock lock(populate_mutex_);
-      populate_wanted_.wait(lock, [&] { return stop_.load() || at < populate_to_; });
+      std::unique_lock lock(populator_->mutex);
+      populator_->wanted.wait(lock, [&] { return stop_.load() || at < populator_->to; });
       if (stop_.load()) return;
     }
     const uint64_t step = std::min(kPopulateStep, pool_.size() - at);

@@ -104,10 +104,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   std::atomic<uint64_t> populated_{0};
   std::atomic<bool> stop_{false};
-  std::mutex populate_mutex_;
-  std::condition_variable populate_wanted_;
-  uint64_t populate_to_ = 0;
-  std::thread populator_;
+  struct Populator {
+    std::mutex mutex;
+    std::condition_variable wanted;
+    uint64_t to = 0;
+    std::thread thread;
+  };
+  std::unique_ptr<Populator> populator_ = std::make_unique<Populator>();
 
  public:
   Index index;

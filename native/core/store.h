@@ -226,7 +226,8 @@ class Store {
   // store_reclaim.cc
   void make_room(uint64_t length, size_t count);
   void evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned);
-  std::optional<Extent> evict_cheapest_run(uint64_t need_bytes, bool by_slab, const std::vector<uint32_t>& pinned);
+  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
+                                           const std::vector<uint32_t>& pinned);
   void to_zombie(uint32_t record, Event event);
   void free_zombie(uint32_t record);
   void scan_zombies();
@@ -240,6 +241,7 @@ class Store {
     for (auto& [record, pin] : io_pins_) f(record, pin.generation);
   }
   void drain_rings();
+  uint32_t new_session_id();
   void reap_sessions();
   void expire();
   bool expires_at(uint32_t record, uint32_t second) const;
@@ -286,7 +288,7 @@ class Store {
   uint32_t next_session_ = 1;
   uint32_t scrub_at_ = 0;
   bool draining_ = false;
-  uint32_t use_second_ = 0;  // the second use_value_ was computed for
+  uint64_t use_tick_ns_ = 0;  // the moment use_value_ was computed for
   double use_value_ = 1;
   std::string fence_;  // why this namespace is fenced, or empty
   Stats counters_{};

@@ -16,9 +16,6 @@ namespace {
 constexpr int kTickBusyMs = 50;   // while something waits to become free
 constexpr int kTickIdleMs = 1000;
 
-// Blocks of another class must be worth this much less per byte before a slab of theirs is broken up.
-constexpr double kStealFactor = 8;
-
 bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
   return std::binary_search(sorted.begin(), sorted.end(), value);
 }
@@ -106,8 +103,9 @@ void Store::drain_rings() {
 
 // ---------------------------------------------------------------- eviction
 
-// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more, then the least valuable
-// blocks of the same class, then the cheapest slab of any class, then the cheapest run of slots just long enough.
+// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more; then, whichever is worth
+// less for the room it makes, the least valuable blocks of the same class or a slab of another class; then, when the class has
+// nothing left, the cheapest slab anywhere, and at last the cheapest run of slots just long enough.
 void Store::make_room(uint64_t length, size_t count) {
   reap_sessions();
   scan_zombies();
@@ -115,12 +113,22 @@ void Store::make_room(uint64_t length, size_t count) {
   const std::vector<uint32_t> pinned = pinned_records();
   if (free_head_ == Index::kAbsent) evict_least(std::nullopt, count, pinned);
   const uint64_t size_class = Arena::size_class(length);
+  const uint64_t slab = arena_.slab_bytes_for(length);
   const auto own = policy_.least(size_class);
-  const bool steal = own.record == policy_.kNone || policy_.least().score * kStealFactor < own.score;
-  if (!steal || !evict_cheapest_run(arena_.slab_bytes_for(length), true, pinned)) evict_least(size_class, count, pinned);
+  const auto any = policy_.least();
+  bool taken = false;
+  if (own.record == policy_.kNone) {
+    taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY, pinned).has_value();
+  } else if (any.score < own.score) {
+    // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few slabs.
+    const uint64_t at = extent_of(any.record).offset;
+    const double worth = own.score * static_cast<double>(slab / size_class * size_class);
+    taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth, pinned).has_value();
+  }
+  if (!taken) evict_least(size_class, count, pinned);
   scan_zombies();
   if (arena_.has_room(length)) return;
-  reserved_ = evict_cheapest_run(size_class, false, pinned);
+  reserved_ = evict_cheapest_run(arena_.pieces(false), size_class, INFINITY, pinned);
   scan_zombies();
 }
 
@@ -146,9 +154,9 @@ void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const 
 }
 
 // Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
-// blocks are worth least together. A free run counts as worth nothing.
-std::optional<Extent> Store::evict_cheapest_run(uint64_t need_bytes, bool by_slab, const std::vector<uint32_t>& pinned) {
-  const std::vector<Arena::Piece> pieces = arena_.pieces(by_slab);
+// blocks are worth least together, and less than `limit`. A free run counts as worth nothing.
+std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
+                                                const std::vector<uint32_t>& pinned) {
   std::vector<double> costs;
   for (const Arena::Piece& piece : pieces) {
     double cost = 0;
@@ -158,21 +166,31 @@ std::optional<Extent> Store::evict_cheapest_run(uint64_t need_bytes, bool by_sla
     }
     costs.push_back(cost);
   }
-  double best = INFINITY;
+  double best = limit;
   std::pair<size_t, size_t> run{0, 0};
+  // The window's cost is a sum from its left end to `middle` and one from there on. Not a running difference: scores differ by so many
+  // orders of magnitude that it would keep nothing but rounding errors.
+  std::vector<double> older;
+  double newer = 0;
+  size_t begin = 0, middle = 0;
   for (size_t left = 0, right = 0; right < pieces.size(); ++right) {
     if (std::isinf(costs[right])) {
-      left = right + 1;
+      left = middle = right + 1, newer = 0;
       continue;
     }
     auto length_from = [&](size_t from) { return pieces[right].extent.end() - pieces[from].extent.offset; };
+    newer += costs[right];
     while (left < right && length_from(left + 1) >= need_bytes) ++left;
     if (length_from(left) < need_bytes) continue;
-    double cost = 0;
-    for (size_t i = left; i <= right; ++i) cost += costs[i];
-    if (cost < best) best = cost, run = {left, right + 1};
+    if (left >= middle) {  // all of the older part has left the window: the newer becomes it
+      older.assign(right + 1 - left, 0);
+      double sum = 0;
+      for (size_t i = right + 1; i-- > left;) older[i - left] = sum += costs[i];
+      begin = left, middle = right + 1, newer = 0;
+    }
+    if (const double cost = older[left - begin] + newer; cost < best) best = cost, run = {left, right + 1};
   }
-  if (std::isinf(best)) return std::nullopt;
+  if (run.second == 0) return std::nullopt;
   for (size_t i = run.first; i < run.second; ++i)
     for (uint32_t record : pieces[i].records)
       if (control(record).state() == State::Sealed) {  // one that spans two pieces has gone with the first
@@ -215,17 +233,28 @@ void Store::expire() {
 
 // ---------------------------------------------------------------- sessions
 
+// Never 0, which asks for a new session, and never one that lives.
+uint32_t Store::new_session_id() {
+  while (next_session_ == 0 || sessions_.contains(next_session_)) ++next_session_;
+  return next_session_++;
+}
+
 std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid) {
   uint32_t id;
   {
     Lock lock = enter();
-    id = next_session_++;
+    id = new_session_id();
   }
   // The file is made outside the lock: it takes system calls.
   auto session = std::make_unique<Session>();
   session->id = id;
   session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins);
-  session->guard = Guard(session->file->mapping(), &session->truncated);
+  try {
+    session->guard = Guard(session->file->mapping(), &session->truncated);
+  } catch (...) {
+    session->file->unlink();
+    throw;
+  }
   session->attached = true;
   session->pid = pid, session->uid = uid;
   Fd locked = session->file->take_locked();
@@ -249,7 +278,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
 
 uint32_t Store::open_owner() {
   Lock lock = enter();
-  const uint32_t id = next_session_++;
+  const uint32_t id = new_session_id();
   auto session = std::make_unique<Session>();
   session->id = id;
   session->attached = true;
