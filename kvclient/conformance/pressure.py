@@ -40,6 +40,22 @@ class PressureCases(Case):
         assert self.client.delete(keys) == len(there)
         assert self.used() == self.used_before
 
+    def test_the_newest_blocks_of_a_full_pool_stay(self):
+        """A prompt's first blocks must not be thrown out by its next ones: all else equal, the oldest go."""
+        keys = self.fill_pool()
+        newest = keys[-(len(keys) // 6) :]
+        assert self.states(newest) == [RESIDENT] * len(newest)
+
+    def test_another_size_gets_memory_in_a_full_pool(self):
+        self.fill_pool()
+        keys = self.keys(300)
+        for key in keys:
+            with self.client.create([key], self.small) as writer:
+                assert writer.results == ["granted"], writer.results
+                fill(writer[0])
+        there = self.states(keys).count(RESIDENT)
+        assert there >= 200, f"only {there} of 300 small blocks stayed among idle big ones"
+
     def test_a_pinned_block_is_not_evicted(self):
         self.needs("pins")
         pinned = self.fill_pool(5)

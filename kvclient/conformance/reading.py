@@ -120,6 +120,18 @@ class ReadingCases(Case):
         again.release()
         assert self.client.stats()["pins"] == 0
 
+    def test_after_the_release_nothing_new_can_be_taken(self):
+        self.needs("pins")
+        blocks = self.client.get(self.put(2))
+        first = blocks[0]
+        view = first.view
+        blocks.release()
+        with raises(Closed):
+            blocks[1].layer(0)
+        with raises(Closed):
+            first.layer(0)
+        assert bytes(view[:4]) == pattern(self._made[-2], 0, (2, 2, 16, 8)).tobytes()[:4]
+
     def test_a_view_outlives_its_context(self):
         self.needs("pins")
         keys = self.put(1)

@@ -3,12 +3,14 @@
 killed there by SIGKILL while another client watches; then many of them at random moments under load.
 """
 
+import os
 import random
+import signal
 
 import pytest
 
 from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
-from kvclient.errors import BlockLost
+from kvclient.errors import BlockLost, DeadlineExceeded
 from tests.fault.children import Steps, eventually
 
 LAYERS = SMALL.num_layers
@@ -154,6 +156,38 @@ def test_a_waiting_writer_is_granted_what_a_dead_one_left(daemon, fork, layouts)
     with client.get(keys) as blocks:
         for index in range(3):
             check(blocks[index])
+
+
+def test_a_frozen_client_holds_nobody_up(daemon, fork, nothing_leaks, layouts):
+    """Invariant 9: stopped between two layers, and while it holds pins."""
+    started = daemon(memory="8MiB")
+    client = started.connect()
+    small, _ = layouts(client)
+    keys, more = new_keys(3), new_keys(20)
+    child = fork(put_in_steps(started, keys))
+    child.run_to("layer 1")
+    os.kill(child.pid, signal.SIGSTOP)
+    with client.create([*keys, *more], small) as writer:
+        assert writer.results == ["pending"] * 3 + ["granted"] * 20
+        for index in writer.granted:
+            fill(writer[index])
+        assert not writer.wait_pending(timeout_s=0.05)
+        with client.get(keys, follow=True) as blocks:
+            blocks.wait_layer(1, timeout_s=5.0)
+            with pytest.raises(DeadlineExceeded):
+                blocks.wait_layer(2, timeout_s=0.05)
+        del blocks
+    assert client.lookup(more).resident == 20
+    os.kill(child.pid, signal.SIGCONT)
+    child.go_on()
+    child.run_to("sealed")
+    with client.get([*keys, *more]) as blocks:
+        for block in blocks:
+            check(block)
+    del block, blocks, writer
+    child.go_on()
+    child.finish()
+    nothing_leaks(started, client, [*keys, *more])
 
 
 def under_load(daemon, keys, seed):

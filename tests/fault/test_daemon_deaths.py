@@ -6,13 +6,15 @@ under load.
 """
 
 import gc
+import os
 import random
+import signal
 
 import pytest
 
 import kvclient
 from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
-from kvclient.errors import BlockLost, KVClientError, Unavailable
+from kvclient.errors import BlockLost, DeadlineExceeded, KVClientError, Unavailable
 from tests.fault.children import Steps, eventually
 
 LOST = (BlockLost, Unavailable)
@@ -235,6 +237,43 @@ def test_a_tolerant_client_computes_on(daemon, layouts):
     put(client, new_keys(1), layout)
     client.close()
     assert kvclient.metrics()["kvclient_degraded"] == 0
+
+
+def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
+    """Every call has a deadline; reading needs no daemon; afterwards all goes on."""
+    started = daemon(memory="8MiB")
+    client, tolerant = started.connect(timeout_s=0.3), started.connect(timeout_s=0.3, on_error="miss")
+    small, _ = layouts(client)
+    keys = new_keys(3)
+    put(client, keys, small)
+    os.kill(started.pid, signal.SIGSTOP)
+    try:
+        for call in (lambda: client.create(new_keys(1), small), lambda: client.delete(keys), client.stats):
+            with pytest.raises((DeadlineExceeded, Unavailable)):
+                call()
+        assert tolerant.create(new_keys(1), small).results == ["no_space"] and tolerant.degraded
+        for reader in (client, tolerant):
+            with reader.get(keys) as blocks:
+                for block in blocks:
+                    check(block)
+            del block, blocks
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            started.connect(timeout_s=0.3)
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+    eventually(lambda: tolerant.touch(keys) == 3, "the tolerant client is served again")
+    assert not tolerant.degraded
+
+    def served() -> bool:
+        try:
+            return client.touch(keys) == 3
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    eventually(served, "the client is served again")
+    more = new_keys(2)
+    put(client, more, small)
+    assert client.delete([*keys, *more]) == 5
 
 
 def load(started, keys, seed):
