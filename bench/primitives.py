@@ -1,7 +1,7 @@
 """The native primitives alone, without a store: chains, checksums, copies. `python -m bench.primitives`
 
-Copies go from one source to destinations cycling over 2 GiB of shared memory that was written once before, so that
-no destination is in a cache and none is touched for the first time; contenders alternate; medians.
+Copies go from one source to destinations cycling over 2 GiB of shared memory that was written once before, so
+that none is in a cache and none is touched for the first time; contenders alternate; medians.
 """
 
 import mmap

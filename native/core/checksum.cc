@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstring>
 
+#include "core/stream.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -57,7 +59,6 @@ uint64_t load(const uint8_t* p) {
   return word;
 }
 
-constexpr int kStretches = 4;
 using Stretches = std::array<uint32_t, kStretches>;  // their checksums
 
 // ---------------------------------------------------------------- one stretch; crc without the inversions
@@ -88,22 +89,15 @@ template <bool kCopy>
 __attribute__((target("sse4.2"))) Stretches stretches_sse42(uint8_t* dst, const uint8_t* src, size_t stretch) {
   std::array<uint64_t, kStretches> crc{};
   for (size_t i = 0; i < stretch; i += 64) {
-    if constexpr (kCopy)
-#pragma GCC unroll 4
-      for (int s = 0; s < kStretches; ++s)
-#pragma GCC unroll 4
-        for (int j = 0; j < 64; j += 16) {
-          const size_t at = s * stretch + i + j;
-          _mm_stream_si128(reinterpret_cast<__m128i*>(dst + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + at)));
-        }
 #pragma GCC unroll 8
     for (int j = 0; j < 64; j += 8)
 #pragma GCC unroll 4
-      for (int s = 0; s < kStretches; ++s) crc[s] = _mm_crc32_u64(crc[s], load(src + s * stretch + i + j));
+      for (size_t s = 0; s < kStretches; ++s) crc[s] = _mm_crc32_u64(crc[s], load(src + s * stretch + i + j));
+    if constexpr (kCopy) stream_lines(dst + i, src + i, stretch);
   }
   if constexpr (kCopy) _mm_sfence();
   Stretches result;
-  for (int s = 0; s < kStretches; ++s) result[s] = static_cast<uint32_t>(crc[s]);
+  for (size_t s = 0; s < kStretches; ++s) result[s] = static_cast<uint32_t>(crc[s]);
   return result;
 }
 
@@ -117,19 +111,22 @@ __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(
   constexpr int64_t kLater = static_cast<int64_t>(uint64_t{power_of_x(511)} << 32);
   const __m512i factors = _mm512_set4_epi64(kLater, kEarlier, kLater, kEarlier);
   __m512i rest[kStretches] = {};
-  for (size_t i = 0; i < stretch; i += 64)
+  for (size_t i = 0; i < stretch; i += 64) {
+    __m512i bytes[kStretches];  // loaded before any is stored: see stream_lines
 #pragma GCC unroll 4
-    for (int s = 0; s < kStretches; ++s) {
-      const __m512i bytes = _mm512_loadu_si512(src + s * stretch + i);
-      if constexpr (kCopy) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + s * stretch + i), bytes);
+    for (size_t s = 0; s < kStretches; ++s) bytes[s] = _mm512_loadu_si512(src + s * stretch + i);
+#pragma GCC unroll 4
+    for (size_t s = 0; s < kStretches; ++s) {
+      if constexpr (kCopy) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + s * stretch + i), bytes[s]);
       const __m512i earlier = _mm512_clmulepi64_epi128(rest[s], factors, 0x00);
       const __m512i later = _mm512_clmulepi64_epi128(rest[s], factors, 0x11);
-      rest[s] = _mm512_ternarylogic_epi64(earlier, later, bytes, 0x96);  // xor of the three
+      rest[s] = _mm512_ternarylogic_epi64(earlier, later, bytes[s], 0x96);  // xor of the three
     }
+  }
   if constexpr (kCopy) _mm_sfence();
   Stretches crc;
 #pragma GCC unroll 4  // indexed by a variable, `rest` would live in memory, also in the loop above
-  for (int s = 0; s < kStretches; ++s) {
+  for (size_t s = 0; s < kStretches; ++s) {
     alignas(64) uint8_t bytes[64];
     _mm512_store_si512(bytes, rest[s]);
     crc[s] = extend_sse42(0, bytes, sizeof bytes);

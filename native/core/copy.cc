@@ -4,10 +4,7 @@
 #include <cstring>
 
 #include "core/checksum.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "core/stream.h"
 
 namespace kv {
 namespace {
@@ -35,17 +32,8 @@ void copy_stream(void* dst, const void* src, size_t n) {
     const size_t head = to_line(dst);
     std::memcpy(to, from, head);
     to += head, from += head, n -= head;
-    // Four stretches side by side keep more of the memory's channels and the prefetcher's streams busy than one.
-    constexpr size_t kStretches = 4;
     const size_t stretch = n / kStretches & ~size_t{63};
-    for (size_t i = 0; i < stretch; i += 64)
-#pragma GCC unroll 4
-      for (size_t s = 0; s < kStretches; ++s)
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 64; j += 16) {
-          const size_t at = s * stretch + i + j;
-          _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
-        }
+    for (size_t i = 0; i < stretch; i += 64) stream_lines(to + i, from + i, stretch);
     _mm_sfence();  // a release store of the seal does not order these
     to += kStretches * stretch, from += kStretches * stretch, n -= kStretches * stretch;
   }
