@@ -8,13 +8,17 @@ long never runs on the event loop, and at most io_threads of them run at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import os
+import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstored import log
 from kvstored.errors import InvalidArgument, NotFound, StoreError, status_name
@@ -55,11 +59,42 @@ class CallCounts:
         self.by_status[(method, status)] += 1
 
 
+class Malformed:
+    """Stands for a request whose bytes are no message."""
+
+
+class Decoding(grpc.aio.ServerInterceptor):
+    """Bytes that do not decode are the caller's mistake; gRPC alone would answer UNKNOWN and log a
+    traceback."""
+
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/kvstored."):
+            return handler
+        decode = handler.request_deserializer
+
+        def lenient(data: bytes) -> Any:
+            try:
+                return decode(data)
+            except DecodeError:
+                return Malformed()
+
+        return handler._replace(request_deserializer=lenient)
+
+
+def decoded(request: T) -> T:
+    """The request itself. Raises InvalidArgument if its bytes were no message."""
+    if isinstance(request, Malformed):
+        raise InvalidArgument("the request's bytes are no message of this method")
+    return request
+
+
 async def _refuse(self: Any, name: str, error: BaseException, context: grpc.aio.ServicerContext) -> None:
     status = status_name(error)
     self.counts.add(name, status)
     if not isinstance(error, StoreError):
-        log.error("call_failed", method=name, error=f"{type(error).__name__}: {error}")
+        where = " ".join(getattr(error, "__notes__", ()))
+        log.error("call_failed", method=name, error=f"{type(error).__name__}: {error}", where=where)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the daemon's log has it")
     await context.abort(grpc.StatusCode[status], str(error))
 
@@ -70,12 +105,14 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            reply = await method(self, request, context)
+            reply = await method(self, decoded(request), context)
         except Exception as error:
-            await _refuse(self, method.__name__, error, context)
-            raise AssertionError("abort always raises")
-        self.counts.add(method.__name__, "OK")
-        return reply
+            failure = _without_frames(error)
+        else:
+            self.counts.add(method.__name__, "OK")
+            return reply
+        request = None  # see _without_frames
+        return await _refuse(self, method.__name__, failure, context)
 
     return call
 
@@ -85,17 +122,29 @@ def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        messages = method(self, request, context)
         try:
-            async for message in messages:
-                yield message
+            async with contextlib.aclosing(method(self, decoded(request), context)) as messages:
+                async for message in messages:
+                    yield message
         except Exception as error:
-            await _refuse(self, method.__name__, error, context)
-        finally:
-            await messages.aclose()  # type: ignore[attr-defined]
-        self.counts.add(method.__name__, "OK")
+            failure = _without_frames(error)
+        else:
+            self.counts.add(method.__name__, "OK")
+            return
+        request = None
+        await _refuse(self, method.__name__, failure, context)
 
     return call
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without its traceback. gRPC keeps the exception that abort raises in the call's context: a
+    cycle, freed by some later collection. What its frames hold lives as long, so they must not hold the
+    request, which a hostile caller makes as large as a message may be. Of a bug the last line is kept."""
+    if not isinstance(error, StoreError):
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        error.add_note(f"{os.path.basename(where.filename)}:{where.lineno}")
+    return error.with_traceback(None)
 
 
 def one_key(key: bytes) -> bytes:
@@ -104,11 +153,11 @@ def one_key(key: bytes) -> bytes:
     return key
 
 
-def packed(keys: Iterable[bytes]) -> bytes:
-    """The keys of a message as one buffer. Raises InvalidArgument."""
+def packed(keys: Sequence[bytes]) -> bytes:
+    """The keys of a message as one buffer. Raises InvalidArgument, before anything is made of too many."""
+    if len(keys) > MAX_KEYS:
+        raise InvalidArgument(f"{len(keys)} keys in a message, the limit is {MAX_KEYS}")
     listed = list(keys)
-    if len(listed) > MAX_KEYS:
-        raise InvalidArgument(f"{len(listed)} keys in a message, the limit is {MAX_KEYS}")
     for index, key in enumerate(listed):
         if len(key) != KEY_BYTES:
             raise InvalidArgument(f"key {index} has {len(key)} bytes, it must have {KEY_BYTES}")

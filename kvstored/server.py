@@ -19,7 +19,7 @@ import grpc
 
 from kvstored import __version__, _core, log, rundir
 from kvstored.admin import AdminService
-from kvstored.calls import CallCounts, Threads
+from kvstored.calls import CallCounts, Decoding, Threads
 from kvstored.config import Config, Sourced
 from kvstored.errors import StartupError, StoreError
 from kvstored.events import Event, Events
@@ -147,6 +147,7 @@ class Daemon:
     async def _start_grpc(self, config: Config) -> grpc.aio.Server:
         path = config.in_dir("grpc.sock")
         server = grpc.aio.server(
+            interceptors=(Decoding(),),
             maximum_concurrent_rpcs=config.max_calls,
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -13,7 +13,17 @@ from typing import Any
 
 import grpc
 
-from kvstored.calls import CHUNK_BYTES, CallCounts, Threads, answered, named, one_key, packed, streamed
+from kvstored.calls import (
+    CHUNK_BYTES,
+    CallCounts,
+    Threads,
+    answered,
+    decoded,
+    named,
+    one_key,
+    packed,
+    streamed,
+)
 from kvstored.errors import InvalidArgument, NotFound
 from kvstored.layouts import Layouts, layers_bytes
 from kvstored.leases import Held, Lease, Leases
@@ -161,7 +171,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
         lease: Lease | None = None
         held: Held | None = None
         written = 0
-        async for piece in requests:
+        async for request in requests:
+            piece = decoded(request)
             if piece.key:
                 lease = self._leases.find(piece.namespace or "default", piece.lease_id)
                 held = lease.held(one_key(piece.key))

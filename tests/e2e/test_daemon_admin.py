@@ -3,7 +3,10 @@
 Method: one daemon per test, put into a state through the Store service, then asked.
 """
 
+import os
+import re
 import threading
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -176,3 +179,27 @@ def test_reflection_lists_the_services_and_their_files(calls):
         "grpc.health.v1.Health",
     } <= names
     assert b"kvstored/v1/store.proto" in file.file_descriptor_response.file_descriptor_proto[0]
+
+
+def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
+    one = daemon(memory="64MiB", args=("--namespaces", "harmed=0.5,other=0.5"))
+    with Calls(one.dir, namespace="harmed") as harmed, Calls(one.dir, namespace="other") as other:
+        harmed.put("a")
+        other.put("a")
+        prefixes = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
+        (prefix,) = (name for name in prefixes if name.endswith("-0"))
+        os.truncate(Path("/dev/shm") / f"{prefix}.pool", 0)
+        unavailable = grpc.StatusCode.UNAVAILABLE
+        refused(lambda: harmed.create([key("b")]), unavailable, "truncated")
+        refused(lambda: harmed.get("a"), unavailable, "truncated")
+        refused(lambda: harmed.follow("a"), unavailable, "truncated")
+        other.put("b")
+        assert other.get("a", "b") == [content("a"), content("b")]
+        reply = other.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
+        found = {one.namespace: (one.counters["fenced"], one.problem) for one in reply.namespaces}
+        assert (
+            found["other"] == (0, "") and found["harmed"][0] == 1 and found["harmed"][1].startswith("fenced")
+        )
+        request = health_pb2.HealthCheckRequest()
+        assert other.health.Check(request, timeout=CALL_S).status == health_pb2.HealthCheckResponse.SERVING
+        assert not other.drain(True).unsealed

@@ -265,3 +265,39 @@ def test_layouts_are_registered_once(calls):
         (second, 5, TOKENS),
     ]
     assert found[0].blob == layout_blob()
+
+
+def test_a_million_keys_are_refused_and_cost_no_more_than_their_message(calls):
+    def own_memory():
+        return calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S).rss_bytes
+
+    before = own_memory()
+    request = store_pb2.LookupRequest(keys=[b""] * 1_000_000)
+    for _ in range(5):
+        refused(lambda: calls.store.Lookup(request, timeout=CALL_S), INVALID, "1000000", "1024")
+    assert own_memory() < before + (64 << 20)
+
+
+def test_bytes_that_are_no_message_are_an_invalid_argument(calls):
+    for method in ("Store/Lookup", "Store/Create", "Admin/Stats"):
+        call = calls.channel.unary_unary(f"/kvstored.v1.{method}")
+        refused(lambda call=call: call(b"\x12\xff\xff\xff", timeout=CALL_S), INVALID, "bytes")
+    for kind, method in (("unary_stream", "Store/Get"), ("stream_unary", "Store/Write")):
+        call = getattr(calls.channel, kind)(f"/kvstored.v1.{method}")
+        request = b"\xff" if kind == "unary_stream" else iter([b"\xff"])
+        refused(lambda call=call, request=request: call(request, timeout=CALL_S), INVALID, "bytes")
+    assert "call_failed" not in calls.daemon.log() and "Traceback" not in calls.daemon.log()
+
+
+def test_calls_in_progress_are_bounded(daemon):
+    """The call over max_calls is refused at once, and nobody already served is hurt."""
+    one = daemon(memory="64MiB", args=("--max-calls", "8"))
+    with Calls(one.dir) as calls:
+        streams = [calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S) for _ in range(8)]
+        for stream in streams:
+            next(stream)
+        refused(lambda: calls.states("a"), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        one.stop()
+        assert [[event.kind for event in stream] for stream in streams] == [
+            [admin_pb2.EventsResponse.KIND_STOPPING]
+        ] * 8

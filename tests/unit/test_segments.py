@@ -68,7 +68,9 @@ def test_what_was_made_is_found_again(world):
         status = os.fstat(fd)
         assert os.stat(found.path(role)).st_ino == status.st_ino and rundir.is_own(status)
         assert not os.get_inheritable(fd)
-    assert os.fstat(found.table_fd).st_blocks * 512 >= GEOMETRY.table_bytes, "the table's memory is not reserved"
+    assert os.fstat(found.table_fd).st_blocks * 512 >= GEOMETRY.table_bytes, (
+        "the table's memory is not reserved"
+    )
     assert os.fstat(found.pool_fd).st_size == 0, "the pool grows later, by fallocate"
 
 
@@ -161,7 +163,8 @@ def test_a_segment_that_does_not_fit_is_not_adopted(world, role, how, tmp_path):
     else:
         path.rename(path.with_name(path.name + "-moved"))
         path.symlink_to(path.name + "-moved")
-    # A pool may be shorter than its capacity: it had not grown further. Whether blocks are cut is for the store to find.
+    # A pool may be shorter than its capacity: it had not grown further. Whether blocks are cut is for the
+    # store to find.
     assert adopted(world) == [how == "shorter" and role == "pool"]
 
 
