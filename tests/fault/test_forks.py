@@ -77,6 +77,7 @@ def test_inherited_pins_are_the_parents(started, client, layouts, fork, nothing_
     child = fork(work)
     child.run_to("released")
     assert client.stats()["pins"] == 4, "the child cleared its parent's pins"
+    child.go_on()
     child.finish()
     assert client.stats()["pins"] == 4
     assert client.delete(keys) == 4
