@@ -102,5 +102,5 @@ format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format -i
 
 asan: $(VENV)/.run ## the C++ tests under ASan/UBSan and under TSan
-	@$(LOCK) .ci/sanitize address build/asan
-	@$(LOCK) .ci/sanitize thread build/tsan
+	@mkdir -p build && flock build/asan.lock .ci/sanitize address build/asan
+	@mkdir -p build && flock build/asan.lock .ci/sanitize thread build/tsan
