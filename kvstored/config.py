@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -300,6 +299,8 @@ def default_dir(environ: Mapping[str, str]) -> str:
 
 
 def _read_file(path: str) -> dict[str, Any]:
+    import tomllib  # most daemons start without a file
+
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)

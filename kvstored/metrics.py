@@ -55,6 +55,12 @@ OWN_METRICS: dict[str, tuple[str, str, str]] = {
         "The daemon's own memory, beside pool and index.",
     ),
     "cpu_seconds": ("kvstored_process_cpu_seconds_total", "counter", "CPU time of the daemon."),
+    "session_cpu_seconds": (
+        "kvstored_session_cpu_seconds_total",
+        "counter",
+        "CPU time of the session server.",
+    ),
+    "sessions_refused": ("kvstored_sessions_refused_total", "counter", "Clients refused at attach."),
 }
 
 

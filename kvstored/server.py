@@ -33,6 +33,7 @@ from kvstored.service import StoreService
 from kvstored.transfer import TransferService
 from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
 
+PROBLEM_LOOK_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -101,14 +102,16 @@ class Daemon:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
         server = await self._start()
-        watchdog = loop.create_task(self._feed_watchdog()) if watchdog_interval_s() else None
+        tasks = [loop.create_task(self._watch_problems())]
+        if watchdog_interval_s():
+            tasks.append(loop.create_task(self._feed_watchdog()))
         notify(f"READY=1\nSTATUS=serving {self._sourced.config.dir}\nMAINPID={os.getpid()}")
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
         log.info("stopping", drain_timeout_s=self._sourced.config.drain_timeout_s)
-        if watchdog is not None:
-            watchdog.cancel()
+        for task in tasks:
+            task.cancel()
         await self._stop(server)
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
 
@@ -219,6 +222,17 @@ class Daemon:
         self._events.publish(Event("LEASE_EXPIRED", namespace, {"aborted": aborted}))
         log.warning("lease_expired", namespace=namespace, aborted=aborted)
 
+    async def _watch_problems(self) -> None:
+        """Says once what the stores find wrong on their own: a fenced namespace, a pool that cannot grow."""
+        known = dict.fromkeys(self._stores, "")
+        while True:
+            for name, store in self._stores.items():
+                if (problem := store.problem()) != known[name]:
+                    known[name] = problem
+                    log.error("namespace_problem", namespace=name, problem=problem or "none any more")
+                    self._events.publish(Event("PROBLEM", name, text=problem))
+            await asyncio.sleep(PROBLEM_LOOK_S)
+
     async def _feed_watchdog(self) -> None:
         """Tells the supervisor that the store still answers; a daemon that does not is restarted, with its
         cache."""
@@ -238,6 +252,8 @@ class Daemon:
             "subscribers": len(self._events),
             "resident_bytes": own_memory_bytes(),
             "cpu_seconds": cpu_seconds(),
+            "session_cpu_seconds": self._sessions.thread_cpu_s,
+            "sessions_refused": self._sessions.refused,
         }
         return render(stats, own, self._counts.by_status)
 

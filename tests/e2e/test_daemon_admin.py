@@ -188,6 +188,8 @@ def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
         other.put("a")
         prefixes = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
         (prefix,) = (name for name in prefixes if name.endswith("-0"))
+        events = other.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S)
+        next(events)
         os.truncate(Path("/dev/shm") / f"{prefix}.pool", 0)
         unavailable = grpc.StatusCode.UNAVAILABLE
         refused(lambda: harmed.create([key("b")]), unavailable, "truncated")
@@ -203,3 +205,6 @@ def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
         request = health_pb2.HealthCheckRequest()
         assert other.health.Check(request, timeout=CALL_S).status == health_pb2.HealthCheckResponse.SERVING
         assert not other.drain(True).unsealed
+        event = next(event for event in events if event.kind == admin_pb2.EventsResponse.KIND_PROBLEM)
+        assert event.namespace == "harmed" and "truncated" in event.text
+        assert one.log().count(" error namespace_problem namespace=harmed ") == 1
