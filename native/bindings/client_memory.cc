@@ -50,7 +50,8 @@ nb::dlpack::dtype element(const Layout& layout, bool as_uint16) {
   switch (layout.dtype) {
     case Dtype::Float32: return nb::dtype<float>();
     case Dtype::Float16: return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-    case Dtype::Bfloat16: return as_uint16 ? nb::dtype<uint16_t>() : nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+    case Dtype::Bfloat16:
+      return as_uint16 ? nb::dtype<uint16_t>() : nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
     case Dtype::Int8: return nb::dtype<int8_t>();
     case Dtype::Uint8: break;
   }
@@ -61,9 +62,10 @@ template <class Array>
 nb::object export_layer(Memory&& memory, const Layout& layout, uint32_t tokens, bool numpy) {
   Shape4 shape = shape_of(layout, memory.length, tokens);
   if (!fits(layout, memory.length, shape)) shape = {{memory.length, 0, 0, 0}, 1};  // layers of unequal width are bytes
-  const nb::dlpack::dtype type = shape.count == 1 && layout.codec == 0 && !fits(layout, memory.length, shape_of(layout, memory.length, tokens))
-                                     ? nb::dtype<uint8_t>()
-                                     : element(layout, numpy);
+  const nb::dlpack::dtype type =
+      shape.count == 1 && layout.codec == 0 && !fits(layout, memory.length, shape_of(layout, memory.length, tokens))
+          ? nb::dtype<uint8_t>()
+          : element(layout, numpy);
   void* data = memory.data;
   nb::object owner = nb::cast(std::move(memory));
   return nb::cast(Array(data, shape.count, shape.dims, owner, nullptr, type));
@@ -79,7 +81,8 @@ KeysArgument::KeysArgument(nb::handle source) {
   }
   if (PyBytes_Check(source.ptr()) && PyBytes_GET_SIZE(source.ptr()) % static_cast<Py_ssize_t>(kKeyBytes) == 0 &&
       reinterpret_cast<uintptr_t>(PyBytes_AS_STRING(source.ptr())) % alignof(Key) == 0) {
-    keys_ = {reinterpret_cast<const Key*>(PyBytes_AS_STRING(source.ptr())), static_cast<size_t>(PyBytes_GET_SIZE(source.ptr())) / kKeyBytes};
+    keys_ = {reinterpret_cast<const Key*>(PyBytes_AS_STRING(source.ptr())),
+             static_cast<size_t>(PyBytes_GET_SIZE(source.ptr())) / kKeyBytes};
     return;
   }
   if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
@@ -92,9 +95,11 @@ KeysArgument::KeysArgument(nb::handle source) {
       std::memcpy(&converted_[static_cast<size_t>(i)], PyBytes_AS_STRING(items[i]), kKeyBytes);
     }
   } else {
-    if (!PyObject_CheckBuffer(source.ptr())) raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer");
+    if (!PyObject_CheckBuffer(source.ptr()))
+      raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer");
     const Bytes bytes(source, "keys", false);
-    if (bytes.size() % kKeyBytes) raise("InvalidArgument", "packed keys have " + std::to_string(bytes.size()) + " bytes; it must be a multiple of 32");
+    if (bytes.size() % kKeyBytes)
+      raise("InvalidArgument", "packed keys have " + std::to_string(bytes.size()) + " bytes; it must be a multiple of 32");
     converted_.resize(bytes.size() / kKeyBytes);
     if (bytes.size()) std::memcpy(converted_.data(), bytes.data(), bytes.size());
   }
@@ -121,7 +126,11 @@ Memory::Memory(std::shared_ptr<Batch> from, size_t block, const std::byte* at, u
 }
 
 Memory::Memory(Memory&& other) noexcept
-    : batch(std::move(other.batch)), index(other.index), grants(std::move(other.grants)), data(other.data), length(other.length) {}
+    : batch(std::move(other.batch)),
+      index(other.index),
+      grants(std::move(other.grants)),
+      data(other.data),
+      length(other.length) {}
 
 Memory::~Memory() {
   if (batch) batch->let_go(index);
@@ -143,7 +152,8 @@ nb::object as_tensor(Memory&& memory, const Layout& layout, uint32_t tokens) {
 }
 
 void bind_memory(nb::module_& m) {
-  nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots), "A stretch of the pool; owns what keeps it valid. Use memoryview() on it.");
+  nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots),
+                     "A stretch of the pool; owns what keeps it valid. Use memoryview() on it.");
 }
 
 }  // namespace kv

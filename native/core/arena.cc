@@ -10,9 +10,9 @@ namespace kv {
 namespace {
 constexpr uint64_t kMinUnit = 64ull << 10;
 constexpr uint64_t kMaxUnit = 2ull << 20;
-constexpr uint64_t kUnitsWanted = 256;      // a pool should have at least so many units
-constexpr uint64_t kMaxSlabUnits = 32;      // a slab longer than this holds a single block
-constexpr uint64_t kWasteDivisor = 16;      // a slab may waste one part in so many
+constexpr uint64_t kUnitsWanted = 256;  // a pool should have at least so many units
+constexpr uint64_t kMaxSlabUnits = 32;  // a slab longer than this holds a single block
+constexpr uint64_t kWasteDivisor = 16;  // a slab may waste one part in so many
 constexpr int kSlotPagesBits = 40;
 
 uint64_t unit_bytes_for(uint64_t capacity_bytes) {
@@ -76,13 +76,15 @@ uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_byte
   const uint32_t id = unused_slabs_.back();
   unused_slabs_.pop_back();
   Slab& slab = slabs_[id];
-  slab = Slab{.first_unit = first_unit, .units = units, .used = 0, .slot_bytes = slot_bytes, .slots = {}, .free = {}, .listed = false};
+  slab = Slab{
+      .first_unit = first_unit, .units = units, .used = 0, .slot_bytes = slot_bytes, .slots = {}, .free = {}, .listed = false};
   const uint32_t normal = normal_slots(slab);
   const bool tail = units * unit_ % slot_bytes != 0;
   slab.slots.assign(normal + (tail ? 1 : 0), kNobody);
   for (uint32_t i = normal; i-- > 0;) slab.free.push_back(i);
   std::fill_n(unit_slab_.begin() + first_unit, units, id);
-  if (geometry_) geometry_[first_unit].store(uint64_t{units} << kSlotPagesBits | slot_bytes / kPageBytes, std::memory_order_relaxed);
+  if (geometry_)
+    geometry_[first_unit].store(uint64_t{units} << kSlotPagesBits | slot_bytes / kPageBytes, std::memory_order_relaxed);
   return id;
 }
 
@@ -206,7 +208,8 @@ bool Arena::claim(Extent extent, uint32_t record) {
   if (!free) return false;
   for (uint32_t unit = first; unit <= last; ++unit) {
     if (unit_slab_[unit] != kNobody || restore_slab(unit)) continue;
-    // Units that the extent fills are one slot; of the units at its ends it takes only its pages, so that its neighbour can stand there.
+    // Units that the extent fills are one slot; of the units at its ends it takes only its pages, so that its neighbour can stand
+    // there.
     auto filled = [&](uint32_t u) { return u * unit_ >= extent.offset && (u + 1) * unit_ <= extent.end(); };
     uint32_t run = 1;
     while (filled(unit) && unit + run <= last && filled(unit + run) && unit_slab_[unit + run] == kNobody) ++run;

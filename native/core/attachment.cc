@@ -16,8 +16,8 @@
 namespace kv {
 namespace {
 
-// An answer comes in microseconds, but a processor that fell asleep waiting for it takes tens to wake: look for that long, giving way to
-// whoever wants the processor, before sleeping. (docs/design.md, "Decisions that differ": 58 us a round trip become 5.)
+// An answer comes in microseconds, but a processor that fell asleep waiting for it takes tens to wake: look for that long, giving
+// way to whoever wants the processor, before sleeping. (docs/design.md, "Decisions that differ": 58 us a round trip become 5.)
 constexpr uint64_t kAnswerPollNs = 50'000;
 
 uint64_t now_ns() {
@@ -41,7 +41,8 @@ Fd connect_to(const AttachOptions& options) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (options.socket_path.size() >= sizeof address.sun_path)
-    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options.socket_path.size()) + " bytes, the limit is " + std::to_string(sizeof address.sun_path - 1));
+    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options.socket_path.size()) +
+                                           " bytes, the limit is " + std::to_string(sizeof address.sun_path - 1));
   std::copy(options.socket_path.begin(), options.socket_path.end(), address.sun_path);
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   const double whole = std::floor(options.timeout_s);
@@ -67,8 +68,8 @@ uint64_t process_token() {
 
 // ---------------------------------------------------------------- the socket
 
-std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
-                                          std::vector<Fd>* descriptors) {
+std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count,
+                                          std::span<const uint8_t> body, std::vector<Fd>* descriptors) {
   protocol::Request request{protocol::kMagic, static_cast<uint16_t>(op), 0, count, tag};
   iovec out[2] = {{&request, sizeof request}, {const_cast<uint8_t*>(body.data()), body.size()}};
   msghdr message{};
@@ -115,8 +116,7 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
   if (!reader.ok() || reply.magic != protocol::kMagic || reply.op != request.op || reply.tag != tag)
     throw Error(Code::Detached, "the daemon's reply does not fit the request");
   const auto rest = reader.rest();
-  if (reply.status != protocol::kOk)
-    throw Error(static_cast<Code>(reply.status - 1), std::string(rest.begin(), rest.end()));
+  if (reply.status != protocol::kOk) throw Error(static_cast<Code>(reply.status - 1), std::string(rest.begin(), rest.end()));
   return {rest.begin(), rest.end()};
 }
 
@@ -156,7 +156,8 @@ void Attachment::close() {
   try {
     for (size_t at = 0; at < open.size(); at += kMaxKeysPerMessage) {
       const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
-      ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&open[at]), count * sizeof open[0]});
+      ask(protocol::Op::Abort, static_cast<uint32_t>(count),
+          {reinterpret_cast<const uint8_t*>(&open[at]), count * sizeof open[0]});
     }
   } catch (const Error&) {
     // Then the session's end gives them up.
@@ -175,7 +176,8 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
   attach.read_only = options_.read_only;
   attach.max_pins = options_.max_pins;
   if (options_.name.size() > protocol::kMaxNamespace)
-    throw Error(Code::InvalidArgument, "the namespace's name has " + std::to_string(options_.name.size()) + " bytes, the limit is " + std::to_string(protocol::kMaxNamespace));
+    throw Error(Code::InvalidArgument, "the namespace's name has " + std::to_string(options_.name.size()) +
+                                           " bytes, the limit is " + std::to_string(protocol::kMaxNamespace));
   std::copy(options_.name.begin(), options_.name.end(), attach.name);
   if (previous && !previous->foreign()) {
     attach.resume_session = previous->session_;
@@ -196,12 +198,14 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   try {
     body = fresh->handshake(socket, previous.get(), descriptors);
   } catch (const Error& error) {
-    if (error.code == Code::Detached) throw Error(Code::Unavailable, std::string("the daemon refused the session: ") + error.what());
+    if (error.code == Code::Detached)
+      throw Error(Code::Unavailable, std::string("the daemon refused the session: ") + error.what());
     throw;
   }
   protocol::Reader reader(body);
   const auto reply = reader.take<protocol::Attached>();
-  if (!reader.at_end() || descriptors.size() != (reply.resumed ? 3u : 4u)) throw Error(Code::IncompatibleVersion, "the daemon's answer to attach cannot be read");
+  if (!reader.at_end() || descriptors.size() != (reply.resumed ? 3u : 4u))
+    throw Error(Code::IncompatibleVersion, "the daemon's answer to attach cannot be read");
   if (reply.resumed) {
     Attachment& kept = *previous;
     std::vector<protocol::BlockItem> stopped;
@@ -215,7 +219,8 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     for (size_t at = 0; at < stopped.size(); at += kMaxKeysPerMessage) {
       const size_t count = std::min<size_t>(kMaxKeysPerMessage, stopped.size() - at);
       try {
-        kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count), {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
+        kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count),
+                 {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
       } catch (const Error&) {
         kept.remember_stopped({stopped.begin() + static_cast<ptrdiff_t>(at), stopped.end()});
         throw;
@@ -242,7 +247,8 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
   pool_ = Mapping(descriptors[2].get(), reply.pool_bytes, false);
   if (!options_.read_only) writable_ = Mapping(descriptors[2].get(), reply.pool_bytes, true);
   const auto* header = table_.at<TableHeader>(0);
-  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion || header->total_bytes > table_.size())
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
+      header->total_bytes > table_.size())
     throw Error(Code::IncompatibleVersion, "the block table is of another version");
   index = Index(table_.data());
 }
@@ -256,7 +262,9 @@ Attachment::~Attachment() {
     return;
   }
   if (!populator_->thread.joinable()) return;
-  { std::lock_guard lock(populator_->mutex); }
+  {
+    std::lock_guard lock(populator_->mutex);
+  }
   populator_->wanted.notify_all();
   populator_->thread.join();
 }
@@ -301,7 +309,8 @@ void Attachment::populate() {
       if (stop_.load()) return;
     }
     const uint64_t step = std::min(kPopulateStep, pool_.size() - at);
-    if (step == 0 || ::madvise(pool_.data() + at, step, MADV_POPULATE_READ) != 0) return;  // cut by another client: touching it will tell
+    if (step == 0 || ::madvise(pool_.data() + at, step, MADV_POPULATE_READ) != 0)
+      return;  // cut by another client: touching it will tell
     if (writable_ && ::madvise(writable_.data() + at, step, MADV_POPULATE_WRITE) != 0) return;
     at += step;
     populated_.store(std::min(at, pool_.size()), std::memory_order_relaxed);

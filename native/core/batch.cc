@@ -20,7 +20,8 @@ void Batch::close() {
   thread_local std::vector<uint32_t> slots;
   slots.clear();
   for (Item& item : items_)
-    if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) && item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
+    if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) &&
+        item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
       slots.push_back(item.slot);
   if (!slots.empty() && !attachment_->foreign()) attachment_->board->clear(slots);
 }
@@ -34,7 +35,8 @@ void Batch::hold(size_t i) {
 
 // A child's copy must not clear its parent's pins.
 void Batch::let_go(size_t i) {
-  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign()) attachment_->board->clear({&items_[i].slot, 1});
+  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign())
+    attachment_->board->clear({&items_[i].slot, 1});
 }
 
 bool Batch::sealed(size_t i) const {
@@ -59,7 +61,8 @@ uint32_t Batch::layers_ready(size_t i) const {
 void Batch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const {
   const Item& item = items_[i];
   if (layer >= item.layout->num_layers())
-    throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(item.layout->num_layers() - 1));
+    throw Error(Code::InvalidArgument,
+                "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(item.layout->num_layers() - 1));
   std::atomic<uint64_t>& word = attachment_->progress(item.at.record);
   const PinBoard::Waiting waiting(*attachment_->board);
   for (;;) {
@@ -70,7 +73,8 @@ void Batch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const
     timespec now;
     ::clock_gettime(CLOCK_MONOTONIC, &now);
     if (now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec))
-      throw Error(Code::DeadlineExceeded, "layer " + std::to_string(layer) + " did not come in time; " + std::to_string(layers_ready(i)) + " are there");
+      throw Error(Code::DeadlineExceeded,
+                  "layer " + std::to_string(layer) + " did not come in time; " + std::to_string(layers_ready(i)) + " are there");
     futex_wait(word, static_cast<uint32_t>(seen), deadline);
   }
 }
@@ -81,7 +85,8 @@ bool Batch::verify(size_t i) const {
   const uint32_t tokens = item.at.shape.tokens;
   const auto* stored = reinterpret_cast<const uint32_t*>(bytes(i) + item.layout->checksums_offset(tokens));
   for (uint32_t layer = 0; layer < item.layout->num_layers(); ++layer)
-    if (crc32c(bytes(i) + item.layout->layer_offset(layer, tokens), item.layout->layer_bytes(layer, tokens)) != stored[layer]) return false;
+    if (crc32c(bytes(i) + item.layout->layer_offset(layer, tokens), item.layout->layer_bytes(layer, tokens)) != stored[layer])
+      return false;
   return true;
 }
 

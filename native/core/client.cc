@@ -115,7 +115,8 @@ void Client::ask_where(Attachment& at, std::span<const Key> keys, std::span<cons
     protocol::Reader reader(answer);
     for (size_t i : part) {
       const auto item = reader.take<protocol::LookUpItem>();
-      if (!reader.ok() || item.record >= at.index.max_blocks()) throw Error(Code::Detached, "the daemon's answer to a look-up cannot be read");
+      if (!reader.ok() || item.record >= at.index.max_blocks())
+        throw Error(Code::Detached, "the daemon's answer to a look-up cannot be read");
       found[i] = item.presence == static_cast<uint32_t>(Presence::Missing) ? Find::Miss : Find::Hit;
       where[i] = {item.record, Control{item.control}, Extent::unpack(item.extent), Shape::unpack(item.shape), 0};
     }
@@ -221,7 +222,9 @@ uint32_t Client::count_over(protocol::Op op, std::span<const Key> keys) {
   uint32_t count = 0;
   for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
     const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
-    for (uint8_t there : at->ask(op, static_cast<uint32_t>(part.size()), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()})) count += there;
+    for (uint8_t there :
+         at->ask(op, static_cast<uint32_t>(part.size()), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()}))
+      count += there;
   }
   return count;
 }

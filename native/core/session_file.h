@@ -1,6 +1,7 @@
 // A session's page file, both ends of it. The daemon makes the file, takes flock(LOCK_EX) on one open file description and
-// hands that description to the client; the kernel drops the lock when the last descriptor and the last mapping of that description
-// are gone, forks included. So "can I take the lock on a description of my own" is the question "can anybody still touch the memory".
+// hands that description to the client; the kernel drops the lock when the last descriptor and the last mapping of that
+// description are gone, forks included. So "can I take the lock on a description of my own" is the question "can anybody still
+// touch the memory".
 //
 // Daemon: SessionFile. Client: PinBoard, which takes and clears pins by the hazard protocol.
 // Invariant: a pin is written into a word that was 0, never moves, and is cleared only by the process that wrote it.
@@ -77,7 +78,8 @@ class PinBoard {
   void touched(std::span<const uint32_t> records);
   void count(uint64_t hits, uint64_t misses);
 
-  // While one lives, the daemon wakes this session's sleepers. Made before the last look at the record (see Store::anybody_waits).
+  // While one lives, the daemon wakes this session's sleepers. Made before the last look at the record (see
+  // Store::anybody_waits).
   class Waiting {
    public:
     explicit Waiting(PinBoard& board) : count_(board.mapping_.at<SessionPage>(0)->waiting) {

@@ -64,8 +64,9 @@ std::string stats_json(Store& store) {
   };
 #define X(name) field(#name, s.name);
   X(used_bytes)
-      X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins)
-          X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
+  X(capacity_bytes)
+      X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins) X(sessions)
+          X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
 #undef X
               return out +
       "}";

@@ -23,8 +23,8 @@ namespace {
 constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by then is dropped
 constexpr int kBacklog = 128;
 
-// While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that fell asleep
-// takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
+// While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that
+// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
 constexpr uint64_t kStreamGapNs = 200'000;
 constexpr uint64_t kStreamPollNs = 100'000;
 constexpr int kBatch = 64;
@@ -55,13 +55,15 @@ void SessionServer::start() {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (options_.socket_path.size() >= sizeof address.sun_path)
-    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options_.socket_path.size()) + " bytes, the limit is " +
-                                           std::to_string(sizeof address.sun_path - 1) + ": " + options_.socket_path);
+    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options_.socket_path.size()) +
+                                           " bytes, the limit is " + std::to_string(sizeof address.sun_path - 1) + ": " +
+                                           options_.socket_path);
   std::copy(options_.socket_path.begin(), options_.socket_path.end(), address.sun_path);
   listener_ = Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   ::unlink(options_.socket_path.c_str());  // left by a daemon that is gone: the runtime directory's lock is ours
   // Who may connect is decided by credentials; the mode only keeps strangers from filling the backlog.
-  const bool others = std::any_of(options_.allowed_uids.begin(), options_.allowed_uids.end(), [](uint32_t uid) { return uid != ::geteuid(); });
+  const bool others =
+      std::any_of(options_.allowed_uids.begin(), options_.allowed_uids.end(), [](uint32_t uid) { return uid != ::geteuid(); });
   const mode_t mode = others ? 0666 : 0600;
   const mode_t before = ::umask(0177);
   const int bound = ::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
@@ -97,7 +99,8 @@ std::vector<std::pair<std::string, Store::SessionInfo>> SessionServer::sessions(
 double SessionServer::thread_cpu_s() const {
   clockid_t clock;
   timespec t{};
-  if (thread_.joinable() && ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0) ::clock_gettime(clock, &t);
+  if (thread_.joinable() && ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0)
+    ::clock_gettime(clock, &t);
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
@@ -114,7 +117,8 @@ void SessionServer::run() {
     }
     epoll_event events[kBatch];
     const bool polling = now_ns() < poll_until_ns;
-    const int count = ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
+    const int count =
+        ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
     if (count > 0) {
       const uint64_t event_ns = now_ns();
       poll_until_ns = event_ns - last_event_ns < kStreamGapNs ? event_ns + kStreamPollNs : 0;
@@ -136,7 +140,8 @@ void SessionServer::run() {
         if (!connections_.count(fd)) next_tick = 0;  // a session ended: what it held may be free at once
       }
     }
-    // Last: a new connection may get the number of one that was closed above, and with it an event of this batch that was meant for the other.
+    // Last: a new connection may get the number of one that was closed above, and with it an event of this batch that was meant
+    // for the other.
     if (knock) accept_all();
   }
 }
@@ -157,7 +162,8 @@ void SessionServer::accept_all() {
     socklen_t length = sizeof who;
     const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0;
     const auto& allowed = options_.allowed_uids;
-    const bool ours = who.uid == 0 || who.uid == ::geteuid() || std::find(allowed.begin(), allowed.end(), who.uid) != allowed.end();
+    const bool ours =
+        who.uid == 0 || who.uid == ::geteuid() || std::find(allowed.begin(), allowed.end(), who.uid) != allowed.end();
     if (!known || !ours || connections_.size() >= options_.max_sessions) {
       refused_.fetch_add(1);
       continue;  // closing is the answer: a stranger learns nothing
@@ -214,7 +220,8 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
   if (!body.ok() || request.magic != protocol::kMagic) return close(fd);
   try {
     if (request.count > kMaxKeysPerMessage)
-      throw Error(Code::InvalidArgument, "the message announces " + std::to_string(request.count) + " items, the limit is " + std::to_string(kMaxKeysPerMessage));
+      throw Error(Code::InvalidArgument, "the message announces " + std::to_string(request.count) + " items, the limit is " +
+                                             std::to_string(kMaxKeysPerMessage));
     if (static_cast<protocol::Op>(request.op) == protocol::Op::Attach) return attach(connection, request, body);
     if (!connection.store) throw Error(Code::FailedPrecondition, "attach first");
     const std::vector<uint8_t> reply = answer(connection, request, body);

@@ -57,7 +57,8 @@ void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
   const Control now = control(record);
   KV_INVARIANT(allowed(now.state(), event, to));
   const bool retire = to == State::Zombie || to == State::Quarantined;
-  index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word, std::memory_order_release);
+  index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word,
+                                      std::memory_order_release);
 }
 
 // The record decides; this word only tells those who wait. Whoever calls this wakes them.
@@ -66,8 +67,8 @@ void Store::publish_progress(uint32_t record, Phase phase) {
   progress_[record].store(progress_word(control(record).generation(), layers, phase), std::memory_order_release);
 }
 
-// Does a reader sleep on any progress word, or is it about to? It says so in its page, fences, and looks at the record again before it
-// sleeps; we changed the record and fence before we read the page. One of the two sees the other, so no wake is lost.
+// Does a reader sleep on any progress word, or is it about to? It says so in its page, fences, and looks at the record again
+// before it sleeps; we changed the record and fence before we read the page. One of the two sees the other, so no wake is lost.
 bool Store::anybody_waits() const {
   fence_full();
   if (waiting_here_.load(std::memory_order_relaxed)) return true;
@@ -76,8 +77,8 @@ bool Store::anybody_waits() const {
   return false;
 }
 
-// What one use counts for now, relative to a use at the origin. Each counts for a little more than the one before, also within a tick
-// of the clock: of two blocks used once, the later one stays.
+// What one use counts for now, relative to a use at the origin. Each counts for a little more than the one before, also within a
+// tick of the clock: of two blocks used once, the later one stays.
 double Store::use_now() {
   timespec now;
   ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
@@ -85,7 +86,9 @@ double Store::use_now() {
   if (tick_ns == use_tick_ns_) return use_value_ *= 1 + 0x1p-40;
   use_tick_ns_ = tick_ns;
   auto& origin = index_.header().origin_s;
-  auto since = [&] { return std::max(0.0, static_cast<double>(tick_ns) * 1e-9 - static_cast<double>(origin.load(std::memory_order_relaxed))); };
+  auto since = [&] {
+    return std::max(0.0, static_cast<double>(tick_ns) * 1e-9 - static_cast<double>(origin.load(std::memory_order_relaxed)));
+  };
   if (since() / kHalfLifeSeconds > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
@@ -114,7 +117,8 @@ void Store::use(uint32_t record) {
 // ---------------------------------------------------------------- layouts
 
 const Layout& Store::layout_of(uint32_t id) const {
-  if (id >= layouts_.size() || !layouts_[id]) throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  if (id >= layouts_.size() || !layouts_[id])
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
   return *layouts_[id];
 }
 
@@ -124,7 +128,8 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob) {
   for (uint32_t id = 0; id < layouts_.size(); ++id)
     if (layouts_[id]->blob == layout.blob) return id;
   const auto id = static_cast<uint32_t>(layouts_.size());
-  if (id == kMaxLayouts) throw Error(Code::NoSpace, "all " + std::to_string(kMaxLayouts) + " layouts of this namespace are taken");
+  if (id == kMaxLayouts)
+    throw Error(Code::NoSpace, "all " + std::to_string(kMaxLayouts) + " layouts of this namespace are taken");
   std::byte* slot = table_.data() + index_.header().layouts_offset + id * kLayoutSlotBytes;
   const auto length = static_cast<uint32_t>(blob.size());
   std::memcpy(slot + 4, blob.data(), length);
@@ -180,7 +185,8 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     const uint32_t now = realtime_s();
     r.created_s.store(now, std::memory_order_relaxed);
     const uint64_t expiry = uint64_t{now} + request.ttl_s + 1;
-    r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0, std::memory_order_relaxed);
+    r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
+                     std::memory_order_relaxed);
     r.parent.store(item.parent, std::memory_order_relaxed);
     r.rank.store(0, std::memory_order_relaxed);
   }
@@ -245,7 +251,8 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     make_room(layout.extent_bytes(request.items[missing[0]].tokens), missing.size());
     missing = attempt();
   }
-  for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_; --tries) {  // blocks of other lengths in the batch
+  for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_;
+       --tries) {  // blocks of other lengths in the batch
     const size_t before = missing.size();
     make_room(layout.extent_bytes(request.items[missing.back()].tokens), 1);
     missing = attempt();
@@ -304,7 +311,8 @@ void Store::mark_layer(Handle handle, uint32_t layers) {
   Lock lock = enter();
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const Control now = control(handle.record);
-  if (now.generation() != handle.generation || now.state() != State::Created) throw Error(Code::BlockLost, "the block is not being written");
+  if (now.generation() != handle.generation || now.state() != State::Created)
+    throw Error(Code::BlockLost, "the block is not being written");
   const uint32_t limit = layout_of(shape_of(handle.record).layout).num_layers();
   if (layers > limit) throw Error(Code::InvalidArgument, limit_text("layers ready", layers, limit));
   progress_[handle.record].store(progress_word(handle.generation, layers, Phase::Writing), std::memory_order_release);

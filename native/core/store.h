@@ -1,12 +1,13 @@
 // The store: the one mutator of a namespace. Index, arena, sessions' claims and eviction change here and nowhere else, under one
-// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` may let go of the lock between two
-// attempts to let the pool grow.)
+// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` may let go of the lock between
+// two attempts to let the pool grow.)
 //
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: what clients ask for. store_reclaim.cc: making room, pins, zombies, sessions' ends. store_adopt.cc: a new table, or the
-// table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics, integrity.
+// store.cc: what clients ask for. store_reclaim.cc: making room, pins, zombies, sessions' ends. store_adopt.cc: a new table, or
+// the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics,
+// integrity.
 #pragma once
 
 #include <bit>
@@ -235,9 +236,10 @@ class Store {
   template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
   void each_pin(F&& f) {
     for (auto& [id, session] : sessions_)
-      if (session->file) session->file->each_pin([&](uint64_t pin) {
-        if (pin_record(pin) < index_.max_blocks()) f(pin_record(pin), pin_generation(pin));
-      });
+      if (session->file)
+        session->file->each_pin([&](uint64_t pin) {
+          if (pin_record(pin) < index_.max_blocks()) f(pin_record(pin), pin_generation(pin));
+        });
     for (auto& [record, pin] : io_pins_) f(record, pin.generation);
   }
   void drain_rings();
@@ -278,9 +280,9 @@ class Store {
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
-  std::unordered_map<uint32_t, IoPin> io_pins_;                   // record -> the daemon's own reads in flight
-  std::vector<std::pair<uint32_t, uint32_t>> expiries_;           // heap of (second, record); entries outlive their blocks
-  std::optional<Extent> reserved_;                                // freed as the last resort of make_room, for the next grant
+  std::unordered_map<uint32_t, IoPin> io_pins_;          // record -> the daemon's own reads in flight
+  std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
+  std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   uint32_t free_head_ = Index::kAbsent;
   uint64_t used_bytes_ = 0;
   uint64_t records_used_ = 0;

@@ -13,7 +13,7 @@
 namespace kv {
 namespace {
 
-constexpr int kTickBusyMs = 50;   // while something waits to become free
+constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
 
 bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
@@ -103,9 +103,9 @@ void Store::drain_rings() {
 
 // ---------------------------------------------------------------- eviction
 
-// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more; then, whichever is worth
-// less for the room it makes, the least valuable blocks of the same class or a slab of another class; then, when the class has
-// nothing left, the cheapest slab anywhere, and at last the cheapest run of slots just long enough.
+// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more; then, whichever is
+// worth less for the room it makes, the least valuable blocks of the same class or a slab of another class; then, when the class
+// has nothing left, the cheapest slab anywhere, and at last the cheapest run of slots just long enough.
 void Store::make_room(uint64_t length, size_t count) {
   reap_sessions();
   scan_zombies();
@@ -120,7 +120,8 @@ void Store::make_room(uint64_t length, size_t count) {
   if (own.record == policy_.kNone) {
     taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY, pinned).has_value();
   } else if (any.score < own.score) {
-    // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few slabs.
+    // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
+    // slabs.
     const uint64_t at = extent_of(any.record).offset;
     const double worth = own.score * static_cast<double>(slab / size_class * size_class);
     taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth, pinned).has_value();
@@ -168,8 +169,8 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
   }
   double best = limit;
   std::pair<size_t, size_t> run{0, 0};
-  // The window's cost is a sum from its left end to `middle` and one from there on. Not a running difference: scores differ by so many
-  // orders of magnitude that it would keep nothing but rounding errors.
+  // The window's cost is a sum from its left end to `middle` and one from there on. Not a running difference: scores differ by so
+  // many orders of magnitude that it would keep nothing but rounding errors.
   std::vector<double> older;
   double newer = 0;
   size_t begin = 0, middle = 0;
