@@ -176,10 +176,10 @@ class Page {
   void unmap() { board.reset(); }
   uint32_t pin(Handle handle) {
     const uint64_t word = pin_word(handle.record, handle.generation);
-    uint32_t slot = PinBoard::kNoSlot;
-    board->take({&word, 1}, &slot);
-    return slot;
+    uint32_t slot;
+    return board->take({&word, 1}, &slot) == 1 ? slot : PinBoard::kNoSlot;
   }
+  void clear(uint32_t slot) { board->clear({&slot, 1}); }
 
   uint32_t id = 0;
   std::optional<PinBoard> board;
