@@ -195,9 +195,8 @@ def row(kind: str, found: dict, theirs: str, dtype: str) -> dict:
     if dtype != "float32":
         cell["variant"] = dtype
     title = f"{kind} TTFT, {found['tokens']:,} {what}, CPU time"
-    return {
-        "id": f"{identifier}_{found['tokens']}", "title": title, "reach": reach, "cells": [cell], "detail": found,
-    }  # fmt: skip
+    number = found["tokens"]
+    return {"id": f"{identifier}_{number}", "title": title, "reach": reach, "cells": [cell], "detail": found}
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(path)
 client = kvclient.connect()  # the daemon of $KVSTORED_DIR, /run/kvstored or $XDG_RUNTIME_DIR/kvstored
 kv = kvclient.hf.attach(model, client)  # from here on generate() looks up, loads and publishes
 
-prompt = open(kvclient.__file__).read() * 4 + "\nIn one sentence, this library"
+prompt = pathlib.Path(kvclient.__file__).read_text() * 4 + "\nIn one sentence, this library"
 inputs = tokenizer(prompt, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
 

@@ -133,8 +133,10 @@ class _Trial:
 
     def _hand_over(self, cache: Any) -> DynamicCache:
         handed = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        if cache is None or any(layer.keys is None for layer in cache.layers):
+            raise Refused(f"{self.name}: generate() does not fill the cache it was given")
+        count = len(self.prefix)
         for index, layer in enumerate(cache.layers):
-            count = len(self.prefix)
             handed.update(layer.keys[:, :, :count].clone(), layer.values[:, :, :count].clone(), index)
         return handed
 

@@ -71,7 +71,7 @@ REFUSED = {
         dict(head_dim=16, layer_types=["linear_attention", "linear_attention", "full_attention"],
              linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
              linear_value_head_dim=16, shared_expert_intermediate_size=32, **_MOE),
-        "",
+        "linear",
     ),
     "llama_dynamic": (
         "LlamaConfig", "LlamaForCausalLM",
@@ -81,8 +81,7 @@ REFUSED = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0):
-    """The model in eval mode, the same in every process for one seed. None if this release does not know it.
-    """
+    """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
     config_name, model_name, own, *_ = {**SERVED, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
