@@ -3,13 +3,13 @@
 Method: writer and follower are two calls of one test; nothing waits for a guessed time.
 """
 
+import struct
+
 import grpc
 import pytest
 
-from kvstored.v1 import block_pb2, store_pb2
+from kvstored.v1 import admin_pb2, block_pb2, store_pb2
 from tests.e2e.grpc_calls import CALL_S, INVALID, LAYER_BYTES, LAYERS, UNKNOWN, content, key, refused
-
-# ---- following
 
 
 def test_a_follower_gets_each_layer_as_it_is_published(calls):
@@ -69,3 +69,28 @@ def test_followers_are_bounded_and_do_not_hold_up_others(calls):
     assert calls.get("b") == [content("b")]
     for stream in streams:
         stream.cancel()
+
+
+def test_layers_of_different_lengths_are_padded_alike_on_both_sides(calls):
+    """The daemon's Python half and its native half read the layout for themselves."""
+    per_token = (100, 1, 512, 513, 7)
+    blob = struct.pack("<4s9I5I", b"KVL1", 5, 2, 1, 1, 0, 16, 0, 10, 4, *per_token)
+    for tokens in (1, 3, 16):
+        created = calls.create([key(tokens)], layout_id=calls.register(blob).layout_id, token_counts=[tokens])
+        result = created.results[0]
+        block = calls.admin.Describe(admin_pb2.DescribeRequest(key=key(tokens)), timeout=CALL_S).block
+        assert result.length_bytes == block.length_bytes
+        assert result.writable_bytes == result.length_bytes + 512 + 10 + 4 * tokens
+        data = content(tokens, result.length_bytes)
+        calls.write(created.lease.id, key(tokens), data)
+        refused(
+            lambda r=result, c=created, t=tokens: calls.write(c.lease.id, key(t), b"x", r.writable_bytes),
+            INVALID,
+        )
+        calls.seal(created.lease.id)
+        at = 0
+        layers = [message for message in calls.follow(tokens) if message.data]
+        for layer, (message, size) in enumerate(zip(layers, per_token, strict=True)):
+            assert message.layer == layer and message.data == data[at : at + size * tokens]
+            at += -(-size * tokens // 512) * 512
+        assert at == result.length_bytes
