@@ -9,6 +9,7 @@ import socket
 
 import grpc
 import pytest
+from google.protobuf import message_factory
 
 from kvclient.conformance.case import SMALL, new_keys
 from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
@@ -50,33 +51,27 @@ def call(channel: grpc.Channel, method, payloads: list[bytes]) -> grpc.StatusCod
     return grpc.StatusCode.OK
 
 
-def examples(choose: random.Random, method) -> bytes:
-    """A plausible request of that method: the fields filled by their types."""
-    message = getattr(
-        __import__(f"kvstored.v1.{method.input_type.file.name.split('/')[-1][:-6]}_pb2", fromlist=["x"]),
-        method.input_type.name,
-    )()
+def value_of(choose: random.Random, field):
+    """A plausible value for a field of that type."""
+    if field.type == field.TYPE_BYTES:
+        return choose.randbytes(32)
+    if field.type == field.TYPE_STRING:
+        return "default" if field.name == "namespace" else "1"
+    if field.type == field.TYPE_BOOL:
+        return bool(choose.randrange(2))
+    return choose.choice([0, 1, 50, 1 << 16, (1 << 32) - 1])
+
+
+def plausible(choose: random.Random, method) -> bytes:
+    """A request of that method with most fields filled by their types."""
+    message = message_factory.GetMessageClass(method.input_type)()
     for field in method.input_type.fields:
-        if choose.randrange(4) == 0:
-            continue
-        value = {
-            field.CPPTYPE_STRING: lambda f=field: (
-                "default"
-                if f.name == "namespace"
-                else choose.randbytes(32)
-                if f.type == f.TYPE_BYTES
-                else "1"
-            ),
-            field.CPPTYPE_UINT32: lambda: choose.choice([0, 1, 100, 1 << 16, (1 << 32) - 1]),
-            field.CPPTYPE_UINT64: lambda: choose.choice([0, 1, 50, 1 << 20, (1 << 64) - 1]),
-            field.CPPTYPE_BOOL: lambda: bool(choose.randrange(2)),
-        }[field.cpp_type]
-        if field.is_repeated:
-            getattr(message, field.name).extend(value() for _ in range(choose.randrange(4)))
-        else:
-            setattr(message, field.name, value())
-    if "timeout_ms" in method.input_type.fields_by_name:
-        message.timeout_ms = min(message.timeout_ms, 50)
+        if field.name == "timeout_ms":
+            message.timeout_ms = 50
+        elif field.is_repeated:
+            getattr(message, field.name).extend(value_of(choose, field) for _ in range(choose.randrange(4)))
+        elif choose.randrange(4):
+            setattr(message, field.name, value_of(choose, field))
     return message.SerializeToString()
 
 
@@ -92,13 +87,15 @@ def mutate(choose: random.Random, data: bytes) -> bytes:
 
 
 def fuzz(watched, rounds: int, seed: int) -> None:
-    attacked = watched(args=("--lease-timeout-s", "1"))  # what a fuzzed create was granted ends with its lease
+    attacked = watched(
+        args=("--lease-timeout-s", "1")
+    )  # what a fuzzed create was granted ends with its lease
     choose = random.Random(seed)
     seen = set()
     with channel_of(attacked.daemon) as channel:
         for round_ in range(rounds):
             method = METHODS[round_ % len(METHODS)]
-            good = examples(choose, method)
+            good = plausible(choose, method)
             payload = (
                 good
                 if choose.randrange(4) == 0
