@@ -239,6 +239,57 @@ def test_a_tolerant_client_computes_on(daemon, layouts):
     assert kvclient.metrics()["kvclient_degraded"] == 0
 
 
+def test_a_daemon_that_comes_later(daemon, layouts):
+    """on_error="miss" may attach before there is a daemon; a layout named meanwhile is good when it comes."""
+    late = daemon(memory="8MiB", start=False)
+    with pytest.raises(Unavailable):
+        late.connect()
+    client = late.connect(on_error="miss")
+    assert client.degraded and client.lookup(new_keys(3)).resident == 0
+    layout = client.register_layout(SMALL.to_blob())
+    late.start()
+    with late.connect() as other:
+        layouts(other)
+        keys = new_keys(2)
+
+        def stored() -> bool:
+            with client.create(keys, layout) as writer:
+                for index in writer.granted:
+                    fill(writer[index])
+            return client.lookup(keys).resident == 2
+
+        eventually(stored, "the client stores blocks")
+        assert not client.degraded
+        with other.get(keys) as blocks:
+            for block in blocks:
+                check(block)
+        del block, blocks
+
+
+def test_an_empty_pool_takes_the_place_of_a_full_one(daemon, layouts):
+    """on_error="miss" attaches before there is a daemon; a layout named meanwhile is good when it comes."""
+    started = daemon(memory="8MiB")
+    client = started.connect()
+    small, big = layouts(client)
+    keys = new_keys(3)
+    put(client, keys, small)
+    held = client.get(keys)
+    started.stop()
+    started.args.append("--fresh")
+    started.start()
+    with started.connect() as other:
+        assert other.register_layout(BIG.to_blob()) != big, "ids are given anew, in another order"
+    assert client.lookup(keys).resident == 0
+    put(client, keys, small)
+    with client.get(keys) as blocks:
+        for block in blocks:
+            check(block)
+    for block in held:
+        check(block)
+    del block, blocks
+    held.release()
+
+
 def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
     """Every call has a deadline; reading needs no daemon; afterwards all goes on."""
     started = daemon(memory="8MiB")
