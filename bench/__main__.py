@@ -39,6 +39,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)"
     )
     parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="replace these rows in an earlier run's file"
+    )
+    parser.add_argument(
         "--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file"
     )
     chosen = parser.parse_args(words)
@@ -95,12 +98,10 @@ def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Ins
         run["rows"] += found
 
 
-def measure(chosen) -> dict:
-    rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
-    columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
-    run = {
+def new_run(chosen) -> dict:
+    return {
         "format": 1,
-        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m bench", *sys.argv[1:]]),
         "quick": chosen.quick,
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "rounds": chosen.rounds,
@@ -109,8 +110,12 @@ def measure(chosen) -> dict:
         "absent": [],
         "rows": [],
     }
-    run["command"] = run["command"].strip()
-    started = time.monotonic()
+
+
+def measure(chosen, run: dict) -> None:
+    """Fill `run` row by row: what was measured before an interrupt is kept."""
+    rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
+    columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
     installed = install(set(columns))
     for session in ("index", "bulk"):
         mine = [row for row in rows if SESSION_OF.get(row.session) == session]
@@ -118,9 +123,13 @@ def measure(chosen) -> dict:
             run_session(session, mine, columns, chosen, installed, run)
     add_scaling(run["rows"])
     run_scripts([row for row in rows if row.session == "script"], columns, chosen.quick, installed, run)
-    run["took_s"] = round(time.monotonic() - started, 1)
-    run["load_after"] = round(os.getloadavg()[0], 2)
-    return run
+
+
+def replaced(old: dict, new: dict) -> dict:
+    """An earlier run with the rows of a later one in their places; each row keeps its own run's beginning."""
+    fresh = {row["id"]: {**row, "started": new["started"]} for row in new["rows"]}
+    rows = [fresh.pop(row["id"], row) for row in old["rows"]] + list(fresh.values())
+    return {**old, "rows": rows, "versions": {**old["versions"], **new["versions"]}}
 
 
 def main() -> int:
@@ -128,12 +137,20 @@ def main() -> int:
     if chosen.table:
         print(markdown(json.loads(chosen.table.read_text())), end="")
         return 0
-    run = measure(chosen)
+    run, started = new_run(chosen), time.monotonic()
+    try:
+        measure(chosen, run)
+    except KeyboardInterrupt:
+        progress("interrupted: the rows so far are kept")
+    run["took_s"] = round(time.monotonic() - started, 1)
+    run["load_after"] = round(os.getloadavg()[0], 2)
     target = chosen.json or ROOT / "bench" / "out" / time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
+    if chosen.into:
+        target, run = chosen.into, replaced(json.loads(chosen.into.read_text()), run)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(run, indent=1) + "\n")
     print(markdown(run), end="")
-    progress(f"{run['took_s']:.0f} s; figures in {target}")
+    progress(f"{time.monotonic() - started:.0f} s; figures in {target}")
     return 0
 
 

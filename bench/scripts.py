@@ -4,8 +4,10 @@ Runs them as processes and takes the rows out of the JSON they write; what fails
 line.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,32 +22,43 @@ def run_script(module: str, column: str, quick: bool, env: dict[str, str] | None
     """{"rows": […], "absent": […]} of one script."""
     progress(f"running {module}")
     with tempfile.TemporaryDirectory(prefix="kvbench-") as home:
-        target = Path(home) / "figures.json"
+        target, log = Path(home) / "figures.json", Path(home) / "log"
         command = [sys.executable, "-m", module, "--json", str(target)] + (["--quick"] if quick else [])
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=SCRIPT_TIMEOUT_S[module],
-                env={**os.environ, **(env or {})},
-            )
-            sys.stderr.write(done.stderr)
-            if done.returncode == 0:
+            status = _run_group(command, log, SCRIPT_TIMEOUT_S[module], env or {})
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            for line in lines:
+                if line.startswith("bench: "):
+                    print(line, file=sys.stderr)
+            if status == 0:
                 return json.loads(target.read_text())
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or [
-                f"exit status {done.returncode}"
-            ]
-            reason = lines[-1][:160]
+            reason = f"exit status {status}: {lines[-1][:160] if lines else 'nothing printed'}"
         except subprocess.TimeoutExpired:
             reason = f"not done within {SCRIPT_TIMEOUT_S[module]} s"
         except (OSError, ValueError) as failure:
             reason = str(failure)
     progress(f"{module}: {reason}")
     return {"rows": [], "absent": [{"column": column, "reason": f"{module}: {reason}"}]}
+
+
+def _run_group(command: list[str], log: Path, timeout_s: float, env: dict[str, str]) -> int:
+    """Run in a process group of its own, so that a script that is late or dies leaves no daemon behind."""
+    with open(log, "wb") as out:
+        script = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        try:
+            return script.wait(timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nobody of it is left: as it should be
+                os.killpg(script.pid, signal.SIGKILL)
+            script.wait()
 
 
 def merge_rows(into: list[dict], more: list[dict]) -> None:

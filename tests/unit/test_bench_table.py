@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import replaced
 from bench.figures import absent_cell, add_ratios, cell_of, percentile
 from bench.table import markdown, number
 
@@ -145,6 +146,17 @@ def test_ratios_compare_neighbours_in_time():
 @pytest.mark.parametrize(("share", "value"), [(0.5, 5), (0.99, 10), (1.0, 10), (0.0, 1)])
 def test_percentile(share, value):
     assert percentile(list(range(10, 0, -1)), share) == value
+
+
+def test_measuring_rows_again_replaces_them_in_place():
+    again = {**RUN, "started": "2026-01-03 00:00 UTC", "versions": {"lmdb": "lmdb 0.9"}, "rows": [
+        {"id": "put1m", "title": "put", "reach": "≥ 1 ×", "cells": []}, {"id": "new", "title": "n", "reach": "", "cells": []}
+    ]}  # fmt: skip
+    merged = replaced(RUN, again)
+    assert [row["id"] for row in merged["rows"]] == ["lookup64", "put1m", "readers2", "new"]
+    assert merged["rows"][1]["cells"] == [] and merged["rows"][1]["started"] == "2026-01-03 00:00 UTC"
+    assert merged["rows"][0] == RUN["rows"][0] and merged["started"] == RUN["started"]
+    assert merged["versions"] == {"redis": "redis 7.0.15", "limit": "glibc 2.36", "lmdb": "lmdb 0.9"}
 
 
 def test_the_command_prints_the_table_of_a_file(tmp_path):
