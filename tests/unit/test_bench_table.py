@@ -149,9 +149,8 @@ def test_percentile(share, value):
 
 
 def test_measuring_rows_again_replaces_them_in_place():
-    again = {**RUN, "started": "2026-01-03 00:00 UTC", "versions": {"lmdb": "lmdb 0.9"}, "rows": [
-        {"id": "put1m", "title": "put", "reach": "≥ 1 ×", "cells": []}, {"id": "new", "title": "n", "reach": "", "cells": []}
-    ]}  # fmt: skip
+    rows = [{"id": name, "title": name, "reach": "", "cells": []} for name in ("put1m", "new")]
+    again = {**RUN, "started": "2026-01-03 00:00 UTC", "versions": {"lmdb": "lmdb 0.9"}, "rows": rows}
     merged = replaced(RUN, again)
     assert [row["id"] for row in merged["rows"]] == ["lookup64", "put1m", "readers2", "new"]
     assert merged["rows"][1]["cells"] == [] and merged["rows"][1]["started"] == "2026-01-03 00:00 UTC"
