@@ -109,9 +109,15 @@ void Store::drain_rings() {
 void Store::make_room(uint64_t length, size_t count) {
   reap_sessions();
   scan_zombies();
+  auto room = [&] { return free_head_ != Index::kAbsent && arena_.has_room(length); };
+  if (room()) return;
   drain_rings();
   const std::vector<uint32_t> pinned = pinned_records();
-  if (free_head_ == Index::kAbsent) evict_least(std::nullopt, count, pinned);
+  if (free_head_ == Index::kAbsent) {
+    evict_least(std::nullopt, count, pinned);
+    scan_zombies();
+    if (room()) return;
+  }
   const uint64_t size_class = Arena::size_class(length);
   const uint64_t slab = arena_.slab_bytes_for(length);
   const auto own = policy_.least(size_class);
@@ -129,7 +135,7 @@ void Store::make_room(uint64_t length, size_t count) {
   if (!taken) evict_least(size_class, count, pinned);
   scan_zombies();
   if (arena_.has_room(length)) return;
-  reserved_ = evict_cheapest_run(arena_.pieces(false), size_class, INFINITY, pinned);
+  reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY, pinned);
   scan_zombies();
 }
 
