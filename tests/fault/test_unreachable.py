@@ -1,0 +1,131 @@
+"""Goal: a client whose daemon is away, late, frozen or replaced by an empty one does what its policy says,
+within its deadlines, and carries on when the store is back (design §10, ideas 5). Method: real daemons that
+are killed, started late, stopped by SIGSTOP, or started with --fresh on the same directory.
+"""
+
+import os
+import signal
+
+import pytest
+
+import kvclient
+from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
+from kvclient.errors import DeadlineExceeded, Unavailable
+from tests.fault.children import eventually
+
+
+def put(client, keys, layout_id):
+    with client.create(keys, layout_id) as writer:
+        assert writer.results == ["granted"] * len(keys), writer.results
+        for index in writer.granted:
+            fill(writer[index])
+
+
+def test_a_tolerant_client_computes_on(daemon, layouts):
+    """on_error="miss" with a real daemon: degraded while it is down, attached again after."""
+    started = daemon(memory="8MiB")
+    client = started.connect(on_error="miss")
+    small, _ = layouts(client)
+    keys = new_keys(2)
+    put(client, keys, small)
+    with client.create(new_keys(1), small) as writer:
+        started.kill()
+        assert client.create(new_keys(1), small).results == ["no_space"]
+        assert client.degraded and kvclient.metrics()["kvclient_degraded"] == 1
+        assert client.lookup(keys).resident == 2, "shared memory still answers"
+    assert writer.results == ["granted"]
+    started.start()
+    eventually(lambda: client.touch(keys) == 2, "the client is attached again")
+    assert not client.degraded
+    layout = client.register_layout(SMALL.to_blob())
+    put(client, new_keys(1), layout)
+    client.close()
+    assert kvclient.metrics()["kvclient_degraded"] == 0
+
+
+def test_a_daemon_that_comes_later(daemon, layouts):
+    """on_error="miss" may attach before there is a daemon; a layout named meanwhile is good when it comes."""
+    late = daemon(memory="8MiB", start=False)
+    with pytest.raises(Unavailable):
+        late.connect()
+    client = late.connect(on_error="miss")
+    assert client.degraded and client.lookup(new_keys(3)).resident == 0
+    layout = client.register_layout(SMALL.to_blob())
+    late.start()
+    with late.connect() as other:
+        layouts(other)
+        keys = new_keys(2)
+
+        def stored() -> bool:
+            with client.create(keys, layout) as writer:
+                for index in writer.granted:
+                    fill(writer[index])
+            return client.lookup(keys).resident == 2
+
+        eventually(stored, "the client stores blocks")
+        assert not client.degraded
+        with other.get(keys) as blocks:
+            for block in blocks:
+                check(block)
+        del block, blocks
+
+
+def test_an_empty_pool_takes_the_place_of_a_full_one(daemon, layouts):
+    """on_error="miss" attaches before there is a daemon; a layout named meanwhile is good when it comes."""
+    started = daemon(memory="8MiB")
+    client = started.connect()
+    small, big = layouts(client)
+    keys = new_keys(3)
+    put(client, keys, small)
+    held = client.get(keys)
+    started.stop()
+    started.args.append("--fresh")
+    started.start()
+    with started.connect() as other:
+        assert other.register_layout(BIG.to_blob()) != big, "ids are given anew, in another order"
+    assert client.lookup(keys).resident == 0
+    put(client, keys, small)
+    with client.get(keys) as blocks:
+        for block in blocks:
+            check(block)
+    for block in held:
+        check(block)
+    del block, blocks
+    held.release()
+
+
+def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
+    """Every call has a deadline; reading needs no daemon; afterwards all goes on."""
+    started = daemon(memory="8MiB")
+    client, tolerant = started.connect(timeout_s=0.3), started.connect(timeout_s=0.3, on_error="miss")
+    small, _ = layouts(client)
+    keys = new_keys(3)
+    put(client, keys, small)
+    os.kill(started.pid, signal.SIGSTOP)
+    try:
+        for call in (lambda: client.create(new_keys(1), small), lambda: client.delete(keys), client.stats):
+            with pytest.raises((DeadlineExceeded, Unavailable)):
+                call()
+        assert tolerant.create(new_keys(1), small).results == ["no_space"] and tolerant.degraded
+        for reader in (client, tolerant):
+            with reader.get(keys) as blocks:
+                for block in blocks:
+                    check(block)
+            del block, blocks
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            started.connect(timeout_s=0.3)
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+    eventually(lambda: tolerant.touch(keys) == 3, "the tolerant client is served again")
+    assert not tolerant.degraded
+
+    def served() -> bool:
+        try:
+            return client.touch(keys) == 3
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    eventually(served, "the client is served again")
+    more = new_keys(2)
+    put(client, more, small)
+    assert client.delete([*keys, *more]) == 5
