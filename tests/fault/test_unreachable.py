@@ -97,10 +97,19 @@ def test_an_empty_pool_takes_the_place_of_a_full_one(daemon, layouts):
 def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
     """Every call has a deadline; reading needs no daemon; afterwards all goes on."""
     started = daemon(memory="8MiB")
-    client, tolerant = started.connect(timeout_s=0.3), started.connect(timeout_s=0.3, on_error="miss")
-    small, _ = layouts(client)
+    patient = started.connect()
+    small, _ = layouts(patient)
     keys = new_keys(3)
-    put(client, keys, small)
+    put(patient, keys, small)
+    client, tolerant = started.connect(timeout_s=0.5), started.connect(timeout_s=0.5, on_error="miss")
+
+    def served() -> bool:
+        try:
+            return client.touch(keys) == 3 and tolerant.touch(keys) == 3 and not tolerant.degraded
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    eventually(served, "the clients are served")
     os.kill(started.pid, signal.SIGSTOP)
     try:
         for call in (lambda: client.create(new_keys(1), small), lambda: client.delete(keys), client.stats):
@@ -113,19 +122,10 @@ def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
                     check(block)
             del block, blocks
         with pytest.raises((DeadlineExceeded, Unavailable)):
-            started.connect(timeout_s=0.3)
+            started.connect(timeout_s=0.5)
     finally:
         os.kill(started.pid, signal.SIGCONT)
-    eventually(lambda: tolerant.touch(keys) == 3, "the tolerant client is served again")
-    assert not tolerant.degraded
-
-    def served() -> bool:
-        try:
-            return client.touch(keys) == 3
-        except (DeadlineExceeded, Unavailable):
-            return False
-
-    eventually(served, "the client is served again")
+    eventually(served, "the clients are served again")
     more = new_keys(2)
-    put(client, more, small)
-    assert client.delete([*keys, *more]) == 5
+    put(patient, more, small)
+    assert patient.delete([*keys, *more]) == 5
