@@ -7,6 +7,7 @@ all imports.
 
 import ctypes
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -241,3 +242,29 @@ def test_namespaces_do_not_see_each_other(daemon):
     assert there.lookup(keys).resident == 1
     with pytest.raises(KVClientError):
         started.connect(namespace="unknown")
+
+
+def test_the_daemon_listens_on_no_network(started):
+    """Peers' case 17: without --metrics-port there is no TCP or UDP socket at all."""
+    inodes = set()
+    for fd in Path(f"/proc/{started.pid}/fd").iterdir():
+        target = os.readlink(fd)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    assert inodes, "its Unix sockets at least"
+    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
+        for line in Path(f"/proc/{started.pid}/net/{table}").read_text().splitlines()[1:]:
+            assert line.split()[9] not in inodes, f"{table}: {line}"
+
+
+def test_nothing_is_pickled():
+    """Peers' case 18: no format that runs code when it is read, on a wire or in a file."""
+    root = Path(__file__).resolve().parents[2]
+    runs_code = re.compile(
+        r"\b(import|from)\s+(c?[Pp]ickle|dill|marshal|shelve|joblib)\b|\btorch\.(load|save)\("
+    )
+    sources = [path for package in ("kvstored", "kvclient") for path in (root / package).rglob("*.py")]
+    assert len(sources) > 20
+    for path in sources:
+        found = runs_code.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path}: {found}"
