@@ -66,6 +66,7 @@ inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
 inline constexpr uint32_t kMaxKeysPerMessage = 1024;
+inline constexpr uint32_t kMaxPins = 1u << 20;  // of one session
 inline constexpr uint32_t kMaxLayouts = 255;
 inline constexpr uint64_t kLayoutSlotBytes = 4096;  // one registered layout in the table segment: u32 length, blob
 inline constexpr uint32_t kMaxLayers = 512;

@@ -61,16 +61,21 @@ SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
   SessionFile file;
   file.path_ = path;
   file.own_ = Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-  if (!file.own_) throw Error(Code::InvalidArgument, errno_text("opening " + path));
+  if (!file.own_)
+    throw Error(errno == ELOOP || errno == EACCES ? Code::InvalidArgument : Code::Unavailable, errno_text("opening " + path));
   struct stat st;
   if (::fstat(file.own_.get(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_uid != ::geteuid() || (st.st_mode & 07777) != 0600 ||
       st.st_nlink != 1 || st.st_size < static_cast<off_t>(session_file_bytes(1)))
     throw Error(Code::InvalidArgument, path + " is not a session file of this user with mode 0600 and one link");
-  file.mapping_ = Mapping(file.own_.get(), static_cast<size_t>(st.st_size), true);
-  const SessionPage& page = file.page();
+  file.mapping_ = Mapping(file.own_.get(), std::min<size_t>(static_cast<size_t>(st.st_size), session_file_bytes(kMaxPins)), true);
+  // By a call, not through the mapping: its client may cut the file at this moment.
+  SessionPage page;
+  if (::pread(file.own_.get(), static_cast<void*>(&page), sizeof page, 0) != sizeof page)
+    throw Error(Code::InvalidArgument, path + " was cut short");
   file.session_ = page.session;
-  // The file's size, which the daemon chose, bounds the pins; the word in the page is the client's to write.
-  file.max_pins_ = static_cast<uint32_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8);
+  // The file's size bounds the pins, and where its client has stretched it, the limit of all; the word in the page is not
+  // believed.
+  file.max_pins_ = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8, kMaxPins));
   std::copy(std::begin(page.token), std::end(page.token), file.token_.begin());
   if (std::memcmp(page.magic, kSessionMagic, sizeof page.magic) != 0 || page.version != kFormatVersion ||
       !std::equal(pool_id.begin(), pool_id.end(), page.pool_id))

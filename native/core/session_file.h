@@ -52,7 +52,7 @@ class SessionFile {
     const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
     const uint64_t high = page().pins_high.load(std::memory_order_acquire);
     for (uint64_t i = 0; i < high && i < max_pins_; ++i)
-      if (const uint64_t pin = pins[i].load(std::memory_order_relaxed)) f(pin);
+      if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);  // what the reader read is over when it is 0
   }
 
  private:

@@ -41,8 +41,15 @@ uint64_t file_bytes(int fd) {
   return static_cast<uint64_t>(st.st_size);
 }
 
+void need_size(const char* what, int fd, uint64_t bytes) {
+  if (file_bytes(fd) < bytes)
+    throw Error(Code::IncompatibleVersion, std::string(what) + " has " + std::to_string(file_bytes(fd)) + " bytes, " +
+                                               std::to_string(bytes) + " are needed");
+}
+
 uint64_t adopted_frontier(const Store::Options& options) {
   if (!options.adopt) return 0;
+  need_size("the table", options.table_fd, kPageBytes);
   Mapping head(options.table_fd, kPageBytes, false);
   const uint64_t frontier = head.at<TableHeader>(0)->frontier.load();
   const uint64_t limit = std::min(options.capacity_bytes, file_bytes(options.pool_fd));
@@ -51,12 +58,6 @@ uint64_t adopted_frontier(const Store::Options& options) {
                                                " bytes of pool exist, the file and the configuration have " +
                                                std::to_string(limit));
   return frontier;
-}
-
-void need_size(const char* what, int fd, uint64_t bytes) {
-  if (file_bytes(fd) < bytes)
-    throw Error(Code::IncompatibleVersion, std::string(what) + " has " + std::to_string(file_bytes(fd)) + " bytes, " +
-                                               std::to_string(bytes) + " are needed");
 }
 
 }  // namespace
@@ -192,14 +193,17 @@ void Store::adopt_sessions() {
     auto session = std::make_unique<Session>();
     try {
       session->file = SessionFile::open(path, options_.pool_id);
-    } catch (const Error&) {
-      ::unlink(path.c_str());  // cut short or never finished: it protects nothing
+    } catch (const Error& error) {
+      if (error.code != Code::InvalidArgument) throw;  // it may well protect something
+      ::unlink(path.c_str());                          // cut short or never finished: it protects nothing
       continue;
     }
     session->guard = Guard(session->file->mapping(), &session->truncated);
     session->id = session->file->session();
     session->ended = true;  // until its client resumes it
     next_session_ = std::max(next_session_, session->id + 1);
+    // The number stands in the page, which its client can write: one that takes another's does not hide that one's pins.
+    for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;
     sessions_.emplace(session->id, std::move(session));
   }
 }

@@ -252,6 +252,8 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
     Lock lock = enter();
     id = new_session_id();
   }
+  if (max_pins == 0 || max_pins > kMaxPins)
+    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
   // The file is made outside the lock: it takes system calls.
   auto session = std::make_unique<Session>();
   session->id = id;
