@@ -101,6 +101,7 @@ class Grants {
   void claim(std::span<const size_t> which, Grants* sealing, const Chain* chain);
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
   void prepare(size_t i, const Chain* chain);
+  void give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers);
   void settle_seals(size_t wanted, std::span<const uint8_t> answers);
 
   const std::shared_ptr<Attachment> attachment_;

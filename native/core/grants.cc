@@ -51,6 +51,13 @@ void Grants::prepare(size_t i, const Chain* chain) {
   if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * extra_count);
 }
 
+// Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.
+void Grants::give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers) {
+  if (std::all_of(answers.begin(), answers.end(), [](uint8_t a) { return a == static_cast<uint8_t>(Done::Ok); })) return;
+  attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(blocks.size()),
+                   {reinterpret_cast<const uint8_t*>(blocks.data()), blocks.size_bytes()});
+}
+
 // The answers to seals that were sent along.
 void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
   const auto lost = static_cast<size_t>(
@@ -103,6 +110,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       prepare(part[k], chain);
       attachment_->wanted(item.extent.end());
     }
+    give_up_lost(seals, sealed);
     settle_seals(seals.size(), sealed);
   }
 }
@@ -150,6 +158,7 @@ std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which,
 
 void Grants::seal(std::span<const size_t> which) {
   const std::vector<protocol::BlockItem> blocks = end_open(which, true);
+  std::vector<uint8_t> all;
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
     const std::span<const protocol::BlockItem> part(&blocks[first], count);
@@ -161,13 +170,10 @@ void Grants::seal(std::span<const size_t> which) {
       attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
       throw;
     }
-    if (std::any_of(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); })) {
-      // Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.
-      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count),
-                       {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
-    }
-    settle_seals(count, answers);
+    give_up_lost(part, answers);
+    all.insert(all.end(), answers.begin(), answers.end());
   }
+  settle_seals(blocks.size(), all);
 }
 
 // A writer that was dropped without a word.
