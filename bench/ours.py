@@ -149,7 +149,9 @@ class Ours:
 
     def new_chain(self, chunks):
         self.fresh += 1
-        return prompt(self.fresh, chunks, kind=1 + time.monotonic_ns() % (1 << 30))
+        chain = prompt(self.fresh, chunks, kind=1 + time.monotonic_ns() % (1 << 30))
+        self.filled.append(chain)
+        return chain
 
     def op_create_many(self, params):
         while self.client.stats()["evictions"] == 0:
@@ -188,13 +190,13 @@ class Ours:
 
     def refill(self, layout):
         """A pool full of empty blocks of this layout; says so if its destinations do not go round."""
-        for chain in self.filled:
-            self.client.delete(chain)
+        keys = [key for chain in self.filled for key in chain.keys]
+        for at in range(0, len(keys), LOAD_BATCH):
+            self.client.delete(keys[at : at + LOAD_BATCH])
         self.filled, evictions, seen = [], self.client.stats()["evictions"], set()
         for more in (False, True):
             while len(seen) < PROBED if more else self.client.stats()["evictions"] == evictions:
-                self.filled.append(self.new_chain(1))
-                with self.client.create(self.filled[-1], layout) as writer:
+                with self.client.create(self.new_chain(1), layout) as writer:
                     address = writer[0].layer(0).ctypes.data
                 if more and address in seen:
                     return f"a destination came back after {len(seen)} puts"

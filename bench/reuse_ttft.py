@@ -144,7 +144,7 @@ def measure_warm(contenders: Contenders, ids: list[int], shared: int, rounds: in
     report = contenders.kv.last
     taken["hf"] = [contenders.hf(prompt) for _ in range(max(2, rounds // 3))]
     return figures(taken, "warm", "floor", shared) | {
-        "reused_tokens": contenders.kv.stats["reused_tokens"] // contenders.kv.stats["hits"],
+        "reused_tokens": report.reused_tokens,
         "lookup_ms": round(report.lookup_s * 1e3, 3),
         "load_ms": round(report.load_s * 1e3, 3),
     }
