@@ -36,6 +36,17 @@ def started(daemon):
     return daemon(memory="8MiB", args=("--allow-uids", str(GUEST)))
 
 
+def prefix_of(started) -> str:
+    """How the names of this daemon's memory begin."""
+    return re.search(r"kvstored-[0-9a-f]{16}", (started.dir / "state.json").read_text())[0]
+
+
+def segments_of(started) -> list[str]:
+    found = [str(path) for path in Path("/dev/shm").glob(prefix_of(started) + "*")]
+    assert len(found) >= 3
+    return found
+
+
 def dies_writing(fork, write) -> None:
     """`write(block)` must end its process by a signal."""
     child = fork(write)
@@ -137,8 +148,7 @@ def test_a_stranger_gets_nothing(started, fork):
     owner = started.connect()
     keys = new_keys(1)
     put(owner, keys)
-    segments = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("kvstored-")]
-    assert segments
+    segments = segments_of(started)
 
     def work(_steps) -> None:
         with pytest.raises((NotPermitted, Unavailable)):
@@ -165,7 +175,7 @@ def test_a_guest_is_served_but_opens_nothing_by_name(started, fork, nothing_leak
     owner = started.connect()
     keys, theirs = new_keys(1), new_keys(2)
     put(owner, keys)
-    segments = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("kvstored-")]
+    segments = segments_of(started)
 
     def work(_steps) -> None:
         client = started.connect()
@@ -193,31 +203,29 @@ def test_a_read_only_guest_cannot_reopen_its_memory_for_writing(started, fork):
     keys = new_keys(1)
     put(started.connect(), keys)
 
+    prefix = prefix_of(started)
+
     def work(_steps) -> None:
         client = started.connect(read_only=True)
         client.get(keys)
         for name in os.listdir("/proc/self/fd"):
             path = f"/proc/self/fd/{name}"
             try:
-                if "kvstored-" in os.readlink(path) and not os.readlink(path).endswith(".sock"):
+                if prefix in os.readlink(path):
                     with pytest.raises(PermissionError):
                         os.open(path, os.O_RDWR)
             except FileNotFoundError:
                 continue
         for line in Path("/proc/self/maps").read_text().splitlines():
-            if "kvstored-" in line and ".s." not in line:
+            if prefix in line and ".s." not in line:
                 assert line.split()[1].startswith("r-"), line
 
     fork(as_user(GUEST, work)).finish()
 
 
 def test_modes_of_what_lies_in_the_file_system(started):
-    segments = [
-        os.stat(f"/dev/shm/{name}") for name in os.listdir("/dev/shm") if name.startswith("kvstored-")
-    ]
-    assert segments
-    for segment in segments:
-        assert stat.S_IMODE(segment.st_mode) == 0o600
+    for path in segments_of(started):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600, path
     assert stat.S_IMODE(os.stat(started.dir / "grpc.sock").st_mode) & 0o077 == 0
     assert stat.S_IMODE(os.stat(started.socket_path).st_mode) == 0o666, "guests connect; credentials decide"
 

@@ -27,7 +27,7 @@ class InProcessDaemon:
     ) -> None:
         self.capacity_bytes, self.max_blocks = capacity_bytes, max_blocks
         self.max_sessions, self.max_pins = max_sessions, max_pins
-        self.directory = tempfile.mkdtemp(prefix="kvstored-in-process-", dir=SHM)
+        self.directory = tempfile.mkdtemp(prefix="kvtest-in-process-", dir=SHM)
         self.pool_id = os.urandom(16)
         self._fds = [self._make(name) for name in ("table", "progress", "pool")]
         os.posix_fallocate(self._fds[0], 0, _core.Store.table_bytes(max_blocks, capacity_bytes))
