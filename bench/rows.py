@@ -42,7 +42,7 @@ def _put(row_id: str, title: str, reach: str, size: int, batch: int = 1) -> Row:
 ROWS = [
     Row(
         "lookup64",
-        "look-up of 64 keys, all resident, keys cold (500,000 blocks)",
+        "look-up of 64 keys, all resident, their records cold (500,000 blocks)",
         "≤ 3.5 µs",
         "index",
         "lookup",

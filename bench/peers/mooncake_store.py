@@ -85,7 +85,10 @@ class Mooncake:
         def run(i):
             assert sum(self.store.batch_is_exist(groups[i % len(groups)])) == params["keys"]
 
-        return Call(run, note=f"{len(self.keys):,} resident")
+        # Who asks has just computed the keys.
+        return Call(
+            run, before=lambda i: "".join(groups[i % len(groups)]), note=f"{len(self.keys):,} resident"
+        )
 
     def op_get(self, params):
         order = [f"get{self.rng.randrange(GET_BLOCKS)}" for _ in range(GET_BLOCKS)]
