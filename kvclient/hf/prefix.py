@@ -15,6 +15,7 @@ import torch
 
 from kvclient.blocks import meta
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
+from kvclient.hf.cache import as_array
 from kvclient.hf.prompt import Group
 
 
@@ -131,20 +132,21 @@ class Prefix:
 
     def _load(self, found: Found, layer: int, storage: torch.Tensor) -> None:
         pad, size = found.group.pad, found.chain.block_tokens
+        on_cpu = storage.device.type == "cpu"
+        target = as_array(storage) if on_cpu else storage
         for row in found.group.rows:
-            target = storage[:, row]
             if pad:
-                target[:, :, : min(pad, self.columns)] = 0  # attended to by nobody, but 0 x NaN is NaN
+                target[:, row, :, : min(pad, self.columns)] = 0  # attended to by nobody, but 0 x NaN is NaN
             for index, view in enumerate(found.views):
                 start = pad + index * size
                 count = min(size, self.columns - start)
                 if count <= 0:
                     break
                 try:
-                    block = view.tensor(layer)
+                    block = view.layer(layer) if on_cpu else view.tensor(layer)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
-                target[:, :, start : start + count] = block if count == size else block[:, :, :count]
+                target[:, row, :, start : start + count] = block if count == size else block[:, :, :count]
 
     def _finish(self) -> None:
         """All layers are here. Followed blocks could not be confirmed before."""

@@ -15,6 +15,7 @@ import torch
 
 from kvclient.blocks import meta
 from kvclient.errors import BlockLost
+from kvclient.hf.cache import as_array
 from kvclient.hf.prefix import Clock
 
 
@@ -72,12 +73,14 @@ class Publisher:
         if not self._slots:
             return
         began = time.perf_counter()
+        on_cpu = storage.device.type == "cpu"
+        source = as_array(storage) if on_cpu else storage
         for slot in self._slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
             if low >= high or slot.done:
                 continue
-            target = slot.block.tensor(layer)
-            target[:, :, low - slot.start : high - slot.start] = storage[:, slot.row, :, low:high]
+            target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
+            target[:, :, low - slot.start : high - slot.start] = source[:, slot.row, :, low:high]
             if high == slot.stop:
                 slot.block.mark_layer(layer)
                 slot.layers += 1

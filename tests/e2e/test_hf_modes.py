@@ -131,9 +131,9 @@ def test_prefill_in_chunks(model, client):
 
 def test_assisted_decoding_is_left_alone_and_counted(model, client):
     ids = prompt(40)
-    plain, *_ = generate(model, ids)
+    plain, *_ = generate(model, ids, eos_token_id=2)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        tokens, *_ = generate(model, ids, prompt_lookup_num_tokens=4)
+        tokens, *_ = generate(model, ids, prompt_lookup_num_tokens=4, eos_token_id=2)
         assert kv.last.bypassed == "no_prefill"
         assert kv.stats["bypassed"] == {"no_prefill": 1}
     assert torch.equal(tokens, plain)
