@@ -265,7 +265,12 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
             "python -O removes the assertions that guard the store's invariants: start without it"
         )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from kvstored.server import serve
+    try:
+        from kvstored.server import serve
+    except ImportError as error:  # not built, or built for something else
+        raise StartupError(
+            f"a part of the daemon is missing: {error}: `make build`, or install again"
+        ) from error
 
     serve(sourced, fresh=given.fresh, discard=given.discard, started_ns=started_ns)
     return Exit.DONE
