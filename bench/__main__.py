@@ -14,7 +14,7 @@ from bench.machine import describe
 from bench.rounds import run_row
 from bench.rows import COLUMNS, ROWS, Row
 from bench.scripts import merge_rows, run_script
-from bench.table import markdown
+from bench.table import compact, markdown
 
 SESSION_OF = {"index": "index", "readers": "index", "bulk": "bulk", "first_pass": "bulk"}
 SCRIPTS = {"reuse": ["bench.reuse_ttft", "bench.peers.kvboost"], "daemon": ["bench.daemon_figures"]}
@@ -44,6 +44,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file"
     )
+    parser.add_argument("--compact", action="store_true", help="with --table: as the README has it")
     chosen = parser.parse_args(words)
     chosen.rounds = chosen.rounds or (3 if chosen.quick else 7)
     unknown = [only for only in chosen.only if not any(row.id.startswith(only) for row in ROWS)]
@@ -135,7 +136,8 @@ def replaced(old: dict, new: dict) -> dict:
 def main() -> int:
     chosen = arguments()
     if chosen.table:
-        print(markdown(json.loads(chosen.table.read_text())), end="")
+        run = json.loads(chosen.table.read_text())
+        print((compact if chosen.compact else markdown)(run), end="")
         return 0
     run, started = new_run(chosen), time.monotonic()
     try:

@@ -79,7 +79,7 @@ def _reader_cell(column: str, rounds_of: list[list[dict]]) -> dict:
         "unit": "/s",
         "value": median(totals),
         "rounds": totals,
-        "fairness": round(median(min(one) / max(one) for one in rates), 2),
+        "fairness": round(median(min(one) / max(one) for one in rates), 2) if len(rates[0]) > 1 else None,
         "note": rounds_of[-1][0].get("note", ""),
     }
 

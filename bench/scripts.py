@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.install import ROOT, progress
 
-SCRIPT_TIMEOUT_S = {"bench.reuse_ttft": 420, "bench.daemon_figures": 120, "bench.peers.kvboost": 240}
+SCRIPT_TIMEOUT_S = {"bench.reuse_ttft": 420, "bench.daemon_figures": 180, "bench.peers.kvboost": 240}
 
 
 def run_script(module: str, column: str, quick: bool, env: dict[str, str] | None = None) -> dict:

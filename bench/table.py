@@ -13,6 +13,7 @@ HEADINGS = {column: column for column in COLUMNS} | {
     "kvboost": "KVBoost",
 }
 SHOWN_SERVER_SHARE = 0.05  # below it the server has no part in the operation
+LESS_IS_MORE = ("us", "ms", "MB", "%", "B")
 UNITS = {"us": "µs", "x": "×"}
 
 
@@ -83,21 +84,60 @@ def markdown(run: dict) -> str:
     shown = {cell["column"] for row in run["rows"] for cell in row["cells"]} | set(absent)
     columns = [column for column in COLUMNS if column in shown]
     lines = [
-        f"Machine: {sentence(run['machine'])}. `{run['command']}`, {run['started']}, "
-        f"{run['rounds']} rounds alternating, medians{', quick' if run['quick'] else ''}.",
-        "",
+        *_above(run),
         "| operation | reach | " + " | ".join(HEADINGS[column] for column in columns) + " |",
-        "|---" * (len(columns) + 2) + "|",
     ]
+    lines.append("|---" * (len(columns) + 2) + "|")
     for row in run["rows"]:
         cells = [_cell(row, column, notes, absent) for column in columns]
         lines.append(f"| {row['title']} | {row['reach']} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *_below(run, columns, notes, absent)]) + "\n"
+
+
+def compact(run: dict) -> str:
+    """The same for a page with little room: medians and ratios, all peers in one cell, the fastest first."""
+    notes, absent = _Notes(), {entry["column"]: entry["reason"] for entry in run["absent"]}
+    columns = [c for c in COLUMNS if any(cell["column"] == c for row in run["rows"] for cell in row["cells"])]
+    peers = [column for column in [*columns, *absent] if column not in ("kvstored", "limit")]
+    lines = [*_above(run), "| operation | reach | kvstored | limit | peers |", "|---" * 5 + "|"]
+    for row in run["rows"]:
+        bare = {**row, "cells": [_bare(cell) for cell in row["cells"]]}
+        texts = [_cell(bare, column, notes, absent) for column in ("kvstored", "limit")]
+        found = [cell for cell in bare["cells"] if cell["column"] in peers and "value" in cell]
+        found.sort(key=lambda cell: cell["value"] if cell["unit"] in LESS_IS_MORE else -cell["value"])
+        best = [f"{HEADINGS[cell['column']]} {cell_text(cell)}" for cell in found]
+        missing = {cell["column"]: cell["absent"] for cell in row["cells"] if "absent" in cell}
+        best += [
+            f"{HEADINGS[column]} {notes.mark(column, reason)}"
+            for column, reason in missing.items()
+            if column in peers
+        ]
+        lines.append(f"| {row['title']} | {row['reach']} | {texts[0]} | {texts[1]} | {'<br>'.join(best)} |")
+    return "\n".join([*lines, *_below(run, [*columns, *absent], notes, absent)]) + "\n"
+
+
+def _bare(cell: dict) -> dict:
+    """A cell without its extras; what lies beside a copy stays, because it has a reach of its own."""
+    return {key: value for key, value in cell.items() if key not in ("p99", "server_cpu_us")} | (
+        {"note": ""} if cell["column"] in ("kvstored", "limit") and cell.get("unit") != "x" else {}
+    )
+
+
+def _above(run: dict) -> list[str]:
+    return [
+        f"Machine: {sentence(run['machine'])}. `{run['command']}`, {run['started']}, "
+        f"{run['rounds']} rounds alternating, medians{', quick' if run['quick'] else ''}.",
+        "",
+    ]
+
+
+def _below(run: dict, columns: list[str], notes: _Notes, absent: dict[str, str]) -> list[str]:
+    """Why cells are empty, and the versions."""
     for column in columns:
         if column in absent:
             notes.mark(column, absent[column])
+    lines = []
     if notes.reasons:
         lines += ["", "Not measured:", ""] + [f"{i}. {reason}" for i, reason in enumerate(notes.reasons, 1)]
     versions = [text for column, text in run["versions"].items() if column in columns]
-    if versions:
-        lines += ["", "Versions: " + "; ".join(versions) + "."]
-    return "\n".join(lines) + "\n"
+    return lines + (["", "Versions: " + "; ".join(versions) + "."] if versions else [])

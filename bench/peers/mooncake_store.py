@@ -95,7 +95,8 @@ class Mooncake:
 
         def run(i):
             found = len(self.store.get(order[i % GET_BLOCKS]))
-            assert found == GET_BLOCK_BYTES, f"get returned {found} bytes"
+            if found != GET_BLOCK_BYTES:
+                raise RuntimeError(f"get answered {found} of {GET_BLOCK_BYTES} bytes")
 
         return Call(run, note="copies")
 

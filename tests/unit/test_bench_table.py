@@ -14,7 +14,7 @@ import pytest
 
 from bench.__main__ import replaced
 from bench.figures import absent_cell, add_ratios, cell_of, percentile
-from bench.table import markdown, number
+from bench.table import compact, markdown, number
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {
@@ -49,9 +49,9 @@ RUN = {
 }  # fmt: skip
 
 
-def table_of(run) -> dict[str, dict[str, str]]:
+def table_of(run, layout=markdown) -> dict[str, dict[str, str]]:
     """{row title: {heading: text}} of the Markdown."""
-    lines = [line for line in markdown(run).splitlines() if line.startswith("|")]
+    lines = [line for line in layout(run).splitlines() if line.startswith("|")]
     split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert set(split[1]) == {"---"} and len({len(cells) for cells in split}) == 1
     return {cells[0]: dict(zip(split[0], cells, strict=True)) for cells in split[2:]}
@@ -81,6 +81,18 @@ def test_what_was_not_measured_is_named_once_with_its_reason():
     assert "2. Mooncake: not installed: no such wheel" in text
     assert "3. limit: no C compiler" in text
     assert table["look-up"]["Mooncake"] == "— [2]"
+
+
+def test_the_compact_table_has_all_peers_in_one_cell_best_first():
+    run = copy.deepcopy(RUN)
+    run["rows"][0]["cells"].append(
+        {"column": "lmdb", "variant": "", "unit": "us", "value": 47.0, "p99": 90.0, "note": "in process"}
+    )
+    table = table_of(run, compact)
+    assert table["look-up"]["kvstored"] == "2.13 µs"
+    assert table["look-up"]["peers"] == "LMDB 47 µs (in process)<br>Redis 1,140 µs<br>vineyard — [1]"
+    assert table["put"]["kvstored"].endswith("copy_into: 15.1 GB/s = 1.21 × memcpy (21.4 µs beside the copy)")
+    assert "3. Mooncake: not installed: no such wheel" in compact(run)
 
 
 def test_a_column_nobody_asked_for_is_not_shown():
