@@ -167,6 +167,7 @@ def test_a_frozen_client_holds_nobody_up(daemon, fork, nothing_leaks, layouts):
     child = fork(put_in_steps(started, keys))
     child.run_to("layer 1")
     os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)  # all its threads have stopped
     with client.create([*keys, *more], small) as writer:
         assert writer.results == ["pending"] * 3 + ["granted"] * 20
         for index in writer.granted:

@@ -111,6 +111,7 @@ def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
 
     eventually(served, "the clients are served")
     os.kill(started.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, started.pid, os.WSTOPPED)  # all its threads have stopped
     try:
         for call in (lambda: client.create(new_keys(1), small), lambda: client.delete(keys), client.stats):
             with pytest.raises((DeadlineExceeded, Unavailable)):
