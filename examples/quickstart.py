@@ -1,8 +1,10 @@
 """The README's dozen lines: run it twice, or in two terminals, beside `kvstored serve`.
 
-kvstored serve --dir /tmp/kvstored &
-KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py
+    kvstored serve --dir /tmp/kvstored &
+    KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py
 """
+
+import pathlib
 
 import model as example_model
 import transformers

@@ -24,6 +24,7 @@ from kvclient.blocks.identity import reuse_identity
 from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.dimensions import read_dimensions
+from kvclient.hf.memory import Memory
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
@@ -96,6 +97,7 @@ class Attachment:
         self._options, self._salt, self._weights_digest = options, salt, weights_digest
         self._model: torch.nn.Module | None = model
         self._totals = Totals()
+        self._memory = Memory()
         self._local = threading.local()
         self._lock = threading.Lock()
         self._examine(model)
@@ -203,7 +205,7 @@ class Attachment:
             return self._run_without("refused", started, model, args, kwargs)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         request = Request(
-            self.client, subject, self._options, self._make_chain,
+            self.client, subject, self._options, self._make_chain, self._memory,
             not no_read, not no_write, self.padded, started,
         )  # fmt: skip
         args, kwargs = _with_criterion(args, kwargs, _TokenSeen(request))

@@ -10,6 +10,7 @@ The overridden methods are the few whose meaning is the same in transformers 5.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvclient.hf.memory import Memory
+
+ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
 GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
 
 
@@ -53,12 +57,14 @@ class StoreLayer(DynamicLayer):
         shape: Shape,
         source: Source | None = None,
         written: Callable[[int, int, int, torch.Tensor], None] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.index = index
         self.shape = shape
         self._source = source
         self.written = written  # called with (layer, first new column, end, storage) after each update
+        self._memory = memory  # [2, rows, heads, capacity, head_dim] to begin with, if there is any
         self._storage: torch.Tensor | None = None
         self._length = source.columns if source is not None else 0
         self._plain = False  # grown by concatenation, as DynamicLayer does: only where gradients flow
@@ -93,7 +99,7 @@ class StoreLayer(DynamicLayer):
             self._length = self.keys.shape[-2]
 
     def reset(self) -> None:
-        self.keys = self.values = self._storage = self._source = None
+        self.keys = self.values = self._storage = self._source = self._memory = None
         self._length, self._plain, self.is_initialized = 0, False, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -117,14 +123,14 @@ class StoreLayer(DynamicLayer):
 
     @property
     def storage(self) -> torch.Tensor | None:
-        """[2, rows, heads, capacity, head_dim], of which get_seq_length() tokens count; None if not opened."""
+        """[2, rows, heads, capacity, head_dim], of which get_seq_length() tokens count; None before."""
         return self._storage
 
     def detach_store(self) -> None:
         """Forgets the store: from here on a layer like any other, empty if its first tokens were never
         loaded.
         """
-        self._source = self.written = None
+        self._source = self.written = self._memory = None
         if self._storage is None and not self._plain:
             self._length = 0
 
@@ -153,7 +159,10 @@ class StoreLayer(DynamicLayer):
         if like is not None:
             self.device = like.device
         rows = self.shape.rows if like is None else like.shape[0]
-        self._storage = self._allocate(rows, max(self.shape.capacity, self._length, tokens))
+        capacity = max(self.shape.capacity, self._length, tokens)
+        given, self._memory = self._memory, None
+        fits = given is not None and given.shape[1] == rows and given.shape[3] >= capacity
+        self._storage = given if fits else self._allocate(rows, capacity)
         source, self._source = self._source, None
         if source is not None:
             source.load(self.index, self._storage)
@@ -188,7 +197,7 @@ class StoreLayer(DynamicLayer):
             if self._length:
                 self._open()
                 self.keys, self.values = self.keys.clone(), self.values.clone()
-            self._storage = self._source = self.written = None
+            self._storage = self._memory = self._source = self.written = None
             self._plain = True
         return super().update(key_states, value_states)
 
@@ -200,6 +209,17 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     return tensor.numpy()
+
+
+def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | None]:
+    """Memory for each layer to begin with. On a GPU, torch's own allocator recycles."""
+    if shape.device.type != "cpu":
+        return [None] * layers
+    size = (layers, 2, shape.rows, shape.heads, shape.capacity, shape.head_dim)
+    count = math.prod(size) * shape.dtype.itemsize
+    array = memory.take(count + ALIGN)
+    start = -array.ctypes.data % ALIGN
+    return list(torch.from_numpy(array[start : start + count]).view(shape.dtype).reshape(size).unbind(0))
 
 
 def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.hf.cache import Shape, StoreLayer, replace_layers
+from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
+from kvclient.hf.memory import Memory
 from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
@@ -51,12 +52,13 @@ class Request:
     """Made when generate() is called; its prefill() runs in the place of the model's own."""
 
     def __init__(
-        self, client: Any, subject: Subject, options: Options, make_chain: Callable[..., Any],
+        self, client: Any, subject: Subject, options: Options, make_chain: Callable[..., Any], memory: Memory,
         read: bool, write: bool, padded: bool, started: float,
     ) -> None:  # fmt: skip
         self.report = Report()
         self._client, self._subject, self._options, self._make_chain = client, subject, options, make_chain
         self._read, self._write = read, write
+        self._memory = memory
         self._padded = padded
         self._started = started
         self._clock = Clock()
@@ -115,6 +117,7 @@ class Request:
         self._give_back()
         for layer in self._layers:
             layer.detach_store()
+        self._layers = []
         if self._prompt is None and self.report.bypassed is None:
             self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
         self.report.publish_s = self._clock.publish_s
@@ -186,7 +189,10 @@ class Request:
         capacity = max(length, min(wanted, length + SPARE_TOKENS))
         shape = Shape(self._prompt.rows, subject.heads, subject.head_dim, subject.dtype, device, capacity)
         written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
-        self._layers = [StoreLayer(i, shape, self._prefix, written) for i in range(subject.layers)]
+        self._layers = [
+            StoreLayer(index, shape, self._prefix, written, memory)
+            for index, memory in enumerate(recycled(self._memory, shape, subject.layers))
+        ]
         replace_layers(cache, self._layers)
 
     # ---------------------------------------------------------------- after it

@@ -114,7 +114,7 @@ class _Trial:
             if difference > TOLERANCE[self.model_dtype]:
                 raise Refused(
                     f"{self.name}: logits differ by {difference:.2g} if a prefix is reused, at most "
-                    f"{TOLERANCE[self.model_dtype]} is rounding: its KV depends on what follows or on positions"
+                    f"{TOLERANCE[self.model_dtype]} is rounding: its KV depends on what follows it"
                 )
             warm_rows, _ = self._generate(rows, attention_mask=mask)
             padded = kv.last.reused_tokens > 0 and (

@@ -13,6 +13,7 @@ import kvclient
 import kvclient.hf
 from kvclient.blocks import meta
 from kvclient.hf.cache import Shape, StoreLayer
+from kvclient.hf.memory import Memory
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -258,3 +259,28 @@ def test_store_layer_is_a_dynamic_layer():
             assert torch.equal(ours.values, theirs.values)
         ours.reset()
         assert ours.get_seq_length() == 0
+
+
+def test_memory_is_used_again_only_when_nobody_holds_it():
+    memory = Memory()
+    first = memory.take(1000)
+    view = torch.from_numpy(first[100:200]).view(torch.float32)[3:]
+    address = first.ctypes.data
+    del first
+    assert memory.take(1000).ctypes.data != address, "a tensor still shows it"
+    del view
+    held = [memory.take(1000) for _ in range(2)]
+    assert address in [array.ctypes.data for array in held]
+    assert len({array.ctypes.data for array in held}) == 2
+    assert memory.take(100).nbytes == 100, "a large array for a small need"
+
+
+def test_the_caches_of_two_calls_share_nothing(model, client):
+    ids = prompt(70)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK):
+        generate(model, ids)
+        _, _, first = generate(model, ids)
+        before = [layer.keys.clone() for layer in first.layers]
+        generate(model, prompt(70, seed=2))
+        generate(model, ids)
+    assert all(torch.equal(layer.keys, kept) for layer, kept in zip(first.layers, before, strict=True))

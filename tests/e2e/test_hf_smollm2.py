@@ -123,7 +123,7 @@ def fp32(model_dir):
 
 
 def test_fp32_around_every_block_boundary(daemon, fp32, tokens):
-    """Warm output equals cold output token by token; its logits are bitwise those of the same KV from memory."""
+    """Warm output equals cold token by token; its logits are bitwise those of the same KV from memory."""
     server = daemon(memory="256MiB")
     with server.connect() as client, kvclient.hf.attach(fp32, client, block_tokens=BLOCK) as kv:
         for number, length in enumerate(BOUNDARIES):
