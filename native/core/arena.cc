@@ -105,6 +105,7 @@ void Arena::list(uint32_t id) {
 
 Arena::Slab* Arena::new_slab(uint64_t length) {
   const uint64_t slot = size_class(length);
+  if ((slot + unit_ - 1) / unit_ >= hopeless_run_) return nullptr;  // a full pool says so at every create
   uint64_t units = slab_bytes_for(length) / unit_;
   std::optional<uint32_t> first = find_units(static_cast<uint32_t>(units));
   if (!first) {  // a shorter one may still fit

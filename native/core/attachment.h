@@ -56,6 +56,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
   void wanted(uint64_t end);  // memory up to here is about to be used: populate it in the background
+  void wanted_for_writing(Extent extent);
   uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
 
   // Writers that ended while the daemon could not be told. Sent when the session is resumed.
@@ -102,7 +103,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::mutex layouts_mutex_;
   std::vector<std::unique_ptr<Layout>> layouts_;
 
-  std::atomic<uint64_t> populated_{0};
+  std::atomic<uint64_t> populated_{0};  // of both mappings
+  std::atomic<uint64_t> writable_populated_{0};
   std::atomic<bool> stop_{false};
   struct Populator {
     std::mutex mutex;

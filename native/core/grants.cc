@@ -107,8 +107,8 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       item.open = item.status == Grant::Granted;
       if (!item.open) continue;
       attachment_->opened(item.handle);
+      attachment_->wanted_for_writing(item.extent);
       prepare(part[k], chain);
-      attachment_->wanted(item.extent.end());
     }
     give_up_lost(seals, sealed);
     settle_seals(seals.size(), sealed);

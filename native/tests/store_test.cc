@@ -123,7 +123,7 @@ TEST(arguments_out_of_range_are_refused_and_change_nothing) {
   check_empty_after_flush(rig);
 }
 
-TEST(layouts_are_one_per_description_and_at_most_255) {
+TEST(layouts_are_one_per_description_and_at_most_48) {
   Rig rig(16 * kMiB, 64);
   CHECK_EQ(rig.store->register_layout(layout_blob(1, kPageBytes, Rig::kMaxTokens)), rig.layout);
   for (uint32_t i = 1; i < kMaxLayouts; ++i) CHECK_EQ(rig.store->register_layout(layout_blob(2, 64, i)), i);
