@@ -1,8 +1,8 @@
-// Goal: a daemon takes over exactly what the one before it committed, whatever it was doing when it died, and trusts nothing it finds.
-// Method: tables left by a store that is simply dropped, or written by hand in every state and with every kind of damage.
+// Goal: a daemon takes over exactly what the one before it committed, whatever it was doing when it died, and trusts nothing it
+// finds. Method: tables left by a store that is simply dropped, or written by hand in every state and with every kind of damage.
 //
-// Rules proven by removal, see the comments: the epoch is odd while adopting; generations go on; CREATED becomes QUARANTINED; bounds
-// and overlaps; an odd sequence; the arena's geometry.
+// Rules proven by removal, see the comments: the epoch is odd while adopting; generations go on; CREATED becomes QUARANTINED;
+// bounds and overlaps; an odd sequence; the arena's geometry.
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -56,7 +56,8 @@ void write_record(Index& index, uint32_t record, const Key& k, Extent extent, ui
 TEST(sealed_blocks_survive_and_go_on_as_they_were) {
   Rig rig(16 * kMiB, 1024);
   std::mt19937_64 random(1);
-  for (uint64_t i = 0; i < 300; ++i) rig.put(i, static_cast<uint32_t>(2 + random() % 20), i % 3 ? 0 : 5000, static_cast<uint32_t>(random() % 101));
+  for (uint64_t i = 0; i < 300; ++i)
+    rig.put(i, static_cast<uint32_t>(2 + random() % 20), i % 3 ? 0 : 5000, static_cast<uint32_t>(random() % 101));
   for (uint64_t i = 0; i < 300; i += 5) rig.store->remove(key(i));
   rig.store->settle();
   const Granted open = rig.create(500, 3);
@@ -83,8 +84,8 @@ TEST(sealed_blocks_survive_and_go_on_as_they_were) {
   CHECK(rig.seal(open.handle) == Done::Stale);
 }
 
-// A pool cut into slabs of several classes, full, adopted: blocks of each class still find slots by evicting their own kind, one for
-// one. Fails without the geometry: blocks of the restored pages' size classes then find no slab.
+// A pool cut into slabs of several classes, full, adopted: blocks of each class still find slots by evicting their own kind, one
+// for one. Fails without the geometry: blocks of the restored pages' size classes then find no slab.
 TEST(eviction_works_on_a_full_pool_after_adoption) {
   Rig rig(16 * kMiB, 4096);
   std::mt19937_64 random(2);
@@ -119,8 +120,8 @@ TEST(values_survive_so_the_same_blocks_go_first) {
   rig.store->check_integrity();
 }
 
-// A writer of the dead daemon's goes on writing: its block must not be found, and not be handed out. Fails if CREATED is freed, kept
-// CREATED, or forgets its session.
+// A writer of the dead daemon's goes on writing: its block must not be found, and not be handed out. Fails if CREATED is freed,
+// kept CREATED, or forgets its session.
 TEST(a_block_being_written_is_quarantined_while_its_writer_lives) {
   Rig rig(16 * kMiB, 64);
   Page writer(*rig.store);
@@ -201,14 +202,14 @@ void adopt_impossible_records(bool overlapping) {
   };
   for (const State state : {State::Created, State::Sealed, State::Zombie, State::Quarantined}) {
     if (overlapping) add({good.offset + kPageBytes, 4 * kPageBytes}, 3, state);
-    add({16 * kMiB - kPageBytes, 4 * kPageBytes}, 3, state);                      // over the end of the pool
-    add({uint64_t{1} << 47, 4 * kPageBytes}, 3, state);                           // far outside
-    add(free_extent(1), 2, state);                                                // not the length its tokens have
-    add(free_extent(2), 0, state);                                                // no tokens
-    add(free_extent(3), kMaxTokens, state);                                       // more than its layout allows
-    add(free_extent(4), 3, state, 7, 9);                                          // a layout that is not registered
+    add({16 * kMiB - kPageBytes, 4 * kPageBytes}, 3, state);  // over the end of the pool
+    add({uint64_t{1} << 47, 4 * kPageBytes}, 3, state);       // far outside
+    add(free_extent(1), 2, state);                            // not the length its tokens have
+    add(free_extent(2), 0, state);                            // no tokens
+    add(free_extent(3), kMaxTokens, state);                   // more than its layout allows
+    add(free_extent(4), 3, state, 7, 9);                      // a layout that is not registered
     add({0, 0}, 3, state);
-    add(free_extent(5), 3, state, 0);                                             // generation 0 was never used
+    add(free_extent(5), 3, state, 0);  // generation 0 was never used
   }
   add(free_extent(6), 3, State::Disk);             // no disk tier writes these yet
   add(free_extent(7), 3, static_cast<State>(77));  // no state at all
@@ -264,7 +265,9 @@ TEST(random_garbage_in_all_records_never_breaks_an_invariant) {
       auto& r = index.record(static_cast<uint32_t>(random() % 256));
       const uint64_t small = random() % 64;
       switch (random() % 8) {
-        case 0: r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), static_cast<uint8_t>(random())).word); break;
+        case 0:
+          r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), static_cast<uint8_t>(random())).word);
+          break;
         case 1: r.control.store(random() & 0x00ffffffffffffffull); break;
         case 2: r.extent.store(Extent{random() % 1100 * kPageBytes, small * kPageBytes}.pack()); break;
         case 3: r.extent.store(random()); break;
@@ -313,8 +316,8 @@ TEST(a_table_that_does_not_fit_is_refused_with_its_reason) {
   CHECK(thrown([&] { rig.segments.open(true); }) == Code::IncompatibleVersion);
 }
 
-// A reader of the old epoch never sees the table between two daemons as whole: from the first change to the last the epoch is odd.
-// Fails if adopt() does not make it odd: the reader then misses keys that are there.
+// A reader of the old epoch never sees the table between two daemons as whole: from the first change to the last the epoch is
+// odd. Fails if adopt() does not make it odd: the reader then misses keys that are there.
 TEST(the_epoch_is_odd_while_adopting) {
   constexpr uint32_t kBlocks = 400'000;  // so many that adopting them takes a while
   Rig rig(64 * kMiB, kBlocks);
@@ -367,11 +370,13 @@ TEST(only_session_files_of_this_pool_and_user_are_taken) {
     Segments stranger(16 * kMiB, 64);  // another pool's
     auto other = stranger.open();
     Page page(*other);
-    for (const auto& entry : std::filesystem::directory_iterator(stranger.directory)) std::filesystem::copy_file(entry.path(), start + "foreign");
+    for (const auto& entry : std::filesystem::directory_iterator(stranger.directory))
+      std::filesystem::copy_file(entry.path(), start + "foreign");
     ::chmod((start + "foreign").c_str(), 0600);
   }
   for (const auto& entry : std::filesystem::directory_iterator(rig.segments.directory))  // its client stretches it
-    if (entry.is_regular_file() && entry.file_size() == session_file_bytes(64)) std::filesystem::resize_file(entry.path(), uint64_t{1} << 40);
+    if (entry.is_regular_file() && entry.file_size() == session_file_bytes(64))
+      std::filesystem::resize_file(entry.path(), uint64_t{1} << 40);
   good.board->count(1, 1);
   const_cast<SessionPage&>(good.board->page()).pins_high.store(~0ull);
   rig.restart();

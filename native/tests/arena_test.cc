@@ -1,5 +1,5 @@
-// Goal: extents never overlap, memory comes back whole, has_room tells what allocate does, and an adopted arena is cut as the old one was.
-// Method: random sequences against an interval map, check_integrity after each step.
+// Goal: extents never overlap, memory comes back whole, has_room tells what allocate does, and an adopted arena is cut as the old
+// one was. Method: random sequences against an interval map, check_integrity after each step.
 #include "core/arena.h"
 
 #include <algorithm>
@@ -100,8 +100,10 @@ TEST(any_sequence_keeps_extents_apart_and_gives_all_memory_back) {
         if (at) CHECK(model.free({*at, length})), model.extents[*at] = {length, step};
       } else if (random() % 4 == 0) {  // exactly here
         const Extent wanted{pages(random() % (kPool / kPageBytes)), pages(1 + random() % 300)};
-        if (arena.claim(wanted, step)) CHECK(model.free(wanted)), model.extents[wanted.offset] = {wanted.length, step};
-        else CHECK(wanted.end() > kPool || !model.extents.empty());
+        if (arena.claim(wanted, step))
+          CHECK(model.free(wanted)), model.extents[wanted.offset] = {wanted.length, step};
+        else
+          CHECK(wanted.end() > kPool || !model.extents.empty());
       } else if (!model.extents.empty()) {
         auto victim = model.extents.lower_bound(pages(random() % (kPool / kPageBytes)));
         if (victim == model.extents.end()) victim = model.extents.begin();

@@ -1,5 +1,6 @@
-// Goal: the transition table is the picture of design §4, words survive packing at their limits, and a block costs at most 160 bytes
-// of index. Method: exhaustive over states and events; limits packed and unpacked; a store filled to its last record and counted.
+// Goal: the transition table is the picture of design §4, words survive packing at their limits, and a block costs at most 160
+// bytes of index. Method: exhaustive over states and events; limits packed and unpacked; a store filled to its last record and
+// counted.
 #include "core/block.h"
 
 #include <set>
@@ -21,13 +22,19 @@ TEST(transitions_are_those_of_the_picture) {
   using S = State;
   using E = Event;
   const std::set<std::tuple<S, E, S>> picture{
-      {S::Free, E::Create, S::Created},       {S::Created, E::Seal, S::Sealed},
-      {S::Sealed, E::Evict, S::Zombie},       {S::Sealed, E::Delete, S::Zombie},
-      {S::Zombie, E::LastPinGone, S::Free},   {S::Created, E::Abort, S::Zombie},
-      {S::Created, E::SessionEnd, S::Quarantined}, {S::Quarantined, E::SessionLockFree, S::Zombie},
+      {S::Free, E::Create, S::Created},
+      {S::Created, E::Seal, S::Sealed},
+      {S::Sealed, E::Evict, S::Zombie},
+      {S::Sealed, E::Delete, S::Zombie},
+      {S::Zombie, E::LastPinGone, S::Free},
+      {S::Created, E::Abort, S::Zombie},
+      {S::Created, E::SessionEnd, S::Quarantined},
+      {S::Quarantined, E::SessionLockFree, S::Zombie},
       {S::Quarantined, E::Abort, S::Zombie},  // its writer came back and says that it has stopped
-      {S::Free, E::Indexed, S::Disk},         {S::Zombie, E::Demote, S::Disk},
-      {S::Disk, E::Delete, S::Free},          {S::Disk, E::Evict, S::Free}};
+      {S::Free, E::Indexed, S::Disk},
+      {S::Zombie, E::Demote, S::Disk},
+      {S::Disk, E::Delete, S::Free},
+      {S::Disk, E::Evict, S::Free}};
   size_t count = 0;
   for (int from = 0; from < kStates; ++from)
     for (int event = 0; event < kEvents; ++event)
@@ -78,7 +85,8 @@ TEST(words_survive_packing_at_their_limits) {
     }
   for (const Shape s : {Shape{0, 0, 1, 0}, Shape{kMaxLayouts, kMaxPriority, kMaxTokens, kMaxBasePosition}}) {
     const Shape back = Shape::unpack(s.pack());
-    CHECK(back.layout == s.layout && back.priority == s.priority && back.tokens == s.tokens && back.base_position == s.base_position);
+    CHECK(back.layout == s.layout && back.priority == s.priority && back.tokens == s.tokens &&
+          back.base_position == s.base_position);
   }
   for (uint32_t layers : {0u, 1u, kMaxLayers})
     for (Phase phase : {Phase::Writing, Phase::Sealed, Phase::Ended}) {
@@ -86,12 +94,13 @@ TEST(words_survive_packing_at_their_limits) {
       CHECK_EQ(progress_generation(word), kMaxGeneration);
       CHECK_EQ(progress_layers(word), layers);
       CHECK(progress_phase(word) == phase);
-      CHECK((progress_word(1, layers, phase) & 0xffffffff) != (progress_word(1, layers + 1, phase) & 0xffffffff));  // the futex word changes
+      CHECK((progress_word(1, layers, phase) & 0xffffffff) !=
+            (progress_word(1, layers + 1, phase) & 0xffffffff));  // the futex word changes
     }
 }
 
-// Table, progress words, and on the daemon's heap: per block an entry of the eviction heap (place, score), two of the arena's slot lists,
-// and at most two expiries.
+// Table, progress words, and on the daemon's heap: per block an entry of the eviction heap (place, score), two of the arena's
+// slot lists, and at most two expiries.
 TEST(a_block_costs_at_most_160_bytes_of_index) {
   CHECK_EQ(sizeof(Record), 96u);
   CHECK_EQ(sizeof(Bucket), 64u);

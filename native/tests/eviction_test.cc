@@ -1,5 +1,5 @@
-// Goal: the policy names victims by value, in O(log n). Method: properties against a sorted model; comparisons are counted by the moves
-// of places, because time is no measure on a shared machine.
+// Goal: the policy names victims by value, in O(log n). Method: properties against a sorted model; comparisons are counted by the
+// moves of places, because time is no measure on a shared machine.
 #include "core/eviction.h"
 
 #include <algorithm>
@@ -56,16 +56,18 @@ TEST(the_least_valuable_goes_first_whatever_happened_before) {
     double least = INFINITY;
     for (const auto& s : model) least = std::min(least, s.value_or(INFINITY));
     const auto found = bench.policy.least(4096);
-    if (std::isinf(least)) CHECK(found.record == decltype(bench.policy)::kNone);
-    else CHECK(model[found.record] == least && found.score == least);
+    if (std::isinf(least))
+      CHECK(found.record == decltype(bench.policy)::kNone);
+    else
+      CHECK(model[found.record] == least && found.score == least);
     CHECK_EQ(bench.policy.contains(4096, record), model[record].has_value());
   }
 }
 
 TEST(value_is_uses_times_tokens_per_byte_times_priority) {
-  CHECK(weight(128, 1 << 20) > weight(128, 2 << 20));                  // saves the same, holds less
+  CHECK(weight(128, 1 << 20) > weight(128, 2 << 20));  // saves the same, holds less
   CHECK(weight(256, 1 << 20) > weight(128, 1 << 20));
-  CHECK(weight(128, 1 << 20, 45) > 1.99 * weight(128, 1 << 20, 35));   // ten steps of priority are a factor of two
+  CHECK(weight(128, 1 << 20, 45) > 1.99 * weight(128, 1 << 20, 35));  // ten steps of priority are a factor of two
   CHECK(weight(128, 1 << 20, 45) < 2.01 * weight(128, 1 << 20, 35));
   CHECK(weight(128, 1 << 20, 0) > 0);
   CHECK(weight(128, 1 << 20, 100) < 1);
@@ -92,7 +94,8 @@ TEST(scaling_all_scores_keeps_their_order) {
   Bench bench(kRecords);
   std::mt19937_64 random(2);
   std::vector<double> scores(kRecords);
-  for (uint32_t r = 0; r < kRecords; ++r) bench.policy.insert(r % 3, r, scores[r] = use_value(static_cast<double>(random() % 2'000'000)));
+  for (uint32_t r = 0; r < kRecords; ++r)
+    bench.policy.insert(r % 3, r, scores[r] = use_value(static_cast<double>(random() % 2'000'000)));
   bench.policy.scale(std::exp2(-512));
   double before = 0;
   for (uint32_t i = 0; i < kRecords; ++i) {

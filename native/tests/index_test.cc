@@ -27,7 +27,8 @@ namespace {
 class Table {
  public:
   explicit Table(uint32_t blocks, uint32_t buckets = 0)
-      : memory_(::mmap(nullptr, bytes(blocks, buckets), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)), length_(bytes(blocks, buckets)) {
+      : memory_(::mmap(nullptr, bytes(blocks, buckets), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
+        length_(bytes(blocks, buckets)) {
     auto* header = static_cast<TableHeader*>(memory_);
     header->max_blocks = blocks;
     header->buckets = buckets ? buckets : Index::buckets_for(blocks);
@@ -103,7 +104,8 @@ TEST(a_full_table_finds_all_and_only_what_is_in_it) {
     if (!gone.count(r)) table.index.erase(key(r), r);
   // No trace is left: the counts of passers-by are back at zero, so that a miss costs one bucket again.
   for (uint32_t b = 0; b < table.index.header().buckets; ++b) {
-    const auto* buckets = reinterpret_cast<const Bucket*>(reinterpret_cast<const std::byte*>(&table.index.header()) + table.index.header().buckets_offset);
+    const auto* buckets = reinterpret_cast<const Bucket*>(reinterpret_cast<const std::byte*>(&table.index.header()) +
+                                                          table.index.header().buckets_offset);
     CHECK_EQ(buckets[b].overflow.load(), 0u);
     CHECK_EQ(buckets[b].sequence.load() % 2, 0u);
   }
@@ -132,9 +134,9 @@ TEST(a_probe_of_a_small_table_ends) {
     for (uint32_t i = 0; i < kBucketSlots; ++i, ++record) table.add(record, homed(home, kBuckets, record));
   CHECK(!table.index.insert(homed(0, kBuckets, 99), 39));  // all slots are taken
   table.index.erase(homed(4, kBuckets, 28), 28);
-  table.add(35, homed(0, kBuckets, 35));                   // home 0, lies in 4: passes 0 to 3
+  table.add(35, homed(0, kBuckets, 35));  // home 0, lies in 4: passes 0 to 3
   table.index.erase(homed(0, kBuckets, 0), 0);
-  table.add(36, homed(4, kBuckets, 36));                   // home 4, lies in 0: passes 4
+  table.add(36, homed(4, kBuckets, 36));  // home 4, lies in 0: passes 4
   for (uint32_t home = 0; home < kBuckets; ++home) CHECK(table.find(homed(home, kBuckets, 1000 + home)) == Find::Miss);
   CHECK(table.find(homed(0, kBuckets, 35)) == Find::Hit);
   CHECK(table.find(homed(4, kBuckets, 36)) == Find::Hit);
@@ -159,7 +161,8 @@ TEST(a_writer_that_died_inside_a_change_is_torn_not_missed) {
   CHECK(table.find(key(1)) == Find::Torn);
   table.index.record(0).sequence.fetch_add(1);
   CHECK(table.find(key(1)) == Find::Hit);
-  auto* buckets = reinterpret_cast<Bucket*>(reinterpret_cast<std::byte*>(&table.index.header()) + table.index.header().buckets_offset);
+  auto* buckets =
+      reinterpret_cast<Bucket*>(reinterpret_cast<std::byte*>(&table.index.header()) + table.index.header().buckets_offset);
   for (int b = 0; b < 4; ++b) buckets[b].sequence.fetch_add(1);
   CHECK(table.find(key(1)) == Find::Torn);
   CHECK(table.find(key(2)) == Find::Torn);  // not a miss either
@@ -167,8 +170,8 @@ TEST(a_writer_that_died_inside_a_change_is_torn_not_missed) {
   CHECK(table.find(key(1)) == Find::Miss);
 }
 
-// The writer moves each key back and forth between the slots of its bucket, so that a reader that looks at one slot after the other
-// can meet an empty one twice. Only the bucket's sequence tells it.
+// The writer moves each key back and forth between the slots of its bucket, so that a reader that looks at one slot after the
+// other can meet an empty one twice. Only the bucket's sequence tells it.
 TEST(a_key_that_is_there_is_never_missed) {
   constexpr uint32_t kKeys = 4, kBuckets = 2;
   Table table(16, kBuckets);
@@ -193,8 +196,9 @@ TEST(a_key_that_is_there_is_never_missed) {
     const Key moved = homed(0, kBuckets, k);
     if (round % 3 == 0) {  // one store
       table.index.replace(moved, now, other);
-    } else {               // in one bracket of the bucket: out of one slot, into another
-      auto* bucket = reinterpret_cast<Bucket*>(reinterpret_cast<std::byte*>(&table.index.header()) + table.index.header().buckets_offset);
+    } else {  // in one bracket of the bucket: out of one slot, into another
+      auto* bucket =
+          reinterpret_cast<Bucket*>(reinterpret_cast<std::byte*>(&table.index.header()) + table.index.header().buckets_offset);
       Writing writing(bucket->sequence);
       const uint64_t word = moved.words[1] << 32 | (now + 1);
       size_t from = 0, to = 0;

@@ -1,10 +1,11 @@
-// Goal: a create finds room wherever pins leave it: by value within a class, across classes, as a last resort in any run of slots, and
-// never in what is pinned or being written. Method: full pools of known content, pins held through a session's page; the last resort
-// against a search of its own over random pools.
+// Goal: a create finds room wherever pins leave it: by value within a class, across classes, as a last resort in any run of
+// slots, and never in what is pinned or being written. Method: full pools of known content, pins held through a session's page;
+// the last resort against a search of its own over random pools.
 //
-// Rules proven by removal (in a copy of the tree): without the check of pins before the victim is chosen (pinned_records empty) a pinned
-// block loses its key: 1 failure in pinned_blocks_stay_and_the_rest_goes; without scan_zombies' look at the pins its memory is
-// handed out: 32 failures there; without the last resort (reserved_) 58 refusals in a_run_free_of_pins_is_found_wherever_it_is.
+// Rules proven by removal (in a copy of the tree): without the check of pins before the victim is chosen (pinned_records empty) a
+// pinned block loses its key: 1 failure in pinned_blocks_stay_and_the_rest_goes; without scan_zombies' look at the pins its
+// memory is handed out: 32 failures there; without the last resort (reserved_) 58 refusals in
+// a_run_free_of_pins_is_found_wherever_it_is.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -21,7 +22,8 @@ constexpr uint64_t kMiB = 1 << 20;
 
 uint64_t fill(Rig& rig, uint32_t pages, uint64_t first) {
   uint64_t i = first;
-  for (const uint64_t before = rig.store->stats().evictions; rig.store->stats().evictions == before; ++i) CHECK(rig.put(i, pages) == Grant::Granted);
+  for (const uint64_t before = rig.store->stats().evictions; rig.store->stats().evictions == before; ++i)
+    CHECK(rig.put(i, pages) == Grant::Granted);
   return i - first - 1;  // that many fit without an eviction
 }
 
@@ -33,8 +35,9 @@ TEST(a_full_pool_evicts_the_least_valuable_first) {
   CHECK(fits >= 240);
   rig.store->flush(), rig.store->settle();
   for (uint64_t i = 0; i < fits; ++i) CHECK(rig.put(i, 16, 0, i % 3 == 0 ? 20 : 50) == Grant::Granted);
-  for (uint64_t i = 0; i < fits; i += 3) rig.store->touch(key(i)), rig.store->touch(key(i));  // 3 uses at priority 20 = 1.06 at 35
-  for (uint64_t i = 1; i < fits; i += 3) rig.store->touch(key(i));                            // 2 uses at 50
+  for (uint64_t i = 0; i < fits; i += 3)
+    rig.store->touch(key(i)), rig.store->touch(key(i));             // 3 uses at priority 20 = 1.06 at 35
+  for (uint64_t i = 1; i < fits; i += 3) rig.store->touch(key(i));  // 2 uses at 50
   const uint64_t before = rig.store->stats().evictions;
   for (uint64_t i = 0; i < fits / 3; ++i) CHECK(rig.put(10'000 + i, 16, 0, 100) == Grant::Granted);
   CHECK_EQ(rig.store->stats().evictions - before, fits / 3);  // one for one
@@ -105,7 +108,8 @@ TEST(records_run_out_before_memory_and_no_more_goes_than_must) {
   std::vector<uint64_t> many(20);
   for (size_t i = 0; i < many.size(); ++i) many[i] = 200 + i;
   const auto most = rig.create(many, 4);
-  CHECK_EQ(std::count_if(most.begin(), most.end(), [](const Granted& g) { return g.status == Grant::Granted; }), 6);  // two are being written
+  CHECK_EQ(std::count_if(most.begin(), most.end(), [](const Granted& g) { return g.status == Grant::Granted; }),
+           6);  // two are being written
   CHECK_EQ(std::count_if(most.begin(), most.end(), [](const Granted& g) { return g.status == Grant::NoSpace; }), 14);
   CHECK_EQ(rig.store->stats().no_space, 14u);
   rig.store->check_integrity();
@@ -150,8 +154,8 @@ TEST(one_batch_may_take_the_whole_pool) {
   rig.store->check_integrity();
 }
 
-// Mixed sizes and random pins, pools that earlier rounds have cut into pieces: a create is refused if and only if no run of slots that
-// is long enough is free of pins and of blocks being written.
+// Mixed sizes and random pins, pools that earlier rounds have cut into pieces: a create is refused if and only if no run of slots
+// that is long enough is free of pins and of blocks being written.
 TEST(a_run_free_of_pins_is_found_wherever_it_is) {
   uint64_t granted = 0, refused = 0;
   for (uint64_t seed = 1; seed <= 12; ++seed) {

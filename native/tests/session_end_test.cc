@@ -85,7 +85,8 @@ TEST(a_forked_child_keeps_the_memory_until_it_ends_too) {
   rig.store->check_integrity();
 }
 
-// A reader that follows a block pins the generation before quarantine, two before the zombie's. Fails if the scan looks one back only.
+// A reader that follows a block pins the generation before quarantine, two before the zombie's. Fails if the scan looks one back
+// only.
 TEST(a_follower_of_a_quarantined_block_still_holds_it) {
   Rig rig(16 * kMiB, 64);
   std::optional<Page> writer(std::in_place, *rig.store);
@@ -115,8 +116,10 @@ TEST(who_knows_the_token_resumes_and_says_what_stopped) {
   wrong[0] ^= 1;
   CHECK(!rig.store->resume_session(writer.id, writer.token(), 1, 1));  // attached
   for (bool restart : {false, true}) {
-    if (restart) rig.restart();
-    else rig.store->end_session(writer.id);
+    if (restart)
+      rig.restart();
+    else
+      rig.store->end_session(writer.id);
     CHECK(!rig.store->resume_session(writer.id, wrong, 1, 1));
     CHECK(!rig.store->resume_session(writer.id + 100, writer.token(), 1, 1));
     CHECK(rig.store->resume_session(writer.id, writer.token(), 1, 1));

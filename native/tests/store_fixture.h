@@ -1,5 +1,5 @@
-// What the store's tests share: segments on memfds that outlive a store, so that a second one can adopt them; layouts whose blocks
-// have a chosen number of pages; a session with its page mapped, as a client has it.
+// What the store's tests share: segments on memfds that outlive a store, so that a second one can adopt them; layouts whose
+// blocks have a chosen number of pages; a session with its page mapped, as a client has it.
 //
 // Nothing here asserts: it makes things and looks at them.
 #pragma once
@@ -70,10 +70,13 @@ std::optional<Code> thrown(F&& f) {
   return std::nullopt;
 }
 
-inline std::vector<uint8_t> layout_blob(uint32_t layers, uint32_t layer_bytes_per_token, uint32_t block_tokens, uint32_t meta_fixed = 0) {
+inline std::vector<uint8_t> layout_blob(uint32_t layers, uint32_t layer_bytes_per_token, uint32_t block_tokens,
+                                        uint32_t meta_fixed = 0) {
   const uint32_t head[9] = {layers, 2, 1, 1, 0, block_tokens, 0, meta_fixed, 0};
   std::vector<uint8_t> blob{'K', 'V', 'L', '1'};
-  auto add = [&](uint32_t word) { blob.insert(blob.end(), reinterpret_cast<uint8_t*>(&word), reinterpret_cast<uint8_t*>(&word) + 4); };
+  auto add = [&](uint32_t word) {
+    blob.insert(blob.end(), reinterpret_cast<uint8_t*>(&word), reinterpret_cast<uint8_t*>(&word) + 4);
+  };
   for (uint32_t word : head) add(word);
   for (uint32_t i = 0; i < layers; ++i) add(layer_bytes_per_token);
   return blob;
@@ -83,8 +86,11 @@ inline std::vector<uint8_t> layout_blob(uint32_t layers, uint32_t layer_bytes_pe
 class Segments {
  public:
   Segments(uint64_t capacity_bytes, uint32_t max_blocks)
-      : table(::memfd_create("table", MFD_CLOEXEC)), progress(::memfd_create("progress", MFD_CLOEXEC)), pool(::memfd_create("pool", MFD_CLOEXEC)),
-        capacity(capacity_bytes), blocks(max_blocks) {
+      : table(::memfd_create("table", MFD_CLOEXEC)),
+        progress(::memfd_create("progress", MFD_CLOEXEC)),
+        pool(::memfd_create("pool", MFD_CLOEXEC)),
+        capacity(capacity_bytes),
+        blocks(max_blocks) {
     KV_INVARIANT(::ftruncate(table.get(), static_cast<off_t>(Store::table_bytes(blocks, capacity))) == 0);
     KV_INVARIANT(::ftruncate(progress.get(), static_cast<off_t>(round_up(Store::progress_bytes(blocks), kPageBytes))) == 0);
     char name[] = "/tmp/kvstored-test-XXXXXX";
@@ -95,12 +101,20 @@ class Segments {
   Segments(const Segments&) = delete;
 
   std::unique_ptr<Store> open(bool adopt = false) const {
-    return std::make_unique<Store>(Store::Options{.name = "test", .table_fd = table.get(), .progress_fd = progress.get(), .pool_fd = pool.get(),
-                                                  .capacity_bytes = capacity, .max_blocks = blocks, .pool_id = id, .session_directory = directory,
-                                                  .session_prefix = "p", .adopt = adopt});
+    return std::make_unique<Store>(Store::Options{.name = "test",
+                                                  .table_fd = table.get(),
+                                                  .progress_fd = progress.get(),
+                                                  .pool_fd = pool.get(),
+                                                  .capacity_bytes = capacity,
+                                                  .max_blocks = blocks,
+                                                  .pool_id = id,
+                                                  .session_directory = directory,
+                                                  .session_prefix = "p",
+                                                  .adopt = adopt});
   }
   size_t session_files() const {
-    return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator{}));
+    return static_cast<size_t>(
+        std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator{}));
   }
 
   Fd table, progress, pool;
@@ -128,7 +142,8 @@ class Rig {
     start(true);
   }
 
-  std::vector<Granted> create(std::span<const uint64_t> numbers, uint32_t pages, uint32_t by = 0, uint32_t ttl_s = 0, uint32_t priority = kDefaultPriority) {
+  std::vector<Granted> create(std::span<const uint64_t> numbers, uint32_t pages, uint32_t by = 0, uint32_t ttl_s = 0,
+                              uint32_t priority = kDefaultPriority) {
     std::vector<CreateItem> items;
     for (uint64_t i : numbers) items.push_back({.key = key(i), .tokens = pages - 1});
     return store->create({.owner = by ? by : owner, .layout = layout, .priority = priority, .ttl_s = ttl_s, .items = items});

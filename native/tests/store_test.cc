@@ -1,5 +1,5 @@
-// Goal: what clients ask of a store, one operation after another: create, seal, abort, delete, look up, layouts, time to live, bytes,
-// checksums, broken memory. Method: a store on memfds; check_integrity and the sum of memory after each test.
+// Goal: what clients ask of a store, one operation after another: create, seal, abort, delete, look up, layouts, time to live,
+// bytes, checksums, broken memory. Method: a store on memfds; check_integrity and the sum of memory after each test.
 #include "core/store.h"
 
 #include <thread>
@@ -67,7 +67,8 @@ TEST(two_writers_of_one_key_and_the_rest_of_their_batches) {
   const auto theirs = rig.create(second, 2, other);
   CHECK(mine[0].status == Grant::Granted && mine[1].status == Grant::Granted);
   CHECK(theirs[0].status == Grant::Granted);
-  CHECK(theirs[1].status == Grant::Pending && theirs[1].handle.record == mine[1].handle.record && theirs[1].handle.generation == mine[1].handle.generation);
+  CHECK(theirs[1].status == Grant::Pending && theirs[1].handle.record == mine[1].handle.record &&
+        theirs[1].handle.generation == mine[1].handle.generation);
   CHECK(theirs[2].status == Grant::Exists);
   CHECK(theirs[3].status == Grant::Granted && theirs[4].status == Grant::Pending);  // twice in one batch: one extent
   CHECK(rig.seal(mine[1].handle, other) == Done::NotOwner);
@@ -305,7 +306,8 @@ TEST(truncated_memory_fences_one_namespace_and_ends_no_process) {
 
   Page client(*page.store, 2048);
   const Granted unsealed = page.create(1, 2, client.id);
-  for (const auto& entry : std::filesystem::directory_iterator(page.segments.directory)) std::filesystem::resize_file(entry.path(), 0);
+  for (const auto& entry : std::filesystem::directory_iterator(page.segments.directory))
+    std::filesystem::resize_file(entry.path(), 0);
   page.store->tick();
   page.store->tick();
   CHECK(page.seal(unsealed.handle, client.id) == Done::Stale);  // its session ended
