@@ -191,6 +191,10 @@ def test_a_frozen_client_holds_nobody_up(daemon, fork, nothing_leaks, layouts):
     nothing_leaks(started, client, [*keys, *more])
 
 
+# A few keys that everybody fights for, and more cold ones than the pool of 8 MiB holds.
+HOT, COLD = 40, 1500
+
+
 def under_load(daemon, keys, seed):
     """A child's work: random calls on shared keys, checking every byte, until it is killed."""
 
@@ -200,7 +204,7 @@ def under_load(daemon, keys, seed):
         layout = client.register_layout(SMALL.to_blob())
         steps.tell("attached")
         while True:
-            chosen = choose.sample(keys, 6)
+            chosen = choose.sample(keys[:HOT], 3) + choose.sample(keys[HOT:], 3)
             what = choose.randrange(4)
             if what == 0:
                 with client.create(chosen, layout) as writer:
@@ -234,7 +238,7 @@ def follow(client, keys) -> None:
 
 def kill_under_load(started, fork, nothing_leaks, rounds: int, seed: int) -> None:
     choose = random.Random(seed)
-    keys = new_keys(40)
+    keys = new_keys(HOT + COLD)
     watcher = started.connect()
     children = [fork(under_load(started, keys, choose.random())) for _ in range(3)]
     for round_ in range(rounds):
@@ -243,13 +247,14 @@ def kill_under_load(started, fork, nothing_leaks, rounds: int, seed: int) -> Non
             assert children[victim].next_step(), f"round {round_}, seed {seed}: a child failed by itself"
         children[victim].kill()
         children[victim] = fork(under_load(started, keys, choose.random()))
-        with watcher.get(keys) as blocks:
+        with watcher.get(keys[: HOT + 50]) as blocks:
             for block in blocks:
                 if block is not None:
                     check(block)
         del block, blocks
         if round_ % 10 == 9:
             watcher.stats()
+    assert watcher.stats()["evictions"] > 0 or rounds < 100, "there was no pressure"
     for child in children:
         assert child.next_step(), f"seed {seed}: a child failed by itself"
         child.kill()

@@ -223,7 +223,7 @@ def load(started, keys, seed):
         layout = client.register_layout(SMALL.to_blob())
         steps.tell("attached")
         while True:
-            chosen = choose.sample(keys, 5)
+            chosen = choose.sample(keys[:60], 4) + choose.sample(keys[60:], 4)
             try:
                 if choose.randrange(2):
                     with client.create(chosen, layout) as writer:
@@ -243,7 +243,7 @@ def load(started, keys, seed):
 
 def kill_under_load(started, fork, nothing_leaks, rounds, seed) -> None:
     choose = random.Random(seed)
-    keys = new_keys(60)
+    keys = new_keys(1560)  # more than the pool holds
     kept = new_keys(5)
     watcher = started.connect()
     put(watcher, kept, watcher.register_layout(SMALL.to_blob()))

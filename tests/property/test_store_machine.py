@@ -112,12 +112,25 @@ class StoreMachine(RuleBasedStateMachine):
     picks = st.integers(0, 1 << 16)
     keys_drawn = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5)
 
-    @rule(client=clients_drawn, keys=keys_drawn, priority=st.sampled_from([0, 35, 100]))
-    def create(self, client: int, keys: list[bytes], priority: int) -> None:
+    def seal_all(self, writing: Writing) -> None:
+        for index, version in writing.versions.items():
+            self.sealed[writing.keys[index]] = version
+            del self.writing[writing.keys[index]]
+        self.writers.remove(writing)
+
+    @rule(
+        client=clients_drawn, keys=keys_drawn, priority=st.sampled_from([0, 35, 100]), sealing=st.booleans()
+    )
+    def create(self, client: int, keys: list[bytes], priority: int, sealing: bool) -> None:
         evictions = self.daemon.store.stats()["evictions"]
         nothing_held = not self.writing and not any(holding.pins() for holding in self.holdings)
         dead_writers = any(writing.dead for writing in self.writers)
-        writer = self.clients[client].create(keys, self.layout, priority=priority)
+        earlier = [w for w in self.writers if sealing and w.client == client and not w.dead]
+        writer = self.clients[client].create(
+            keys, self.layout, priority=priority, sealing=earlier[0].writer if earlier else None
+        )
+        if earlier:
+            self.seal_all(earlier[0])
         writing = Writing(client, writer, keys=keys)
         for index, (key, result) in enumerate(zip(keys, writer.results, strict=True)):
             if result == "granted":
