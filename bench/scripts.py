@@ -4,17 +4,18 @@ Runs them as processes and takes the rows out of the JSON they write; what fails
 line.
 """
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bench.install import ROOT, progress
 
+ENDING_S = 2.0
 SCRIPT_TIMEOUT_S = {"bench.reuse_ttft": 420, "bench.daemon_figures": 180, "bench.peers.kvboost": 240}
 
 
@@ -56,9 +57,18 @@ def _run_group(command: list[str], log: Path, timeout_s: float, env: dict[str, s
         try:
             return script.wait(timeout_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody of it is left: as it should be
-                os.killpg(script.pid, signal.SIGKILL)
-            script.wait()
+            _end_group(script)
+
+
+def _end_group(script: subprocess.Popen) -> None:
+    """A daemon that is asked to end gives its memory back; one that is killed cannot."""
+    try:
+        os.killpg(script.pid, signal.SIGTERM)
+        time.sleep(ENDING_S)
+        os.killpg(script.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nobody of it is left: as it should be
+    script.wait()
 
 
 def merge_rows(into: list[dict], more: list[dict]) -> None:
