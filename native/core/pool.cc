@@ -74,8 +74,9 @@ std::string Pool::problem() const {
 }
 
 bool Pool::truncated() const {
+  const uint64_t exists = frontier();  // before the size: a step may be added between the two looks
   struct stat st;
-  return ::fstat(fd_.get(), &st) != 0 || static_cast<uint64_t>(st.st_size) < frontier();
+  return ::fstat(fd_.get(), &st) != 0 || static_cast<uint64_t>(st.st_size) < exists;
 }
 
 bool Pool::read(uint64_t offset, void* out, size_t length) const {
