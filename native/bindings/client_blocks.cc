@@ -104,7 +104,9 @@ void bind_blocks(nb::module_& m) {
              return nb::iter(all);
            })
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-      .def("__exit__", [](const Blocks& b, nb::args) { b.batch->close(); })
+      .def(
+          "__exit__", [](const Blocks& b, nb::handle, nb::handle, nb::handle) { b.batch->close(); }, nb::arg("type").none(),
+          nb::arg("value").none(), nb::arg("traceback").none())
       .def(
           "release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
       .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
