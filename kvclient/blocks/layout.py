@@ -21,7 +21,7 @@ from kvclient.segment import (
     check_bounds,
 )
 
-# The meta area's default size: a header of four u32 (magic, tokens, has_extra, reserved), the parent's
+# The meta area's default size: a header of four u32 (magic, tokens, extra_words, reserved), the parent's
 # prefix key, the content key; then per token an int32 id and a u64 extra id. Enough for a reader to
 # verify and extend a match by itself.
 META_HEADER_BYTES = 16

@@ -3,8 +3,8 @@
 Owns the format; never decides what to do with a block. Invariant: unpack answers None for every byte string
 that pack did not make, however it is damaged.
 
-    u32 magic | u32 tokens | u32 has_extra | u32 0 | parent's prefix key or zeros | content key
-    tokens x int32 id | tokens x u64 extra id, if has_extra
+    u32 magic | u32 tokens | u32 extra_words (0, 1 or 4) | u32 0 | parent's prefix key or zeros | content key
+    tokens x int32 id | tokens x extra_words x u64 extra id
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class Meta(NamedTuple):
     parent_key: bytes  # NO_PARENT for a prompt's first block
     content_key: bytes
     token_ids: bytes  # int32, little-endian
-    extra_ids: bytes  # u64, little-endian; empty if there are none
+    extra_ids: bytes  # u64, little-endian, one or four per token; empty if there are none
 
 
 def pack(meta: Meta) -> bytes:
     tokens = len(meta.token_ids) // 4
-    header = _HEADER.pack(MAGIC, tokens, bool(meta.extra_ids), 0, meta.parent_key, meta.content_key)
+    extra_words = len(meta.extra_ids) // (8 * tokens) if tokens else 0
+    header = _HEADER.pack(MAGIC, tokens, extra_words, 0, meta.parent_key, meta.content_key)
     return header + meta.token_ids + meta.extra_ids
 
 
@@ -35,11 +36,11 @@ def unpack(area: memoryview | bytes, tokens: int) -> Meta | None:
     """The meta of a block of `tokens` tokens, or None if the area does not hold one."""
     if len(area) < _HEADER.size + 4 * tokens:
         return None
-    magic, count, has_extra, zero, parent, content = _HEADER.unpack_from(area)
-    if magic != MAGIC or count != tokens or has_extra > 1 or zero:
+    magic, count, extra_words, zero, parent, content = _HEADER.unpack_from(area)
+    if magic != MAGIC or count != tokens or extra_words not in (0, 1, 4) or zero:
         return None
     ids_end = _HEADER.size + 4 * tokens
-    extra_end = ids_end + (8 * tokens if has_extra else 0)
+    extra_end = ids_end + 8 * tokens * extra_words
     if len(area) < extra_end:
         return None
     return Meta(parent, content, bytes(area[_HEADER.size : ids_end]), bytes(area[ids_end:extra_end]))
