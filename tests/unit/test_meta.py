@@ -3,10 +3,11 @@
 Method: round trips and damaged bytes under Hypothesis; one block put by chain through a real daemon.
 """
 
-import kvclient
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import kvclient
 from kvclient.blocks import meta
 
 IDENTITY = bytes(range(32))
@@ -40,7 +41,8 @@ def test_a_block_put_by_chain_carries_it(daemon):
         pass
     with client.get(chain) as blocks:
         first, second = (meta.unpack(block.meta, 16) for block in blocks)
-    assert first == meta.Meta(meta.NO_PARENT, chain.content_keys[0], bytes(chain.token_ids.cast("B"))[:64], b"")
+    ids = bytes(chain.token_ids.cast("B"))
+    assert first == meta.Meta(meta.NO_PARENT, chain.content_keys[0], ids[:64], b"")
     assert second.parent_key == chain.keys[0]
     assert second.content_key == chain.content_keys[1]
     assert second.extra_ids == b"".join(i.to_bytes(8, "little") for i in [0] * 4 + [9] * 12)
