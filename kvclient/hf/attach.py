@@ -22,7 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvclient.blocks.identity import reuse_identity
 from kvclient.blocks.layout import Layout
-from kvclient.errors import Closed, InvalidArgument
+from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.memory import Memory
 from kvclient.hf.report import Report, Totals
@@ -164,7 +164,10 @@ class Attachment:
             self._salt,
             self._weights_digest,
         )
-        layout_id = self.client.register_layout(layout)
+        try:
+            layout_id = self.client.register_layout(layout)
+        except NotPermitted:
+            layout_id = None
         self._subject = Subject(
             reuse_identity(dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype
         )

@@ -202,8 +202,13 @@ class StoreLayer(DynamicLayer):
         return super().update(key_states, value_states)
 
 
+def array_dtype(dtype: torch.dtype) -> np.dtype:
+    """The type of `.layer(i)` of a block that holds it: bfloat16, which NumPy lacks, as uint16."""
+    return as_array(torch.empty(0, dtype=dtype)).dtype
+
+
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory, typed as `.layer(i)` of a block is: bfloat16 as uint16. NumPy copies a slice in
+    """A CPU tensor's memory, typed as `.layer(i)` of a block is. NumPy copies a slice in
     half the time torch needs to set out.
     """
     if tensor.dtype == torch.bfloat16:

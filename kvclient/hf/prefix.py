@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvclient.blocks import meta
@@ -34,12 +35,32 @@ class Clock:
     publish_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class BlockShape:
+    """What one layer of a block of this model looks like. Ids of layouts are no help: a daemon numbers them
+    anew.
+    """
+
+    heads: int
+    head_dim: int
+    dtype: np.dtype
+
+    def fits(self, view: Any, tokens: int, layer: int) -> bool:
+        try:
+            array = view.layer(layer)
+        except (Closed, InvalidArgument):
+            return False
+        return array.dtype == self.dtype and array.shape == (2, self.heads, tokens, self.head_dim)
+
+
 @dataclass
 class Found:
     """The leading blocks of one group's chain."""
 
     group: Group
     chain: Any
+    shape: BlockShape
+    layers: int
     views: list[Any] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)  # what to release
     pending: set[int] = field(default_factory=set)  # indices of views that were still being written
@@ -48,7 +69,7 @@ class Found:
     def tokens(self) -> int:
         return len(self.views) * self.chain.block_tokens
 
-    def extend(self, client: Any, stop: int, layout_id: int, follow: bool) -> None:
+    def extend(self, client: Any, stop: int, follow: bool) -> None:
         """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
         start = len(self.views)
         if start >= stop:
@@ -60,7 +81,7 @@ class Found:
                 view = blocks[offset]
             except PinsExhausted:
                 return
-            if view is None or view.layout_id != layout_id or view.tokens != self.chain.block_tokens:
+            if view is None:
                 return
             if not view.sealed:
                 self.pending.add(start + offset)
@@ -75,6 +96,8 @@ class Found:
 
     def confirmed(self, index: int, view: Any) -> bool:
         size = self.chain.block_tokens
+        if view.tokens != size or not self.shape.fits(view, size, self.layers - 1):
+            return False
         wanted = self.group.tokens[index * size : (index + 1) * size].tobytes()
         known = meta.unpack(view.meta, view.tokens)
         return known is not None and known.token_ids == wanted
@@ -125,6 +148,8 @@ class Prefix:
         try:
             for index in sorted(found.pending):
                 found.views[index].wait_layer(layer, self._stall_s)
+                if not found.shape.fits(found.views[index], found.chain.block_tokens, layer):
+                    raise Lost(f"block {index} has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
         finally:

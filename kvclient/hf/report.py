@@ -30,6 +30,7 @@ class Report:
     total_s: float = 0.0
     bypassed: str | None = None  # why the store was not read or written at all
     read_bypassed: str | None = None  # why it was only written
+    write_bypassed: str | None = None  # why it was only read
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
 
@@ -53,7 +54,7 @@ class Totals:
             self._sums["hits"] += report.reused_tokens > 0
             for name in self._SUMMED:
                 self._sums[name] += getattr(report, name)
-            for reason in (report.bypassed, report.read_bypassed):
+            for reason in (report.bypassed, report.read_bypassed, report.write_bypassed):
                 if reason is not None:
                     self._bypassed[reason] += 1
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
+from kvclient.hf.cache import Shape, StoreLayer, array_dtype, recycled, replace_layers
 from kvclient.hf.memory import Memory
-from kvclient.hf.prefix import Clock, Found, Lost, Prefix
+from kvclient.hf.prefix import BlockShape, Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
@@ -30,7 +30,7 @@ class Subject:
     """The model as the store sees it: what was found out at attach, valid until the model changes."""
 
     identity: bytes
-    layout_id: int
+    layout_id: int | None  # None: this client may only read
     layers: int
     heads: int
     head_dim: int
@@ -57,7 +57,9 @@ class Request:
     ) -> None:  # fmt: skip
         self.report = Report()
         self._client, self._subject, self._options, self._make_chain = client, subject, options, make_chain
-        self._read, self._write = read, write
+        self._read, self._write = read, write and subject.layout_id is not None
+        if write and not self._write:
+            self.report.write_bypassed = "not_permitted"
         self._memory = memory
         self._padded = padded
         self._started = started
@@ -142,16 +144,27 @@ class Request:
         began = time.perf_counter()
         subject, options = self._subject, self._options
         self._publisher = Publisher(
-            self._client, subject.layout_id, subject.layers, options.priority, options.ttl_s, self._clock
+            self._client,
+            subject.layout_id if subject.layout_id is not None else -1,
+            subject.layers,
+            options.priority,
+            options.ttl_s,
+            self._clock,
         )
+        shape = BlockShape(subject.heads, subject.head_dim, array_dtype(subject.dtype))
         self._found = found = [
-            Found(group, self._make_chain(subject.identity, group.tokens, options.block_tokens))
+            Found(
+                group,
+                self._make_chain(subject.identity, group.tokens, options.block_tokens),
+                shape,
+                subject.layers,
+            )
             for group in self._prompt.groups
         ]
         claimed: set[bytes] = set()
         for one in found:
             if read:
-                one.extend(self._client, len(one.chain), subject.layout_id, follow)
+                one.extend(self._client, len(one.chain), follow)
             if self._write:
                 self._claim(one, read, follow, claimed)
         if len(found) > 1 and self._publisher.claimed:
@@ -178,7 +191,7 @@ class Request:
         results = self._publisher.claim(one.chain, first, one.group.rows[0], one.group.pad)
         run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
         if read and run and first == len(one.views):
-            one.extend(self._client, first + run, self._subject.layout_id, follow)
+            one.extend(self._client, first + run, follow)
         if len(self._prompt.groups) > 1:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
 

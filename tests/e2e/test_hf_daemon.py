@@ -1,0 +1,166 @@
+"""kvclient.hf over a real daemon that goes away, restarts, evicts or forbids: generate() stays right, and
+says so.
+
+Tiny random models; what a model is asked is not the point here.
+"""
+
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from tests.engines.zoo import build, generate, prompt
+
+BLOCK = 16
+
+
+@pytest.fixture
+def model():
+    model = build("llama")
+    kvclient.hf.self_test(model)
+    return model
+
+
+def test_sealed_blocks_survive_the_daemon_and_are_hit(daemon, model):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    plain, *_ = generate(model, ids)
+    with server.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        server.restart(kill=True)
+        tokens, *_ = generate(model, ids)
+        assert kv.last.reused_tokens == 64
+        assert torch.equal(tokens, plain)
+        longer = torch.cat([ids, prompt(40, seed=2)], dim=1)
+        generate(model, longer)
+        generate(model, longer)
+        assert kv.last.reused_tokens == 96
+
+
+def test_a_daemon_that_is_gone_with_on_error_raise(daemon, model):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    with (
+        server.connect(on_error="raise") as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
+    ):
+        generate(model, ids)
+        server.kill()
+        with pytest.raises(kvclient.Unavailable):
+            generate(model, prompt(70, seed=2))
+        server.start()
+        generate(model, ids)
+        assert kv.last.reused_tokens == 64
+
+
+def test_a_daemon_that_is_gone_with_on_error_miss(daemon, model):
+    server, ids, new = daemon(memory="64MiB"), prompt(70), prompt(70, seed=2)
+    plain, plain_new = generate(model, ids)[0], generate(model, new)[0]
+    with (
+        server.connect(on_error="miss") as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
+    ):
+        generate(model, ids)
+        server.kill()
+        assert torch.equal(generate(model, new)[0], plain_new)
+        assert (kv.last.reused_tokens, kv.last.published_blocks) == (0, 0)
+        assert client.degraded
+        assert torch.equal(generate(model, ids)[0], plain)
+
+
+def test_a_daemon_that_starts_empty_and_numbers_layouts_anew(daemon, model):
+    """The ids that this client was told do not hold there: hits must not depend on them."""
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    plain, *_ = generate(model, ids)
+    with server.connect() as client:
+        client.register_layout(kvclient.Layout(num_layers=1, num_kv_heads=1, head_dim=8))
+        with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+            generate(model, ids)
+            server.stop()
+            server.args.append("--fresh")
+            server.start()
+            with server.connect() as other:
+                for size in (16, 24, 32):
+                    other.register_layout(kvclient.Layout(num_layers=1, num_kv_heads=1, head_dim=size))
+            generate(model, ids)
+            assert (kv.last.reused_tokens, kv.last.published_blocks) == (0, 4)
+            tokens, *_ = generate(model, ids)
+            assert kv.last.reused_tokens == 64
+            assert torch.equal(tokens, plain)
+
+
+def test_a_full_pool_evicts_and_stays_right(daemon, model):
+    server = daemon(memory="8MiB")
+    prompts = [prompt(500, seed=number) for number in range(22)]
+    plain = [generate(model, ids)[0] for ids in prompts]
+    with server.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        for number in (*range(22), 0, 21):
+            assert torch.equal(generate(model, prompts[number])[0], plain[number])
+        assert client.stats()["evictions"] > 0
+        assert kv.stats["no_space"] == 0
+        assert client.stats()["pins"] == 0
+
+
+def test_a_client_that_only_reads_reads(daemon, model):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    with server.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK):
+        generate(model, ids)
+    with (
+        server.connect(read_only=True) as reader,
+        kvclient.hf.attach(model, reader, block_tokens=BLOCK) as kv,
+    ):
+        generate(model, ids)
+        assert kv.last.reused_tokens == 64
+        generate(model, prompt(70, seed=2))
+        assert (kv.last.published_blocks, kv.last.write_bypassed) == (0, "not_permitted")
+
+
+def test_a_forked_child_generates_with_the_store(daemon, model):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    plain, *_ = generate(model, ids)
+    with server.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                tokens, *_ = generate(model, ids)
+                os.write(writing, pickle.dumps((tokens.tolist(), kv.last.reused_tokens)))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as answers:
+            tokens, reused = pickle.loads(answers.read())
+        os.waitpid(child, 0)
+        assert (tokens, reused) == (plain.tolist(), 64)
+        generate(model, ids)
+        assert kv.last.reused_tokens == 64
+
+
+def test_a_process_killed_in_its_prefill_leaves_nothing(daemon, model, wait_until, monkeypatch):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    with server.connect() as client:
+        child = os.fork()
+        if child == 0:
+            with server.connect() as own, kvclient.hf.attach(model, own, block_tokens=BLOCK):
+                from kvclient.hf.cache import StoreLayer
+
+                update = StoreLayer.update
+
+                def stop_at_the_last(self, *args, **kwargs):
+                    if self.index == 2:
+                        signal.pause()
+                    return update(self, *args, **kwargs)
+
+                monkeypatch.setattr(StoreLayer, "update", stop_at_the_last)
+                generate(model, ids)
+            os._exit(1)
+        wait_until(lambda: client.stats()["created"] == 4, "the child's blocks")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        wait_until(lambda: client.stats()["used_bytes"] == 0, "the child's memory")
+        with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+            generate(model, ids)
+            assert (kv.last.reused_tokens, kv.last.published_blocks) == (0, 4)
