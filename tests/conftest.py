@@ -164,6 +164,9 @@ def remove_left_behind() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     remove_left_behind()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # Started in the background by a shell: every process of a test would inherit the deafness.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
