@@ -92,8 +92,9 @@ test-all: model ## also the slow tests and other releases of transformers
 bench: model ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
 
-lint: $(VENV)/.dev ## ruff, import contracts, tidy test
+lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
+	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m pytest -q tests/unit/test_tidy.py
 

@@ -137,12 +137,13 @@ nb::dict stats(Store& store) {
   }();
   nb::dict out;
 #define X(name) out[#name] = s.name;
-  X(used_bytes)
-  X(capacity_bytes)
-  X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins) X(sessions)
-      X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
+  // clang-format off
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created)
+  X(zombies) X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
+  KV_STORE_COUNTERS(X);
+  // clang-format on
 #undef X
-          out["unsealed"] = s.created;
+  out["unsealed"] = s.created;
   return out;
 }
 

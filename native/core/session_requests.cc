@@ -63,13 +63,13 @@ std::string stats_json(Store& store) {
     out += std::string(out.size() > 1 ? ", \"" : "\"") + name + "\": " + std::to_string(value);
   };
 #define X(name) field(#name, s.name);
-  X(used_bytes)
-  X(capacity_bytes)
-      X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created) X(zombies) X(quarantined) X(pins) X(sessions)
-          X(max_blocks) X(epoch) X(fenced) X(draining) KV_STORE_COUNTERS(X)
+  // clang-format off
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created)
+  X(zombies) X(quarantined) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
+  KV_STORE_COUNTERS(X);
+  // clang-format on
 #undef X
-              return out +
-      "}";
+  return out + "}";
 }
 
 std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
