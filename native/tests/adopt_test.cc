@@ -27,7 +27,6 @@ struct Seen {
   Extent extent;
   Shape shape;
 };
-
 std::map<uint64_t, Seen> sealed(Rig& rig, uint64_t numbers) {
   std::map<uint64_t, Seen> out;
   for (uint64_t i = 0; i < numbers; ++i)
@@ -265,9 +264,7 @@ TEST(random_garbage_in_all_records_never_breaks_an_invariant) {
       auto& r = index.record(static_cast<uint32_t>(random() % 256));
       const uint64_t small = random() % 64;
       switch (random() % 8) {
-        case 0:
-          r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), static_cast<uint8_t>(random())).word);
-          break;
+        case 0: r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), random() & 255).word); break;
         case 1: r.control.store(random() & 0x00ffffffffffffffull); break;
         case 2: r.extent.store(Extent{random() % 1100 * kPageBytes, small * kPageBytes}.pack()); break;
         case 3: r.extent.store(random()); break;
