@@ -124,6 +124,7 @@ TEST(pins_run_out_as_an_error_of_the_item_and_not_as_a_miss) {
   CHECK(thrown([&] { batch->hold(1); }) == Code::Closed);
 }
 
+#ifndef KV_TSAN  // whose runtime knows no threads in a forked child
 // A killed process: its socket ends and its pidfd is ready, in any order, and both for one session; the neighbour that connects
 // at that moment must not be taken for it. (It was: a number freed and given anew within one batch of events.)
 TEST(deaths_are_noticed_and_hit_nobody_else) {
@@ -143,8 +144,9 @@ TEST(deaths_are_noticed_and_hit_nobody_else) {
       for (;;) ::pause();
     }
     char byte;
+    ::close(ready[1]);
     CHECK(::read(ready[0], &byte, 1) == 1);
-    ::close(ready[0]), ::close(ready[1]);
+    ::close(ready[0]);
     auto batch = get(*follower, key(2000 + round), true);
     CHECK_EQ(batch->hits(), 1u);
     ::kill(child, SIGKILL);
@@ -157,6 +159,7 @@ TEST(deaths_are_noticed_and_hit_nobody_else) {
   }
   daemon.rig.store->check_integrity();
 }
+#endif
 
 TEST(a_restarted_daemon_is_resumed_and_nothing_is_lost) {
   Daemon daemon;
@@ -201,9 +204,13 @@ TEST(a_forked_child_clears_no_pin_of_its_parents) {
                          thrown([&] { client->touch(std::vector<Key>{key(1)}); }) == Code::Detached;
     batch->close();
     batch.reset(), grants.reset(), client.reset();
+#ifdef KV_TSAN
+    const bool served = true;
+#else
     auto own = daemon.client();  // the child attaches anew
     const bool served = get(*own, key(1))->hits() == 1;
     own.reset();
+#endif
     ::_exit(refused && served ? 0 : 1);
   }
   int code = 0;
@@ -230,4 +237,53 @@ TEST(a_closed_client_answers_closed_and_gives_up_its_writes) {
   CHECK_EQ(daemon.stats().zombies, 1u);
   batch.reset();
   CHECK(eventually([&] { return daemon.stats().used_bytes == 0; }));
+}
+
+// The client's own get against a writer that evicts and deletes: every word of a block that get returned is the block's, for as
+// long as it is held. Fails if the second look at the generations is taken out of Client::pin_all: see the number in docs of this
+// test's commit.
+TEST(gets_never_return_anothers_bytes) {
+  Daemon daemon(256 << 10, 64);
+  auto writer = daemon.client(), reader = daemon.client();
+  constexpr uint64_t kNumbers = 96, kWords = kPageBytes / 8;
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> wrong{0}, held{0};
+  std::vector<std::thread> readers;
+  for (uint64_t seed = 0; seed < 2; ++seed)
+    readers.emplace_back([&, seed] {
+      for (uint64_t i = seed << 32; !stop.load(std::memory_order_relaxed); ++i) {
+        const Key keys[] = {key(mixed(i) % kNumbers), key(mixed(i + 7) % kNumbers), key(mixed(i + 9) % kNumbers)};
+        auto batch = reader->get(keys, false);
+        for (size_t k = 0; k < 3; ++k) {
+          if (batch->item(k).state != ItemState::Hit) continue;
+          const auto* words = reinterpret_cast<const uint64_t*>(batch->bytes(k));
+          const uint64_t stamp = keys[k].words[2] + batch->item(k).at.control.generation();
+          held += 1;
+          for (uint64_t w = 0; w < kWords; ++w)
+            if (words[w] != stamp) {
+              wrong += 1;
+              break;
+            }
+        }
+      }
+    });
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(8);
+  for (uint64_t i = 0; (i < 20'000 || held < 1000) && std::chrono::steady_clock::now() < end; ++i) {
+    const Granted granted = daemon.rig.create(mixed(i ^ 77) % kNumbers, 2);
+    if (granted.status == Grant::Granted) {
+      const Key k = daemon.rig.store->list(granted.handle.record, 1, {})[0].key;
+      std::vector<uint64_t> words(kWords, k.words[2] + granted.handle.generation);
+      daemon.rig.store->write(granted.handle, 0, {reinterpret_cast<const uint8_t*>(words.data()), kPageBytes});
+      CHECK(daemon.rig.seal(granted.handle) == Done::Ok);
+    }
+    if (i % 3 == 0) daemon.rig.store->remove(key(mixed(i ^ 78) % kNumbers));
+  }
+  stop = true;
+  for (auto& thread : readers) thread.join();
+  CHECK_EQ(wrong.load(), 0u);
+  CHECK(held.load() > 0);
+  std::printf("     %lu held\n", held.load());
+  daemon.rig.store->settle();
+  daemon.rig.store->check_integrity();
+  CHECK_EQ(daemon.stats().pins, 0u);
 }

@@ -23,12 +23,6 @@
 #include "core/session_file.h"
 #include "core/store.h"
 
-#ifdef KV_TSAN
-extern "C" inline const char* __tsan_default_options() {
-  return "die_after_fork=0";
-}  // children of these tests have threads of their own
-#endif
-
 namespace kv {
 
 // Store's friend: what no public name shows.
