@@ -48,6 +48,36 @@ double timeout_of(const std::optional<double>& timeout_s, const Batch& batch) {
   return timeout_s ? *timeout_s : batch.attachment().options().timeout_s;
 }
 
+// A view's buffer is the block itself: one object less for what every reader does.
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const BlockView* block = nb::inst_ptr<BlockView>(self);
+  try {
+    block->need(block->layout().num_layers() - 1);
+    try {
+      block->batch->hold(block->index);
+    } catch (const Error& error) {
+      raise("Closed", error.what());
+    }
+  } catch (nb::python_error& error) {
+    error.restore();
+    return -1;
+  }
+  void* bytes = const_cast<std::byte*>(block->batch->bytes(block->index));
+  const auto length = static_cast<Py_ssize_t>(block->layout().layers_bytes(block->tokens()));
+  if (PyBuffer_FillInfo(view, self, bytes, length, 1, flags) == 0) return 0;
+  block->batch->let_go(block->index);
+  return -1;
+}
+
+void release_buffer(PyObject* self, Py_buffer*) {
+  const BlockView* block = nb::inst_ptr<BlockView>(self);
+  block->batch->let_go(block->index);
+}
+
+PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                             {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
+                             {0, nullptr}};
+
 nb::object block_at(const Blocks& blocks, Py_ssize_t i) {
   const auto size = static_cast<Py_ssize_t>(blocks.batch->size());
   if (i < 0) i += size;
@@ -113,13 +143,10 @@ void bind_blocks(nb::module_& m) {
            "Waits for that layer of all blocks that were found. Raises BlockLost, DeadlineExceeded.")
       .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); });
 
-  nb::class_<BlockView>(m, "BlockView", "One block, pinned. Views, arrays and tensors are zero-copy, read-only and own the pin.")
+  nb::class_<BlockView>(m, "BlockView", nb::type_slots(block_slots),
+                        "One block, pinned. Views, arrays and tensors are zero-copy, read-only and own the pin.")
       .def_prop_ro(
-          "view",
-          [](const BlockView& b) {
-            b.need(b.layout().num_layers() - 1);
-            return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens())));
-          },
+          "view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); },
           "The layers as one memoryview of bytes, each starting on a multiple of 512.")
       .def_prop_ro("meta",
                    [](const BlockView& b) {
