@@ -58,7 +58,7 @@ class PressureCases(Case):
 
     def test_a_pinned_block_is_not_evicted(self):
         self.needs("pins")
-        pinned = self.fill_pool(5)
+        pinned = self.fill_pool(5, priority=0)  # first in the line, were it not for the pins
         with self.open().get(pinned) as blocks:
             self.fill_pool()
             assert self.states(pinned) == [RESIDENT] * 5
