@@ -215,7 +215,7 @@ class Request:
         assert self._publisher is not None
         report, clock = self.report, self._clock
         report.load_s, report.wait_s = clock.load_s, clock.wait_s
-        report.prefill_s = forward_s - clock.load_s - clock.wait_s - clock.publish_s
+        report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
         if self._prefix is not None:
             report.reused_tokens = report.reused_by_tier["shm"] = self._prefix.tokens
             report.followed_tokens = self._prefix.followed_tokens
