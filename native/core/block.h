@@ -117,7 +117,7 @@ constexpr Phase progress_phase(uint64_t word) { return static_cast<Phase>(word &
 // ---------------------------------------------------------------- the block table (segment "table")
 
 // One record per block, 96 bytes. Every word but `control`, `rank` and `link` is covered by `sequence`, which is odd while the
-// payload changes. `link` is derived (place in the eviction heap, or the next free record) and never read at adoption.
+// payload changes. `link` (the next free record) is derived and never read at adoption.
 struct alignas(32) Record {
   std::atomic<uint64_t> control;  // Control
   std::atomic<uint32_t> sequence;

@@ -12,7 +12,7 @@
 //
 // Queues. One 4-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie
 // in the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. Every
-// operation is O(log n) in the blocks of one class. A record's place in its heap is kept by the caller (`Places`), 4 bytes.
+// operation is O(log n) in the blocks of one class. A record's place in its heap is kept by the caller (`Places`).
 #pragma once
 
 #include <array>

@@ -79,7 +79,8 @@ Store::Store(const Options& options)
       progress_fd_(duplicate(options.progress_fd)),
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
-      policy_(Places{&index_}) {
+      places_(options.max_blocks),
+      policy_(Places{&places_}) {
   layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
