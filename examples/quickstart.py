@@ -1,7 +1,5 @@
-"""The README's dozen lines: run it twice, or in two terminals, beside `kvstored serve`.
-
-    kvstored serve --dir /tmp/kvstored &
-    KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py
+"""The README's dozen lines. Beside `kvstored serve --dir /tmp/kvstored`, run it twice:
+`KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py`.
 """
 
 import pathlib
