@@ -48,7 +48,8 @@ def main() -> None:
             creates.append(middle - begin)
         store.close()
     for name, times in (("create", creates), ("seal", seals)):
-        print(f"{name} {BATCH} blocks: p50 {statistics.median(times) / 1e3:.1f} µs, least {min(times) / 1e3:.1f} µs")
+        typical, least = statistics.median(times) / 1e3, min(times) / 1e3
+        print(f"{name} {BATCH} blocks: p50 {typical:.1f} µs, least {least:.1f} µs")
 
 
 if __name__ == "__main__":
