@@ -4,6 +4,7 @@
 //   cc -O2 bench/profile/round_trip.c -o build/round_trip
 //   build/round_trip SERVER_POLL_US CLIENT_POLL_US GAP_US
 #define _GNU_SOURCE
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/socket.h>
@@ -27,6 +28,7 @@ static long receive(int fd, char* buffer, long poll_ns) {
   for (const long until = now_ns() + poll_ns; now_ns() < until;) {
     const long n = recv(fd, buffer, kBuffer, MSG_DONTWAIT);
     if (n >= 0) return n;
+    sched_yield();  // whoever wants the processor goes first
   }
   return recv(fd, buffer, kBuffer, 0);
 }
