@@ -1,6 +1,5 @@
 #include "core/attachment.h"
 
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -12,6 +11,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/polling.h"
 
 namespace kv {
 namespace {
@@ -19,12 +19,6 @@ namespace {
 // An answer comes in microseconds, but a processor that fell asleep waiting for it takes tens to wake: look for that long, giving
 // way to whoever wants the processor, before sleeping. (docs/design.md, "Decisions that differ": 58 us a round trip become 5.)
 constexpr uint64_t kAnswerPollNs = 50'000;
-
-uint64_t now_ns() {
-  timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
-}
 
 constexpr uint64_t kPopulateStep = 16ull << 20;  // small, so that close() is prompt
 
@@ -91,13 +85,13 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   ssize_t got;
-  const uint64_t poll_until = now_ns() + kAnswerPollNs;
-  int wait = MSG_DONTWAIT;
+  thread_local Polling polling;
+  const uint64_t poll_until = polling.worthwhile() ? monotonic_ns() + kAnswerPollNs : 0;
+  int wait = poll_until ? MSG_DONTWAIT : 0;
   for (;;) {
     got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | wait);
     if (got >= 0 || (errno != EINTR && (errno != EAGAIN || !wait))) break;
-    if (now_ns() >= poll_until) wait = 0;
-    if (wait) ::sched_yield();
+    if (monotonic_ns() >= poll_until || !polling.give_way()) wait = 0;
   }
   if (got < 0 && errno == EAGAIN) throw Error(Code::DeadlineExceeded, "the daemon did not answer in time");
   if (got <= 0) throw Error(Code::Detached, got == 0 ? "the daemon closed the session" : errno_text("the daemon is gone"));

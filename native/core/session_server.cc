@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/polling.h"
 
 namespace kv {
 namespace {
@@ -29,13 +29,7 @@ constexpr uint64_t kStreamGapNs = 200'000;
 constexpr uint64_t kStreamPollNs = 100'000;
 constexpr int kBatch = 64;
 
-uint64_t now_ns() {
-  timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
-}
-
-uint64_t now_ms() { return now_ns() / 1'000'000; }
+uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 void watch(int epoll, int fd) {
   epoll_event event{};
@@ -106,6 +100,7 @@ double SessionServer::thread_cpu_s() const {
 
 void SessionServer::run() {
   uint64_t next_tick = 0;
+  Polling pace;
   uint64_t last_event_ns = 0, poll_until_ns = 0;
   for (;;) {
     const uint64_t now = now_ms();
@@ -116,15 +111,15 @@ void SessionServer::run() {
       drop_silent_connections();
     }
     epoll_event events[kBatch];
-    const bool polling = now_ns() < poll_until_ns;
+    const bool polling = monotonic_ns() < poll_until_ns;
     const int count =
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
     if (count > 0) {
-      const uint64_t event_ns = now_ns();
-      poll_until_ns = event_ns - last_event_ns < kStreamGapNs ? event_ns + kStreamPollNs : 0;
+      const uint64_t event_ns = monotonic_ns();
+      poll_until_ns = event_ns - last_event_ns < kStreamGapNs && pace.worthwhile() ? event_ns + kStreamPollNs : 0;
       last_event_ns = event_ns;
     } else if (polling) {
-      ::sched_yield();
+      if (!pace.give_way()) poll_until_ns = 0;
     }
     bool knock = false;
     for (int i = 0; i < count; ++i) {

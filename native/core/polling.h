@@ -1,0 +1,44 @@
+// When to look for a message for a while before sleeping. A processor that fell asleep takes tens of microseconds to wake, so on
+// an idle machine looking pays. On a busy one nothing sleeps, a blocked reader is woken at once, and who polls is put aside by
+// the scheduler for milliseconds. Being put aside is how this notices; then nobody polls for a while.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kv {
+
+inline uint64_t monotonic_ns() {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
+}
+
+class Polling {
+ public:
+  bool worthwhile() const { return monotonic_ns() >= resume_ns_; }
+
+  // Between two looks: gives way to whoever wants the processor. False if that took so long that polling is over.
+  bool give_way() {
+    const uint64_t before = monotonic_ns();
+    ::sched_yield();
+    const uint64_t after = monotonic_ns();
+    if (after - before < kPutAsideNs) return true;
+    const bool again = before - resume_ns_ < kMaxPauseNs;
+    pause_ns_ = again ? std::min(2 * pause_ns_, kMaxPauseNs) : kMinPauseNs;
+    resume_ns_ = after + pause_ns_;
+    return false;
+  }
+
+ private:
+  static constexpr uint64_t kPutAsideNs = 50'000;
+  static constexpr uint64_t kMinPauseNs = 50'000'000;
+  static constexpr uint64_t kMaxPauseNs = 3'000'000'000;
+  uint64_t pause_ns_ = kMinPauseNs;
+  uint64_t resume_ns_ = 0;
+};
+
+}  // namespace kv
