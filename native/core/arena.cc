@@ -150,19 +150,20 @@ void Arena::each_slot(Extent extent, F&& f) {
 
 void Arena::release(Extent extent, uint32_t record) {
   uint64_t slots_bytes = 0;
-  std::vector<uint32_t> touched;
+  uint32_t left = kNobody;  // the slab before, whose slots of this extent are all free now
   each_slot(extent, [&](uint32_t id, uint32_t slot) {
+    if (left != kNobody && left != id) dissolve_if_empty(left);
+    left = id;
     Slab& slab = slabs_[id];
     KV_INVARIANT(slab.slots[slot] == record);
     slab.slots[slot] = kNobody;
     slab.used -= 1;
     slots_bytes += slot_extent(slab, slot).length;
     if (slot < normal_slots(slab)) slab.free.push_back(slot);
-    if (touched.empty() || touched.back() != id) touched.push_back(id);
     return true;
   });
   slack_ -= slots_bytes - extent.length;
-  for (uint32_t id : touched) dissolve_if_empty(id);
+  if (left != kNobody) dissolve_if_empty(left);
 }
 
 void Arena::dissolve_if_empty(uint32_t id) {
