@@ -41,7 +41,7 @@ struct Outcome {
 };
 constexpr uint64_t kMeetings = 5000;  // without a fence one block in 30 to 200 meetings is lost
 
-void nothing() {}
+[[maybe_unused]] void nothing() {}
 
 // The start of a round: the other side may need this processor.
 void wait_until(const std::atomic<uint64_t>& word, uint64_t value, const std::atomic<uint64_t>& stop) {

@@ -2,10 +2,8 @@
 // slots, and never in what is pinned or being written. Method: full pools of known content, pins held through a session's page;
 // the last resort against a search of its own over random pools.
 //
-// Rules proven by removal (in a copy of the tree): without the check of pins before the victim is chosen (pinned_records empty) a
-// pinned block loses its key: 1 failure in pinned_blocks_stay_and_the_rest_goes; without scan_zombies' look at the pins its
-// memory is handed out: 32 failures there; without the last resort (reserved_) 58 refusals in
-// a_run_free_of_pins_is_found_wherever_it_is.
+// Rules proven by removal (in a copy of the tree; failed checks of one run): the scan does not look at the pins: 33; victims are
+// chosen without the pins: 139,598; no last resort: 2,477.
 #include <algorithm>
 #include <random>
 #include <set>
