@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all bench lint format asan clean native
+.PHONY: help build demo model test test-all releases bench lint format asan clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -88,6 +88,9 @@ test: model ## build and pass the tests
 test-all: model ## also the slow tests and other releases of transformers
 	@$(VENV)/bin/ctest --test-dir build/dev --output-on-failure
 	@$(PY) -m pytest -q
+
+releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
+	@$(PY) -m pytest -q -m engines tests/engines/test_releases.py
 
 bench: model ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
