@@ -184,7 +184,12 @@ void SessionServer::close(int socket) {
   if (found == connections_.end()) return;
   Connection& connection = *found->second;
   if (connection.store) connection.store->end_session(connection.session);
-  if (connection.process) process_sockets_.erase(connection.process.get());
+  // By hand: a descriptor that a forked child still holds would go on waking us under a number that is another's by then.
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);
+  if (connection.process) {
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.process.get(), nullptr);
+    process_sockets_.erase(connection.process.get());
+  }
   connections_.erase(found);
 }
 
