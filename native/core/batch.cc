@@ -60,6 +60,7 @@ uint32_t Batch::layers_ready(size_t i) const {
 
 void Batch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const {
   const Item& item = items_[i];
+  if (!item.layout) throw Error(Code::InvalidArgument, "the block was not found");
   if (layer >= item.layout->num_layers())
     throw Error(Code::InvalidArgument,
                 "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(item.layout->num_layers() - 1));
