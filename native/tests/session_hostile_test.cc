@@ -46,7 +46,7 @@ class Raw {
                                  bool read_only = false) {
     protocol::Attach wanted{};
     wanted.version = version, wanted.max_pins = max_pins, wanted.read_only = read_only;
-    std::strncpy(wanted.name, name, sizeof wanted.name);
+    std::memcpy(wanted.name, name, std::strlen(name));
     std::vector<uint8_t> body;
     protocol::append(body, wanted);
     return ask(Op::Attach, 1, body);
