@@ -1,5 +1,7 @@
 // Goal: the session socket believes no peer and waits for none. Method: raw sockets that send what no client would, and an honest
 // client beside them that must notice nothing.
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -166,4 +168,30 @@ TEST(a_peer_that_never_attaches_is_dropped) {
   Raw silent(daemon.path);
   CHECK(!silent.answer());  // the daemon closes what has not attached in time
   CHECK_EQ(honest->touch(std::vector<Key>{key(1)}), 0u);
+}
+
+// Fails if who cannot be accepted is left in the queue: it would wait for ever, and the daemon would not sleep again.
+TEST(a_daemon_without_descriptors_turns_clients_away_and_goes_on) {
+  Daemon daemon;
+  auto honest = daemon.client();
+  rlimit before;
+  CHECK(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  Fd unconnected(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const rlimit low{128, before.rlim_max};
+  CHECK(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+  std::vector<Fd> fill;
+  for (int fd; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) fill.emplace_back(fd);
+  CHECK(!fill.empty());
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::copy(daemon.path.begin(), daemon.path.end(), address.sun_path);
+  const uint64_t refused = daemon.server->refused();
+  CHECK(::connect(unconnected.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  CHECK(eventually([&] { return daemon.server->refused() == refused + 1; }));
+  char byte;
+  CHECK(::recv(unconnected.get(), &byte, 1, 0) <= 0);
+  CHECK_EQ(honest->touch(std::vector<Key>{key(1)}), 0u);  // served meanwhile
+  fill.clear();
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  CHECK(!thrown([&] { daemon.client(); }));
 }
