@@ -50,10 +50,11 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
   if (offset > layers)
     throw Error(Code::InvalidArgument,
                 "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
-  std::vector<uint8_t> out(std::min(length, layers - offset));
+  std::vector<uint8_t> out;
   bool good;
   {
     Reading reading(*this, lock, found.record);
+    out.resize(std::min(length, layers - offset));  // zeroed outside the lock
     good = pool_.read(found.extent.offset + offset, out.data(), out.size());
   }
   if (!good) check_pool();
@@ -73,10 +74,11 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
     throw Error(Code::InvalidArgument,
                 "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
   const uint64_t at = extent_of(handle.record).offset + offset;
-  std::vector<uint8_t> out(std::min(length, layers - offset));
+  std::vector<uint8_t> out;
   bool good;
   {
     Reading reading(*this, lock, handle.record);
+    out.resize(std::min(length, layers - offset));
     good = pool_.read(at, out.data(), out.size());
   }
   if (!good) check_pool();
