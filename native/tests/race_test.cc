@@ -3,8 +3,10 @@
 // ONE mapping of table, session page and pool, because ThreadSanitizer compares addresses. Every 64-bit word of a block is the
 // block's stamp.
 //
-// The fences are proven in pins_test: here the one of the scan can be taken out without a failure on x86-64, where a hundred
-// instructions stand between the change of a generation and the reading of a pin.
+// Rules proven by removal: a scan that reads the pins without acquire is a data race at once under ThreadSanitizer (a reader's
+// last look at a block against the next writer's first byte). The fences are proven in pins_test: here the one of the scan can be
+// taken out without a failure on x86-64, where a hundred instructions stand between the change of a generation and the reading of
+// a pin.
 #include <cstring>
 #include <thread>
 
