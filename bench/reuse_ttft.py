@@ -155,7 +155,7 @@ def measure_cold(contenders: Contenders, ids: list[int], length: int, rounds: in
 
     taken: dict[str, list] = {"hf": [], "cold": []}
     for number in range(rounds + 1):
-        start = 1 + number  # every round another prompt, the same for both
+        start = length // 8 + number  # another prompt in every round of every length, the same for both
         prompt = torch.tensor([ids[start : start + length]])
         calls = [("hf", lambda p=prompt: contenders.hf(p)), ("cold", lambda p=prompt: contenders.stored(p))]
         for name, call in calls[:: -1 if number % 2 else 1]:
