@@ -27,16 +27,17 @@ class Polling {
     ::sched_yield();
     const uint64_t after = monotonic_ns();
     if (after - before < kPutAsideNs) return true;
-    const bool again = before - resume_ns_ < kMaxPauseNs;
+    const bool again = before - resume_ns_ < 2 * pause_ns_;
     pause_ns_ = again ? std::min(2 * pause_ns_, kMaxPauseNs) : kMinPauseNs;
     resume_ns_ = after + pause_ns_;
     return false;
   }
 
  private:
-  static constexpr uint64_t kPutAsideNs = 50'000;
-  static constexpr uint64_t kMinPauseNs = 50'000'000;
-  static constexpr uint64_t kMaxPauseNs = 3'000'000'000;
+  // A slice of the scheduler's is milliseconds; what a hypervisor takes now and then is less.
+  static constexpr uint64_t kPutAsideNs = 500'000;
+  static constexpr uint64_t kMinPauseNs = 20'000'000;
+  static constexpr uint64_t kMaxPauseNs = 320'000'000;
   uint64_t pause_ns_ = kMinPauseNs;
   uint64_t resume_ns_ = 0;
 };
