@@ -39,6 +39,7 @@ class Daemon:
         self.dir = dir
         self.args = ["serve", "--dir", str(dir), "--memory", memory, *args]
         self.env = env
+        self.command = [sys.executable]  # what runs `-m kvstored`: a test may put a program in front
         self.log_path = dir.parent / (dir.name + ".log")
         self.process: subprocess.Popen[bytes] | None = None
         self._prefixes: set[str] = set()  # of shared memory names ever seen in state.json
@@ -65,7 +66,7 @@ class Daemon:
             notify.bind(notify_path)
             with open(self.log_path, "ab") as log:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "kvstored", *self.args],
+                    [*self.command, "-m", "kvstored", *self.args],
                     cwd=ROOT, env={**os.environ, **self.env, "NOTIFY_SOCKET": notify_path},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
