@@ -1,0 +1,146 @@
+#include "core/disk/files.h"
+
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "core/error.h"
+
+namespace kv {
+namespace {
+
+constexpr std::string_view kTempSuffix = ".tmp";
+constexpr int kNameTries = 16;  // for a name nobody has
+
+std::string_view last_name(std::string_view path) {
+  const size_t slash = path.rfind('/');
+  return slash == path.npos ? path : path.substr(slash + 1);
+}
+
+int answer(long result) { return result < 0 ? -errno : static_cast<int>(result); }
+
+}  // namespace
+
+bool is_temp_name(std::string_view name) {
+  return name.size() == 16 + kTempSuffix.size() && name.ends_with(kTempSuffix) &&
+         name.find_first_not_of("0123456789abcdef") == 16;
+}
+
+RealFiles::RealFiles(const std::string& directory, bool direct) : direct_(direct ? O_DIRECT : 0) {
+  if (::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) throw Error(Code::Unavailable, errno_text(directory));
+  root_.reset(::open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  if (!root_) throw Error(Code::Unavailable, errno_text(directory));
+  if (::mkdirat(root_.get(), kTempDirectory, 0700) != 0 && errno != EEXIST)
+    throw Error(Code::Unavailable, errno_text(directory + "/" + kTempDirectory));
+  if (::getrandom(&next_temp_, sizeof next_temp_, 0) != sizeof next_temp_) next_temp_ = static_cast<uint64_t>(::getpid()) << 32;
+}
+
+int RealFiles::open_beneath(const std::string& path, int flags) const {
+  open_how how = {};
+  how.flags = static_cast<uint64_t>(flags | O_CLOEXEC);
+  how.mode = flags & O_CREAT ? 0600 : 0;
+  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
+  for (;;) {  // RESOLVE_BENEATH answers EAGAIN while somebody renames directories
+    const int fd = answer(::syscall(SYS_openat2, root_.get(), path.c_str(), &how, sizeof how));
+    if (fd != -EAGAIN && fd != -EINTR) return fd;
+  }
+}
+
+// The directory of a path, made level by level if asked.
+int RealFiles::open_parent(const std::string& path, bool make) const {
+  const size_t slash = path.rfind('/');
+  const std::string parent = slash == path.npos ? "." : path.substr(0, slash);
+  int fd = open_beneath(parent, O_PATH | O_DIRECTORY);
+  if (fd != -ENOENT || !make) return fd;
+  for (size_t end = parent.find('/');; end = parent.find('/', end + 1)) {
+    const std::string level = parent.substr(0, end);
+    const size_t cut = level.rfind('/');
+    const Fd above(open_beneath(cut == level.npos ? "." : level.substr(0, cut), O_PATH | O_DIRECTORY));
+    if (!above) return -ENOENT;
+    if (::mkdirat(above.get(), std::string(last_name(level)).c_str(), 0700) != 0 && errno != EEXIST) return -errno;
+    if (end == parent.npos) break;
+  }
+  return open_beneath(parent, O_PATH | O_DIRECTORY);
+}
+
+int RealFiles::open_read(const std::string& path, uint64_t* bytes) {
+  // O_NONBLOCK: a FIFO of that name would wait for its writer.
+  constexpr int kFlags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW;
+  int fd = open_beneath(path, kFlags | O_NOATIME | direct_);
+  if (fd == -EPERM) fd = open_beneath(path, kFlags | direct_);  // only its owner may read a file without a trace
+  if (fd == -EINVAL && Fd(open_beneath(path, kFlags | O_DIRECTORY))) return -ENXIO;  // no direct I/O on a directory
+  if (fd < 0) return fd;
+  struct stat about;
+  const int problem = ::fstat(fd, &about) != 0 ? -errno : S_ISREG(about.st_mode) ? 0 : -ENXIO;
+  if (problem != 0) {
+    ::close(fd);
+    return problem;
+  }
+  *bytes = static_cast<uint64_t>(about.st_size);
+  return fd;
+}
+
+int RealFiles::create_temp(uint64_t bytes, std::string* temp) {
+  int fd = -EEXIST;
+  for (int i = 0; i < kNameTries && fd == -EEXIST; ++i) {
+    char name[32];
+    std::snprintf(name, sizeof name, "%s/%016llx.tmp", kTempDirectory, static_cast<unsigned long long>(next_temp_++));
+    *temp = name;
+    fd = open_beneath(*temp, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | direct_);
+  }
+  if (fd < 0) return fd;
+  int problem;
+  do problem = answer(::fallocate(fd, 0, 0, static_cast<off_t>(bytes)));
+  while (problem == -EINTR);
+  if (problem == -EOPNOTSUPP) problem = answer(::ftruncate(fd, static_cast<off_t>(bytes)));
+  if (problem == 0) return fd;
+  ::close(fd);
+  remove(*temp);
+  return problem;
+}
+
+int RealFiles::move(const std::string& from, const std::string& to, unsigned flags) {
+  const Fd source(open_parent(from, false));
+  if (!source) return -ENOENT;
+  const int parent = open_parent(to, true);
+  if (parent < 0) return parent;
+  const Fd target(parent);
+  return answer(::syscall(SYS_renameat2, source.get(), std::string(last_name(from)).c_str(), target.get(),
+                          std::string(last_name(to)).c_str(), flags));
+}
+
+int RealFiles::publish(const std::string& temp, const std::string& path) { return move(temp, path, 0); }
+
+int RealFiles::remove(const std::string& path) {
+  const int parent = open_parent(path, false);
+  if (parent < 0) return parent;
+  const Fd directory(parent);
+  return answer(::unlinkat(directory.get(), std::string(last_name(path)).c_str(), 0));
+}
+
+int RealFiles::aside(const std::string& path) {
+  int result = -EEXIST;
+  for (int i = 0; i < kNameTries && result == -EEXIST; ++i)
+    result =
+        move(path, std::string(kAsideDirectory) + "/" + std::string(last_name(path)) + "." + std::to_string(i), RENAME_NOREPLACE);
+  // Kept already as often as anybody will look at it.
+  return result == -EEXIST ? remove(path) : result;
+}
+
+int RealFiles::space(Space* space) {
+  struct statvfs about;
+  if (::fstatvfs(root_.get(), &about) != 0) return -errno;
+  *space = {about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize, about.f_favail};
+  return 0;
+}
+
+void RealFiles::close(int fd) { ::close(fd); }
+
+}  // namespace kv

@@ -1,0 +1,68 @@
+// The one seam to the file system below a directory of blocks. Every call answers 0 (or a descriptor) or -errno and is named by
+// a path relative to that directory, as path_of() gives it. Never reads or writes a block's bytes: that is an Engine's work.
+//
+//   DIR/ab/cd/<key>.kv     blocks; a file has such a name only when it was written whole
+//   DIR/tmp/<random>.tmp   files being written; whatever lies there at start is a leftover
+//   DIR/aside/<name>.<n>   what was corrupt and is kept (--keep-corrupt)
+//
+// Invariant: no call leaves the directory, follows a symbolic link or waits for what is not a regular file.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "core/segment.h"
+
+namespace kv {
+
+inline constexpr char kTempDirectory[] = "tmp";
+inline constexpr char kAsideDirectory[] = "aside";
+bool is_temp_name(std::string_view name);  // of a file in DIR/tmp
+
+struct Space {
+  uint64_t total_bytes = 0;
+  uint64_t free_bytes = 0;  // for this user
+  uint64_t free_files = 0;
+};
+
+class Files {
+ public:
+  virtual ~Files() = default;
+  // A descriptor and the file's length. -ELOOP: a link; -ENXIO: no regular file (directory, FIFO, socket, device).
+  virtual int open_read(const std::string& path, uint64_t* bytes) = 0;
+  // A descriptor for a new file whose blocks are allocated and whose length is `bytes`: a direct write into it extends nothing,
+  // so it does not block the submission. Its name goes to `temp`.
+  virtual int create_temp(uint64_t bytes, std::string* temp) = 0;
+  // Gives a temporary file its name, replacing what has it. Makes the directories it needs.
+  virtual int publish(const std::string& temp, const std::string& path) = 0;
+  virtual int remove(const std::string& path) = 0;  // a file, temporary or not; never a directory
+  virtual int aside(const std::string& path) = 0;   // moves a file where nobody looks for it
+  virtual int space(Space* space) = 0;
+  virtual void close(int fd) = 0;
+};
+
+class RealFiles final : public Files {
+ public:
+  // Makes the directory (0700) and DIR/tmp. Throws Unavailable that names it. `direct`: open with O_DIRECT.
+  RealFiles(const std::string& directory, bool direct);
+  int open_read(const std::string& path, uint64_t* bytes) override;
+  int create_temp(uint64_t bytes, std::string* temp) override;
+  int publish(const std::string& temp, const std::string& path) override;
+  int remove(const std::string& path) override;
+  int aside(const std::string& path) override;
+  int space(Space* space) override;
+  void close(int fd) override;
+
+ private:
+  int open_beneath(const std::string& path, int flags) const;
+  int open_parent(const std::string& path, bool make) const;
+  int move(const std::string& from, const std::string& to, unsigned flags);
+
+  Fd root_;
+  const int direct_;  // O_DIRECT or 0
+  uint64_t next_temp_;
+};
+
+}  // namespace kv

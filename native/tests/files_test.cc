@@ -1,0 +1,152 @@
+// Goal: a file has a block's name only when it is published, no call leaves the directory or follows a link, and nothing that is
+// no regular file is opened or waited for.
+// Method: a real directory, what an attacker or an accident could leave in it, and the calls' answers.
+#include "core/disk/files.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "tests/check.h"
+#include "tests/disk_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+namespace fs = std::filesystem;
+
+namespace {
+
+struct Fixture {
+  Directory directory;
+  RealFiles files{directory.path, false};
+
+  std::string put(const std::string& path, uint64_t bytes = 8192) {
+    std::string temp;
+    const Fd fd(files.create_temp(bytes, &temp));
+    KV_INVARIANT(fd && files.publish(temp, path) == 0);
+    return path;
+  }
+  int open(const std::string& path) {
+    uint64_t bytes = 0;
+    const Fd fd(files.open_read(path, &bytes));
+    return fd ? 0 : files.open_read(path, &bytes);
+  }
+  size_t temps() const { return std::distance(fs::directory_iterator(directory / "tmp"), fs::directory_iterator()); }
+};
+
+}  // namespace
+
+TEST(a_file_has_its_name_only_when_published) {
+  Fixture f;
+  const std::string path = path_of(key_of_number(1), {});
+  std::string temp;
+  const Fd fd(f.files.create_temp(12288, &temp));
+  CHECK(fd);
+  CHECK(is_temp_name(temp.substr(4)));
+  CHECK_EQ(f.open(path), -ENOENT);
+  struct stat about;
+  CHECK_EQ(::fstat(fd.get(), &about), 0);
+  CHECK_EQ(about.st_size, 12288);
+  CHECK_EQ(about.st_mode & 07777, 0600u);
+  CHECK(about.st_blocks * 512 >= 12288);
+  CHECK_EQ(f.files.publish(temp, path), 0);
+  CHECK_EQ(f.temps(), 0u);
+  uint64_t bytes = 0;
+  const Fd back(f.files.open_read(path, &bytes));
+  CHECK(back);
+  CHECK_EQ(bytes, 12288u);
+  for (const fs::path& each : {fs::path(f.directory.path), fs::path(f.directory / path.substr(0, 2)),
+                               fs::path(f.directory / path.substr(0, 5)), fs::path(f.directory / "tmp")})
+    CHECK(fs::status(each).permissions() == fs::perms::owner_all || each == f.directory.path);
+  CHECK_EQ(f.files.remove(path), 0);
+  CHECK_EQ(f.files.remove(path), -ENOENT);
+  CHECK_EQ(f.open(path), -ENOENT);
+}
+
+TEST(publishing_replaces) {
+  Fixture f;
+  const std::string path = f.put(path_of(key_of_number(1), {}), 4096);
+  f.put(path, 8192);
+  CHECK_EQ(fs::file_size(f.directory / path), 8192u);
+}
+
+TEST(nothing_but_a_regular_file_is_opened) {
+  Fixture f;
+  const std::string good = f.put("aa/good");
+  fs::create_symlink("good", f.directory / "aa/link");
+  fs::create_directory(f.directory / "aa/directory");
+  fs::create_directory_symlink(f.directory / "aa", f.directory / "bb");
+  CHECK_EQ(::mkfifo((f.directory / "aa/fifo").c_str(), 0600), 0);
+  CHECK_EQ(f.open("aa/good"), 0);
+  CHECK_EQ(f.open("aa/link"), -ELOOP);
+  CHECK_EQ(f.open("bb/good"), -ELOOP);
+  CHECK_EQ(f.open("aa/directory"), -ENXIO);
+  CHECK_EQ(f.open("aa/fifo"), -ENXIO);
+  CHECK_EQ(f.open("aa/none"), -ENOENT);
+  CHECK_EQ(f.open("aa/good/more"), -ENOTDIR);
+}
+
+TEST(no_call_leaves_the_directory) {
+  Fixture f;
+  Directory outside;
+  std::ofstream(outside / "secret") << "x";
+  fs::create_directory_symlink(outside.path, f.directory / "ab");
+  std::string temp;
+  const Fd fd(f.files.create_temp(4096, &temp));
+  CHECK_EQ(f.open("../" + fs::path(outside.path).filename().string() + "/secret"), -EXDEV);
+  CHECK_EQ(f.open(outside / "secret"), -EXDEV);
+  CHECK_EQ(f.open("ab/secret"), -ELOOP);
+  CHECK_EQ(f.files.remove("ab/secret"), -ELOOP);
+  CHECK(f.files.aside("ab/secret") < 0);
+  CHECK_EQ(f.files.publish(temp, "ab/new"), -ELOOP);
+  CHECK_EQ(f.files.publish(temp, "../new"), -EXDEV);
+  CHECK(fs::exists(outside / "secret"));
+  CHECK(!fs::exists(outside / "new"));
+  CHECK_EQ(f.temps(), 1u);
+}
+
+TEST(a_directory_is_never_removed) {
+  Fixture f;
+  fs::create_directories(f.directory / "ab/cd");
+  CHECK(f.files.remove("ab/cd") < 0);
+  CHECK(fs::exists(f.directory / "ab/cd"));
+  std::string temp;
+  const Fd fd(f.files.create_temp(4096, &temp));
+  CHECK_EQ(f.files.publish(temp, "ab/cd"), -EISDIR);
+  CHECK_EQ(f.files.remove(temp), 0);
+}
+
+TEST(what_is_kept_aside_is_found_by_nobody) {
+  Fixture f;
+  const std::string path = path_of(key_of_number(1), {});
+  for (int i = 0; i < 3; ++i) {
+    f.put(path);
+    CHECK_EQ(f.files.aside(path), 0);
+    CHECK_EQ(f.open(path), -ENOENT);
+  }
+  size_t kept = 0;
+  for (const auto& each : fs::directory_iterator(f.directory / "aside")) kept += !key_of(each.path().filename().string());
+  CHECK_EQ(kept, 3u);
+}
+
+TEST(a_file_that_does_not_fit_leaves_nothing) {
+  Fixture f;
+  std::string temp;
+  const int answer = f.files.create_temp(1ull << 52, &temp);
+  CHECK(answer == -ENOSPC || answer == -EFBIG);
+  CHECK_EQ(f.temps(), 0u);
+  Space space;
+  CHECK_EQ(f.files.space(&space), 0);
+  CHECK(space.free_bytes > 0 && space.free_bytes <= space.total_bytes);
+}
+
+TEST(a_directory_that_cannot_be_used_is_named) {
+  try {
+    RealFiles("/proc/nothing", true);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).find("/proc/nothing") != std::string::npos);
+  }
+}
