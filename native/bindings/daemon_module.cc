@@ -24,6 +24,15 @@ nb::list sessions(kv::SessionServer& server) {
   return out;
 }
 
+// (namespace, operation, counts per bucket, their sum in seconds)
+std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>> latencies(kv::SessionServer& server) {
+  std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>> out;
+  for (const auto& one : server.latencies())
+    out.emplace_back(one.name, one.operation, std::vector<uint64_t>(one.counts.buckets.begin(), one.counts.buckets.end()),
+                     static_cast<double>(one.counts.sum_ns) / 1e9);
+  return out;
+}
+
 // The table of a block's life, for the documents: (from, event, to).
 std::vector<std::tuple<std::string, std::string, std::string>> transitions() {
   std::vector<std::tuple<std::string, std::string, std::string>> out;
@@ -53,6 +62,7 @@ NB_MODULE(_core, m) {
       .def("start", &kv::SessionServer::start)
       .def("stop", &kv::SessionServer::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("sessions", sessions)
+      .def("latencies", latencies)
       .def_prop_ro("refused", &kv::SessionServer::refused)
       .def_prop_ro("thread_cpu_s", &kv::SessionServer::thread_cpu_s);
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <type_traits>
 #include <vector>
@@ -20,6 +21,9 @@ inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
 
 enum class Op : uint16_t { Attach = 1, RegisterLayout, Create, Seal, Abort, LookUp, Delete, Touch, Stats, kLast = Stats };
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal", "abort",
+                                           "lookup", "delete",          "touch",  "stats"};
+static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
   uint32_t magic;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/polling.h"
 #include "core/session_server.h"
 
 namespace kv {
@@ -128,6 +129,7 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
 
 void SessionServer::attach(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto wanted = body.take<protocol::Attach>();
+  const uint64_t began_ns = monotonic_ns();
   need_end(body);
   if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
   if (wanted.version != protocol::kVersion)
@@ -170,6 +172,7 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
                                wanted.read_only ? pool.get() : segments.pool_fd};
   if (page) descriptors.push_back(page.get());
   if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
+  measure(*store, request.op, began_ns);
 }
 
 }  // namespace kv

@@ -41,7 +41,9 @@ void watch(int epoll, int fd) {
 }  // namespace
 
 SessionServer::SessionServer(Options options, std::vector<Store*> stores)
-    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {}
+    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {
+  for (const Store* store : stores_) latencies_[store];
+}
 
 SessionServer::~SessionServer() { stop(); }
 
@@ -218,6 +220,8 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
   protocol::Reader body(message);
   const auto request = body.take<protocol::Request>();
   if (!body.ok() || request.magic != protocol::kMagic) return close(fd);
+  const uint64_t began_ns = monotonic_ns();
+  const Store* store = connection.store;  // of before: closing ends the connection
   try {
     if (request.count > kMaxKeysPerMessage)
       throw Error(Code::InvalidArgument, "the message announces " + std::to_string(request.count) + " items, the limit is " +
@@ -231,6 +235,19 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     const std::span<const uint8_t> bytes(text, std::min<size_t>(std::strlen(error.what()), 1024));
     if (!send(connection, request, static_cast<uint16_t>(1 + static_cast<int>(error.code)), 0, bytes)) close(fd);
   }
+  measure(store, request.op, began_ns);
+}
+
+void SessionServer::measure(const Store* store, uint16_t op, uint64_t began_ns) {
+  if (!store || op < 1 || op > static_cast<uint16_t>(protocol::Op::kLast)) return;
+  latencies_.at(store)[op - 1u].add(monotonic_ns() - began_ns);
+}
+
+std::vector<SessionServer::Latency> SessionServer::latencies() const {
+  std::vector<Latency> out;
+  for (const auto& [store, operations] : latencies_)
+    for (size_t i = 0; i < operations.size(); ++i) out.push_back({store->name(), protocol::kOpNames[i], operations[i].read()});
+  return out;
 }
 
 bool SessionServer::send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,

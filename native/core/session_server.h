@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/latency.h"
 #include "core/protocol.h"
 #include "core/segment.h"
 #include "core/store.h"
@@ -34,6 +35,11 @@ class SessionServer {
   std::vector<std::pair<std::string, Store::SessionInfo>> sessions() const;  // with their namespace's name
   uint64_t refused() const { return refused_.load(); }
   double thread_cpu_s() const;
+  struct Latency {
+    std::string name, operation;
+    LatencyCounts counts;
+  };
+  std::vector<Latency> latencies() const;  // per namespace and operation: from a request's arrival to its reply
 
  private:
   struct Connection {
@@ -57,6 +63,7 @@ class SessionServer {
   bool send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
             std::span<const uint8_t> body, std::span<const int> descriptors = {});
   void drop_silent_connections();
+  void measure(const Store* store, uint16_t op, uint64_t began_ns);
 
   const Options options_;
   const std::vector<Store*> stores_;
@@ -66,6 +73,8 @@ class SessionServer {
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
   std::atomic<uint64_t> refused_{0};
+  using OpLatencies = std::array<LatencyHistogram, static_cast<size_t>(protocol::Op::kLast)>;
+  std::map<const Store*, OpLatencies> latencies_;  // an entry per store, made with the server
   std::thread thread_;
 };
 
