@@ -44,9 +44,9 @@ TEST(every_request_is_counted_once) {
   CHECK(eventually([&] { return requests(daemon, "seal") == 1; }));
   CHECK(eventually([&] { return requests(daemon, "delete") == 1; }));
   CHECK(eventually([&] { return requests(daemon, "abort") == 0; }));
-  const uint32_t counts[] = {1};
-  CHECK(thrown([&] { client->create({.keys = keys, .token_counts = counts, .layout = 77}); }).has_value());
-  CHECK(eventually([&] { return requests(daemon, "create") == 2; }));
+  const uint8_t nonsense[] = {1, 2, 3};
+  CHECK(thrown([&] { client->register_layout(nonsense); }) == Code::InvalidArgument);
+  CHECK(eventually([&] { return requests(daemon, "register_layout") == 1; }));
 }
 
 }  // namespace
