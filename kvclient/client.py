@@ -121,6 +121,16 @@ class KVClient:
         except Detached:
             return self._again(lambda native: native.get(keys, follow))
 
+    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
+        """Sealed blocks anywhere in the tokens: (offset, key), by offset. Candidates, as fingerprints say it:
+        compare their tokens (kvclient.blocks.plan does).
+        """
+        return self._call(lambda native: native.find(identity, token_ids, block_tokens))
+
+    def children(self, key: bytes) -> list[bytes]:
+        """Keys of sealed blocks that may continue this one, a few at most."""
+        return self._call(lambda native: native.children(key))
+
     # ---------------------------------------------------------------- the rest
 
     def create(

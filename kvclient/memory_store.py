@@ -50,6 +50,7 @@ class Record:
     pins: int = 0
     used_at: int = 0
     checksum: int | None = None
+    trace: tuple[int | None, bytes | None] = (None, None)  # fingerprint and parent: what searches go by
 
     @property
     def sealed(self) -> bool:
@@ -125,6 +126,17 @@ class InMemoryStore:
         session.pins += 1
         return Pin(record, session, self._dropped)
 
+    def by_fingerprint(self, tokens: int) -> dict[int, list[bytes]]:
+        """Keys of the sealed blocks of that many tokens, by fingerprint."""
+        found: dict[int, list[bytes]] = {}
+        for key, record in self._records.items():
+            if record.state == SEALED and record.tokens == tokens and record.trace[0] is not None:
+                found.setdefault(record.trace[0], []).append(key)
+        return found
+
+    def children(self, parent: bytes) -> list[bytes]:
+        return [k for k, r in self._records.items() if r.state == SEALED and r.trace[1] == parent]
+
     def touch(self, key: bytes) -> bool:
         record = self._find(key)
         if record is None or record.state != SEALED:
@@ -167,6 +179,7 @@ class InMemoryStore:
         base: int,
         priority: int,
         ttl_s: float | None,
+        trace: tuple[int | None, bytes | None] = (None, None),
     ) -> Record | str:
         """The granted record, or "exists", "pending" or "no_space"."""
         self.settle()
@@ -180,6 +193,7 @@ class InMemoryStore:
             return "no_space"
         expires_at = float("inf") if not ttl_s else time.monotonic() + ttl_s
         record = Record(key, owner, geometry, layout_id, tokens, base, priority, expires_at, offset, length)
+        record.trace = trace
         self._records[key] = record
         self.writable[offset : offset + length] = 0  # pads and meta area must not show the block before
         return record

@@ -215,6 +215,18 @@ class InMemoryClient:
             pins = [self.store.pin(key, self.session, follow) for key in split_keys(keys)]
         return Blocks(self, [BlockView(self, pin) if isinstance(pin, Pin) else pin for pin in pins])
 
+    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
+        from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint
+
+        windows = window_fingerprints(identity, token_ids, block_tokens).tolist()
+        with self._locked():
+            known = self.store.by_fingerprint(block_tokens)
+            return [(start, key) for start, window in enumerate(windows) for key in known.get(window, ())]
+
+    def children(self, key: bytes) -> list[bytes]:
+        with self._locked():
+            return self.store.children(key)
+
     def create(
         self,
         keys: Any,
@@ -240,10 +252,14 @@ class InMemoryClient:
             if len(counts) != len(names):
                 raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys")
             base = getattr(keys, "start_token", 0)
+            nothing = [None] * len(names)
+            traces = zip(
+                getattr(keys, "fingerprints", nothing), getattr(keys, "parent_keys", nothing), strict=True
+            )
             items = []
-            for key, tokens in zip(names, counts, strict=True):
+            for key, tokens, trace in zip(names, counts, traces, strict=True):
                 check_bounds("token_counts", tokens, 1, full)
-                wanted = (key, layout_id, tokens, base, priority, ttl_s)
+                wanted = (key, layout_id, tokens, base, priority, ttl_s, trace)
                 items.append((wanted, self.store.create(self.session, *wanted)))
                 base += tokens if hasattr(keys, "start_token") else 0
             return Writer(self, items)

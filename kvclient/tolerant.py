@@ -47,6 +47,12 @@ class TolerantClient(KVClient):
         except UNREACHABLE:
             return self._tolerate(lambda native: native.get(keys, follow), lambda: NoBlocks(_count(keys)))
 
+    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
+        return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens), list)
+
+    def children(self, key: bytes) -> list[bytes]:
+        return self._tolerate(lambda native: native.children(key), list)
+
     def create(
         self,
         keys: Any,

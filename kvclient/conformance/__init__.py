@@ -13,10 +13,11 @@ cases that need it are skipped. Never imports pytest, torch or a daemon.
 from kvclient.conformance.following import FollowingCases
 from kvclient.conformance.pressure import PressureCases
 from kvclient.conformance.reading import ReadingCases
+from kvclient.conformance.searching import SearchingCases
 from kvclient.conformance.writing import WritingCases
 
 __all__ = ["StoreConformance"]
 
 
-class StoreConformance(WritingCases, ReadingCases, FollowingCases, PressureCases):
+class StoreConformance(WritingCases, ReadingCases, SearchingCases, FollowingCases, PressureCases):
     """All cases. Subclass, implement connect(), and let pytest collect it."""

@@ -94,7 +94,8 @@ class Case:
 
     `lacks` names abilities this door does not have: "pins" (views in shared memory), "max_pins", "follow",
     "ordered_marks" (a layer marked too early is refused), "wait_pending", "copies" (into a granted block),
-    "zeroed" (pads), "sealing" (in the next create), "chains" (tokens and positions).
+    "zeroed" (pads), "sealing" (in the next create), "chains" (tokens and positions),
+    "search" (find and children).
     """
 
     lacks: frozenset[str] = frozenset()

@@ -15,4 +15,5 @@ NB_MODULE(_core, m) {
   kv::bind_blocks(m);
   kv::bind_writer(m);
   kv::bind_client(m);
+  kv::bind_search(m);
 }

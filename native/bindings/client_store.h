@@ -53,5 +53,6 @@ void bind_memory(nanobind::module_& m);
 void bind_blocks(nanobind::module_& m);
 void bind_writer(nanobind::module_& m);
 void bind_client(nanobind::module_& m);
+void bind_search(nanobind::module_& m);
 
 }  // namespace kv

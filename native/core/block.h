@@ -61,7 +61,7 @@ std::string_view name(Event event);
 
 // ---------------------------------------------------------------- limits of the format
 
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
@@ -190,6 +190,8 @@ struct TableHeader {
   std::atomic<uint64_t> faulted;   // bytes of the pool the daemon has faulted in
   std::atomic<uint64_t> origin_s;  // CLOCK_REALTIME second that eviction scores count from
   std::atomic<uint32_t> layouts;   // registered
+  uint32_t finder_buckets;
+  uint64_t finder_offset;
 };
 inline constexpr uint64_t kEpochRetired = ~0ull;
 

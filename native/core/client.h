@@ -141,11 +141,11 @@ class Client {
   Door door() const { return door_; }
   bool closed() const { return closed_.load(); }
   std::shared_ptr<Attachment> attachment() const;  // throws Closed
+  std::shared_ptr<Attachment> usable() const;      // throws Detached when it must be taken up anew
   bool attached() const;
 
  private:
   uint32_t count_over(protocol::Op op, std::span<const Key> keys);
-  std::shared_ptr<Attachment> usable() const;  // throws Detached when it must be taken up anew
   void find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where);
   void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,
                  std::vector<Snapshot>& where);

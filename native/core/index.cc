@@ -10,6 +10,7 @@ Index::Index(std::byte* table)
     : header_(reinterpret_cast<TableHeader*>(table)),
       records_(reinterpret_cast<Record*>(table + header_->records_offset)),
       buckets_(reinterpret_cast<Bucket*>(table + header_->buckets_offset)),
+      finder_(reinterpret_cast<FinderBucket*>(table + header_->finder_offset), header_->finder_buckets),
       bucket_count_(header_->buckets),
       reach_(std::min(kMaxProbe, bucket_count_)),
       max_blocks_(header_->max_blocks) {}
@@ -74,6 +75,40 @@ Find Index::find(const Key& key, Snapshot& out) const {
   return Find::Torn;
 }
 
+size_t Index::sightings(uint64_t word, std::span<Sighting> out) const {
+  uint32_t candidates[2 * kFinderSlots];
+  const size_t count = finder_.find(word, candidates);
+  size_t found = 0;
+  for (size_t i = 0; i < count && found < out.size(); ++i) {
+    if (candidates[i] >= max_blocks_) continue;
+    const Record& r = records_[candidates[i]];
+    const uint32_t before = r.sequence.load(std::memory_order_acquire);
+    Sighting& seen = out[found];
+    for (size_t k = 0; k < 4; ++k) seen.key.words[k] = r.key[k].load(std::memory_order_relaxed);
+    seen.record = candidates[i];
+    seen.tokens = Shape::unpack(r.shape.load(std::memory_order_relaxed)).tokens;
+    const uint64_t fingerprint = r.fingerprint.load(std::memory_order_relaxed);
+    const uint32_t parent = r.parent.load(std::memory_order_relaxed);
+    const State state = Control{r.control.load(std::memory_order_acquire)}.state();
+    fence_acquire();
+    if (before & 1 || r.sequence.load(std::memory_order_relaxed) != before || state != State::Sealed) continue;
+    if (Finder::by_fingerprint(fingerprint) == word || Finder::by_parent(parent) == word) ++found;
+  }
+  return found;
+}
+
+// Keeps the finder to what is indexed.
+void Index::note(uint32_t record, bool indexed) {
+  const Record& r = records_[record];
+  for (uint64_t word : {Finder::by_fingerprint(r.fingerprint.load(std::memory_order_relaxed)),
+                        Finder::by_parent(r.parent.load(std::memory_order_relaxed))}) {
+    if (indexed)
+      finder_.insert(word, record);
+    else
+      finder_.erase(word, record);
+  }
+}
+
 uint32_t Index::find_exclusive(const Key& key) const {
   Snapshot snapshot;
   return probe(key, snapshot) == Find::Hit ? snapshot.record : kAbsent;
@@ -93,6 +128,7 @@ bool Index::insert(const Key& key, uint32_t record) {
       }
       Writing writing(b.sequence);
       slot.store(slot_word(key, record), std::memory_order_relaxed);
+      note(record, true);
       return true;
     }
   }
@@ -109,6 +145,7 @@ void Index::erase(const Key& key, uint32_t record) {
         Writing writing(b.sequence);
         slot.store(0, std::memory_order_relaxed);
       }
+      note(record, false);
       for (uint32_t passed = 0; passed < step; ++passed) {
         Bucket& p = bucket(start, passed);
         Writing writing(p.sequence);
@@ -126,6 +163,8 @@ void Index::replace(const Key& key, uint32_t from, uint32_t to) {
     Bucket& b = bucket(start, step);
     for (auto& slot : b.slot) {
       if (slot.load(std::memory_order_relaxed) != slot_word(key, from)) continue;
+      note(from, false);
+      note(to, true);
       Writing writing(b.sequence);
       slot.store(slot_word(key, to), std::memory_order_relaxed);
       return;
@@ -140,6 +179,7 @@ void Index::clear() {
     buckets_[i].overflow.store(0, std::memory_order_relaxed);
     for (auto& slot : buckets_[i].slot) slot.store(0, std::memory_order_relaxed);
   }
+  finder_.clear();
 }
 
 }  // namespace kv

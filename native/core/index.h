@@ -4,12 +4,15 @@
 // tells the truth about itself. Reader: find. It trusts nothing it read until the bucket's sequence and the record's
 // sequence are found unchanged behind an acquire fence; a miss counts only if every bucket of the probe was read whole;
 // after kProbeTries failed tries it answers Torn, and the caller asks the daemon. It never spins longer.
+//
+// What is indexed is also in the finder, by its fingerprint and its parent: sightings() reads from there.
 #pragma once
 
 #include <cstdint>
 
 #include "core/atomics.h"
 #include "core/block.h"
+#include "core/finder.h"
 
 namespace kv {
 
@@ -22,6 +25,13 @@ struct Snapshot {
   Extent extent{0, 0};
   Shape shape{};
   uint32_t expiry_s = 0;
+};
+
+// A block that a search came upon: nothing is known of it but what its record said once.
+struct Sighting {
+  Key key;
+  uint32_t record;
+  uint32_t tokens;
 };
 
 enum class Find { Hit, Miss, Torn };
@@ -40,6 +50,9 @@ class Index {
   Find find(const Key& key, Snapshot& out) const;
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   void prefetch_record(const Key& key) const;
+  const Finder& finder() const { return finder_; }
+  // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size().
+  size_t sightings(uint64_t word, std::span<Sighting> out) const;
   Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 
   // Writer side: no other thread may be inside these.
@@ -60,12 +73,14 @@ class Index {
     const uint32_t at = home + step;
     return buckets_[at < bucket_count_ ? at : at - bucket_count_];
   }
+  void note(uint32_t record, bool indexed);
   bool read_record(uint32_t number, const Key& key, Snapshot& out, bool& torn) const;
   Find probe(const Key& key, Snapshot& out) const;
 
   TableHeader* header_ = nullptr;
   Record* records_ = nullptr;
   Bucket* buckets_ = nullptr;
+  Finder finder_;
   uint32_t bucket_count_ = 0;
   uint32_t reach_ = 0;  // buckets of the longest probe: a small table has fewer than kMaxProbe
   uint32_t max_blocks_ = 0;

@@ -16,7 +16,7 @@ namespace kv {
 namespace {
 
 struct Geometry {
-  uint64_t layouts, geometry, records, buckets, total;
+  uint64_t layouts, geometry, records, buckets, finder, total;
 };
 
 Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
@@ -25,7 +25,8 @@ Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
   g.geometry = g.layouts + kMaxLayouts * kLayoutSlotBytes;
   g.records = round_up(g.geometry + 8 * Arena::geometry_words(capacity), kPageBytes);
   g.buckets = round_up(g.records + uint64_t{sizeof(Record)} * max_blocks, kPageBytes);
-  g.total = round_up(g.buckets + uint64_t{sizeof(Bucket)} * Index::buckets_for(max_blocks), kPageBytes);
+  g.finder = round_up(g.buckets + uint64_t{sizeof(Bucket)} * Index::buckets_for(max_blocks), kPageBytes);
+  g.total = round_up(g.finder + uint64_t{sizeof(FinderBucket)} * Finder::buckets_for(max_blocks), kPageBytes);
   return g;
 }
 
@@ -124,6 +125,8 @@ void Store::lay_out_new_table() {
   header->buckets_offset = g.buckets;
   header->layouts_offset = g.layouts;
   header->geometry_offset = g.geometry;
+  header->finder_buckets = Finder::buckets_for(options_.max_blocks);
+  header->finder_offset = g.finder;
   header->total_bytes = g.total;
   std::copy(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id);
   header->epoch.store(1);
@@ -158,6 +161,7 @@ void Store::adopt() {
       header->max_blocks != options_.max_blocks || header->capacity_bytes != options_.capacity_bytes ||
       header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
       header->buckets_offset != g.buckets || header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
+      header->finder_buckets != Finder::buckets_for(options_.max_blocks) || header->finder_offset != g.finder ||
       header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
     throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
   const uint64_t epoch = header->epoch.load();

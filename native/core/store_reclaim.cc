@@ -212,11 +212,11 @@ bool Store::expires_at(uint32_t record, uint32_t second) const {
   return control(record).state() == State::Sealed && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
 }
 
-// Entries outlive their blocks: what has piled up is thrown out when there are twice as many as there can be blocks.
+// Entries outlive their blocks: what has piled up is thrown out when there are a quarter more than there can be blocks.
 void Store::remember_expiry(uint32_t record) {
   const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
   if (second == 0) return;
-  if (expiries_.size() >= uint64_t{2} * index_.max_blocks()) {
+  if (expiries_.size() >= index_.max_blocks() + index_.max_blocks() / 4) {
     std::erase_if(expiries_, [this](const auto& entry) { return !expires_at(entry.second, entry.first); });
     std::sort(expiries_.begin(), expiries_.end());
     expiries_.erase(std::unique(expiries_.begin(), expiries_.end()), expiries_.end());  // sorted is a heap

@@ -37,6 +37,8 @@ constexpr Field kFields[] = {
     FIELD(TableHeader, faulted),
     FIELD(TableHeader, origin_s),
     FIELD(TableHeader, layouts),
+    FIELD(TableHeader, finder_buckets),
+    FIELD(TableHeader, finder_offset),
     FIELD(Record, control),
     FIELD(Record, sequence),
     FIELD(Record, owner),

@@ -49,7 +49,9 @@ class TestGrpc(DaemonConformance):
     """The bytes are copies here: nothing is pinned."""
 
     __test__ = True
-    lacks = frozenset({"pins", "max_pins", "ordered_marks", "copies", "zeroed", "sealing", "chains"})
+    lacks = frozenset(
+        {"pins", "max_pins", "ordered_marks", "copies", "zeroed", "sealing", "chains", "search"}
+    )
 
     def connect(self, **options):
         return GrpcClient(str(self.daemon.dir / "grpc.sock"), **options)

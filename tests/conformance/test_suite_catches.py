@@ -87,13 +87,23 @@ class NeverEvicts(InMemoryStore):
 
 
 class NoPriority(InMemoryStore):
-    def create(self, owner, key, layout_id, tokens, base, priority, ttl_s):
-        return super().create(owner, key, layout_id, tokens, base, 35, ttl_s)
+    def create(self, owner, key, layout_id, tokens, base, priority, ttl_s, *rest):
+        return super().create(owner, key, layout_id, tokens, base, 35, ttl_s, *rest)
 
 
 class NoTimeToLive(InMemoryStore):
-    def create(self, owner, key, layout_id, tokens, base, priority, ttl_s):
-        return super().create(owner, key, layout_id, tokens, base, priority, None)
+    def create(self, owner, key, layout_id, tokens, base, priority, ttl_s, *rest):
+        return super().create(owner, key, layout_id, tokens, base, priority, None, *rest)
+
+
+class UnsealedIsSearched(InMemoryStore):
+    def by_fingerprint(self, tokens):
+        return {record.trace[0]: [key] for key, record in self._records.items()}
+
+
+class AnyParentWillDo(InMemoryStore):
+    def children(self, parent):
+        return list(self._records)
 
 
 class ExhaustedIsAMiss(InMemoryStore):
@@ -174,6 +184,8 @@ BREACHES = [
     (NeverEvicts, "test_a_full_pool_evicts"),
     (NoPriority, "test_low_priority_goes_first"),
     (NoTimeToLive, "test_time_to_live"),
+    (UnsealedIsSearched, "test_only_what_is_sealed_is_found"),
+    (AnyParentWillDo, "test_children_are_those_of_that_block"),
     (ExhaustedIsAMiss, "test_pins_beyond_the_limit_are_refused_not_missed"),
     (LayersInAnyOrder, "test_layers_are_published_in_order"),
     (NobodyIsWoken, "test_wait_pending_sees_the_other_seal"),

@@ -1,0 +1,74 @@
+"""Cases of searching: blocks found by their tokens, anywhere in a prompt, and by their parent."""
+
+from __future__ import annotations
+
+import random
+
+from kvclient import chain
+from kvclient.conformance.case import SMALL, Case, new_keys
+from kvclient.errors import InvalidArgument
+
+
+class SearchingCases(Case):
+    """find and children. Skipped by doors that lack "search"."""
+
+    def text(self, seed: int, chunks: float = 4) -> list[int]:
+        generator = random.Random(seed)
+        return [generator.randrange(50_000) for _ in range(int(chunks * SMALL.block_tokens))]
+
+    def put_text(self, identity: bytes, tokens: list[int]):
+        made = chain(identity, tokens, SMALL.block_tokens)
+        self._made.extend(made.keys)
+        with self.client.create(made, self.small):
+            pass
+        return made
+
+    def found(self, identity: bytes, tokens: list[int]) -> list[tuple[int, bytes]]:
+        return self.open().find(identity, tokens, SMALL.block_tokens)
+
+    def test_a_text_is_found_at_any_offset_by_its_identity_only(self):
+        self.needs("search")
+        mine, other = new_keys(2)
+        text = self.text(1)
+        made = self.put_text(mine, text)
+        for shift in (0, 1, SMALL.block_tokens - 1, SMALL.block_tokens, 3 * SMALL.block_tokens + 5):
+            prompt = self.text(2, 10)[:shift] + text + [7]
+            places = [(shift + i * SMALL.block_tokens, key) for i, key in enumerate(made.keys)]
+            assert self.found(mine, prompt) == places
+            assert self.found(other, prompt) == []
+        assert self.found(mine, text[: SMALL.block_tokens - 1]) == []
+        assert self.found(mine, self.text(3, 50)) == []
+
+    def test_children_are_those_of_that_block(self):
+        self.needs("search")
+        (mine,) = new_keys(1)
+        text = self.text(1)
+        made = self.put_text(mine, text)
+        text[-1] += 1
+        other = self.put_text(mine, text)
+        assert self.open().children(made.keys[0]) == [made.keys[1]]
+        assert sorted(self.open().children(made.keys[2])) == sorted([made.keys[3], other.keys[3]])
+        assert self.open().children(made.keys[3]) == []
+
+    def test_only_what_is_sealed_is_found(self):
+        self.needs("search")
+        (mine,) = new_keys(1)
+        text = self.text(1)
+        made = chain(mine, text, SMALL.block_tokens)
+        writer = self.client.create(made, self.small)
+        assert self.found(mine, text) == [] and self.open().children(made.keys[0]) == []
+        writer.seal()
+        assert len(self.found(mine, text)) == len(made)
+        self.client.delete(made[1:2])
+        assert [key for _, key in self.found(mine, text)] == [made.keys[0], *made.keys[2:]]
+        self.client.delete(made)
+        assert self.found(mine, text) == []
+
+    def test_wrong_arguments_are_named(self):
+        self.needs("search")
+        for identity, tokens, size in ((b"short", [1], 4), (bytes(32), [1], 0), (bytes(32), ["x"], 4)):
+            try:
+                self.client.find(identity, tokens, size)
+            except InvalidArgument:
+                continue
+            raise AssertionError(f"accepted: {identity!r} {tokens} {size}")

@@ -1,0 +1,53 @@
+// The client's search by content, for Python.
+#include <nanobind/nanobind.h>
+
+#include "bindings/client_buffers.h"
+#include "bindings/client_errors.h"
+#include "bindings/client_store.h"
+#include "core/search.h"
+
+namespace nb = nanobind;
+
+namespace kv {
+namespace {
+
+constexpr size_t kReleaseTokens = 1 << 14;  // from here on other threads run meanwhile
+
+nb::list find(Client& client, nb::handle identity, nb::handle token_ids, uint32_t block_tokens) {
+  const Key key = key_from(identity, "identity");
+  if (block_tokens == 0 || block_tokens > kMaxBlockTokens)
+    raise("InvalidArgument",
+          "block_tokens is " + std::to_string(block_tokens) + "; allowed are 1 to " + std::to_string(kMaxBlockTokens));
+  const Integers<int32_t> tokens = integers<int32_t>(token_ids, "token_ids");
+  const std::shared_ptr<Attachment> at = client.usable();
+  std::vector<Placed> found;
+  auto run = [&] { found = search(at->index, fingerprint_base(key), {tokens.data, tokens.size}, block_tokens); };
+  if (tokens.size < kReleaseTokens) {
+    run();
+  } else {
+    nb::gil_scoped_release release;
+    run();
+  }
+  nb::list out;
+  for (const Placed& f : found) out.append(nb::make_tuple(f.start, to_bytes(f.block.key)));
+  return out;
+}
+
+nb::list children_of(Client& client, nb::handle key) {
+  const std::shared_ptr<Attachment> at = client.usable();
+  nb::list out;
+  for (const Sighting& s : children(at->index, key_from(key, "key"))) out.append(to_bytes(s.key));
+  return out;
+}
+
+}  // namespace
+
+void bind_search(nb::module_& m) {
+  nb::borrow<nb::class_<Client>>(m.attr("Client"))
+      .def("find", find, nb::arg("identity").none(), nb::arg("token_ids").none(), nb::arg("block_tokens") = 128,
+           "Sealed blocks whose fingerprint a window of the tokens has: (start, key) each, by start. Candidates: their\n"
+           "tokens are to be compared.")
+      .def("children", children_of, nb::arg("key"), "Keys of sealed blocks that may continue this one.");
+}
+
+}  // namespace kv
