@@ -1,0 +1,158 @@
+"""Quantising, dequantising and rotating K and V of one layer of one block, natively.
+
+Owns the shapes and types that users see: arrays [heads, tokens, head_dim] in float32, float16, or bfloat16 as
+uint16, strided as they like along the first two axes. Never copies an operand. Invariant: what quantise()
+writes, dequantise() brings back within scale / 2 of each element (native/kernels.h has the arithmetic).
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, sizeof
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract
+
+_ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
+_CODECS = {8: contract.INT8, 4: contract.INT4}
+_ROPES = {"half": contract.ROPE_HALF, "interleaved": contract.ROPE_INTERLEAVED}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """K (group: tokens per scale) or V (group 0: one scale a token) of one layer.
+
+    codes: uint8 [heads, tokens, head_dim], or head_dim / 2 at 4 bits, the even element in the low half of
+    the byte. scale, zero: float16 [heads, groups, head_dim] for K, [heads, tokens] for V.
+    x = code * scale + zero.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray
+    bits: int
+    group: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.codes.shape[2] * (2 if self.bits == 4 else 1)
+
+
+def empty(heads: int, tokens: int, head_dim: int, bits: int, group: int) -> Quantised:
+    """Arrays to quantise into."""
+    if bits not in _CODECS:
+        raise InvalidArgument(f"bits={bits!r}; it must be 8 or 4")
+    if group not in (0, *contract.GROUPS):
+        raise InvalidArgument(f"group={group!r}; it must be 0 (V) or one of {contract.GROUPS} (K)")
+    scales = (heads, -(-tokens // group), head_dim) if group else (heads, tokens)
+    codes = np.empty((heads, tokens, head_dim * bits // 8), np.uint8)
+    return Quantised(codes, np.empty(scales, np.float16), np.empty(scales, np.float16), bits, group)
+
+
+def quantise(
+    elements: np.ndarray, bits: int, group: int, out: Quantised | None = None, path: str = "auto"
+) -> Quantised:
+    """K with group 32, 64 or 128; V with group 0. Into `out`, or into arrays made here.
+
+    Raises NotQuantisable if a value is not finite or beyond 65504; `out` is then of no use.
+    """
+    elements_shape(elements)
+    if out is None:
+        out = empty(*elements.shape, bits, group)
+    elif (out.bits, out.group) != (bits, group):
+        raise InvalidArgument(f"out is for {out.bits} bits, group {out.group}; asked for {bits}, {group}")
+    contract.check(contract.cpu().kvk_quantise(byref(_conversion(elements, out, path))))
+    return out
+
+
+def dequantise(quantised: Quantised, out: np.ndarray, path: str = "auto") -> np.ndarray:
+    """Writes the elements into `out`, in its type."""
+    elements_shape(out)
+    if not out.flags.writeable:
+        raise InvalidArgument("out is read-only")
+    contract.check(contract.cpu().kvk_dequantise(byref(_conversion(out, quantised, path))))
+    return out
+
+
+def turn(inv_freq: np.ndarray, delta: int) -> np.ndarray:
+    """cos, then sin, of delta * inv_freq: float32 [2, rotary_dim / 2]. For rotate(), and for segments."""
+    frequencies = np.ascontiguousarray(inv_freq, np.float32)
+    table = np.empty((2, frequencies.size), np.float32)
+    contract.cpu().kvk_turn(frequencies.ctypes.data, frequencies.size, delta, table.ctypes.data)
+    return table
+
+
+def rotate(
+    keys: np.ndarray,
+    turned: np.ndarray,
+    rope: str = "half",
+    out: np.ndarray | None = None,
+    path: str = "auto",
+) -> np.ndarray:
+    """K turned by turn(inv_freq, new position - old position); in place unless `out` is given.
+
+    rope: "half" pairs element i with i + r/2, "interleaved" 2i with 2i + 1, of the first
+    r = 2 * len(inv_freq); what lies behind is copied.
+    """
+    out = keys if out is None else out
+    elements_shape(keys)
+    elements_shape(out)
+    if out.shape != keys.shape or out.dtype != keys.dtype or not out.flags.writeable:
+        raise InvalidArgument(f"out is {out.dtype}{list(out.shape)}; keys are {keys.dtype}{list(keys.shape)}")
+    if (
+        turned.dtype != np.float32
+        or turned.ndim != 2
+        or turned.shape[0] != 2
+        or not turned.flags.c_contiguous
+    ):
+        wanted = "expected float32 [2, rotary_dim / 2]"
+        raise InvalidArgument(f"turn is {turned.dtype}{list(turned.shape)}; {wanted}")
+    if rope not in _ROPES:
+        raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(_ROPES)}")
+    heads, tokens, head_dim = keys.shape
+    args = contract.Rotation(
+        sizeof(contract.Rotation), contract.ABI, heads, tokens, head_dim, _ELEMENTS[keys.dtype.name],
+        _ROPES[rope], 2 * turned.shape[1], keys.ctypes.data, *keys.strides[:2], out.ctypes.data,
+        *out.strides[:2], turned.ctypes.data, contract.path_number(path),
+    )  # fmt: skip
+    contract.check(contract.cpu().kvk_rotate(byref(args)))
+    return out
+
+
+def elements_shape(array: np.ndarray) -> tuple[int, int, int]:
+    """[heads, tokens, head_dim] of elements. Raises InvalidArgument for anything the kernels cannot read."""
+    if array.ndim != 3 or array.dtype.name not in _ELEMENTS:
+        raise InvalidArgument(
+            f"{array.dtype}{list(array.shape)}; expected [heads, tokens, head_dim] of {', '.join(_ELEMENTS)}"
+        )
+    if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+        raise InvalidArgument(f"the elements of a head lie {array.strides[2]} bytes apart")
+    return array.shape
+
+
+def _conversion(elements: np.ndarray, quantised: Quantised, path: str) -> contract.Conversion:
+    heads, tokens, head_dim = elements.shape
+    codes, scale, zero = quantised.codes, quantised.scale, quantised.zero
+    wanted = empty(heads, 0, head_dim, quantised.bits, quantised.group)
+    groups = (-(-tokens // quantised.group), head_dim) if quantised.group else (tokens,)
+    fits = (
+        codes.shape == (heads, tokens, wanted.codes.shape[2])
+        and codes.dtype == np.uint8
+        and codes.strides[2:] == (1,)
+        and scale.shape == zero.shape == (heads, *groups)
+        and scale.dtype == zero.dtype == np.float16
+        and scale.strides == zero.strides
+        and (not heads or scale[0].flags.c_contiguous)
+    )
+    if not fits:
+        given = f"codes {codes.dtype}{list(codes.shape)}, scale {scale.dtype}{list(scale.shape)}"
+        room = f"{list(elements.shape)} in {quantised.bits} bits, group {quantised.group}"
+        raise InvalidArgument(f"{given}, zero {list(zero.shape)} do not hold {room}")
+    return contract.Conversion(
+        sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, _ELEMENTS[elements.dtype.name],
+        _CODECS[quantised.bits], quantised.group, elements.ctypes.data, *elements.strides[:2],
+        codes.ctypes.data, *codes.strides[:2], scale.ctypes.data, zero.ctypes.data, scale.strides[0],
+        contract.path_number(path),
+    )  # fmt: skip

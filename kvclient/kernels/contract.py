@@ -1,0 +1,117 @@
+"""native/kernels.h in ctypes: the structs, the constants, and the library that has the functions.
+
+Owns the loading of the CPU library and the translation of its status codes into exceptions. Never allocates
+tensors and knows no framework. Invariant: the sizes here equal those in C, or the library refuses the call
+before it touches memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
+
+from kvclient.errors import InvalidArgument
+
+ABI = 1
+OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE = range(5)
+F32, F16, BF16, INT8, INT4 = range(5)
+ROPE_HALF, ROPE_INTERLEAVED = range(2)
+PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni")
+MAX_HEAD_DIM = 512
+GROUPS = (32, 64, 128)
+
+
+class Unsupported(InvalidArgument):
+    """Right, but not by this library or on this machine."""
+
+
+class NotQuantisable(InvalidArgument):
+    """A value is not finite, or too large for fp16 scales."""
+
+
+def _struct(name: str, fields: list[tuple[str, object]]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+
+
+def _fields(kind: object, names: str) -> list[tuple[str, object]]:
+    return [(name, kind) for name in names.split()]
+
+
+Conversion = _struct(
+    "Conversion",
+    [
+        *_fields(c_uint32, "size abi heads tokens head_dim dtype codec group"),
+        ("elements", c_void_p),
+        *_fields(c_int64, "head_stride token_stride"),
+        ("codes", c_void_p),
+        *_fields(c_int64, "codes_head_stride codes_token_stride"),
+        *_fields(c_void_p, "scale zero"),
+        ("scale_head_stride", c_int64),
+        ("path", c_uint32),
+        ("stream", c_void_p),
+    ],
+)
+Rotation = _struct(
+    "Rotation",
+    [
+        *_fields(c_uint32, "size abi heads tokens head_dim dtype rope rotary_dim"),
+        ("in_", c_void_p),
+        *_fields(c_int64, "in_head_stride in_token_stride"),
+        ("out", c_void_p),
+        *_fields(c_int64, "out_head_stride out_token_stride"),
+        ("turn", c_void_p),
+        ("path", c_uint32),
+        ("stream", c_void_p),
+    ],
+)
+
+
+@cache
+def cpu() -> ctypes.CDLL:
+    """The CPU library. Raises Unsupported if it was not built or is of another version."""
+    path = Path(__file__).parent / "_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unsupported(f"the CPU kernels cannot be loaded: {error}") from error
+    if library.kvk_abi() != ABI:
+        raise Unsupported(f"the CPU kernels have ABI {library.kvk_abi()}, this library {ABI}")
+    library.kvk_last_error.restype = c_char_p
+    library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
+    library.kvk_turn.restype, library.kvk_turn.argtypes = None, [c_void_p, c_uint32, c_int64, c_void_p]
+    for name, struct in (
+        ("kvk_quantise", Conversion),
+        ("kvk_dequantise", Conversion),
+        ("kvk_rotate", Rotation),
+    ):
+        getattr(library, name).argtypes = [POINTER(struct)]
+    for name in ("kvk_quantise", "kvk_dequantise", "kvk_rotate"):
+        getattr(library, name).restype = c_int
+    return library
+
+
+def check(status: int) -> None:
+    """Raises what a status other than OK stands for, with the library's own words."""
+    if status == OK:
+        return
+    text = cpu().kvk_last_error().decode()
+    raise {UNSUPPORTED: Unsupported, RANGE: NotQuantisable}.get(status, InvalidArgument)(text)
+
+
+def path_number(name: str) -> int:
+    if name not in PATHS:
+        raise InvalidArgument(f"path={name!r}; it must be one of {', '.join(PATHS)}")
+    return PATHS.index(name)
+
+
+def lacks(name: str) -> str | None:
+    """What this machine lacks for that path of the CPU library; None if it can run."""
+    text = cpu().kvk_cpu_lacks(path_number(name))
+    return None if text is None else text.decode()
+
+
+def auto_path() -> str:
+    """The path that "auto" stands for on this machine."""
+    return PATHS[cpu().kvk_cpu_auto()]

@@ -1,0 +1,31 @@
+// The ways this library can compute, and which of them this machine can run.
+//
+// Owns the table of paths and the choice between them; never touches tensors. Invariant: path(p) is only handed out if
+// lacks(p) is null.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace kvk {
+
+struct Path {
+  const char* name;
+  bool (*quantise)(const kvk_conversion&);  // false: KVK_RANGE
+  void (*dequantise)(const kvk_conversion&);
+  void (*rotate)(const kvk_rotation&);
+};
+
+extern const Path kReferencePath, kAvx2Path, kAvx512Path;
+
+// What this machine lacks for `path`, or null.
+const char* lacks(uint32_t path);
+// The path of that number, 0 the one that `auto` stands for; null, with the error set, if it cannot run here.
+const Path* path_of(uint32_t path);
+uint32_t auto_path();
+
+// Sets the calling thread's error text and returns `status`.
+int fail(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+}  // namespace kvk

@@ -1,0 +1,100 @@
+/* The one contract of all kernel libraries (native/cpu, native/cuda): plain C, raw pointers, no torch, no exceptions.
+ *
+ * Owns the argument structs and what they mean. Never allocates for the caller and never keeps a pointer after a call
+ * returned (CUDA: after the work queued on `stream` ended). Invariant: a struct begins with its own size and the version of
+ * this contract; a library refuses what it does not know, with a sentence, before it touches any memory.
+ *
+ * Strides are in bytes, positions in tokens. Along the head dimension elements are contiguous, everywhere.
+ *
+ * Every function returns KVK_OK or another kvk_status; kvk_last_error() then has a sentence with the values and the limit,
+ * of the calling thread.
+ */
+#ifndef KVK_KERNELS_H
+#define KVK_KERNELS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVK_ABI 1u
+#define KVK_EXPORT __attribute__((visibility("default")))
+
+enum kvk_status {
+  KVK_OK = 0,
+  KVK_INVALID = 1,     /* an argument is out of its bounds, or the struct is of another version */
+  KVK_UNSUPPORTED = 2, /* right, but not by this library or on this machine */
+  KVK_WORKSPACE = 3,   /* the workspace is too small */
+  KVK_RANGE = 4        /* a value to quantise is not finite or beyond fp16; what was written is of no use */
+};
+
+/* How elements of K and V are held. Quantised: asymmetric, x = code * scale + zero, scale and zero in fp16; codes
+ * 0..255 one a byte, or 0..15 two a byte, the even element of a row in the low half (KIVI: K has one scale per channel and
+ * group of tokens, V one per token). */
+enum kvk_codec { KVK_F32 = 0, KVK_F16 = 1, KVK_BF16 = 2, KVK_INT8 = 3, KVK_INT4 = 4 };
+
+/* Which two elements of a head are turned together: i and i + r/2, or 2i and 2i + 1, of the first r (`rotary_dim`). */
+enum kvk_rope { KVK_ROPE_HALF = 0, KVK_ROPE_INTERLEAVED = 1 };
+
+#define KVK_MAX_HEAD_DIM 512u
+#define KVK_MAX_GROUP 128u /* tokens that share a scale of K: 32, 64 or 128 */
+
+/* K or V of one layer of one block, to quantise or to bring back; `elements` is the side in kvk_codec `dtype`. */
+struct kvk_conversion {
+  uint32_t size, abi;
+  uint32_t heads, tokens, head_dim;
+  uint32_t dtype; /* of elements: KVK_F32, KVK_F16, KVK_BF16 */
+  uint32_t codec; /* of codes: KVK_INT8, KVK_INT4 (head_dim even) */
+  uint32_t group; /* K: tokens that share a scale, 32, 64 or 128, the last group may have fewer; V: 0, one scale a token */
+  void* elements;
+  int64_t head_stride, token_stride;
+  void* codes;
+  int64_t codes_head_stride, codes_token_stride;
+  uint16_t* scale; /* K: [head][group][head_dim], V: [head][token]; fp16 */
+  uint16_t* zero;  /* the same */
+  int64_t scale_head_stride;
+  uint32_t path; /* CPU: kvk_cpu_path */
+  void* stream;
+};
+/* Quantising, of the values that share a scale: zero is their minimum rounded down to fp16, scale (maximum - zero) / 255 or 15
+ * rounded up, code the nearest whole number to (x - zero) / scale, half to even; codes are 0 where scale is. So what comes
+ * back differs from x by at most scale / 2, and every path writes the same bytes. */
+
+/* Turns K in place or into other memory: out = R(turn) in, over all heads and tokens; elements beyond rotary_dim are
+ * copied. */
+struct kvk_rotation {
+  uint32_t size, abi;
+  uint32_t heads, tokens, head_dim, dtype, rope, rotary_dim;
+  const void* in;
+  int64_t in_head_stride, in_token_stride;
+  void* out;
+  int64_t out_head_stride, out_token_stride;
+  const float* turn; /* cos, then sin, rotary_dim / 2 each */
+  uint32_t path;     /* CPU: kvk_cpu_path */
+  void* stream;
+};
+
+KVK_EXPORT uint32_t kvk_abi(void);
+KVK_EXPORT const char* kvk_last_error(void);
+
+KVK_EXPORT int kvk_quantise(const struct kvk_conversion* args);
+KVK_EXPORT int kvk_dequantise(const struct kvk_conversion* args);
+KVK_EXPORT int kvk_rotate(const struct kvk_rotation* args);
+/* turn[0..half) = cos(delta * inv_freq[i]), turn[half..2 half) = sin of the same, computed in double. */
+KVK_EXPORT void kvk_turn(const float* inv_freq, uint32_t half, int64_t delta, float* turn);
+
+/* The CPU library's ways to compute. `reference` is the naive kernel the others are measured against; `avx512` needs F, BW,
+ * DQ and VL, `avx512_vnni` also VNNI and BF16. `auto` is what KVK_CPU_PATH names in the environment, or the last that this
+ * machine can run. */
+enum kvk_cpu_path { KVK_CPU_AUTO = 0, KVK_CPU_REFERENCE = 1, KVK_CPU_AVX2 = 2, KVK_CPU_AVX512 = 3, KVK_CPU_AVX512_VNNI = 4 };
+/* The path that `auto` stands for. */
+KVK_EXPORT uint32_t kvk_cpu_auto(void);
+/* NULL if this machine can run `path`, else a sentence that says what it lacks. */
+KVK_EXPORT const char* kvk_cpu_lacks(uint32_t path);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
