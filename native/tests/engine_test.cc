@@ -36,6 +36,9 @@ void with_each_engine(void (*test)(Fixture&)) {
     fixture.files = std::make_unique<RealFiles>(fixture.directory.path, true);
     test(fixture);
   }
+  fixture.engine = std::make_unique<ThreadEngine>(4);
+  fixture.files = std::make_unique<RealFiles>(fixture.directory.path, false);
+  test(fixture);
 }
 
 int new_file(Fixture& fixture, uint64_t bytes) {
@@ -157,4 +160,33 @@ TEST(an_engine_that_goes_waits_for_its_transfers) {
 TEST(its_depth_is_bounded) {
   CHECK_EQ(AioEngine(100).depth(), kMaxDepth);
   CHECK_EQ(AioEngine(0).depth(), 1u);
+  CHECK_EQ(ThreadEngine(100).depth(), kMaxDepth);
+  CHECK_EQ(ThreadEngine(0).depth(), 1u);
+}
+
+TEST(the_choice_names_its_reason_and_works) {
+  Directory here;
+  for (const std::string& directory : {here.path, std::string("/dev/shm/kv_choice_") + std::to_string(::getpid())}) {
+    Choice choice = choose_engine(directory, 4);
+    std::printf("%s: %s\n", directory.starts_with("/dev") ? "tmpfs" : "build", choice.reason.c_str());
+    CHECK_EQ(choice.direct, choice.engine->name() == "aio");
+    CHECK(choice.reason.starts_with(choice.engine->name()));
+    CHECK(choice.alignment <= kPageBytes);
+    if (directory.starts_with("/dev")) CHECK_EQ(choice.engine->name(), "threads");
+    RealFiles files(directory, choice.direct);
+    std::string temp;
+    const Fd fd(files.create_temp(8192, &temp));
+    Aligned data(8192);
+    CHECK_EQ(run(*choice.engine, transfer(fd.get(), true, 0, data.data, 8192)), 8192);
+    CHECK_EQ(run(*choice.engine, transfer(fd.get(), false, choice.alignment, data.data, 4096)), 4096);
+    CHECK_EQ(files.remove(temp), 0);
+    CHECK(std::filesystem::is_empty(directory + "/tmp"));
+    if (directory != here.path) std::filesystem::remove_all(directory);
+  }
+  try {
+    choose_engine("/proc/nothing", 4);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.code == Code::Unavailable);
+  }
 }

@@ -7,10 +7,14 @@
 
 #include <sys/uio.h>
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "core/segment.h"
 
@@ -73,5 +77,41 @@ class AioEngine final : public Engine {
   Transfer* refused_[kMaxDepth] = {};  // what the kernel did not take
   uint32_t refused_count_ = 0;
 };
+
+// A few threads with the ordinary calls, for file systems without direct I/O. A transfer is short only at the file's end.
+class ThreadEngine final : public Engine {
+ public:
+  explicit ThreadEngine(uint32_t depth);
+  ~ThreadEngine() override;
+  bool submit(Transfer* transfer) override;
+  size_t completed(std::span<Transfer*> done) override;
+  int event_fd() const override { return event_.get(); }
+  uint32_t depth() const override { return depth_; }
+  uint32_t in_flight() const override;
+  std::string name() const override { return "threads"; }
+
+ private:
+  void work();
+
+  const uint32_t depth_;
+  Fd event_;
+  mutable std::mutex mutex_;
+  std::condition_variable more_;
+  std::vector<Transfer*> waiting_;  // the next one last
+  std::vector<Transfer*> done_;
+  uint32_t in_flight_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+struct Choice {
+  std::unique_ptr<Engine> engine;
+  bool direct = false;     // whether files are to be opened with O_DIRECT
+  uint32_t alignment = 1;  // of offsets, lengths and addresses
+  std::string reason;      // for the log
+};
+
+// The engine for a directory of blocks, tried on a file made there. Throws Unavailable if nothing can be written there at all.
+Choice choose_engine(const std::string& directory, uint32_t depth);
 
 }  // namespace kv
