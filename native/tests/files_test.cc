@@ -40,7 +40,7 @@ struct Fixture {
 
 TEST(a_file_has_its_name_only_when_published) {
   Fixture f;
-  const std::string path = path_of(key_of_number(1), {});
+  const std::string path = path_of(key_of_number(1), {2, 2});
   std::string temp;
   const Fd fd(f.files.create_temp(12288, &temp));
   CHECK(fd);
@@ -67,7 +67,7 @@ TEST(a_file_has_its_name_only_when_published) {
 
 TEST(publishing_replaces) {
   Fixture f;
-  const std::string path = f.put(path_of(key_of_number(1), {}), 4096);
+  const std::string path = f.put(path_of(key_of_number(1), {2, 2}), 4096);
   f.put(path, 8192);
   CHECK_EQ(fs::file_size(f.directory / path), 8192u);
 }
@@ -120,7 +120,7 @@ TEST(a_directory_is_never_removed) {
 
 TEST(what_is_kept_aside_is_found_by_nobody) {
   Fixture f;
-  const std::string path = path_of(key_of_number(1), {});
+  const std::string path = path_of(key_of_number(1), {2, 2});
   for (int i = 0; i < 3; ++i) {
     f.put(path);
     CHECK_EQ(f.files.aside(path), 0);

@@ -22,13 +22,15 @@ struct Tree {
   Directory directory;
   RealFiles files{directory.path, false};
 
-  void block(uint64_t number, Fanout fanout = {}, uint64_t bytes = 8192) { put(path_of(key_of_number(number), fanout), bytes); }
+  void block(uint64_t number, Fanout fanout = {2, 2}, uint64_t bytes = 8192) {
+    put(path_of(key_of_number(number), fanout), bytes);
+  }
   void put(const std::string& path, uint64_t bytes = 100) {
     fs::create_directories(fs::path(directory / path).parent_path());
     std::ofstream(directory / path).flush();
     fs::resize_file(directory / path, bytes);
   }
-  Scanned scan(std::optional<Fanout> fanout = Fanout{}) {
+  Scanned scan(std::optional<Fanout> fanout = Fanout{2, 2}) {
     keys.clear();
     strays.clear();
     largest = 0;
@@ -76,8 +78,8 @@ TEST(any_fanout_is_scanned) {
 TEST(strays_are_told_apart) {
   Tree tree;
   tree.block(1);
-  const std::string path = path_of(key_of_number(1), {}), level = path.substr(0, 3), leaf = path.substr(0, 6),
-                    name = path.substr(6), other = path_of(key_of_number(2), {}).substr(6);
+  const std::string path = path_of(key_of_number(1), {2, 2}), level = path.substr(0, 3), leaf = path.substr(0, 6),
+                    name = path.substr(6), other = path_of(key_of_number(2), {2, 2}).substr(6);
   std::map<std::string, Stray> expected{
       {leaf + other, Stray::Misplaced},          {other, Stray::Misplaced},
       {leaf + "notes.txt", Stray::Foreign},      {leaf + name + "x", Stray::Foreign},
@@ -90,7 +92,7 @@ TEST(strays_are_told_apart) {
     expected[at] = Stray::Link;
   };
   link(name, leaf + other.substr(1));
-  link(path, path_of(key_of_number(2), {}).substr(0, 2) + "link.kv");
+  link(path, path_of(key_of_number(2), {2, 2}).substr(0, 2) + "link.kv");
   link("/etc", "ff");  // a level of directories that leads away
   link("/etc/passwd", "tmp/0123456789abcde0.tmp");
   fs::create_directories(tree.directory / (leaf + "x" + other));
@@ -127,11 +129,11 @@ TEST(what_cannot_be_read_is_counted) {
   if (::geteuid() == 0) {
     std::printf("skipped: root reads everything\n");
   } else {
-    fs::permissions(tree.directory / path_of(key_of_number(1), {}).substr(0, 2), fs::perms::none);
+    fs::permissions(tree.directory / path_of(key_of_number(1), {2, 2}).substr(0, 2), fs::perms::none);
     const Scanned scanned = tree.scan();
     CHECK_EQ(scanned.errors, 1u);
     CHECK_EQ(scanned.first_error, EACCES);
-    fs::permissions(tree.directory / path_of(key_of_number(1), {}).substr(0, 2), fs::perms::owner_all);
+    fs::permissions(tree.directory / path_of(key_of_number(1), {2, 2}).substr(0, 2), fs::perms::owner_all);
   }
   try {
     scan(tree.directory / "none", std::nullopt, {});

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/openat2.h>
+#include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -33,11 +34,19 @@ bool is_temp_name(std::string_view name) {
          name.find_first_not_of("0123456789abcdef") == 16;
 }
 
-RealFiles::RealFiles(const std::string& directory, bool direct) : direct_(direct ? O_DIRECT : 0) {
-  if (::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) throw Error(Code::Unavailable, errno_text(directory));
+int lock_directory(const std::string& directory) {
+  const int fd = answer(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (fd < 0 || ::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  const int error = errno;
+  ::close(fd);
+  return -error;
+}
+
+RealFiles::RealFiles(const std::string& directory, bool direct, bool make) : direct_(direct ? O_DIRECT : 0) {
+  if (make && ::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) throw Error(Code::Unavailable, errno_text(directory));
   root_.reset(::open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
   if (!root_) throw Error(Code::Unavailable, errno_text(directory));
-  if (::mkdirat(root_.get(), kTempDirectory, 0700) != 0 && errno != EEXIST)
+  if (make && ::mkdirat(root_.get(), kTempDirectory, 0700) != 0 && errno != EEXIST)
     throw Error(Code::Unavailable, errno_text(directory + "/" + kTempDirectory));
   if (::getrandom(&next_temp_, sizeof next_temp_, 0) != sizeof next_temp_) next_temp_ = static_cast<uint64_t>(::getpid()) << 32;
 }

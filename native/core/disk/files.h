@@ -1,7 +1,7 @@
 // The one seam to the file system below a directory of blocks. Every call answers 0 (or a descriptor) or -errno and is named by
 // a path relative to that directory, as path_of() gives it. Never reads or writes a block's bytes: that is an Engine's work.
 //
-//   DIR/ab/cd/<key>.kv     blocks; a file has such a name only when it was written whole
+//   DIR/a/b/<key>.kv       blocks; a file has such a name only when it was written whole
 //   DIR/tmp/<random>.tmp   files being written; whatever lies there at start is a leftover
 //   DIR/aside/<name>.<n>   what was corrupt and is kept (--keep-corrupt)
 //
@@ -27,6 +27,9 @@ struct Space {
   uint64_t free_files = 0;
 };
 
+// Holds a directory of blocks for one daemon, or for one repair: -EWOULDBLOCK while another holds it. Closing lets go.
+int lock_directory(const std::string& directory);
+
 class Files {
  public:
   virtual ~Files() = default;
@@ -45,8 +48,8 @@ class Files {
 
 class RealFiles final : public Files {
  public:
-  // Makes the directory (0700) and DIR/tmp. Throws Unavailable that names it. `direct`: open with O_DIRECT.
-  RealFiles(const std::string& directory, bool direct);
+  // Throws Unavailable that names the directory. `direct`: open with O_DIRECT. `make`: make the directory (0700) and DIR/tmp.
+  RealFiles(const std::string& directory, bool direct, bool make = true);
   int open_read(const std::string& path, uint64_t* bytes) override;
   int create_temp(uint64_t bytes, std::string* temp) override;
   int publish(const std::string& temp, const std::string& path) override;

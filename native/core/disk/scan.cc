@@ -117,7 +117,9 @@ class Walk {
     if (!placed) return stray(Stray::Misplaced, path, name, about);
     ++result.files;
     result.bytes += static_cast<uint64_t>(about.st_size);
-    batch_.push_back({*key, static_cast<uint64_t>(about.st_size), static_cast<uint32_t>(about.st_mtim.tv_sec)});
+    const Found found{*key, static_cast<uint64_t>(about.st_size), static_cast<uint32_t>(about.st_mtim.tv_sec)};
+    if (visitor_.each) return visitor_.each(path + std::string(name), found);
+    batch_.push_back(found);
     if (batch_.size() == kScanBatch) flush();
   }
 

@@ -34,8 +34,9 @@ enum class Stray : uint32_t {
 std::string_view name(Stray kind);
 
 struct Visitor {
-  std::function<bool(std::span<const Found>)> blocks;  // false ends the scan
-  std::function<void(Stray, const std::string& path, uint64_t bytes)> stray;
+  std::function<bool(std::span<const Found>)> blocks = {};  // false ends the scan
+  std::function<void(Stray, const std::string& path, uint64_t bytes)> stray = {};
+  std::function<void(const std::string& path, const Found&)> each = {};  // instead of `blocks`, for who needs the path
 };
 
 struct Scanned {
