@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvclient import chain
+import kvclient
 from kvclient.conformance.case import SMALL, Case, new_keys
 from kvclient.errors import InvalidArgument
 
@@ -17,7 +17,7 @@ class SearchingCases(Case):
         return [generator.randrange(50_000) for _ in range(int(chunks * SMALL.block_tokens))]
 
     def put_text(self, identity: bytes, tokens: list[int]):
-        made = chain(identity, tokens, SMALL.block_tokens)
+        made = kvclient.chain(identity, tokens, SMALL.block_tokens)
         self._made.extend(made.keys)
         with self.client.create(made, self.small):
             pass
@@ -54,7 +54,7 @@ class SearchingCases(Case):
         self.needs("search")
         (mine,) = new_keys(1)
         text = self.text(1)
-        made = chain(mine, text, SMALL.block_tokens)
+        made = kvclient.chain(mine, text, SMALL.block_tokens)
         writer = self.client.create(made, self.small)
         assert self.found(mine, text) == [] and self.open().children(made.keys[0]) == []
         writer.seal()
