@@ -18,6 +18,7 @@ import grpc
 from kvstored import __version__, log
 from kvstored.calls import CallCounts, Threads, answered, named, one_key, streamed
 from kvstored.config import Sourced
+from kvstored.degraded import Degraded
 from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvstored.events import Event, Events, Sampler
 from kvstored.leases import Leases
@@ -42,8 +43,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         events: Events,
         threads: Threads,
         counts: CallCounts,
+        degraded: Degraded,
     ) -> None:
         self.counts = counts
+        self._degraded = degraded
         self.draining = False
         self._stores = stores
         self._adopted = adopted
@@ -67,6 +70,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             rss_bytes=own_memory_bytes(),
             draining=self.draining,
             leases=len(self._leases),
+            degraded=[
+                admin_pb2.DegradedState(
+                    state=entry.state,
+                    namespace=entry.namespace,
+                    text=entry.text,
+                    since_ms=entry.since_ms,
+                )
+                for entry in self._degraded.active()
+            ],
         )
         for name, store in chosen.items():
             one = reply.namespaces.add(namespace=name, adopted=self._adopted[name], problem=store.problem())
@@ -115,6 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             store.drain(request.on)
         if request.on != self.draining:
             self.draining = request.on
+            self._degraded.put(request.on, "draining")
             self._events.publish(Event("DRAIN", text="on" if request.on else "off"))
             log.info("draining", on=request.on)
         deadline = asyncio.get_running_loop().time() + request.wait_ms / 1000

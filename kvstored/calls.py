@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from kvstored import log
 from kvstored.errors import InvalidArgument, NotFound, StoreError, status_name
+from kvstored.histogram import Histogram
 
 KEY_BYTES = 32
 MAX_KEYS = 1024
@@ -50,13 +52,15 @@ class Threads:
 
 
 class CallCounts:
-    """How calls ended, per method and status. Bounded: both come from fixed sets."""
+    """How calls ended, per method and status, and how long they took. Bounded: both come from fixed sets."""
 
     def __init__(self) -> None:
         self.by_status: Counter[tuple[str, str]] = Counter()
+        self.took: defaultdict[str, Histogram] = defaultdict(Histogram)
 
-    def add(self, method: str, status: str) -> None:
+    def add(self, method: str, status: str, began_ns: int) -> None:
         self.by_status[(method, status)] += 1
+        self.took[method].add(time.monotonic_ns() - began_ns)
 
 
 class Malformed:
@@ -89,9 +93,11 @@ def decoded(request: T) -> T:
     return request
 
 
-async def _refuse(self: Any, name: str, error: BaseException, context: grpc.aio.ServicerContext) -> None:
+async def _refuse(
+    self: Any, name: str, error: BaseException, context: grpc.aio.ServicerContext, began_ns: int
+) -> None:
     status = status_name(error)
-    self.counts.add(name, status)
+    self.counts.add(name, status, began_ns)
     if not isinstance(error, StoreError):
         where = " ".join(getattr(error, "__notes__", ()))
         log.error("call_failed", method=name, error=f"{type(error).__name__}: {error}", where=where)
@@ -104,15 +110,16 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        began_ns = time.monotonic_ns()
         try:
             reply = await method(self, decoded(request), context)
         except Exception as error:
             failure = _without_frames(error)
         else:
-            self.counts.add(method.__name__, "OK")
+            self.counts.add(method.__name__, "OK", began_ns)
             return reply
         request = None  # see _without_frames
-        return await _refuse(self, method.__name__, failure, context)
+        return await _refuse(self, method.__name__, failure, context, began_ns)
 
     return call
 
@@ -122,6 +129,7 @@ def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        began_ns = time.monotonic_ns()
         try:
             async with contextlib.aclosing(method(self, decoded(request), context)) as messages:
                 async for message in messages:
@@ -129,10 +137,10 @@ def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
         except Exception as error:
             failure = _without_frames(error)
         else:
-            self.counts.add(method.__name__, "OK")
+            self.counts.add(method.__name__, "OK", began_ns)
             return
         request = None
-        await _refuse(self, method.__name__, failure, context)
+        await _refuse(self, method.__name__, failure, context, began_ns)
 
     return call
 

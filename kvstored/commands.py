@@ -87,6 +87,10 @@ def _status(daemon: Connection) -> dict[str, Any]:
         "rss_bytes": reply.rss_bytes,
         "draining": reply.draining,
         "leases": reply.leases,
+        "degraded": [
+            {name: getattr(one, name) for name in ("state", "namespace", "text", "since_ms")}
+            for one in reply.degraded
+        ],
         "namespaces": [
             {
                 "namespace": one.namespace,

@@ -50,6 +50,9 @@ def status_text(status: dict[str, Any], rates: dict[str, dict[str, float]] | Non
         f"own memory {approximate_size(status['rss_bytes'])}   gRPC writers {status['leases']}"
         + ("   DRAINING" if status["draining"] else "")
     ]
+    for one in status["degraded"]:
+        where = f" ({one['namespace']})" if one["namespace"] else ""
+        lines.append(f"DEGRADED  {one['state']}{where}: {one['text']}")
     for one in status["namespaces"]:
         lines.extend(_namespace_lines(one, (rates or {}).get(one["namespace"])))
     return "\n".join(lines)

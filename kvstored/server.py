@@ -23,17 +23,18 @@ from kvstored.calls import CallCounts, Decoding, Threads
 from kvstored.config import Config, Sourced
 from kvstored.errors import StartupError, StoreError
 from kvstored.events import Event, Events
-from kvstored.health import Health
+from kvstored.exposition import Figures, render
 from kvstored.leases import Leases
-from kvstored.notify import notify, watchdog_interval_s
+from kvstored.metrics import MetricsServer
+from kvstored.notify import notify
 from kvstored.process import cpu_seconds, own_memory_bytes
 from kvstored.reflection import LazyReflection
 from kvstored.segments import Geometry, Pool, Segments
 from kvstored.service import StoreService
 from kvstored.transfer import TransferService
 from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
+from kvstored.watch import Watch
 
-PROBLEM_LOOK_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -83,7 +84,7 @@ class Daemon:
         self._threads = Threads(config.io_threads)
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
-        self._health = Health(self._stores)
+        self._watch = Watch(self._stores, self._events, self._threads, config.in_dir("kvstored.sock"))
         self._admin = AdminService(
             self._stores,
             self._adopted,
@@ -93,8 +94,9 @@ class Daemon:
             self._events,
             self._threads,
             self._counts,
+            self._watch.degraded,
         )
-        self._metrics: Any = None
+        self._metrics: MetricsServer | None = None
 
     async def run(self) -> None:
         stopped = asyncio.Event()
@@ -102,16 +104,13 @@ class Daemon:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
         server = await self._start()
-        tasks = [loop.create_task(self._watch_problems())]
-        if watchdog_interval_s():
-            tasks.append(loop.create_task(self._feed_watchdog()))
+        self._watch.start()
         notify(f"READY=1\nSTATUS=serving {self._sourced.config.dir}\nMAINPID={os.getpid()}")
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
         log.info("stopping", drain_timeout_s=self._sourced.config.drain_timeout_s)
-        for task in tasks:
-            task.cancel()
+        self._watch.stop()
         await self._stop(server)
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
 
@@ -164,7 +163,7 @@ class Daemon:
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         transfer = TransferService(self._stores, config.lease_timeout_s, self._threads, self._counts)
         transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
-        self._health.add_to(server)
+        self._watch.health.add_to(server)
         server.add_generic_rpc_handlers((LazyReflection(),))
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -178,23 +177,21 @@ class Daemon:
         return server
 
     async def _start_metrics(self, port: int) -> None:
-        from kvstored.metrics import MetricsServer
-
-        self._metrics = MetricsServer(self._metrics_text, self._health.answers)
+        self._metrics = MetricsServer(self._metrics_text, self._watch.health.answers)
         try:
             log.info("metrics", address="127.0.0.1", port=await self._metrics.start(port))
         except OSError as error:
             raise StartupError(f"metrics_port: 127.0.0.1:{port}: {error.strerror}") from error
 
     async def _stop(self, server: grpc.aio.Server) -> None:
-        self._health.stopping = True
+        self._watch.health.stopping = True
         if self._metrics is not None:
             self._metrics.close()
         self._events.stop()
         await server.stop(self._sourced.config.drain_timeout_s)
         self._leases.end_all()
         self._sessions.stop()
-        self._health.close()
+        self._watch.health.close()
 
     def _open_store(self, pool: Pool) -> None:
         """A store on the pool. What it cannot adopt is replaced by an empty one, and said so."""
@@ -222,29 +219,7 @@ class Daemon:
         self._events.publish(Event("LEASE_EXPIRED", namespace, {"aborted": aborted}))
         log.warning("lease_expired", namespace=namespace, aborted=aborted)
 
-    async def _watch_problems(self) -> None:
-        """Says once what the stores find wrong on their own: a fenced namespace, a pool that cannot grow."""
-        known = dict.fromkeys(self._stores, "")
-        while True:
-            for name, store in self._stores.items():
-                if (problem := store.problem()) != known[name]:
-                    known[name] = problem
-                    log.error("namespace_problem", namespace=name, problem=problem or "none any more")
-                    self._events.publish(Event("PROBLEM", name, text=problem))
-            await asyncio.sleep(PROBLEM_LOOK_S)
-
-    async def _feed_watchdog(self) -> None:
-        """Tells the supervisor that the store still answers; a daemon that does not is restarted, with its
-        cache."""
-        while True:
-            if await self._health.answers():
-                notify("WATCHDOG=1")
-            await asyncio.sleep(watchdog_interval_s())
-
     async def _metrics_text(self) -> str:
-        from kvstored.metrics import render
-
-        stats = {name: await self._threads.run(store.stats) for name, store in self._stores.items()}
         own = {
             "leases": len(self._leases),
             "leases_expired": self._leases.expired,
@@ -253,9 +228,26 @@ class Daemon:
             "resident_bytes": own_memory_bytes(),
             "cpu_seconds": cpu_seconds(),
             "session_cpu_seconds": self._sessions.thread_cpu_s,
+            "start_time_seconds": self._started_ns / 1e9,
             "sessions_refused": self._sessions.refused,
         }
-        return render(stats, own, self._counts.by_status)
+        degraded = self._watch.degraded
+        return render(
+            Figures(
+                version=__version__,
+                stores={name: await self._threads.run(store.stats) for name, store in self._stores.items()},
+                own=own,
+                calls=self._counts.by_status,
+                call_seconds={name: (one.counts, one.sum_s) for name, one in self._counts.took.items()},
+                session_seconds={
+                    (name, operation): (counts, sum_s)
+                    for name, operation, counts, sum_s in self._sessions.latencies()
+                },
+                degraded=degraded.gauges(self._stores),
+                serving={name: degraded.serves(name) for name in self._stores},
+                adopted=self._adopted,
+            )
+        )
 
 
 def _geometry(config: Config, namespace: str) -> Geometry:

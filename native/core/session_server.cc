@@ -41,9 +41,7 @@ void watch(int epoll, int fd) {
 }  // namespace
 
 SessionServer::SessionServer(Options options, std::vector<Store*> stores)
-    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {
-  for (const Store* store : stores_) latencies_[store];
-}
+    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {}
 
 SessionServer::~SessionServer() { stop(); }
 
@@ -71,6 +69,7 @@ void SessionServer::start() {
   spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
   watch(epoll_.get(), listener_.get());
   watch(epoll_.get(), stop_event_.get());
+  for (const Store* store : stores_) latencies_[store];  // before the thread: from here on the map itself never changes
   thread_ = std::thread([this] { run(); });
 }
 

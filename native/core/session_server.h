@@ -74,7 +74,7 @@ class SessionServer {
   std::vector<uint8_t> buffer_;
   std::atomic<uint64_t> refused_{0};
   using OpLatencies = std::array<LatencyHistogram, static_cast<size_t>(protocol::Op::kLast)>;
-  std::map<const Store*, OpLatencies> latencies_;  // an entry per store, made with the server
+  std::map<const Store*, OpLatencies> latencies_;  // an entry per store, made by start()
   std::thread thread_;
 };
 

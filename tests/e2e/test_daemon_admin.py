@@ -126,8 +126,10 @@ def test_events_tell_what_happens(calls):
     calls.drain(True)
     calls.drain(True)
     calls.drain(False)
-    assert [(event.kind, event.text) for event in (next(stream), next(stream))] == [
-        (kinds.KIND_DRAIN, "on"), (kinds.KIND_DRAIN, "off"),
+    told = [next(stream) for _ in range(4)]
+    assert [(event.kind, event.text.partition(":")[0]) for event in told] == [
+        (kinds.KIND_DEGRADED, "draining"), (kinds.KIND_DRAIN, "on"),
+        (kinds.KIND_RECOVERED, "draining"), (kinds.KIND_DRAIN, "off"),
     ]  # fmt: skip
     calls.create([key("late")], lease_ttl_ms=50)
     event = next(one for one in stream if one.kind == kinds.KIND_LEASE_EXPIRED)

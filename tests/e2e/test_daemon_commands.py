@@ -191,7 +191,7 @@ def test_metrics_parse_and_count(daemon):
         calls.get("secret", "x")
     text = fetch(port, "/metrics")
     sample = re.compile(
-        r'(kvstored_[a-z_]+)(\{[a-z]+="[A-Za-z_]+"(,[a-z]+="[A-Za-z_]+")*\})? (-?\d+(\.\d+)?(e-?\d+)?)'
+        r'(kvstored_[a-z_]+)(\{[a-z]+="[\w.+-]*"(,[a-z]+="[\w.+-]*")*\})? (-?\d+(\.\d+)?(e-?\d+)?)'
     )
     values, typed = {}, {}
     for line in text.splitlines():
@@ -202,9 +202,9 @@ def test_metrics_parse_and_count(daemon):
         elif not line.startswith("# HELP "):
             match = sample.fullmatch(line)
             assert match, line
-            assert match.group(1) in typed and (typed[match.group(1)] == "counter") == match.group(
-                1
-            ).endswith("_total")
+            name = re.sub(r"_(bucket|sum|count)$", "", match.group(1))
+            assert name in typed and (typed[name] == "counter") == name.endswith("_total"), name
+            assert (name != match.group(1)) == (typed[name] == "histogram")
             values[match.group(1) + (match.group(2) or "")] = float(match.group(4))
     assert values['kvstored_blocks{namespace="default"}'] == 2
     assert values['kvstored_hits_total{namespace="default"}'] == 1

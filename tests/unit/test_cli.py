@@ -210,11 +210,13 @@ def test_status_shows_a_fenced_namespace_and_draining():
         "rss_bytes": 0,
         "draining": True,
         "leases": 0,
+        "degraded": [{"state": "draining", "namespace": "", "text": "on request", "since_ms": 1}],
         "namespaces": [
             {"namespace": "a", "adopted": False, "problem": "fenced: the pool was truncated", "counters": {}}
         ],
     }
     text = render.status_text(status)
+    assert "DEGRADED  draining: on request" in text
     assert "DRAINING" in text and "PROBLEM   fenced: the pool was truncated" in text
 
 

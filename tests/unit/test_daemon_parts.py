@@ -13,8 +13,10 @@ import pytest
 from kvstored import errors, log, rundir
 from kvstored.errors import InvalidArgument, LeaseEnded, NoSpace, NotFound, StartupError
 from kvstored.events import Event, Events, Sampler
+from kvstored.exposition import STORE_METRICS, Figures, render
+from kvstored.histogram import BOUNDS_S, Histogram
 from kvstored.leases import Held, Leases
-from kvstored.metrics import MAX_REQUEST_BYTES, STORE_METRICS, MetricsServer, render
+from kvstored.metrics import MAX_REQUEST_BYTES, MetricsServer
 from kvstored.notify import notify, watchdog_interval_s
 
 
@@ -269,11 +271,24 @@ def test_a_small_file_is_read_only_if_it_is_ours_alone(tmp_path):
 
 def test_metrics_text_has_one_help_and_type_per_name_and_plain_labels():
     stats = dict.fromkeys(STORE_METRICS, 3)
-    text = render({"a": stats, "b": stats}, {"leases": 1}, {("Lookup", "OK"): 2})
+    text = render(Figures(stores={"a": stats, "b": stats}, own={"leases": 1}, calls={("Lookup", "OK"): 2}))
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) and all(name.startswith("kvstored_") for name in names)
     assert 'kvstored_hits_total{namespace="b"} 3' in text
     assert 'kvstored_grpc_calls_total{method="Lookup",status="OK"} 2' in text
+
+
+def test_a_histogram_is_cumulative_and_ends_with_all():
+    took = Histogram()
+    for took_ns in (0, 1024, 1025, 3_000_000, 10**12):
+        took.add(took_ns)
+    text = render(Figures(call_seconds={"Get": (took.counts, took.sum_s)}))
+    buckets = [line for line in text.splitlines() if line.startswith("kvstored_grpc_call_seconds_bucket")]
+    counts = [float(line.rsplit(" ", 1)[1]) for line in buckets]
+    assert counts[:3] == [2, 3, 3] and counts[-2:] == [4, 5] and len(counts) == len(BOUNDS_S) + 1
+    assert 'kvstored_grpc_call_seconds_bucket{method="Get",le="+Inf"} 5' in text
+    assert 'kvstored_grpc_call_seconds_bucket{method="Get",le="1.024e-06"} 2' in text
+    assert 'kvstored_grpc_call_seconds_count{method="Get"} 5' in text and took.sum_s > 1000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""The daemon's figures as Prometheus text: every metric's name, type and meaning, in tables.
+
+Owns the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods, operations, states and
+statuses, all from fixed sets; never a key, a salt or a token. A namespace is a name of the configuration, at
+most 16 of them; whose it is (users, groups) is no label. docs/operations.md has the same list, which a test
+compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstored.histogram import BOUNDS_S
+
+About = tuple[str, str, str]  # metric, type, help
+Sample = tuple[Mapping[str, str], object]
+
+# The store's counter -> (metric, type, help).
+STORE_METRICS: dict[str, About] = {
+    "capacity_bytes": ("kvstored_pool_capacity_bytes", "gauge", "Size the pool may grow to."),
+    "frontier_bytes": ("kvstored_pool_frontier_bytes", "gauge", "Size the pool has grown to."),
+    "faulted_bytes": ("kvstored_pool_faulted_bytes", "gauge", "Part of the pool that is faulted in."),
+    "used_bytes": ("kvstored_pool_used_bytes", "gauge", "Memory that blocks occupy, whatever their state."),
+    "blocks": ("kvstored_blocks", "gauge", "Sealed blocks in memory."),
+    "max_blocks": ("kvstored_blocks_limit", "gauge", "Most blocks at a time."),
+    "unsealed": ("kvstored_blocks_unsealed", "gauge", "Blocks being written."),
+    "zombies": ("kvstored_blocks_zombie", "gauge", "Deleted blocks whose memory a reader still holds."),
+    "quarantined": (
+        "kvstored_blocks_quarantined",
+        "gauge",
+        "Blocks whose writer ended but may still touch the memory.",
+    ),
+    "pins": ("kvstored_pins", "gauge", "Blocks held by readers."),
+    "sessions": ("kvstored_sessions", "gauge", "Processes attached through shared memory."),
+    "hits": ("kvstored_hits_total", "counter", "Gets that found their block."),
+    "misses": ("kvstored_misses_total", "counter", "Gets that did not."),
+    "creates": ("kvstored_creates_total", "counter", "Blocks granted to writers."),
+    "seals": ("kvstored_seals_total", "counter", "Blocks sealed."),
+    "aborts": ("kvstored_aborts_total", "counter", "Blocks given up by their writers, or lost with them."),
+    "deletes": ("kvstored_deletes_total", "counter", "Blocks deleted on request."),
+    "evictions": ("kvstored_evictions_total", "counter", "Blocks evicted to make room."),
+    "expired": ("kvstored_expirations_total", "counter", "Blocks whose time to live ended."),
+    "no_space": ("kvstored_no_space_total", "counter", "Creates refused for want of memory."),
+    "fenced": ("kvstored_namespace_fenced", "gauge", "1 if a client harmed the memory and it is refused."),
+    "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
+}
+# The disk tier's counters come with those of its namespace: a row here, and one in docs/operations.md.
+DISK_METRICS: dict[str, About] = {}
+OWN_METRICS: dict[str, About] = {
+    "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
+    "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
+    "draining": ("kvstored_draining", "gauge", "1 while creates are refused on request."),
+    "subscribers": ("kvstored_event_subscribers", "gauge", "Listeners of Events."),
+    "resident_bytes": (
+        "kvstored_process_resident_bytes",
+        "gauge",
+        "The daemon's own memory, beside pool and index.",
+    ),
+    "cpu_seconds": ("kvstored_process_cpu_seconds_total", "counter", "CPU time of the daemon."),
+    "session_cpu_seconds": (
+        "kvstored_session_cpu_seconds_total",
+        "counter",
+        "CPU time of the session server.",
+    ),
+    "start_time_seconds": ("kvstored_start_time_seconds", "gauge", "When the daemon began, in Unix time."),
+    "reloads": (
+        "kvstored_config_reloads_total",
+        "counter",
+        "Configurations that were read again and applied.",
+    ),
+    "reloads_refused": (
+        "kvstored_config_reloads_refused_total",
+        "counter",
+        "Configurations refused as wrong.",
+    ),
+    "sessions_refused": ("kvstored_sessions_refused_total", "counter", "Clients refused at attach."),
+}
+
+
+GRPC_CALLS: About = ("kvstored_grpc_calls_total", "counter", "gRPC calls that have ended.")
+GRPC_SECONDS: About = (
+    "kvstored_grpc_call_seconds",
+    "histogram",
+    "How long gRPC calls took; a stream lasts as long as its caller reads.",
+)
+SESSION_SECONDS: About = (
+    "kvstored_session_request_seconds",
+    "histogram",
+    "From a request's arrival at the session socket to its reply.",
+)
+DEGRADED: About = (
+    "kvstored_degraded",
+    "gauge",
+    "1 while the state holds; docs/operations.md says what to do.",
+)
+SERVING: About = ("kvstored_namespace_serving", "gauge", "1 if the namespace answers its clients.")
+ADOPTED: About = (
+    "kvstored_namespace_adopted",
+    "gauge",
+    "1 if the blocks of an earlier daemon were taken over.",
+)
+BUILD: About = ("kvstored_build_info", "gauge", "Always 1; the version is a label.")
+
+
+@dataclass
+class Figures:
+    """What one scrape shows."""
+
+    version: str = ""
+    stores: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # namespace -> counters
+    own: Mapping[str, float] = field(default_factory=dict)
+    calls: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (method, status)
+    call_seconds: Mapping[str, tuple[Sequence[int], float]] = field(default_factory=dict)  # method
+    session_seconds: Mapping[tuple[str, str], tuple[Sequence[int], float]] = field(
+        default_factory=dict
+    )  # (namespace, operation) -> counts per bucket, sum
+    degraded: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (state, namespace)
+    serving: Mapping[str, bool] = field(default_factory=dict)
+    adopted: Mapping[str, bool] = field(default_factory=dict)
+
+
+def render(figures: Figures) -> str:
+    """The exposition text."""
+    lines: list[str] = []
+    _metric(lines, BUILD, [({"version": figures.version}, 1)])
+    for counter, about in (STORE_METRICS | DISK_METRICS).items():
+        found = figures.stores.items()
+        _metric(lines, about, [({"namespace": n}, stats[counter]) for n, stats in found if counter in stats])
+    _metric(lines, SERVING, [({"namespace": name}, int(yes)) for name, yes in figures.serving.items()])
+    _metric(lines, ADOPTED, [({"namespace": name}, int(yes)) for name, yes in figures.adopted.items()])
+    states = figures.degraded.items()
+    _metric(lines, DEGRADED, [({"state": state, "namespace": n}, holds) for (state, n), holds in states])
+    for name, about in OWN_METRICS.items():
+        if name in figures.own:
+            _metric(lines, about, [({}, figures.own[name])])
+    calls = sorted(figures.calls.items())
+    _metric(lines, GRPC_CALLS, [({"method": m, "status": status}, count) for (m, status), count in calls])
+    by_method = sorted(figures.call_seconds.items())
+    _histogram(lines, GRPC_SECONDS, [({"method": method}, *took) for method, took in by_method])
+    for_each = sorted(figures.session_seconds.items())
+    _histogram(
+        lines, SESSION_SECONDS, [({"namespace": n, "operation": o}, *took) for (n, o), took in for_each]
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _metric(lines: list[str], about: About, samples: Sequence[Sample]) -> None:
+    if samples:
+        _head(lines, about)
+        lines.extend(f"{about[0]}{_labels(labels)} {value}" for labels, value in samples)
+
+
+def _histogram(
+    lines: list[str], about: About, samples: Sequence[tuple[Mapping[str, str], Sequence[int], float]]
+) -> None:
+    if not samples:
+        return
+    _head(lines, about)
+    for labels, counts, sum_s in samples:
+        total = 0
+        for bound, count in zip((*map(repr, BOUNDS_S), "+Inf"), counts, strict=True):
+            total += count
+            lines.append(f"{about[0]}_bucket{_labels({**labels, 'le': bound})} {total}")
+        lines.append(f"{about[0]}_sum{_labels(labels)} {sum_s}")
+        lines.append(f"{about[0]}_count{_labels(labels)} {total}")
+
+
+def _head(lines: list[str], about: About) -> None:
+    lines.extend((f"# HELP {about[0]} {about[2]}", f"# TYPE {about[0]} {about[1]}"))
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    """Values are plain words by configuration or construction: nothing to escape."""
+    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""

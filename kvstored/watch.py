@@ -1,0 +1,76 @@
+"""What the daemon looks at on its own: problems of its stores, its health, its supervisor's watchdog.
+
+Owns the loops that look, and turns what they find into degraded states, events and log lines, once per
+change. Changes no store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvstored import log
+from kvstored.calls import Threads
+from kvstored.degraded import Degraded, Entry
+from kvstored.events import Event, Events
+from kvstored.health import Health
+from kvstored.notify import notify, watchdog_interval_s
+
+PROBLEM_LOOK_S = 1.0
+PROBE_S = 5.0
+
+
+class Watch:
+    def __init__(self, stores: dict[str, Any], events: Events, threads: Threads, socket_path: str) -> None:
+        self.degraded = Degraded(self._changed)
+        self.health = Health(stores, socket_path, self.degraded)
+        self._stores = stores
+        self._events = events
+        self._threads = threads
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._look_for_problems()), loop.create_task(self._probe())]
+        if watchdog_interval_s():
+            self._tasks.append(loop.create_task(self._feed_watchdog()))
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _changed(self, entry: Entry, holds: bool) -> None:
+        note, event = (log.warning, "degraded") if holds else (log.info, "recovered")
+        note(event, state=entry.state, namespace=entry.namespace, why=entry.text)
+        kind = "DEGRADED" if holds else "RECOVERED"
+        self._events.publish(Event(kind, entry.namespace, text=f"{entry.state}: {entry.text}"))
+
+    async def _look_for_problems(self) -> None:
+        """What the stores find wrong on their own: a fenced namespace, a pool that cannot grow."""
+        known = dict.fromkeys(self._stores, "")
+        while True:
+            for name, store in self._stores.items():
+                problem = await self._threads.run(store.problem)
+                if problem == known[name]:
+                    continue
+                known[name] = problem
+                log.error("namespace_problem", namespace=name, problem=problem or "none any more")
+                self._events.publish(Event("PROBLEM", name, text=problem))
+                fenced = problem.startswith("fenced")
+                self.degraded.put(fenced, "namespace_fenced", name, problem)
+                self.degraded.put(bool(problem) and not fenced, "pool_cannot_grow", name, problem)
+            await asyncio.sleep(PROBLEM_LOOK_S)
+
+    async def _probe(self) -> None:
+        """Looks only: a probe that writes is for those who ask."""
+        while True:
+            await self.health.look(write=False)
+            await asyncio.sleep(PROBE_S)
+
+    async def _feed_watchdog(self) -> None:
+        """Tells the supervisor that the store still works; a daemon whose store does not is restarted, with
+        its cache."""
+        while True:
+            if await self.health.answers():
+                notify("WATCHDOG=1")
+            await asyncio.sleep(watchdog_interval_s())
