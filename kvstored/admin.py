@@ -17,12 +17,12 @@ import grpc
 
 from kvstored import __version__, log
 from kvstored.calls import CallCounts, Threads, answered, named, one_key, streamed
-from kvstored.config import Sourced
 from kvstored.degraded import Degraded
 from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvstored.events import Event, Events, Sampler
 from kvstored.leases import Leases
 from kvstored.process import own_memory_bytes
+from kvstored.reload import Reload
 from kvstored.service import block_message
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
@@ -38,7 +38,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         stores: dict[str, Any],
         adopted: dict[str, bool],
         sessions: Any,
-        sourced: Sourced,
+        reload: Reload,
         leases: Leases,
         events: Events,
         threads: Threads,
@@ -51,7 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._stores = stores
         self._adopted = adopted
         self._sessions = sessions
-        self._sourced = sourced
+        self._reload = reload
         self._leases = leases
         self._events = events
         self._threads = threads
@@ -196,7 +196,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @answered
     async def Config(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         return admin_pb2.ConfigResponse(
-            entries=[admin_pb2.ConfigEntry(**entry) for entry in self._sourced.entries()]
+            entries=[admin_pb2.ConfigEntry(**entry) for entry in self._reload.sourced.entries()]
+        )
+
+    @answered
+    async def Reload(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return admin_pb2.ReloadResponse(
+            changes=[
+                admin_pb2.ConfigChange(name=one.name, before=one.before, after=one.after, applied=one.applied)
+                for one in self._reload.again()
+            ]
         )
 
     @streamed

@@ -70,6 +70,12 @@ starts empty.
   kvstored stop                 SIGTERM, and wait until the daemon is gone""",
     "config": """examples:
   kvstored config               each value and where it came from""",
+    "reload": """examples:
+  kvstored reload               after the configuration file was changed; SIGHUP does the same
+  kvstored reload --json
+
+The daemon reads its file again and applies what may change at run time; what needs a restart is named. A
+file that is wrong is refused whole (exit code 4), and the configuration before stays in effect.""",
     "completion": """examples:
   kvstored completion bash > /etc/bash_completion.d/kvstored
   kvstored completion zsh > ~/.zfunc/_kvstored""",
@@ -214,6 +220,7 @@ def _add_operator_commands(commands: Any) -> None:
     )
     top.add_argument("--once", action="store_true", help="one look, no screen control")
     add("config", "show the running daemon's configuration")
+    add("reload", "make the daemon read its configuration file again")
     add("stop", "end the daemon; its blocks stay for the next one")
     completion = _command(commands, "completion", "print a completion script")
     completion.add_argument("shell", choices=("bash", "zsh"))

@@ -170,6 +170,15 @@ def config(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def reload(daemon: Connection, given: argparse.Namespace) -> int:
+    reply = daemon.admin.Reload(admin_pb2.ReloadRequest(), timeout=daemon.timeout_s)
+    changes = [
+        {name: getattr(one, name) for name in ("name", "before", "after", "applied")} for one in reply.changes
+    ]
+    _show(given, changes, render.changes_text(changes))
+    return Exit.DONE
+
+
 def _block(block: Any) -> dict[str, Any]:
     state = block_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower()
     numbers = (
@@ -320,4 +329,5 @@ COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "scrub": scrub,
     "top": top,
     "config": config,
+    "reload": reload,
 }

@@ -270,6 +270,8 @@ class Sourced:
 
     config: Config
     sources: dict[str, str]
+    flags: Mapping[str, Any] = field(default_factory=dict)  # as given, and the file's path: to load again
+    file: str = ""
 
     def entries(self) -> list[dict[str, str]]:
         """For print-config and Admin.Config: name, value, source, unit, doc."""
@@ -337,4 +339,4 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
             sources[about.name] = source
     if not values.get("dir"):
         values["dir"] = default_dir(environ)
-    return Sourced(Config(**values), sources)
+    return Sourced(Config(**values), sources, dict(flags), file or "")

@@ -77,6 +77,10 @@ class Events:
         self._subscribers: set[Subscriber] = set()
         self._stopping = False
 
+    def limit(self, max_subscribers: int, max_events: int) -> None:
+        """Other bounds, for the subscribers that come from now on."""
+        self._max_subscribers, self._max_events = max_subscribers, max_events
+
     def __len__(self) -> int:
         return len(self._subscribers)
 

@@ -58,6 +58,10 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self.expired = 0
 
+    def limit(self, max_leases: int) -> None:
+        """Another bound, for the leases opened from now on."""
+        self._max_leases = max_leases
+
     def __len__(self) -> int:
         return len(self._leases)
 

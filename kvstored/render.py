@@ -38,6 +38,21 @@ def config_text(entries: list[dict[str, str]], as_json: bool) -> str:
     )
 
 
+def changes_text(changes: list[dict[str, Any]]) -> str:
+    if not changes:
+        return "nothing has changed"
+    rows = [
+        (
+            one["name"],
+            one["before"] or "-",
+            one["after"] or "-",
+            "applied" if one["applied"] else "after a restart",
+        )
+        for one in changes
+    ]
+    return table(("field", "before", "now", "in effect"), rows)
+
+
 def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 

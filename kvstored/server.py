@@ -29,6 +29,7 @@ from kvstored.metrics import MetricsServer
 from kvstored.notify import notify
 from kvstored.process import cpu_seconds, own_memory_bytes
 from kvstored.reflection import LazyReflection
+from kvstored.reload import Reload
 from kvstored.segments import Geometry, Pool, Segments
 from kvstored.service import StoreService
 from kvstored.transfer import TransferService
@@ -59,7 +60,6 @@ class Daemon:
     """One daemon: built by the constructor, then run() once, then close()."""
 
     def __init__(self, sourced: Sourced, fresh: bool, started_ns: int) -> None:
-        self._sourced = sourced
         self._started_ns = started_ns
         config = sourced.config
         self._segments = Segments(
@@ -85,11 +85,13 @@ class Daemon:
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
         self._watch = Watch(self._stores, self._events, self._threads, config.in_dir("kvstored.sock"))
+        self._reload = Reload(sourced, self._watch.degraded)
+        self._allow_changes()
         self._admin = AdminService(
             self._stores,
             self._adopted,
             self._sessions,
-            sourced,
+            self._reload,
             self._leases,
             self._events,
             self._threads,
@@ -103,13 +105,14 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         server = await self._start()
         self._watch.start()
-        notify(f"READY=1\nSTATUS=serving {self._sourced.config.dir}\nMAINPID={os.getpid()}")
+        notify(f"READY=1\nSTATUS=serving {self._reload.config.dir}\nMAINPID={os.getpid()}")
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
-        log.info("stopping", drain_timeout_s=self._sourced.config.drain_timeout_s)
+        log.info("stopping", drain_timeout_s=self._reload.config.drain_timeout_s)
         self._watch.stop()
         await self._stop(server)
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
@@ -124,8 +127,25 @@ class Daemon:
             self._segments.discard()
         self._segments.close()
 
+    def _allow_changes(self) -> None:
+        """What `kvstored reload` may change; everything else is of the start."""
+        can = self._reload.can
+        can("drain_timeout_s")  # read when it is used
+        can("log_level", apply=lambda config: log.set_level(config.log_level))
+        can("max_leases", apply=lambda config: self._leases.limit(config.max_leases))
+        can(
+            "max_subscribers", "event_queue",
+            apply=lambda config: self._events.limit(config.max_subscribers, config.event_queue),
+        )  # fmt: skip
+
+    def _reload_on_signal(self) -> None:
+        try:
+            self._reload.again()
+        except StoreError as error:
+            log.error("reload_refused", why=str(error))
+
     async def _start(self) -> grpc.aio.Server:
-        config = self._sourced.config
+        config = self._reload.config
         try:
             self._sessions.start()
         except StoreError as error:
@@ -188,7 +208,7 @@ class Daemon:
         if self._metrics is not None:
             self._metrics.close()
         self._events.stop()
-        await server.stop(self._sourced.config.drain_timeout_s)
+        await server.stop(self._reload.config.drain_timeout_s)
         self._leases.end_all()
         self._sessions.stop()
         self._watch.health.close()
@@ -228,6 +248,8 @@ class Daemon:
             "resident_bytes": own_memory_bytes(),
             "cpu_seconds": cpu_seconds(),
             "session_cpu_seconds": self._sessions.thread_cpu_s,
+            "reloads": self._reload.applied_total,
+            "reloads_refused": self._reload.refused_total,
             "start_time_seconds": self._started_ns / 1e9,
             "sessions_refused": self._sessions.refused,
         }

@@ -80,7 +80,7 @@ def test_the_unit_keeps_the_pool_over_a_restart(installed):
 
 
 def test_the_unit_starts_what_exists_and_the_example_loads(installed):
-    for name in ("ExecStart",):
+    for name in ("ExecStart", "ExecReload"):
         words = settings(installed)[name].split()
         given = parser().parse_args(words[1:])
         assert given.dir == "/run/kvstored"

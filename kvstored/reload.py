@@ -1,0 +1,95 @@
+"""Reading the configuration again while the daemon runs: what can change does, the rest is told.
+
+Owns the configuration in effect. Knows which fields may change at run time: those that the server has named,
+with a way to apply them. Invariant: a file that is wrong changes nothing at all, and what `config` says is in
+effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvstored import log
+from kvstored.config import Config, Sourced, load
+from kvstored.degraded import Degraded
+from kvstored.errors import ConfigError, FailedPrecondition
+from kvstored.notify import notify
+
+Apply = Callable[[Config], None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field whose value is another now. `applied`: it is in effect; else after a restart."""
+
+    name: str
+    before: str
+    after: str
+    applied: bool
+
+
+class Reload:
+    def __init__(self, sourced: Sourced, degraded: Degraded) -> None:
+        self.sourced = sourced
+        self.applied_total = 0
+        self.refused_total = 0
+        self._degraded = degraded
+        self._apply: dict[str, Apply] = {}
+
+    @property
+    def config(self) -> Config:
+        return self.sourced.config
+
+    def can(self, *fields: str, apply: Apply = lambda config: None) -> None:
+        """These fields may change: `apply` gets what holds from now on. It must not fail."""
+        known = {about.name for about in dataclasses.fields(Config)}
+        assert known.issuperset(fields), fields
+        self._apply.update(dict.fromkeys(fields, apply))
+
+    def again(self) -> list[Change]:
+        """Reads the file anew; flags and environment are those of the start. Raises FailedPrecondition, and
+        nothing has changed, if it is wrong."""
+        notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            return self._again()
+        finally:
+            notify("READY=1")
+
+    def _again(self) -> list[Change]:
+        try:
+            wanted = load(self.sourced.flags, os.environ, self.sourced.file or None)
+            changes = self._changes(wanted.config)
+            applied = [change.name for change in changes if change.applied]
+            config = dataclasses.replace(
+                self.config, **{name: getattr(wanted.config, name) for name in applied}
+            )
+        except ConfigError as error:
+            self.refused_total += 1
+            self._degraded.set("reload_refused", text=str(error))
+            raise FailedPrecondition(f"the configuration is wrong, the old one stays: {error}") from error
+        sources = {
+            name: (wanted if name in applied else self.sourced).sources[name] for name in wanted.sources
+        }
+        self.sourced = dataclasses.replace(self.sourced, config=config, sources=sources)
+        for apply in dict.fromkeys(self._apply[name] for name in applied):
+            apply(config)
+        self.applied_total += 1
+        self._degraded.clear("reload_refused")
+        for change in changes:
+            log.info("config_changed", field=change.name, applied=change.applied)
+        log.info("reloaded", applied=len(applied), after_restart=len(changes) - len(applied))
+        return changes
+
+    def _changes(self, wanted: Config) -> list[Change]:
+        changes = []
+        for about in dataclasses.fields(Config):
+            before, after = getattr(self.config, about.name), getattr(wanted, about.name)
+            if before != after:
+                show: Callable[[Any], str] = about.metadata["show"]
+                changes.append(Change(about.name, show(before), show(after), about.name in self._apply))
+        return changes
