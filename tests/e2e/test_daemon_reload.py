@@ -108,7 +108,8 @@ def test_sighup_reloads_and_the_supervisor_is_told(daemon, tmp_path, wait_until)
             )  # fmt: skip
         assert supervisor.recv(4096).startswith(b"READY=1\n")
         one._note_segments()
-        for text, applied in (('log_level = "debug"', "applied=1"), ("max_leases = 0", "reload_refused why=")):
+        wrong = ("max_leases = 0", "reload_refused why=")
+        for text, applied in (('log_level = "debug"', "applied=1"), wrong):
             file.write_text(text)
             one.process.send_signal(signal.SIGHUP)
             told = [supervisor.recv(4096), supervisor.recv(4096)]
