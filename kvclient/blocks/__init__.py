@@ -1,1 +1,13 @@
-"""The text side of the store: chunks, keys and layouts. Never opens a connection and never maps memory."""
+"""The text side of the store: chunks, keys, layouts, and plan(), which finds a prompt's stored stretches.
+Never opens a connection and never maps memory.
+"""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plan":  # loads NumPy and the native part: only for who asks
+        from kvclient.blocks.cover import plan
+
+        return plan
+    raise AttributeError(f"module 'kvclient.blocks' has no attribute {name!r}")
