@@ -63,6 +63,14 @@ starts empty.
     "scrub": """examples:
   kvstored scrub                exit code 1 if a block was corrupt
   kvstored scrub --json""",
+    "fsck": """examples:
+  kvstored fsck /var/lib/kvstored           headers and every layer of every block
+  kvstored fsck --no-layers --json DIR
+  kvstored fsck --repair --keep-corrupt DIR
+
+Needs no daemon. Without --repair nothing changes, and a daemon may run: its temporary files are then
+reported as left over. --repair removes corrupt and misplaced blocks and leftovers, and nothing whose name
+is not ours. Exit code 1 if something is wrong and was not repaired.""",
     "top": """examples:
   kvstored top --interval-s 0.5
   kvstored top --once           one look, for scripts""",
@@ -222,6 +230,14 @@ def _add_operator_commands(commands: Any) -> None:
     add("config", "show the running daemon's configuration")
     add("reload", "make the daemon read its configuration file again")
     add("stop", "end the daemon; its blocks stay for the next one")
+    fsck = _command(commands, "fsck", "check the blocks on disk, without a daemon")
+    fsck.add_argument("directories", nargs="+", metavar="DIR", help="as given to serve --disk")
+    fsck.add_argument("--repair", action="store_true", help="remove what is wrong")
+    fsck.add_argument(
+        "--keep-corrupt", action="store_true", help="with --repair: move it to DIR/aside instead"
+    )
+    fsck.add_argument("--no-layers", action="store_true", help="names and headers only: quick")
+    fsck.add_argument("--json", action="store_true", help="print JSON")
     completion = _command(commands, "completion", "print a completion script")
     completion.add_argument("shell", choices=("bash", "zsh"))
 
@@ -237,6 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(script(parser(), given.shell))
             return Exit.DONE
+        if given.command == "fsck":
+            from kvstored import fsck
+
+            return fsck.run(given)
         from kvstored import commands
 
         return commands.run(given, given.dir or default_dir(os.environ))

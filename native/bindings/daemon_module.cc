@@ -9,6 +9,7 @@
 
 namespace nb = nanobind;
 
+void bind_disk(nb::module_& m);   // daemon_disk.cc
 void bind_store(nb::module_& m);  // daemon_store.cc
 
 namespace {
@@ -47,6 +48,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native half of kvstored: the store and the session server.";
   translate_errors();
   bind_store(m);
+  bind_disk(m);
   m.def("transitions", transitions);
   nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")
       .def(

@@ -20,7 +20,9 @@ from kvstored.completion import script
 from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "stop", "completion")
+COMMANDS = (
+    "serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "stop", "fsck", "completion"
+)  # fmt: skip
 
 
 def run(*arguments, flags=(), **environ):
@@ -75,6 +77,7 @@ def test_help_of_serve_states_bounds_and_defaults(capsys):
         ["drain", "--wait-s", "301"],
         ["top", "--interval-s", "x"],
         ["completion", "fish"],
+        ["fsck"],
     ],
 )
 def test_wrong_arguments_end_with_2(arguments, capsys):

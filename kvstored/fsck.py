@@ -1,0 +1,114 @@
+"""`kvstored fsck`: the offline check of directories of blocks. Owns what is printed and the exit code; the
+check itself is native (`native/core/disk/fsck.h`). Never talks to a daemon.
+
+Invariant: without --repair nothing in the directories changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, TextIO
+
+from kvstored import _core, render
+from kvstored.errors import Exit, StoreError
+from kvstored.units import approximate_size
+
+MAX_LISTED = 10_000  # findings in the JSON of one directory; the counts count all
+
+
+def trees(directory: str) -> list[str]:
+    """The directories of blocks below one given to --disk: itself, or one per namespace."""
+    if not _is_tree(directory):
+        with os.scandir(directory) as found:
+            below = sorted(one.path for one in found if one.is_dir(follow_symlinks=False))
+        if namespaces := [path for path in below if _is_tree(path)]:
+            return namespaces
+    return [directory]
+
+
+def _is_tree(directory: str) -> bool:
+    temporary = os.path.join(directory, "tmp")
+    return os.path.isdir(temporary) and not os.path.isdir(os.path.join(temporary, "tmp"))
+
+
+class _Progress:
+    """One line on a terminal, rewritten; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown = stream.isatty()
+
+    def __call__(self, files: int, size_bytes: int) -> None:
+        if self._shown:
+            self._stream.write(f"\r\x1b[K{files} blocks, {approximate_size(size_bytes)} checked")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One directory of blocks. What is wrong is printed when found, or listed in the result (--json)."""
+    findings: list[dict[str, str]] = []
+    progress = _Progress(sys.stderr)
+
+    def finding(kind: str, path: str, why: str, action: str) -> None:
+        shown = path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        if not given.json:
+            progress.clear()
+            print(f"{kind:<9}  {shown}  {why}" + (f": {action}" if action else ""))
+        elif len(findings) < MAX_LISTED:
+            findings.append({"kind": kind, "path": shown, "why": why, "action": action})
+
+    report = _core.fsck(
+        directory,
+        repair=given.repair,
+        keep_corrupt=given.keep_corrupt,
+        layers=not given.no_layers,
+        finding=finding,
+        progress=progress,
+    )
+    progress.clear()
+    return {"directory": directory, **report, "findings": findings}
+
+
+def summary(one: dict[str, Any]) -> str:
+    counted = [f"{count} {kind}" for kind, count in one["found"].items() if count]
+    parts = [
+        f"{one['directory']}: {one['files']} blocks, {approximate_size(one['bytes'])}, "
+        f"{approximate_size(one['read_bytes'])} of it read",
+        ", ".join(counted) or "nothing wrong",
+    ]
+    if one["errors"]:
+        parts.append(f"{one['errors']} could not be listed")
+    if one["repaired"]:
+        parts.append(f"{one['repaired']} repaired")
+    if one["failed"]:
+        parts.append(f"{one['failed']} repairs failed")
+    if one["aside"]:
+        parts.append(f"{one['aside']} kept aside earlier")
+    return "; ".join(parts)
+
+
+def run(given: argparse.Namespace) -> int:
+    results = []
+    try:
+        for directory in given.directories:
+            for tree in trees(directory):
+                results.append(check(tree, given))
+                if not given.json:
+                    print(summary(results[-1]))
+    except OSError as error:
+        print(f"kvstored: {error.filename}: {error.strerror}", file=sys.stderr)
+        return Exit.USAGE
+    except StoreError as error:
+        print(f"kvstored: {error}", file=sys.stderr)
+        return Exit.REFUSED
+    wrong = sum(one["wrong"] for one in results)
+    if given.json:
+        print(render.as_json({"wrong": wrong, "directories": results}))
+    return Exit.NO if wrong else Exit.DONE
