@@ -183,6 +183,18 @@ class KVClient:
         """The namespace's figures: used_bytes, capacity_bytes, blocks, pins, sessions, hits, misses, …"""
         return self._call(lambda native: native.stats())
 
+    def grpc_token(self) -> str:
+        """What a gRPC call shows as `authorization: Bearer …` on guests.sock, the daemon's socket for other
+        users. It stands for this session's namespace and mode, and ends with the session: ask again after
+        attaching anew."""
+        return self._call(lambda native: native.grpc_token())
+
+    @property
+    def salt(self) -> bytes | None:
+        """What keeps this namespace's reuse identities apart from others': 32 bytes, b"" if the namespace
+        has none, None while no daemon has said."""
+        return self._native.salt if self._native is not None and not self._closed else None
+
     def close(self) -> None:
         """Ends the session: what is unsealed is aborted, views stay readable. Idempotent."""
         with self._lock:

@@ -192,6 +192,7 @@ class InMemoryClient:
 
     attached = property(lambda self: not self._closed.is_set())
     degraded = False
+    salt = b""  # of the namespace; a test may set another
 
     def another(self, max_pins: int | None = None) -> InMemoryClient:
         return InMemoryClient(

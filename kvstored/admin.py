@@ -81,7 +81,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             ],
         )
         for name, store in chosen.items():
-            one = reply.namespaces.add(namespace=name, adopted=self._adopted[name], problem=store.problem())
+            config = self._reload.config
+            about = config.namespace(name)
+            one = reply.namespaces.add(
+                namespace=name,
+                adopted=self._adopted[name],
+                problem=store.problem(),
+                memory_quota_bytes=config.capacity_bytes(name),
+                disk_quota_bytes=config.disk_bytes(name),
+                readers=about.readers,
+                writers=about.writers,
+                salted=bool(about.salt),
+            )
             for counter, value in (await self._threads.run(store.stats)).items():
                 one.counters[counter] = value
         return reply

@@ -38,7 +38,8 @@ class Threads:
 
     def __init__(self, io_threads: int) -> None:
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="io")
-        self.waits = ThreadPoolExecutor(MAX_FOLLOWERS, thread_name_prefix="wait")
+        # As many for the owner's socket as for the one of other users: neither starves the other.
+        self.waits = ThreadPoolExecutor(2 * MAX_FOLLOWERS, thread_name_prefix="wait")
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self.io, functools.partial(function, *args))
@@ -176,5 +177,5 @@ def named(table: dict[str, T], namespace: str) -> T:
     """The entry of a namespace; empty means "default". Raises NotFound."""
     found = table.get(namespace or "default")
     if found is None:
-        raise NotFound(f"namespace {namespace or 'default'!r} is not configured")
+        raise NotFound(f"no namespace {namespace or 'default'!r}")
     return found

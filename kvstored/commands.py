@@ -96,6 +96,11 @@ def _status(daemon: Connection) -> dict[str, Any]:
                 "namespace": one.namespace,
                 "adopted": one.adopted,
                 "problem": one.problem,
+                "memory_quota_bytes": one.memory_quota_bytes,
+                "disk_quota_bytes": one.disk_quota_bytes,
+                "readers": list(one.readers),
+                "writers": list(one.writers),
+                "salted": one.salted,
                 "counters": dict(sorted(one.counters.items())),
             }
             for one in reply.namespaces

@@ -9,115 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvstored.errors import ConfigError
+from kvstored.fields import described as _field
+from kvstored.fields import directories as _directories
+from kvstored.fields import path as _path
+from kvstored.fields import seconds as _seconds
+from kvstored.fields import text as _text
+from kvstored.fields import whole as _whole
 from kvstored.log import LEVELS
+from kvstored.namespaces import Namespace
+from kvstored.namespaces import parse as parse_namespaces
 from kvstored.units import format_size, parse_size
 
 ENVIRONMENT_PREFIX = "KVSTORED_"
-MAX_NAMESPACES = 16
+MIN_PART_BYTES = 2 << 20  # of a namespace, in memory and on disk
 # A Unix socket's address holds 107 bytes; the longest name in the directory is "kvstored.sock".
 MAX_DIR_BYTES = 107 - len("/kvstored.sock")
 BLOCK_BYTES_GUESS = 64 << 10  # for the default of max_blocks: one record per so much memory
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 
 
-def _field(
-    doc: str,
-    default: Any,
-    parse: Callable[[Any], Any],
-    *,
-    unit: str = "",
-    low: Any = None,
-    high: Any = None,
-    choices: tuple[str, ...] = (),
-    show: Callable[[Any], str] = str,
-) -> Any:
-    about = {
-        "doc": doc,
-        "parse": parse,
-        "unit": unit,
-        "low": low,
-        "high": high,
-        "choices": choices,
-        "show": show,
-    }
-    return field(default=default, metadata=about)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("a text is wanted")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("a whole number is wanted")
-    return int(value)
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("a number of seconds is wanted")
-    number = float(value)
-    if number != number:
-        raise ValueError("a number of seconds is wanted")
-    return number
-
-
-def _path(value: Any) -> str:
-    return os.path.abspath(os.path.expanduser(_text(value))) if _text(value) else ""
-
-
-def _shares(value: Any) -> tuple[tuple[str, float], ...]:
-    """A TOML table, or `name=share,name=share`; `name` alone, once, takes the rest."""
-    if isinstance(value, str):
-        value = dict(
-            (part.split("=", 1) if "=" in part else (part, 0)) for part in value.replace(" ", "").split(",")
-        )
-    if not isinstance(value, Mapping):
-        raise ValueError("name = share pairs are wanted, for example default=0.75,other=0.25")
-    shares = {name: float(share) for name, share in value.items()}
-    if not 1 <= len(shares) <= MAX_NAMESPACES:
-        raise ValueError(f"{len(shares)} namespaces: the limit is {MAX_NAMESPACES}, and one at least")
-    for name, share in shares.items():
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no namespace: lower case letters, digits and _.- only, at most 63")
-        if not 0 <= share <= 1:
-            raise ValueError(f"the share of {name!r} is {share}: the limits are 0 and 1")
-    open_ended = [name for name, share in shares.items() if share == 0]
-    total = sum(shares.values())
-    if total > 1 + 1e-9 or (open_ended and total >= 1) or len(open_ended) > 1:
-        raise ValueError(
-            f"the shares add up to {total:g}: the limit is 1, and one name at most may take the rest"
-        )
-    if open_ended:
-        shares[open_ended[0]] = 1 - total
-    return tuple(shares.items())
-
-
-def _uids(value: Any) -> tuple[int, ...]:
-    items = [item for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)):
-        raise ValueError("a list of user ids is wanted")
-    uids = tuple(_whole(item) for item in items)
-    # 65534 is what every user becomes that has no name here: it matches nobody in particular.
-    if len(uids) > 64 or any(not 0 <= uid < 2**32 - 1 or uid == 65534 for uid in uids):
-        raise ValueError(f"{uids}: at most 64 user ids, none of them 65534")
-    return uids
-
-
-def _show_shares(shares: tuple[tuple[str, float], ...]) -> str:
-    return ",".join(f"{name}={share:g}" for name, share in shares)
-
-
-def _show_uids(uids: tuple[int, ...]) -> str:
-    return ",".join(map(str, uids))
+def _show_namespaces(namespaces: tuple[Namespace, ...]) -> str:
+    return "{ " + ", ".join(f"{one.name} = {one.shown()}" for one in namespaces) + " }"
 
 
 @dataclass(frozen=True)
@@ -152,14 +69,32 @@ class Config:
     pool_dir: str = _field(
         "a directory on a tmpfs or hugetlbfs that holds the pool's files instead of /dev/shm", "", _path
     )
-    namespaces: tuple[tuple[str, float], ...] = _field(
-        "namespace = share of memory and blocks; a name without a share takes the rest",
-        (("default", 1.0),),
-        _shares,
-        show=_show_shares,
+    namespaces: tuple[Namespace, ...] = _field(
+        "the isolated parts of the store: a table each with memory (a share or a size; absent: the rest), "
+        "disk_quota, readers, writers (users and @groups) and salt. On one line: "
+        "NAME[=MEMORY][:FIELD=VALUE]...,... with lists joined by +",
+        (Namespace("default", 1.0),),
+        parse_namespaces,
+        show=_show_namespaces,
     )
-    allow_uids: tuple[int, ...] = _field(
-        "users besides the daemon's own and root that may attach to its socket", (), _uids, show=_show_uids
+    disk: tuple[str, ...] = _field(
+        "directories of the disk tier, blocks are spread over them by key; none: no disk tier",
+        (),
+        _directories,
+        show=",".join,
+    )
+    disk_quota: int = _field(
+        "most bytes on disk, all directories and namespaces together",
+        0,
+        parse_size,
+        unit="bytes",
+        show=format_size,
+    )
+    state_dir: str = _field(
+        "directory for what must outlive a reboot, as the disk tier does: generated salts. Default: "
+        "$STATE_DIRECTORY (systemd), else the runtime directory",
+        "",
+        _path,
     )
     max_sessions: int = _field("most client processes attached at a time", 256, _whole, low=1, high=4096)
     max_pins: int = _field(
@@ -226,23 +161,74 @@ class Config:
                 f"dir: {self.dir!r} has {len(os.fsencode(self.dir))} bytes, the limit is {MAX_DIR_BYTES} "
                 "(a Unix socket's address is short)"
             )
-        for name, _ in self.namespaces:
-            if self.capacity_bytes(name) < 2 << 20 or self.blocks_of(name) < 1:
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        if bool(self.disk) != bool(self.disk_quota):
+            raise ConfigError(
+                f"disk_quota: {format_size(self.disk_quota)} with {len(self.disk)} directories in disk: "
+                "the disk tier wants both, or neither"
+            )
+        for part_of, whole in (("memory", self.memory), ("disk_quota", self.disk_quota)):
+            parts = self._parts(part_of, whole)
+            if (total := sum(parts.values())) > whole:
                 raise ConfigError(
-                    f"namespaces: {name!r} would get {self.capacity_bytes(name)} bytes and "
-                    f"{self.blocks_of(name)} blocks, the least is 2MiB and 1: give it a larger share"
+                    f"namespaces: their {part_of} adds up to {total} bytes, {total / (whole or 1):g} of "
+                    f"{part_of}: the limit is 1, that is {whole} bytes"
                 )
+            for name, part in parts.items():
+                if whole and part < MIN_PART_BYTES:
+                    raise ConfigError(
+                        f"namespaces: {name!r} would get {part} bytes of {part_of}, "
+                        f"the least is {format_size(MIN_PART_BYTES)}: give it a larger part"
+                    )
+        for one in self.namespaces:
+            if self.blocks_of(one.name) < 1:
+                raise ConfigError(
+                    f"namespaces: {one.name!r} would get no block of max_blocks = {self.all_blocks}: "
+                    "give it a larger part of the memory"
+                )
+
+    def _parts(self, part_of: str, whole: int) -> dict[str, int]:
+        """Bytes per namespace. Who names no part gets what the others leave, divided as the memory is."""
+        parts: dict[str, int] = {}
+        for one in self.namespaces:
+            said = getattr(one, part_of)
+            if said is not None:
+                parts[one.name] = int(whole * said) if isinstance(said, float) else said
+        open_ended = [one.name for one in self.namespaces if one.name not in parts]
+        rest = max(0, whole - sum(parts.values()))
+        weights = (
+            {name: self.capacity_bytes(name) for name in open_ended}
+            if len(open_ended) > 1
+            else dict.fromkeys(open_ended, 1)
+        )
+        for name in open_ended:
+            parts[name] = rest * weights[name] // max(1, sum(weights.values()))
+        return {one.name: parts[one.name] for one in self.namespaces}
 
     @property
     def all_blocks(self) -> int:
         """max_blocks, or its default from the memory."""
         return self.max_blocks or min(1 << 20, max(1024, self.memory // BLOCK_BYTES_GUESS))
 
+    def namespace(self, name: str) -> Namespace:
+        return next(one for one in self.namespaces if one.name == name)
+
     def capacity_bytes(self, namespace: str) -> int:
-        return int(self.memory * dict(self.namespaces)[namespace]) >> 21 << 21
+        return self._parts("memory", self.memory)[namespace] >> 21 << 21
 
     def blocks_of(self, namespace: str) -> int:
-        return int(self.all_blocks * dict(self.namespaces)[namespace])
+        return self.all_blocks * self._parts("memory", self.memory)[namespace] // self.memory
+
+    def disk_bytes(self, namespace: str) -> int:
+        """The namespace's part of disk_quota; 0 without a disk tier."""
+        return self._parts("disk_quota", self.disk_quota)[namespace]
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether any namespace may be used by another user than the daemon's own and root."""
+        return any(one.open_to_others for one in self.namespaces)
 
     def in_dir(self, name: str) -> str:
         return os.path.join(self.dir, name)
@@ -275,16 +261,23 @@ class Sourced:
 
     def entries(self) -> list[dict[str, str]]:
         """For print-config and Admin.Config: name, value, source, unit, doc."""
-        return [
-            {
-                "name": about.name,
-                "value": about.metadata["show"](getattr(self.config, about.name)),
-                "source": self.sources[about.name],
-                "unit": about.metadata["unit"],
-                "doc": about.metadata["doc"],
-            }
-            for about in dataclasses.fields(Config)
-        ]
+        found = []
+        for about in dataclasses.fields(Config):
+            value = getattr(self.config, about.name)
+            rows = [(about.name, about.metadata["show"](value))]
+            if about.name == "namespaces":
+                rows = [(f"namespaces.{one.name}", one.shown()) for one in value]
+            for name, shown in rows:
+                found.append(
+                    {
+                        "name": name,
+                        "value": shown,
+                        "source": self.sources[about.name],
+                        "unit": about.metadata["unit"],
+                        "doc": about.metadata["doc"],
+                    }
+                )
+        return found
 
 
 def default_dir(environ: Mapping[str, str]) -> str:
@@ -319,6 +312,15 @@ def _read_file(path: str) -> dict[str, Any]:
     return table
 
 
+def _check_secrecy(path: str) -> None:
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & stat.S_IROTH:
+        raise ConfigError(
+            f"configuration file {path!r} holds a salt and has mode {mode:04o}: everybody may read it; "
+            "chmod o-r, or write file:<path> or generated"
+        )
+
+
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Sourced:
     """Merges the sources. `flags` holds only what was given. Raises ConfigError."""
     file = file or environ.get(ENVIRONMENT_PREFIX + "CONFIG") or None
@@ -335,8 +337,14 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
             try:
                 values[about.name] = about.metadata["parse"](given[about.name])
             except (ValueError, TypeError, OverflowError) as error:
-                raise ConfigError(f"{about.name}: {given[about.name]!r} ({source}): {error}") from error
+                # A namespace's table may hold a secret: its errors name what is wrong in it themselves.
+                value = "" if about.name == "namespaces" else f"{given[about.name]!r} "
+                raise ConfigError(f"{about.name}: {value}({source}): {error}") from None
             sources[about.name] = source
     if not values.get("dir"):
         values["dir"] = default_dir(environ)
+    if not values.get("state_dir"):
+        values["state_dir"] = environ.get("STATE_DIRECTORY", "").split(":")[0] or values["dir"]
+    if file and any(one.salt.startswith("text:") for one in values.get("namespaces", ())):
+        _check_secrecy(file)
     return Sourced(Config(**values), sources, dict(flags), file or "")

@@ -5,6 +5,8 @@ KVStoredError
 ├── StartupError           the machine's: lock held, directory unsafe, file system too small; exit code 6
 └── StoreError             an operation failed; the caller gets the status below
     ├── InvalidArgument    the caller's mistake: names the value and the limit
+    ├── Unauthenticated    no living session has the token that the call shows
+    ├── NotPermitted       a reader asked to write
     ├── NotFound           no such namespace, layout, lease or block
     │   └── LeaseEnded     the lease reached its deadline or all its blocks have ended
     ├── NoSpace            a bound of the configuration, or no free run of memory
@@ -54,6 +56,14 @@ class InvalidArgument(StoreError):
     """The caller's argument is outside of a limit."""
 
 
+class Unauthenticated(StoreError):
+    """Nobody is known by what the call shows."""
+
+
+class NotPermitted(StoreError):
+    """The caller may read only."""
+
+
 class NotFound(StoreError):
     """What the caller names does not exist."""
 
@@ -94,6 +104,8 @@ class Fenced(StoreError):
 # The one table from error to status. First match in the class's own order of bases (mro) wins.
 STATUS_NAMES: dict[type[BaseException], str] = {
     InvalidArgument: "INVALID_ARGUMENT",
+    Unauthenticated: "UNAUTHENTICATED",
+    NotPermitted: "PERMISSION_DENIED",
     NotFound: "NOT_FOUND",
     NoSpace: "RESOURCE_EXHAUSTED",
     FailedPrecondition: "FAILED_PRECONDITION",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstored.errors import InvalidArgument, LeaseEnded, NoSpace, NotFound
+from kvstored.errors import LeaseEnded, NoSpace, NotFound
 
 
 @dataclass
@@ -82,12 +82,10 @@ class Leases:
 
     def find(self, namespace: str, lease_id: int) -> Lease:
         lease = self._leases.get(lease_id)
-        if lease is None:
+        if lease is None or lease.namespace != namespace:  # another namespace's is as unknown as none
             raise LeaseEnded(
                 f"lease {lease_id} is unknown: it ended, or its deadline passed and its blocks were aborted"
             )
-        if lease.namespace != namespace:
-            raise InvalidArgument(f"lease {lease_id} is not of namespace {namespace!r}")
         return lease
 
     def renew(self, lease: Lease) -> int:

@@ -93,6 +93,8 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
         f"{of('zombies', 0)} deleted but pinned, {of('quarantined', 0)} quarantined; "
         f"at most {of('max_blocks', 0)}"
     )
+    lines.append(f"  quota     {_quota(one)}")
+    lines.append(f"  open to   {_open_to(one)}")
     lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins")
     lines.append(f"  gets      {hits} hits, {misses} misses ({percent(hits, hits + misses)} hits)")
     lines.append(
@@ -117,6 +119,19 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
             )
         )
     return lines
+
+
+def _quota(one: dict[str, Any]) -> str:
+    disk = one["disk_quota_bytes"]
+    return f"{approximate_size(one['memory_quota_bytes'])} of memory, " + (
+        f"{approximate_size(disk)} on disk" if disk else "no disk tier"
+    )
+
+
+def _open_to(one: dict[str, Any]) -> str:
+    lists = [(word, one[list_name]) for word, list_name in (("reading", "readers"), ("writing", "writers"))]
+    said = "; ".join(f"{word}: {', '.join(listed)}" for word, listed in lists if listed)
+    return (said or "nobody but the daemon's own user and root") + ("; salted" if one["salted"] else "")
 
 
 def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:

@@ -19,17 +19,14 @@ from kvstored.errors import StartupError
 MAX_JSON_BYTES = 1 << 20
 
 
-def prepare(path: str, open_to_others: bool) -> None:
-    """Makes the directory, or checks the one that is there: ours, and writable by nobody else.
-
-    With `open_to_others` (allow_uids) a directory made here can be entered, not listed, by other users; the
-    sockets decide who may talk.
-    """
+def prepare(path: str) -> bool:
+    """Makes the directory, mode 0700, or checks the one that is there: ours, and writable by nobody else.
+    Whether it was made."""
+    made = True
     try:
         os.mkdir(path, 0o700)
-        os.chmod(path, 0o711 if open_to_others else 0o700)
     except FileExistsError:
-        pass
+        made = False
     except OSError as error:
         raise StartupError(f"runtime directory {path!r}: {error.strerror}") from error
     found = os.lstat(path)
@@ -44,6 +41,7 @@ def prepare(path: str, open_to_others: bool) -> None:
             f"runtime directory {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
             "which would let them replace its sockets; chmod go-w"
         )
+    return made
 
 
 class Lock:

@@ -17,10 +17,11 @@ from typing import Any
 
 import grpc
 
-from kvstored import __version__, _core, log, rundir
+from kvstored import __version__, _core, access, log, rundir
 from kvstored.admin import AdminService
 from kvstored.calls import CallCounts, Decoding, Threads
 from kvstored.config import Config, Sourced
+from kvstored.doors import Door, GuestsDoor, OwnersDoor
 from kvstored.errors import StartupError, StoreError
 from kvstored.events import Event, Events
 from kvstored.exposition import Figures, render
@@ -44,10 +45,13 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     config = sourced.config
     log.set_level(config.log_level)
     os.umask(0o077)
-    rundir.prepare(config.dir, open_to_others=bool(config.allow_uids))
+    made = rundir.prepare(config.dir)
     lock = rundir.Lock(config.dir)
     try:
-        daemon = Daemon(sourced, fresh, started_ns)
+        tenants = access.tenants(config)
+        opening = access.openness(config, tenants)
+        access.open_directory(config.dir, opening, made)
+        daemon = Daemon(sourced, tenants, opening, fresh, started_ns)
         try:
             asyncio.run(daemon.run())
         finally:
@@ -59,11 +63,19 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
 class Daemon:
     """One daemon: built by the constructor, then run() once, then close()."""
 
-    def __init__(self, sourced: Sourced, fresh: bool, started_ns: int) -> None:
+    def __init__(
+        self,
+        sourced: Sourced,
+        tenants: list[access.Tenant],
+        opening: access.Openness,
+        fresh: bool,
+        started_ns: int,
+    ) -> None:
+        self._opening = opening
         self._started_ns = started_ns
         config = sourced.config
         self._segments = Segments(
-            config, [_geometry(config, name) for name, _ in config.namespaces], retire=_retire
+            config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
         )
         self._stores: dict[str, Any] = {}
         self._adopted: dict[str, bool] = {}
@@ -76,7 +88,7 @@ class Daemon:
                 list(self._stores.values()),
                 config.max_sessions,
                 config.max_pins,
-                [os.geteuid(), *config.allow_uids],
+                tenants,
             )
         except StoreError as error:
             raise StartupError(str(error)) from error
@@ -106,7 +118,7 @@ class Daemon:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
-        server = await self._start()
+        servers = await self._start()
         self._watch.start()
         notify(f"READY=1\nSTATUS=serving {self._reload.config.dir}\nMAINPID={os.getpid()}")
         await stopped.wait()
@@ -114,7 +126,7 @@ class Daemon:
         notify("STOPPING=1")
         log.info("stopping", drain_timeout_s=self._reload.config.drain_timeout_s)
         self._watch.stop()
-        await self._stop(server)
+        await self._stop(servers)
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
 
     def close(self, discard: bool) -> None:
@@ -144,15 +156,16 @@ class Daemon:
         except StoreError as error:
             log.error("reload_refused", why=str(error))
 
-    async def _start(self) -> grpc.aio.Server:
+    async def _start(self) -> list[grpc.aio.Server]:
         config = self._reload.config
         try:
             self._sessions.start()
         except StoreError as error:
             raise StartupError(str(error)) from error
+        self._opening.apply(config.in_dir("kvstored.sock"), self._opening.socket_mode)
         if config.metrics_port:
             await self._start_metrics(config.metrics_port)
-        server = await self._start_grpc(config)
+        servers = await self._start_grpc(config)
         log.info(
             "ready",
             version=__version__,
@@ -164,10 +177,35 @@ class Daemon:
             adopted=sum(self._adopted.values()),
             took_ms=(time.time_ns() - self._started_ns) / 1e6,
         )
-        return server
+        return servers
 
-    async def _start_grpc(self, config: Config) -> grpc.aio.Server:
-        path = config.in_dir("grpc.sock")
+    async def _start_grpc(self, config: Config) -> list[grpc.aio.Server]:
+        """The owner's socket, and one for other users if any is configured: it has no admin calls."""
+        owners = self._new_grpc(config, OwnersDoor(self._stores))
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, owners)
+        self._watch.health.add_to(owners)
+        owners.add_generic_rpc_handlers((LazyReflection(),))
+        servers = [(owners, config.in_dir("grpc.sock"), None)]
+        if config.open_to_others:
+            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions))
+            servers.append((guests, config.in_dir("guests.sock"), self._opening))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.in_dir("guests.sock"))  # also where no other user is configured any more
+        for server, path, opening in servers:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # a dead daemon's: the lock says that no other lives
+                server.add_insecure_port("unix:" + path)
+                os.chmod(path, 0o600)
+                if opening:
+                    opening.apply(path, opening.socket_mode)
+            except (RuntimeError, OSError) as error:
+                await server.stop(None)
+                raise StartupError(f"{path}: {error}") from error
+            await server.start()
+        return [server for server, _, _ in servers]
+
+    def _new_grpc(self, config: Config, door: Door) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=(Decoding(),),
             maximum_concurrent_rpcs=config.max_calls,
@@ -177,23 +215,10 @@ class Daemon:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        store_pb2_grpc.add_StoreServicer_to_server(
-            StoreService(self._stores, self._leases, self._threads, self._counts), server
-        )
-        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
-        transfer = TransferService(self._stores, config.lease_timeout_s, self._threads, self._counts)
+        store = StoreService(door, self._stores, self._leases, self._threads, self._counts)
+        store_pb2_grpc.add_StoreServicer_to_server(store, server)
+        transfer = TransferService(door, self._stores, config.lease_timeout_s, self._threads, self._counts)
         transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
-        self._watch.health.add_to(server)
-        server.add_generic_rpc_handlers((LazyReflection(),))
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # a dead daemon's: the lock says that no other lives
-            server.add_insecure_port("unix:" + path)
-            os.chmod(path, 0o600)
-        except (RuntimeError, OSError) as error:
-            await server.stop(None)
-            raise StartupError(f"{path}: {error}") from error
-        await server.start()
         return server
 
     async def _start_metrics(self, port: int) -> None:
@@ -203,12 +228,12 @@ class Daemon:
         except OSError as error:
             raise StartupError(f"metrics_port: 127.0.0.1:{port}: {error.strerror}") from error
 
-    async def _stop(self, server: grpc.aio.Server) -> None:
+    async def _stop(self, servers: list[grpc.aio.Server]) -> None:
         self._watch.health.stopping = True
         if self._metrics is not None:
             self._metrics.close()
         self._events.stop()
-        await server.stop(self._reload.config.drain_timeout_s)
+        await asyncio.gather(*(one.stop(self._reload.config.drain_timeout_s) for one in servers))
         self._leases.end_all()
         self._sessions.stop()
         self._watch.health.close()

@@ -19,11 +19,11 @@ from kvstored.calls import (
     Threads,
     answered,
     decoded,
-    named,
     one_key,
     packed,
     streamed,
 )
+from kvstored.doors import Door
 from kvstored.errors import InvalidArgument, NotFound
 from kvstored.layouts import Layouts, layers_bytes
 from kvstored.leases import Held, Lease, Leases
@@ -74,9 +74,11 @@ def leading(states: bytes, wanted: int, start: int = 0) -> int:
 
 
 class StoreService(store_pb2_grpc.StoreServicer):
-    def __init__(self, stores: dict[str, Any], leases: Leases, threads: Threads, counts: CallCounts) -> None:
+    def __init__(
+        self, door: Door, stores: dict[str, Any], leases: Leases, threads: Threads, counts: CallCounts
+    ) -> None:
         self.counts = counts
-        self._stores = stores
+        self._door = door
         self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._leases = leases
         self._threads = threads
@@ -85,12 +87,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def RegisterLayout(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        store = named(self._stores, request.namespace)
+        _, store = self._door.admit(context, request.namespace, write=True)
         return store_pb2.RegisterLayoutResponse(layout_id=store.register_layout(request.blob))
 
     @answered
     async def ListLayouts(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        layouts = named(self._stores, request.namespace).layouts()
+        _, store = self._door.admit(context, request.namespace)
         return store_pb2.ListLayoutsResponse(
             layouts=[
                 block_pb2.Layout(
@@ -99,7 +101,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                     block_tokens=one["block_tokens"],
                     blob=one["blob"],
                 )
-                for one in layouts
+                for one in store.layouts()
             ]
         )
 
@@ -107,7 +109,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        states = named(self._stores, request.namespace).lookup(packed(request.keys))
+        _, store = self._door.admit(context, request.namespace)
+        states = store.lookup(packed(request.keys))
         resident = leading(states, RESIDENT)
         return store_pb2.LookupResponse(
             states=list(states),
@@ -118,20 +121,20 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def Delete(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        deleted = [bool(one) for one in named(self._stores, request.namespace).delete(packed(request.keys))]
+        _, store = self._door.admit(context, request.namespace, write=True)
+        deleted = [bool(one) for one in store.delete(packed(request.keys))]
         return store_pb2.DeleteResponse(deleted=deleted, count=sum(deleted))
 
     @answered
     async def Touch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return store_pb2.TouchResponse(
-            count=named(self._stores, request.namespace).touch(packed(request.keys))
-        )
+        _, store = self._door.admit(context, request.namespace)
+        return store_pb2.TouchResponse(count=store.touch(packed(request.keys)))
 
     # ---- writing
 
     @answered
     async def Create(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        store = named(self._stores, request.namespace)
+        namespace, store = self._door.admit(context, request.namespace, write=True)
         keys = packed(request.keys)
         counts = list(request.token_counts)
         if counts and len(counts) != len(request.keys):
@@ -143,8 +146,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
             raise InvalidArgument(f"priority is {priority}, the limit is 100")
         if request.ttl_ms > MAX_TTL_MS:
             raise InvalidArgument(f"ttl_ms is {request.ttl_ms}, the limit is {MAX_TTL_MS} (ten years)")
-        layout = named(self._layouts, request.namespace).find(request.layout_id)
-        lease = self._leases.open(request.namespace or "default", store, request.lease_ttl_ms)
+        layout = self._layouts[namespace].find(request.layout_id)
+        lease = self._leases.open(namespace, store, request.lease_ttl_ms)
         try:
             answers = store.create(
                 lease.owner, keys, request.layout_id, counts or None, priority, request.ttl_ms
@@ -173,8 +176,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
         written = 0
         async for request in requests:
             piece = decoded(request)
+            # With every piece: a token may end while its stream goes on.
+            namespace, _ = self._door.admit(
+                context, piece.namespace if piece.key or lease is None else lease.namespace, write=True
+            )
             if piece.key:
-                lease = self._leases.find(piece.namespace or "default", piece.lease_id)
+                lease = self._leases.find(namespace, piece.lease_id)
                 held = lease.held(one_key(piece.key))
             if lease is None or held is None:
                 raise InvalidArgument("the first message of a Write names no key")
@@ -203,7 +210,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def MarkLayer(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        lease = self._lease(context, request)
         held = lease.held(one_key(request.key))
         lease.store.mark_layer(held.record, held.generation, request.layers)
         self._leases.renew(lease)
@@ -211,19 +218,24 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @answered
     async def Seal(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        lease = self._lease(context, request)
         return store_pb2.SealResponse(results=self._end_blocks(lease, request.keys, lease.store.seal))
 
     @answered
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        lease = self._lease(context, request)
         return store_pb2.AbortResponse(results=self._end_blocks(lease, request.keys, lease.store.abort))
 
     @answered
     async def KeepAlive(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        lease = self._leases.find(request.namespace or "default", request.lease_id)
+        lease = self._lease(context, request)
         self._leases.renew(lease)
         return store_pb2.KeepAliveResponse(lease=self._lease_message(lease))
+
+    def _lease(self, context: grpc.aio.ServicerContext, request: Any) -> Lease:
+        """The lease that a request names. Only writers have one."""
+        namespace, _ = self._door.admit(context, request.namespace, write=True)
+        return self._leases.find(namespace, request.lease_id)
 
     def _lease_message(self, lease: Lease) -> block_pb2.Lease:
         if lease.ended:
@@ -262,12 +274,13 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     @streamed
     async def Get(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        store = named(self._stores, request.namespace)
+        self._door.admit(context, request.namespace)
         packed(request.keys)
         chunk = request.chunk_bytes or CHUNK_BYTES
         if not 4096 <= chunk <= CHUNK_BYTES:
             raise InvalidArgument(f"chunk_bytes is {chunk}, the limits are 4096 and {CHUNK_BYTES}")
         for index, key in enumerate(request.keys):
+            _, store = self._door.admit(context, request.namespace)
             async for message in self._read(store, index, key, chunk):
                 yield message
 

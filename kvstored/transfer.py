@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from kvstored.calls import CHUNK_BYTES, MAX_FOLLOWERS, CallCounts, Threads, named, one_key, streamed
+from kvstored.calls import CHUNK_BYTES, MAX_FOLLOWERS, CallCounts, Threads, one_key, streamed
+from kvstored.doors import Door
 from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NoSpace, NotFound
 from kvstored.layouts import Layouts, layer_ranges
 from kvstored.service import CREATED, SEALED, block_message, state_of
@@ -23,10 +24,15 @@ WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the d
 
 class TransferService(transfer_pb2_grpc.TransferServicer):
     def __init__(
-        self, stores: dict[str, Any], max_wait_s: float, threads: Threads, counts: CallCounts
+        self,
+        door: Door,
+        stores: dict[str, Any],
+        max_wait_s: float,
+        threads: Threads,
+        counts: CallCounts,
     ) -> None:
         self.counts = counts
-        self._stores = stores
+        self._door = door
         self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._max_wait_s = max_wait_s
         self._threads = threads
@@ -34,11 +40,11 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
 
     @streamed
     async def Follow(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        store = named(self._stores, request.namespace)
+        namespace, store = self._door.admit(context, request.namespace)
         found = store.describe(one_key(request.key))
         if found is None or state_of(found) not in (CREATED, SEALED):
             raise NotFound("nothing is known under this key")
-        layout = named(self._layouts, request.namespace).find(found["layout_id"])
+        layout = self._layouts[namespace].find(found["layout_id"])
         if request.first_layer > layout["num_layers"]:
             raise InvalidArgument(
                 f"first_layer is {request.first_layer}, the block has {layout['num_layers']}"
@@ -57,6 +63,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
             for layer, (begin, length) in enumerate(layer_ranges(layout["blob"], found["tokens"])):
                 if layer < request.first_layer:
                     continue
+                self._door.admit(context, namespace)
                 if ready <= layer:
                     ready = await self._wait(store, found, layer, wait_s)
                 async for piece in self._pieces(store, found, layer, begin, length):

@@ -83,6 +83,12 @@ def reuse_identity(dimensions: Dimensions) -> bytes:
     return hashlib.sha256(IDENTITY_DOMAIN + encode(fields)).digest()
 
 
+def salted(namespace_salt: bytes, salt: bytes) -> bytes:
+    """The salt of an identity from the namespace's, which the daemon hands out, and the caller's own. A
+    namespace without one changes nothing."""
+    return encode([namespace_salt, salt]) if namespace_salt else salt
+
+
 def without_denied(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without the deny-list's fields, sub-configurations included."""
     return {

@@ -9,6 +9,7 @@ says why.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvclient.blocks.identity import reuse_identity
+from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf.dimensions import read_dimensions
@@ -51,8 +52,9 @@ def attach(
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
     served right.
 
-    salt: prompts under different salts share nothing. follow: take KV layer by layer from a process that is
-    computing it now; follow_timeout_s without progress of it, and this one computes by itself.
+    salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
+    KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
+    this one computes by itself.
     weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every start (1.3
     GB/s a core).
     """
@@ -156,12 +158,13 @@ class Attachment:
         self._watch = Watch(model)
         kv = check_structure(model)
         layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], self._options.block_tokens)
-        dimensions = read_dimensions(
+        self._namespace_salt = self.client.salt or b""
+        self._dimensions = read_dimensions(
             model,
             bytes(layout),
             (kv.layers, kv.heads),
             DTYPE_NAMES[kv.dtype],
-            self._salt,
+            salted(self._namespace_salt, self._salt),
             self._weights_digest,
         )
         try:
@@ -169,7 +172,7 @@ class Attachment:
         except NotPermitted:
             layout_id = None
         self._subject = Subject(
-            reuse_identity(dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype
+            reuse_identity(self._dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype
         )
         self._refusal: str | None = None
 
@@ -181,7 +184,17 @@ class Attachment:
                     self._examine(model)
                 except Refused as refused:
                     self._refusal = str(refused)
+            self._follow_salt()
             return self._subject if self._refusal is None else None
+
+    def _follow_salt(self) -> None:
+        """A daemon attached to since then may have said the namespace's salt first, or another one."""
+        now = self.client.salt
+        if now is None or now == self._namespace_salt:
+            return
+        self._namespace_salt = now
+        self._dimensions = dataclasses.replace(self._dimensions, salt=salted(now, self._salt))
+        self._subject = dataclasses.replace(self._subject, identity=reuse_identity(self._dimensions))
 
     # ---------------------------------------------------------------- inside generate()
 

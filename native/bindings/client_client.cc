@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "bindings/client_buffers.h"
@@ -93,6 +94,23 @@ uint32_t over_keys(Client& client, nb::handle source, bool remove) {
   return remove ? client.remove(keys.keys()) : client.touch(keys.keys());
 }
 
+std::string token(Client& client) {
+  std::vector<uint8_t> bytes;
+  {
+    nb::gil_scoped_release release;
+    bytes = client.token();
+  }
+  std::string text;
+  for (const uint8_t byte : bytes) text += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
+  return text;
+}
+
+nb::bytes salt(Client& client) {
+  const auto bytes = client.salt();
+  const bool none = std::all_of(bytes.begin(), bytes.end(), [](uint8_t byte) { return byte == 0; });
+  return nb::bytes(bytes.data(), none ? 0 : bytes.size());
+}
+
 nb::object stats(Client& client) {
   std::string text;
   {
@@ -156,6 +174,8 @@ void bind_client(nb::module_& m) {
           },
           nb::arg("blob"))
       .def("stats", stats)
+      .def("grpc_token", token)
+      .def_prop_ro("salt", salt)
       .def_prop_ro("attached", &Client::attached)
       .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })
       .def_prop_ro("epoch", [](Client& c) { return c.attachment()->epoch(); })

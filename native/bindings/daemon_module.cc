@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "bindings/daemon_errors.h"
 #include "core/session_server.h"
 
@@ -34,6 +36,26 @@ std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>>
   return out;
 }
 
+using Ids = std::vector<uint32_t>;
+
+// (readers' users, readers' groups, writers' users, writers' groups, salt) per namespace
+std::vector<kv::Tenant> tenants(const std::vector<std::tuple<Ids, Ids, Ids, Ids, nb::bytes>>& given) {
+  std::vector<kv::Tenant> out;
+  for (const auto& [reader_users, reader_groups, writer_users, writer_groups, salt] : given) {
+    kv::Tenant& one = out.emplace_back(kv::Tenant{{reader_users, reader_groups}, {writer_users, writer_groups}, {}});
+    if (salt.size() != 0 && salt.size() != one.salt.size())
+      throw kv::Error(kv::Code::InvalidArgument, "a salt has 32 bytes, or none");
+    std::memcpy(one.salt.data(), salt.data(), salt.size());
+  }
+  return out;
+}
+
+// (namespace, read-only) of the living session that has this token, or None.
+nb::object token(const kv::SessionServer& server, const nb::bytes& shown) {
+  const auto grant = server.token({static_cast<const uint8_t*>(shown.data()), shown.size()});
+  return grant ? nb::object(nb::make_tuple(grant->name, grant->read_only)) : nb::none();
+}
+
 // The table of a block's life, for the documents: (from, event, to).
 std::vector<std::tuple<std::string, std::string, std::string>> transitions() {
   std::vector<std::tuple<std::string, std::string, std::string>> out;
@@ -54,17 +76,18 @@ NB_MODULE(_core, m) {
       .def(
           "__init__",
           [](kv::SessionServer* self, std::string path, nb::list stores, uint32_t max_sessions, uint32_t max_pins,
-             std::vector<uint32_t> uids) {
+             const std::vector<std::tuple<Ids, Ids, Ids, Ids, nb::bytes>>& tenants_given) {
             std::vector<kv::Store*> pointers;
             for (nb::handle store : stores) pointers.push_back(nb::cast<kv::Store*>(store));
-            new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, std::move(uids)}, std::move(pointers));
+            new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, tenants(tenants_given)}, std::move(pointers));
           },
           nb::keep_alive<1, 3>(), nb::arg("socket_path"), nb::arg("stores"), nb::arg("max_sessions") = 1024,
-          nb::arg("max_pins") = 65536, nb::arg("allowed_uids") = std::vector<uint32_t>{})
+          nb::arg("max_pins") = 65536, nb::arg("tenants") = nb::list())
       .def("start", &kv::SessionServer::start)
       .def("stop", &kv::SessionServer::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("sessions", sessions)
       .def("latencies", latencies)
+      .def("token", token, nb::arg("shown"))
       .def_prop_ro("refused", &kv::SessionServer::refused)
       .def_prop_ro("thread_cpu_s", &kv::SessionServer::thread_cpu_s);
 }

@@ -128,6 +128,11 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
   }
 }
 
+std::array<uint8_t, 32> Attachment::salt() {
+  std::lock_guard lock(socket_mutex_);
+  return salt_;
+}
+
 void Attachment::opened(Handle block) {
   std::lock_guard lock(open_mutex_);
   open_[block.record] = block.generation;
@@ -206,6 +211,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     {
       std::lock_guard lock(kept.socket_mutex_);
       kept.socket_ = std::move(socket);
+      std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
       kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
       kept.connected_.store(true, std::memory_order_release);
       stopped = std::exchange(kept.stopped_, {});
@@ -224,6 +230,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   }
   fresh->map(reply, descriptors);
   fresh->socket_ = std::move(socket);
+  std::copy(std::begin(reply.salt), std::end(reply.salt), fresh->salt_.begin());
   fresh->connected_.store(true);
   fresh->wanted(fresh->index.header().frontier.load(std::memory_order_relaxed));
   return fresh;

@@ -5,6 +5,7 @@
 // touched the session's lock is held. After a fork the child's copy is foreign: it clears no pins and sends nothing.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -65,6 +66,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void opened(Handle block);
   void ended(Handle block);
 
+  std::array<uint8_t, 32> salt();  // of the namespace, as the daemon last attached to said it; zeros: none
   uint32_t session() const { return session_; }
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
   uint64_t pool_bytes() const { return pool_.size(); }
@@ -89,6 +91,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   std::mutex socket_mutex_;
   Fd socket_;
+  std::array<uint8_t, 32> salt_{};
   uint32_t tag_ = 0;
   std::vector<protocol::BlockItem> stopped_;
 

@@ -235,6 +235,8 @@ uint32_t Client::register_layout(std::span<const uint8_t> blob) {
   return reader.take<uint32_t>();
 }
 
+std::vector<uint8_t> Client::token() { return usable()->ask(protocol::Op::Token, 0, {}); }
+
 std::string Client::stats() {
   const std::vector<uint8_t> answer = usable()->ask(protocol::Op::Stats, 0, {});
   return {answer.begin(), answer.end()};

@@ -137,6 +137,8 @@ class Client {
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }
   uint32_t register_layout(std::span<const uint8_t> blob);
   std::string stats();
+  std::vector<uint8_t> token();  // what this session shows on the gRPC socket for other users
+  std::array<uint8_t, 32> salt() const { return attachment()->salt(); }
 
   Door door() const { return door_; }
   bool closed() const { return closed_.load(); }

@@ -15,14 +15,14 @@
 namespace kv::protocol {
 
 inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
 
-enum class Op : uint16_t { Attach = 1, RegisterLayout, Create, Seal, Abort, LookUp, Delete, Touch, Stats, kLast = Stats };
-inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal", "abort",
-                                           "lookup", "delete",          "touch",  "stats"};
+enum class Op : uint16_t { Attach = 1, RegisterLayout, Create, Seal, Abort, LookUp, Delete, Touch, Stats, Token, kLast = Token };
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",  "abort",
+                                           "lookup", "delete",          "touch",  "stats", "token"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -58,7 +58,10 @@ struct Attached {
   uint64_t pool_bytes;
   uint64_t page_bytes;
   uint8_t pool_id[16];
+  uint8_t salt[32];  // of the namespace, digested; zeros: none
 };
+
+// Token: count is 0; the reply is what this session shows on the gRPC socket for other users.
 
 // Seal, Abort: the reply has a Done byte per item.
 struct BlockItem {
@@ -100,7 +103,7 @@ struct LookUpItem {
   uint64_t shape;
 };
 
-static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 64);
+static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
               sizeof(LookUpItem) == 32);
 static_assert(sizeof(Request) + sizeof(CreateHead) + kMaxKeysPerMessage * (sizeof(CreateItem) + sizeof(BlockItem)) <=

@@ -76,7 +76,7 @@ std::string stats_json(Store& store) {
 std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   Store& store = *connection.store;
   const auto op = static_cast<Op>(request.op);
-  if (connection.read_only && op != Op::LookUp && op != Op::Touch && op != Op::Stats)
+  if (connection.read_only && op != Op::LookUp && op != Op::Touch && op != Op::Stats && op != Op::Token)
     throw Error(Code::NotPermitted, "the session of namespace " + store.name() + " is read-only");
   switch (op) {
     case Op::RegisterLayout: {
@@ -102,6 +102,7 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
       const std::string text = stats_json(store);
       return {text.begin(), text.end()};
     }
+    case Op::Token: return token_of(connection);
     case Op::Attach: break;
   }
   throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
@@ -127,6 +128,21 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   return out;
 }
 
+// The same token however often it is asked for: a session has one at most.
+std::vector<uint8_t> SessionServer::token_of(Connection& connection) {
+  if (!connection.token) connection.token = tokens_.issue({connection.store->name(), connection.read_only});
+  return {connection.token->begin(), connection.token->end()};
+}
+
+// The number of the store of that name, if this peer may see it. What it may not see takes the same way as what does not exist.
+size_t SessionServer::visible_store(const Connection& connection, const std::string& name) const {
+  size_t found = stores_.size();
+  for (size_t i = 0; i < stores_.size(); ++i)
+    if ((stores_[i]->name() == name) & (connection.rights[i] != Right::None)) found = i;
+  if (found == stores_.size()) throw Error(Code::NotFound, "no namespace " + name);
+  return found;
+}
+
 void SessionServer::attach(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto wanted = body.take<protocol::Attach>();
   const uint64_t began_ns = monotonic_ns();
@@ -139,9 +155,11 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
     throw Error(Code::InvalidArgument,
                 "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
   const std::string name(wanted.name, ::strnlen(wanted.name, sizeof wanted.name));
-  const auto store = std::find_if(stores_.begin(), stores_.end(), [&](Store* s) { return s->name() == name; });
-  if (store == stores_.end()) throw Error(Code::NotFound, "no namespace " + name);
-  const Store::Options& segments = (*store)->options();
+  const size_t number = visible_store(connection, name);
+  if (!wanted.read_only && connection.rights[number] != Right::Write)
+    throw Error(Code::NotPermitted, "this user may read namespace " + name + " and not write it: attach read-only");
+  Store& store = *stores_[number];
+  const Store::Options& segments = store.options();
   Fd table = read_only_copy(segments.table_fd);
   Fd progress, pool;
   if (wanted.read_only) progress = read_only_copy(segments.progress_fd), pool = read_only_copy(segments.pool_fd);
@@ -150,21 +168,23 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   std::copy(std::begin(wanted.resume_token), std::end(wanted.resume_token), token.begin());
   protocol::Attached reply{};
   Fd page;
-  reply.resumed = wanted.resume_session && (*store)->resume_session(wanted.resume_session, token, connection.pid, connection.uid);
+  reply.resumed =
+      wanted.resume_session && store.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
   if (reply.resumed)
     reply.session = wanted.resume_session;
   else
-    std::tie(reply.session, page) = (*store)->open_session(wanted.max_pins, connection.pid, connection.uid);
-  connection.store = *store;
+    std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid);
+  connection.store = &store;
   connection.session = reply.session;
   connection.read_only = wanted.read_only != 0;
-  const TableHeader& header = (*store)->header();
+  const TableHeader& header = store.header();
   reply.epoch = header.epoch.load(std::memory_order_acquire);
   reply.table_bytes = header.total_bytes;
   reply.progress_bytes = round_up(Store::progress_bytes(header.max_blocks), kPageBytes);
   reply.pool_bytes = header.capacity_bytes;
-  reply.page_bytes = (*store)->session_page_bytes(reply.session);
+  reply.page_bytes = store.session_page_bytes(reply.session);
   std::copy(segments.pool_id.begin(), segments.pool_id.end(), reply.pool_id);
+  std::copy(options_.tenants[number].salt.begin(), options_.tenants[number].salt.end(), reply.salt);
 
   std::vector<uint8_t> bytes;
   append(bytes, reply);
@@ -172,7 +192,7 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
                                wanted.read_only ? pool.get() : segments.pool_fd};
   if (page) descriptors.push_back(page.get());
   if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
-  measure(*store, request.op, began_ns);
+  measure(&store, request.op, began_ns);
 }
 
 }  // namespace kv

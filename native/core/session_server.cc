@@ -41,7 +41,9 @@ void watch(int epoll, int fd) {
 }  // namespace
 
 SessionServer::SessionServer(Options options, std::vector<Store*> stores)
-    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {}
+    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {
+  options_.tenants.resize(stores_.size());
+}
 
 SessionServer::~SessionServer() { stop(); }
 
@@ -55,14 +57,10 @@ void SessionServer::start() {
   std::copy(options_.socket_path.begin(), options_.socket_path.end(), address.sun_path);
   listener_ = Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   ::unlink(options_.socket_path.c_str());  // left by a daemon that is gone: the runtime directory's lock is ours
-  // Who may connect is decided by credentials; the mode only keeps strangers from filling the backlog.
-  const bool others =
-      std::any_of(options_.allowed_uids.begin(), options_.allowed_uids.end(), [](uint32_t uid) { return uid != ::geteuid(); });
-  const mode_t mode = others ? 0666 : 0600;
   const mode_t before = ::umask(0177);
   const int bound = ::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
   ::umask(before);
-  if (bound != 0 || ::chmod(options_.socket_path.c_str(), mode) != 0 || ::listen(listener_.get(), kBacklog) != 0)
+  if (bound != 0 || ::listen(listener_.get(), kBacklog) != 0)
     throw Error(Code::Unavailable, errno_text("listening on " + options_.socket_path));
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   stop_event_ = Fd(::eventfd(0, EFD_CLOEXEC));
@@ -81,6 +79,8 @@ void SessionServer::stop() {
   listener_.reset();
   ::unlink(options_.socket_path.c_str());
   process_sockets_.clear();
+  for (auto& [fd, connection] : connections_)
+    if (connection->token) tokens_.end(*connection->token);
   connections_.clear();
 }
 
@@ -154,21 +154,20 @@ void SessionServer::accept_all() {
       continue;
     }
     if (!socket) return;
-    ucred who{};
-    socklen_t length = sizeof who;
-    const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0;
-    const auto& allowed = options_.allowed_uids;
-    const bool ours =
-        who.uid == 0 || who.uid == ::geteuid() || std::find(allowed.begin(), allowed.end(), who.uid) != allowed.end();
-    if (!known || !ours || connections_.size() >= options_.max_sessions) {
+    auto connection = std::make_unique<Connection>();
+    bool welcome = false;
+    if (auto who = credentials_of(socket.get())) {
+      for (const Tenant& tenant : options_.tenants) connection->rights.push_back(right_of(*who, tenant, ::geteuid()));
+      welcome = std::any_of(connection->rights.begin(), connection->rights.end(), [](Right r) { return r != Right::None; });
+      connection->who = std::move(*who);
+    }
+    if (!welcome || connections_.size() >= options_.max_sessions) {
       refused_.fetch_add(1);
       continue;  // closing is the answer: a stranger learns nothing
     }
-    auto connection = std::make_unique<Connection>();
-    connection->pid = static_cast<uint32_t>(who.pid), connection->uid = who.uid;
     connection->since_ms = now_ms();
     // A process that is gone before we ask leaves EOF behind; one whose pid was taken meanwhile cannot hold this socket.
-    connection->process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0)));
+    connection->process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, connection->who.pid, 0)));
     if (connection->process) {
       watch(epoll_.get(), connection->process.get());
       process_sockets_[connection->process.get()] = socket.get();
@@ -184,6 +183,7 @@ void SessionServer::close(int socket) {
   const auto found = connections_.find(socket);
   if (found == connections_.end()) return;
   Connection& connection = *found->second;
+  if (connection.token) tokens_.end(*connection.token);
   if (connection.store) connection.store->end_session(connection.session);
   // By hand: a descriptor that a forked child still holds would go on waking us under a number that is another's by then.
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);

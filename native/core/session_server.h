@@ -14,6 +14,8 @@
 #include "core/latency.h"
 #include "core/protocol.h"
 #include "core/segment.h"
+#include "core/session_access.h"
+#include "core/session_tokens.h"
 #include "core/store.h"
 
 namespace kv {
@@ -23,8 +25,8 @@ class SessionServer {
   struct Options {
     std::string socket_path;
     uint32_t max_sessions;
-    uint32_t max_pins;                   // the most one session may ask for
-    std::vector<uint32_t> allowed_uids;  // besides the daemon's own user and root
+    uint32_t max_pins;            // the most one session may ask for
+    std::vector<Tenant> tenants;  // as the stores; without one only the daemon's own user and root attach
   };
 
   SessionServer(Options options, std::vector<Store*> stores);
@@ -33,6 +35,8 @@ class SessionServer {
   void start();  // throws Unavailable if the socket cannot be made
   void stop();   // ends the thread; sessions stay as they are, for the next daemon
   std::vector<std::pair<std::string, Store::SessionInfo>> sessions() const;  // with their namespace's name
+  // What a gRPC call that shows this token may do; nothing if no living session has it.
+  std::optional<Tokens::Grant> token(std::span<const uint8_t> shown) const { return tokens_.check(shown); }
   uint64_t refused() const { return refused_.load(); }
   double thread_cpu_s() const;
   struct Latency {
@@ -47,8 +51,10 @@ class SessionServer {
     Fd process;  // pidfd
     Store* store = nullptr;
     uint32_t session = 0;
-    uint32_t pid = 0, uid = 0;
+    Credentials who;
+    std::vector<Right> rights;  // by store
     bool read_only = false;
+    std::optional<Tokens::Token> token;
     uint64_t since_ms = 0;
   };
 
@@ -62,16 +68,19 @@ class SessionServer {
   void attach(Connection& connection, const protocol::Request& request, protocol::Reader body);
   bool send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
             std::span<const uint8_t> body, std::span<const int> descriptors = {});
+  size_t visible_store(const Connection& connection, const std::string& name) const;
+  std::vector<uint8_t> token_of(Connection& connection);
   void drop_silent_connections();
   void measure(const Store* store, uint16_t op, uint64_t began_ns);
 
-  const Options options_;
+  Options options_;
   const std::vector<Store*> stores_;
   Fd listener_, epoll_, stop_event_;
   Fd spare_;                                                // given up for a moment when no descriptor is left for a connection
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
+  Tokens tokens_;
   std::atomic<uint64_t> refused_{0};
   using OpLatencies = std::array<LatencyHistogram, static_cast<size_t>(protocol::Op::kLast)>;
   std::map<const Store*, OpLatencies> latencies_;  // an entry per store, made by start()

@@ -91,6 +91,7 @@ constexpr Field kFields[] = {
     PROTOCOL(Attached, pool_bytes),
     PROTOCOL(Attached, page_bytes),
     PROTOCOL(Attached, pool_id),
+    PROTOCOL(Attached, salt),
     PROTOCOL(BlockItem, record),
     PROTOCOL(BlockItem, checksummed),
     PROTOCOL(BlockItem, generation),

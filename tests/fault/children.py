@@ -133,6 +133,20 @@ class Children:
                 child.kill()
 
 
+def as_user(
+    uid: int, work: Callable[[Steps], Any], gid: int | None = None, groups: tuple[int, ...] = ()
+) -> Any:
+    """`work` as that user, for a child that is forked after all imports. Needs root."""
+
+    def child(steps: Steps) -> None:
+        os.setgroups(groups)
+        os.setresgid(*(3 * [uid if gid is None else gid]))
+        os.setresuid(uid, uid, uid)
+        work(steps)
+
+    return child
+
+
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
     """Looks until the condition holds. Fails at the deadline."""
     deadline = time.monotonic() + timeout_s

@@ -18,6 +18,7 @@ import pytest
 import kvclient
 from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.errors import KVClientError, NotPermitted, Unavailable
+from tests.fault.children import as_user
 
 STRANGER = 12_345
 GUEST = 12_346
@@ -33,7 +34,7 @@ def put(client, keys):
 
 @pytest.fixture
 def started(daemon):
-    return daemon(memory="8MiB", args=("--allow-uids", str(GUEST)))
+    return daemon(memory="8MiB", args=("--namespaces", f"default:writers={GUEST}"))
 
 
 def prefix_of(started) -> str:
@@ -130,16 +131,6 @@ def test_a_read_only_client_reads_only(started):
             with pytest.raises(NotPermitted):
                 call()
     assert writer.lookup(keys).resident == 1
-
-
-def as_user(uid: int, work):
-    def child(steps) -> None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        work(steps)
-
-    return child
 
 
 @needs_root

@@ -44,6 +44,7 @@ def good_messages(layout: int, granted: tuple[int, int], key: bytes) -> list[byt
         request(raw.DELETE, 2, b"".join(keys)),
         request(raw.TOUCH, 2, b"".join(keys)),
         request(raw.STATS, 0),
+        request(raw.TOKEN, 0),
     ]
 
 
@@ -181,7 +182,8 @@ def test_attach_is_checked(watched):
         {"namespace": b"x" * 64},
         {"namespace": b""},
         {"version": 0},
-        {"version": 2},
+        {"version": 1},
+        {"version": 3},
         {"max_pins": 0},
         {"max_pins": (1 << 32) - 1},
     ):

@@ -137,12 +137,17 @@ def test_print_config_can_be_fed_back(tmp_path):
         "/tmp/x",
         "--print-config",
         "--json",
-        KVSTORED_NAMESPACES="a=0.5,b=0.25",
-        KVSTORED_ALLOW_UIDS="7,8",
+        KVSTORED_NAMESPACES="a=0.5:writers=alice+@7,b=0.25:disk_quota=8MiB",
+        KVSTORED_DISK="/tmp/d,/tmp/e",
+        KVSTORED_DISK_QUOTA="1GiB",
     )
     entries = [one for one in json.loads(first.stdout) if one["value"]]
-    flags = [f"--{one['name'].replace('_', '-')}={one['value']}" for one in entries]
-    second = run("serve", *flags, "--print-config", "--json")
+    file = tmp_path / "kvstored.toml"
+    tables = [one for one in entries if one["name"].startswith("namespaces.")]
+    file.write_text("".join(f"{one['name']} = {one['value']}\n" for one in tables))
+    assert len(tables) == 2
+    flags = [f"--{one['name'].replace('_', '-')}={one['value']}" for one in entries if one not in tables]
+    second = run("serve", f"--config={file}", *flags, "--print-config", "--json")
     assert {one["name"]: one["value"] for one in json.loads(second.stdout)} == {
         one["name"]: one["value"] for one in json.loads(first.stdout)
     }
@@ -215,11 +220,23 @@ def test_status_shows_a_fenced_namespace_and_draining():
         "leases": 0,
         "degraded": [{"state": "draining", "namespace": "", "text": "on request", "since_ms": 1}],
         "namespaces": [
-            {"namespace": "a", "adopted": False, "problem": "fenced: the pool was truncated", "counters": {}}
+            {
+                "namespace": "a",
+                "adopted": False,
+                "problem": "fenced: the pool was truncated",
+                "memory_quota_bytes": 1 << 30,
+                "disk_quota_bytes": 5 << 30,
+                "readers": ["@analysts"],
+                "writers": ["alice", "1000"],
+                "salted": True,
+                "counters": {},
+            }
         ],
     }
     text = render.status_text(status)
     assert "DEGRADED  draining: on request" in text
+    assert "quota     1 GiB of memory, 5 GiB on disk" in text
+    assert "open to   reading: @analysts; writing: alice, 1000; salted" in text
     assert "DRAINING" in text and "PROBLEM   fenced: the pool was truncated" in text
 
 

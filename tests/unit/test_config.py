@@ -4,6 +4,7 @@ Method: load() with given flags, environment and file; nothing of the machine is
 """
 
 import dataclasses
+import os
 
 import pytest
 
@@ -24,7 +25,7 @@ def write(tmp_path, text):
 
 def test_defaults_are_within_their_bounds():
     found = loaded()
-    assert found.config == Config(dir="/tmp/x")
+    assert found.config == Config(dir="/tmp/x", state_dir="/tmp/x")
     assert set(found.sources.values()) == {"default", "flag"}
 
 
@@ -50,7 +51,9 @@ def test_the_file_may_come_from_the_environment(tmp_path):
 
 def test_entries_name_every_field_with_value_source_and_doc():
     entries = {one["name"]: one for one in loaded({"memory": "4GiB"}).entries()}
-    assert list(entries) == [about.name for about in dataclasses.fields(Config)]
+    fields = [about.name for about in dataclasses.fields(Config)]
+    fields[fields.index("namespaces")] = "namespaces.default"
+    assert list(entries) == fields
     assert entries["memory"] == {**entries["memory"], "value": "4GiB", "source": "flag", "unit": "bytes"}
     assert all(one["doc"] for one in entries.values())
 
@@ -84,8 +87,28 @@ def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
         ({"namespaces": "Bad=1"}, ["namespaces", "'Bad'"]),
         ({"namespaces": "../x=1"}, ["namespaces", "'../x'"]),
         ({"memory": "8MiB", "namespaces": "a=0.1,b"}, ["namespaces", "'a'", "2MiB"]),
-        ({"allow_uids": "65534"}, ["allow_uids", "65534"]),
-        ({"allow_uids": "alice"}, ["allow_uids", "alice"]),
+        ({"namespaces": "a:writers=65534"}, ["writers", "'a'", "65534"]),
+        ({"namespaces": "a:readers=@65534"}, ["readers", "'a'", "65534"]),
+        ({"namespaces": "a:readers=al*ice"}, ["readers", "'al*ice'"]),
+        ({"namespaces": "a:writers=" + "+".join(map(str, range(65)))}, ["writers", "65", "64"]),
+        ({"namespaces": "a:colour=red"}, ["'colour'", "memory, disk_quota, readers, writers, salt"]),
+        ({"namespaces": "a:writers"}, ["'writers'", "'a'"]),
+        ({"namespaces": "a=0.5,a=0.5"}, ["'a'", "twice"]),
+        ({"namespaces": "a=0"}, ["memory", "'a'", "'0'"]),
+        ({"namespaces": "a=1.5"}, ["memory", "'a'", "1.5", "at most 1"]),
+        ({"namespaces": "a=2GiB"}, ["2147483648", "memory", "1073741824"]),
+        ({"namespaces": "a:salt=red"}, ["salt", "'a'", "generated", "file:"]),
+        ({"disk": "/a"}, ["disk_quota", "1 directories"]),
+        ({"disk_quota": "1GiB"}, ["disk_quota", "0 directories"]),
+        ({"disk": "/a,/a", "disk_quota": "1GiB"}, ["disk", "2 directories", "each once"]),
+        (
+            {"disk": "/a", "disk_quota": "8MiB", "namespaces": "a=0.5:disk_quota=1MiB,b"},
+            ["'a'", "1048576", "disk_quota", "2MiB"],
+        ),
+        (
+            {"disk": "/a", "disk_quota": "8MiB", "namespaces": "a=0.5:disk_quota=9MiB,b"},
+            ["disk_quota", "9437184", "8388608"],
+        ),
     ],
 )
 def test_wrong_values_are_named(flags, wanted):
@@ -116,20 +139,110 @@ def test_a_missing_file_is_refused():
         loaded(file="/nonexistent")
 
 
-def test_namespaces_from_a_table_and_from_text_are_the_same(tmp_path):
-    file = write(tmp_path, 'memory = "64MiB"\n[namespaces]\ndefault = 0.75\nbatch = 0.25\n')
-    from_file, from_text = (
-        loaded(file=file).config,
-        loaded({"memory": "64MiB", "namespaces": "default=0.75,batch"}).config,
-    )
+TABLES = """
+memory = "64MiB"
+disk = ["/tmp/d"]
+disk_quota = "100MiB"
+[namespaces.default]
+memory = 0.75
+writers = ["alice", "@llm"]
+[namespaces.batch]
+disk_quota = "10MiB"
+readers = [1000]
+salt = "generated"
+"""
+
+
+def test_namespaces_from_tables_and_from_one_line_are_the_same(tmp_path):
+    line = "default=0.75:writers=alice+@llm,batch:disk_quota=10MiB:readers=1000:salt=generated"
+    flags = {"memory": "64MiB", "disk": "/tmp/d", "disk_quota": "100MiB", "namespaces": line}
+    from_file, from_text = loaded(file=write(tmp_path, TABLES)).config, loaded(flags).config
     assert from_file == from_text
     assert (from_text.capacity_bytes("default"), from_text.capacity_bytes("batch")) == (48 << 20, 16 << 20)
     assert from_text.blocks_of("default") + from_text.blocks_of("batch") == from_text.all_blocks
+    assert (from_text.disk_bytes("default"), from_text.disk_bytes("batch")) == (90 << 20, 10 << 20)
+    assert from_text.open_to_others and not loaded().config.open_to_others
+    shares = loaded(file=write(tmp_path, 'memory = "64MiB"\n[namespaces]\ndefault = 0.75\nbatch = 0.25\n'))
+    assert shares.config.capacity_bytes("batch") == 16 << 20
+
+
+def test_a_part_of_the_memory_may_be_a_size():
+    config = loaded({"memory": "64MiB", "namespaces": "a=16MiB,b=0.25,c"}).config
+    assert [config.capacity_bytes(name) >> 20 for name in "abc"] == [16, 16, 32]
+    assert config.disk_bytes("a") == 0
+
+
+def test_what_nobody_claimed_of_the_disk_is_divided_as_the_memory_is():
+    config = loaded(
+        {
+            "memory": "64MiB",
+            "disk": "/tmp/d,/tmp/e",
+            "disk_quota": "100MiB",
+            "namespaces": "a=0.25:disk_quota=0.2,b=0.5,c",
+        }
+    ).config
+    assert [config.disk_bytes(name) for name in "abc"] == [20 << 20, (80 << 20) * 2 // 3, (80 << 20) // 3]
+    assert config.disk == ("/tmp/d", "/tmp/e")
+
+
+def test_entries_show_each_namespace_as_the_file_would_say_it(tmp_path):
+    found = loaded(file=write(tmp_path, TABLES))
+    values = {one["name"]: (one["value"], one["source"]) for one in found.entries()}
+    assert values["namespaces.default"] == ('{ memory = 0.75, writers = ["alice", "@llm"] }', "file")
+    assert values["namespaces.batch"] == (
+        '{ disk_quota = "10MiB", readers = ["1000"], salt = "generated" }',
+        "file",
+    )
+    shown = "\n".join(f"{one.name} = {one.shown()}" for one in found.config.namespaces)
+    again = f'memory = "64MiB"\ndisk = ["/tmp/d"]\ndisk_quota = "100MiB"\n[namespaces]\n{shown}\n'
+    assert loaded(file=write(tmp_path, again)).config == found.config
+
+
+SECRET = "correct horse battery"
+
+
+def test_a_salt_is_never_shown(tmp_path):
+    file = write(tmp_path, f'[namespaces.default]\nsalt = "text:{SECRET}"\n')
+    os.chmod(file, 0o640)
+    found = loaded(file=file)
+    assert found.config.namespaces[0].salt == f"text:{SECRET}"
+    assert SECRET not in str(found.entries()) + repr(found) + str(found.config)
+    assert "text:***" in str(found.entries())
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "wanted"),
+    [
+        (f'salt = "text:{SECRET}"', 0o644, "chmod o-r"),
+        (f'salt = "{SECRET}"', 0o600, "generated"),
+        (f'salt = "text:{SECRET}"\ncolour = 3', 0o600, "colour"),
+        ('salt = "text:short"', 0o600, "5 bytes"),
+    ],
+)
+def test_a_wrong_salt_is_named_and_not_repeated(tmp_path, text, mode, wanted):
+    file = write(tmp_path, f"[namespaces.default]\n{text}\n")
+    os.chmod(file, mode)
+    with pytest.raises(ConfigError, match=wanted) as error:
+        loaded(file=file)
+    assert SECRET not in str(error.value) and SECRET not in str(error.value.__cause__)
+
+
+def test_a_salt_on_the_command_line_is_refused():
+    with pytest.raises(ConfigError, match="others can read a command line") as error:
+        loaded({"namespaces": "a:salt=text:correct_horse"})
+    assert "correct_horse" not in str(error.value)
+    assert loaded({"namespaces": "a:salt=file:/etc/salt"}).config.namespaces[0].salt == "file:/etc/salt"
+
+
+def test_the_state_directory_is_systemds_or_the_runtime_directory():
+    assert loaded().config.state_dir == "/tmp/x"
+    assert loaded(environ={"STATE_DIRECTORY": "/var/lib/kvstored:/b"}).config.state_dir == "/var/lib/kvstored"
+    assert loaded({"state_dir": "/s"}).config.state_dir == "/s"
 
 
 def test_shares_never_add_up_to_more_than_the_memory():
     config = loaded({"memory": "100MiB", "namespaces": "a=0.33,b=0.33,c"}).config
-    assert sum(config.capacity_bytes(name) for name, _ in config.namespaces) <= config.memory
+    assert sum(config.capacity_bytes(name) for name in "abc") <= config.memory
 
 
 def test_max_blocks_follows_the_memory_within_bounds():

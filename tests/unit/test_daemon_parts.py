@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvstored import errors, log, rundir
-from kvstored.errors import InvalidArgument, LeaseEnded, NoSpace, NotFound, StartupError
+from kvstored.errors import LeaseEnded, NoSpace, NotFound, StartupError
 from kvstored.events import Event, Events, Sampler
 from kvstored.exposition import STORE_METRICS, Figures, render
 from kvstored.histogram import BOUNDS_S, Histogram
@@ -114,8 +114,12 @@ def test_leases_are_bounded_and_belong_to_a_namespace():
         table.open("a", store, 0)
         with pytest.raises(NoSpace, match="limit is 2"):
             table.open("a", store, 0)
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(LeaseEnded) as foreign:
             table.find("b", first.id)
+        with pytest.raises(LeaseEnded) as unknown:
+            table.find("b", first.id ^ 2)
+        # Another namespace's lease is as unknown as none.
+        assert str(foreign.value) == str(unknown.value).replace(str(first.id ^ 2), str(first.id))
         with pytest.raises(NotFound):
             first.held(b"x" * 32)
         table.drop_if_empty(first)
@@ -239,13 +243,13 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path):
     shared.mkdir()
     shared.chmod(0o770)
     with pytest.raises(StartupError, match="mode 0770"):
-        rundir.prepare(str(shared), open_to_others=False)
+        rundir.prepare(str(shared))
     shared.chmod(0o755)
-    rundir.prepare(str(shared), open_to_others=False)
+    rundir.prepare(str(shared))
     link = tmp_path / "link"
     link.symlink_to(shared)
     with pytest.raises(StartupError, match="no directory"):
-        rundir.prepare(str(link), open_to_others=False)
+        rundir.prepare(str(link))
 
 
 def test_a_small_file_is_read_only_if_it_is_ours_alone(tmp_path):

@@ -1,0 +1,158 @@
+"""Who may use which namespace on this host: names become ids, salts become bytes, sockets get their modes.
+
+Owns what is asked of the host's user and group tables and the salts' files. Never decides about a connection:
+that is the session server's (native/core/session_access.cc) and, on gRPC, its tokens'. Invariant: a salt or a
+part of one is never in an error, a log line or a message to anybody but the namespace's own clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import hashlib
+import os
+import pwd
+import secrets
+from dataclasses import dataclass
+
+from kvstored import log, rundir
+from kvstored.config import Config
+from kvstored.errors import StartupError
+from kvstored.namespaces import MAX_SALT_BYTES, MIN_SALT_BYTES, UNMAPPED_ID, Namespace
+
+SALT_DOMAIN = b"kvs1"
+GENERATED_SALT_BYTES = 32
+
+# What the session server is told of a namespace: the ids of readers and of writers, users then groups, and
+# the salt.
+Tenant = tuple[list[int], list[int], list[int], list[int], bytes]
+
+
+@dataclass(frozen=True)
+class Openness:
+    """How far the runtime directory and the sockets for other users open."""
+
+    directory_mode: int
+    socket_mode: int
+    group: int = -1  # that owns them; -1: the daemon's own
+
+    def apply(self, path: str, mode: int) -> None:
+        """The group first: a wide mode must never meet the wrong one."""
+        try:
+            if self.group >= 0:
+                os.chown(path, -1, self.group)
+            os.chmod(path, mode)
+        except OSError as error:
+            raise StartupError(f"{path}: {error.strerror}") from error
+
+
+def tenants(config: Config) -> list[Tenant]:
+    """One per namespace, in their order. Raises StartupError for a name this host does not know."""
+    _check_own_user(config)
+    found = []
+    for one in config.namespaces:
+        readers, writers = _ids(one, "readers"), _ids(one, "writers")
+        found.append((*readers, *writers, _salt(config, one)))
+    return found
+
+
+def openness(config: Config, known: list[Tenant]) -> Openness:
+    """Nobody else: closed. One group and nobody beside it: that group's, if the daemon may give its files
+    to it. Otherwise everybody may knock, and credentials decide; nobody but the daemon may list or write."""
+    if not config.open_to_others:
+        return Openness(0o700, 0o600)
+    users = {uid for one in known for ids in (one[0], one[2]) for uid in ids}
+    groups = {gid for one in known for ids in (one[1], one[3]) for gid in ids}
+    if len(groups) == 1 and not users:
+        (group,) = groups
+        if os.geteuid() == 0 or group in {os.getegid(), *os.getgroups()}:
+            return Openness(0o710, 0o660, group)
+    return Openness(0o711, 0o666)
+
+
+def open_directory(path: str, opening: Openness, made: bool) -> None:
+    """The runtime directory: as open as `opening` says if it was made now, otherwise as its maker left it."""
+    if made:
+        opening.apply(path, opening.directory_mode)
+    elif opening.socket_mode != 0o600 and not os.stat(path).st_mode & 0o011:
+        log.warning(
+            "runtime_directory_closed", path=path, why="other users are configured and cannot enter it"
+        )
+
+
+def _check_own_user(config: Config) -> None:
+    if os.geteuid() == UNMAPPED_ID and config.open_to_others:
+        raise StartupError(
+            f"namespaces: the daemon runs as user {UNMAPPED_ID}, whom every unmapped user looks like: "
+            "give it a user of its own"
+        )
+
+
+def _ids(namespace: Namespace, field: str) -> tuple[list[int], list[int]]:
+    users: list[int] = []
+    groups: list[int] = []
+    for one in getattr(namespace, field):
+        name = one.removeprefix("@")
+        try:
+            if name.isdigit():
+                number = int(name)
+            elif one.startswith("@"):
+                number = grp.getgrnam(name).gr_gid
+            else:
+                number = pwd.getpwnam(name).pw_uid
+        except KeyError:
+            what = "group" if one.startswith("@") else "user"
+            raise StartupError(
+                f"namespaces: {field} of {namespace.name!r}: this host has no {what} {name!r}"
+            ) from None
+        if number == UNMAPPED_ID:
+            raise StartupError(
+                f"namespaces: {field} of {namespace.name!r}: {name!r} is {UNMAPPED_ID}, whom every unmapped "
+                "user looks like"
+            )
+        (groups if one.startswith("@") else users).append(number)
+    return users, groups
+
+
+def _salt(config: Config, namespace: Namespace) -> bytes:
+    """32 bytes, or none. What is handed out is a digest: of any length before, and not the secret itself."""
+    kind, _, rest = namespace.salt.partition(":")
+    if kind == "":
+        return b""
+    if kind == "text":
+        secret = rest.encode()
+    elif kind == "file":
+        secret = _read_salt(rest, namespace.name)
+    else:
+        secret = _generated_salt(config, namespace.name)
+    return hashlib.sha256(SALT_DOMAIN + secret).digest()
+
+
+def _read_salt(path: str, name: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(MAX_SALT_BYTES + 2).strip()
+    except OSError as error:
+        raise StartupError(f"namespaces: the salt of {name!r}: {path}: {error.strerror}") from error
+    if mode & 0o004:
+        raise StartupError(f"namespaces: the salt of {name!r}: {path}: everybody may read it; chmod o-r")
+    if not MIN_SALT_BYTES <= len(secret) <= MAX_SALT_BYTES:
+        raise StartupError(
+            f"namespaces: the salt of {name!r}: {path} has {len(secret)} bytes, the limits are "
+            f"{MIN_SALT_BYTES} and {MAX_SALT_BYTES}"
+        )
+    return secret
+
+
+def _generated_salt(config: Config, name: str) -> bytes:
+    """The one made at the first start with this state directory: another would hide what lies on disk."""
+    path = os.path.join(config.state_dir or config.dir, f"{name}.salt")
+    with contextlib.suppress(FileNotFoundError):
+        if not rundir.is_own(os.lstat(path)):
+            found = rundir.described(os.lstat(path))
+            raise StartupError(f"namespaces: the salt of {name!r}: {path} is foreign: {found}")
+        return _read_salt(path, name)
+    rundir.write_whole(path, secrets.token_hex(GENERATED_SALT_BYTES).encode())
+    log.info("salt_generated", namespace=name, path=path)
+    return _read_salt(path, name)

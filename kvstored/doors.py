@@ -1,0 +1,80 @@
+"""What a gRPC call may do, by the socket it came through: the owner's, or the one for other users.
+
+Owns the rule and the words of its refusals. Never decodes a request. A handler sees no peer on a Unix socket,
+so the owner's socket is the owner's by its mode, and on the other every call shows a token that the session
+socket issued (design §3). Invariant: what lies in a namespace that the caller may not use is answered like a
+namespace that does not exist, by the same lines of code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc
+
+from kvstored.errors import NotFound, NotPermitted, Unauthenticated
+
+DEFAULT = "default"
+SCHEME = "Bearer "
+
+
+class Door(Protocol):
+    def admit(
+        self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
+    ) -> tuple[str, Any]:
+        """The namespace's name and store. Raises Unauthenticated, NotFound, NotPermitted."""
+        ...
+
+
+class OwnersDoor:
+    """Whoever can open the socket is the daemon's own user or root: every namespace, reading and writing."""
+
+    def __init__(self, stores: Mapping[str, Any]) -> None:
+        self._stores = stores
+
+    def admit(
+        self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
+    ) -> tuple[str, Any]:
+        return _visible(self._stores, namespace or DEFAULT)
+
+
+class GuestsDoor:
+    """Each call has the right of the living session whose token it shows, and no other."""
+
+    def __init__(self, stores: Mapping[str, Any], sessions: Any) -> None:
+        self._stores = stores
+        self._sessions = sessions
+
+    def admit(
+        self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
+    ) -> tuple[str, Any]:
+        granted = self._sessions.token(_shown(context))
+        if granted is None:
+            raise Unauthenticated(
+                "this socket wants the token of a living session with every call: "
+                "authorization: Bearer <client.grpc_token()>"
+            )
+        own, read_only = granted
+        found = _visible({own: self._stores[own]}, namespace or DEFAULT)
+        if write and read_only:
+            raise NotPermitted(f"the session of namespace {own} is read-only")
+        return found
+
+
+def _visible(stores: Mapping[str, Any], namespace: str) -> tuple[str, Any]:
+    store = stores.get(namespace)
+    if store is None:
+        raise NotFound(f"no namespace {namespace!r}")
+    return namespace, store
+
+
+def _shown(context: grpc.aio.ServicerContext) -> bytes:
+    """The token's bytes; none if the call shows none, several, or something else."""
+    values = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+    if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith(SCHEME):
+        return b""
+    try:
+        return bytes.fromhex(values[0].removeprefix(SCHEME))
+    except ValueError:
+        return b""

@@ -1,0 +1,72 @@
+"""What a field of the configuration is made of: its description, and how a value of each kind is read.
+
+Owns the readers of single values. Never knows a field's name or bounds. Invariant: a reader returns a value
+of its kind or raises ValueError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+MAX_DISK_DIRS = 16
+
+
+def described(
+    doc: str,
+    default: Any,
+    parse: Callable[[Any], Any],
+    *,
+    unit: str = "",
+    low: Any = None,
+    high: Any = None,
+    choices: tuple[str, ...] = (),
+    show: Callable[[Any], str] = str,
+) -> Any:
+    about = {
+        "doc": doc,
+        "parse": parse,
+        "unit": unit,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "show": show,
+    }
+    return field(default=default, metadata=about)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("a text is wanted")
+    return value
+
+
+def whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("a whole number is wanted")
+    return int(value)
+
+
+def seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("a number of seconds is wanted")
+    number = float(value)
+    if number != number:
+        raise ValueError("a number of seconds is wanted")
+    return number
+
+
+def path(value: Any) -> str:
+    return os.path.abspath(os.path.expanduser(text(value))) if text(value) else ""
+
+
+def directories(value: Any) -> tuple[str, ...]:
+    listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError("a list of directories is wanted")
+    found = tuple(path(one) for one in listed)
+    if len(found) > MAX_DISK_DIRS or len(set(found)) != len(found) or "" in found:
+        raise ValueError(f"{len(found)} directories: at most {MAX_DISK_DIRS}, each once")
+    return found
