@@ -37,10 +37,14 @@ class Openness:
     group: int = -1  # that owns them; -1: the daemon's own
 
     def apply(self, path: str, mode: int) -> None:
-        """The group first: a wide mode must never meet the wrong one."""
+        """The group first: a wide mode must never meet the wrong one. Where a sandbox forbids to give files
+        away (the unit's filter of system calls), what the group may all may, and credentials decide."""
         try:
             if self.group >= 0:
-                os.chown(path, -1, self.group)
+                try:
+                    os.chown(path, -1, self.group)
+                except PermissionError:
+                    mode |= (mode & 0o070) >> 3
             os.chmod(path, mode)
         except OSError as error:
             raise StartupError(f"{path}: {error.strerror}") from error

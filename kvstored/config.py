@@ -11,7 +11,7 @@ import dataclasses
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstored.errors import ConfigError
