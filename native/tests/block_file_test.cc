@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "core/sha256.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 
@@ -121,6 +122,42 @@ TEST(one_changed_byte_fails_its_layer_only) {
     CHECK_EQ(tail_matches(h, image.data + h.layers_bytes()), damaged != 4);
     *at ^= std::byte{1};
   }
+}
+
+// The block of tests/golden/reference_block_file.py, field by field.
+TEST(the_golden_file_is_written) {
+  const std::vector<uint32_t> words{3, 2, 2, 4, 0, 16, 0, 80, 4, 48, 96, 48};
+  std::vector<uint8_t> blob(4 + 4 * words.size());
+  std::memcpy(blob.data(), "KVL1", 4);
+  std::memcpy(blob.data() + 4, words.data(), 4 * words.size());
+  const Layout golden = Layout::parse(blob);
+  const auto digest = [](std::string_view text) { return Sha256().update(text.data(), text.size()).finish(); };
+  constexpr uint32_t kTokens = 5;
+
+  Aligned file(kBlockFileHeaderBytes + golden.extent_bytes(kTokens));
+  std::byte* const data = file.data + kBlockFileHeaderBytes;
+  FileHeader header = {};
+  CHECK(describe(header, golden, kTokens));
+  for (uint32_t layer = 0; layer < 3; ++layer) {
+    std::byte* const at = data + golden.layer_offset(layer, kTokens);
+    for (uint64_t i = 0; i < golden.layer_bytes(layer, kTokens); ++i) at[i] = static_cast<std::byte>((1 + 31 * layer + i) % 251);
+    header.layer_checksums[layer] = crc32c(at, golden.layer_bytes(layer, kTokens));
+  }
+  std::memcpy(data + golden.checksums_offset(kTokens), header.layer_checksums, 12);
+  std::byte* const meta = data + golden.meta_offset(kTokens);
+  const Key parent = digest("parent"), content = digest("content 1");
+  std::memcpy(meta, "KVM1\5", 5);
+  std::memcpy(meta + 16, &parent, 32);
+  std::memcpy(meta + 48, &content, 32);
+  for (uint32_t token = 0; token < kTokens; ++token) std::memcpy(meta + 80 + 4 * token, &token, 4);
+  header.key = digest("key 1"), header.content_key = content, header.identity = digest("model");
+  header.fingerprint = 0x123456789abcdef, header.base_position = 16, header.priority = 35, header.parent = 0x89abcdef;
+  header.created_s = 1'700'000'000;
+  header.tail_checksum = crc32c(data + golden.layers_bytes(kTokens), header.data_bytes - golden.layers_bytes(kTokens));
+  encode(header, file.page());
+  CHECK(decode(file.page(), file.size));
+  CHECK_EQ(hex(Sha256().update(file.data, file.size).finish()),
+           "24c7917ae8721fc9dc058ad3bedc307cf4998b1692c62829993be73ad3f8556a");
 }
 
 TEST(the_largest_layouts_fit) {

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "core/block.h"
+#include "core/disk/block_file.h"
 #include "core/protocol.h"
 
 namespace {
@@ -67,6 +68,28 @@ constexpr Field kFields[] = {
     FIELD(SessionPage, misses),
     FIELD(SessionPage, waiting),
     FIELD(SessionPage, ring),
+    FIELD(FileHeader, magic),
+    FIELD(FileHeader, version),
+    FIELD(FileHeader, header_bytes),
+    FIELD(FileHeader, key),
+    FIELD(FileHeader, content_key),
+    FIELD(FileHeader, identity),
+    FIELD(FileHeader, layout),
+    FIELD(FileHeader, fingerprint),
+    FIELD(FileHeader, data_bytes),
+    FIELD(FileHeader, tokens),
+    FIELD(FileHeader, base_position),
+    FIELD(FileHeader, priority),
+    FIELD(FileHeader, parent),
+    FIELD(FileHeader, created_s),
+    FIELD(FileHeader, expiry_s),
+    FIELD(FileHeader, layers),
+    FIELD(FileHeader, tail_checksum),
+    FIELD(FileHeader, layer_checksums),
+    FIELD(FileHeader, layer_sizes),
+    FIELD(FileHeader, layer_size_index),
+    FIELD(FileHeader, reserved),
+    FIELD(FileHeader, header_checksum),
     PROTOCOL(Request, magic),
     PROTOCOL(Request, op),
     PROTOCOL(Request, reserved),
