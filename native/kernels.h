@@ -39,6 +39,63 @@ enum kvk_rope { KVK_ROPE_HALF = 0, KVK_ROPE_INTERLEAVED = 1 };
 
 #define KVK_MAX_HEAD_DIM 512u
 #define KVK_MAX_GROUP 128u /* tokens that share a scale of K: 32, 64 or 128 */
+#define KVK_MAX_GQA 128u   /* query heads to one head of K and V */
+
+/* Tokens that lie together: a block of the store or a part of one, or the tail that grows. All pointers are those of the
+ * block's first token and head; `first` tokens are passed over, so that a part of a quantised block keeps the groups of
+ * the whole. */
+struct kvk_segment {
+  const void* k;
+  const void* v;
+  int64_t k_head_stride, k_token_stride;
+  int64_t v_head_stride, v_token_stride;
+  const uint16_t* k_scale; /* [head][group of the block][head_dim], fp16; scales: quantised only */
+  const uint16_t* k_zero;  /* the same */
+  const uint16_t* v_scale; /* [head][token of the block], fp16 */
+  const uint16_t* v_zero;
+  int64_t k_scale_head_stride, v_scale_head_stride;
+  /* K was rotated for base_position, and stands at new_position now (both of the first token used). Where they differ and
+   * the model rotates K, `turn` holds cos, then sin, rotary_dim / 2 each, of (new - base) * inv_freq: the query is turned
+   * back by it instead of K forward. NULL: K needs no turning. */
+  const float* turn;
+  int64_t base_position, new_position;
+  uint32_t first, tokens;
+  uint32_t codec;   /* kvk_codec */
+  uint32_t k_group; /* quantised: tokens that share a scale of K */
+};
+
+/* What the queries of one batch row attend to: segments, then a tail in model dtype (tokens = 0: none). */
+struct kvk_sequence {
+  const struct kvk_segment* segments;
+  uint64_t count;
+  struct kvk_segment tail;
+};
+
+struct kvk_attention {
+  uint32_t size, abi; /* sizeof(struct kvk_attention), KVK_ABI */
+  uint32_t batch, query_heads, kv_heads, head_dim;
+  uint32_t query_tokens; /* per row; any number */
+  uint32_t dtype;        /* of q and out: KVK_F32, KVK_F16, KVK_BF16 */
+  const void* q;
+  int64_t q_batch_stride, q_head_stride, q_token_stride;
+  void* out;
+  int64_t out_batch_stride, out_head_stride, out_token_stride;
+  float* lse;                /* [batch][query_heads][query_tokens]: log of the sum of exponentials, the sink included; or NULL */
+  const int64_t* q_position; /* [batch][query_tokens] */
+  const struct kvk_sequence* sequences; /* [batch] */
+  const float* sinks;                   /* [query_heads]: one more logit each, that has no value; or NULL */
+  float scale;                          /* of the scores */
+  float softcap;                        /* scores become softcap * tanh(score / softcap); 0: not */
+  uint32_t causal;                      /* 1: a key is seen by queries of its own and later positions */
+  uint32_t window;                      /* a key is seen by queries less than `window` positions behind it; 0: all */
+  uint32_t rope, rotary_dim;            /* how `turn` applies; rotary_dim even, at most head_dim */
+  uint32_t threads;                     /* CPU: at most so many work on it, the caller's among them */
+  uint32_t path;                        /* CPU: kvk_cpu_path; 0 chooses. Elsewhere 0 */
+  void* workspace;
+  uint64_t workspace_bytes;
+  void* stream; /* CUDA; NULL elsewhere */
+};
+/* A query that sees no key gives zeros, and -infinity as its LSE. */
 
 /* K or V of one layer of one block, to quantise or to bring back; `elements` is the side in kvk_codec `dtype`. */
 struct kvk_conversion {
@@ -78,6 +135,9 @@ struct kvk_rotation {
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);
 
+/* Bytes kvk_attend() wants as workspace for these arguments; 0 and an error if they are wrong. */
+KVK_EXPORT uint64_t kvk_attention_workspace(const struct kvk_attention* args);
+KVK_EXPORT int kvk_attend(const struct kvk_attention* args);
 KVK_EXPORT int kvk_quantise(const struct kvk_conversion* args);
 KVK_EXPORT int kvk_dequantise(const struct kvk_conversion* args);
 KVK_EXPORT int kvk_rotate(const struct kvk_rotation* args);

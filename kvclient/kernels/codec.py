@@ -15,9 +15,9 @@ import numpy as np
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 
-_ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
-_CODECS = {8: contract.INT8, 4: contract.INT4}
-_ROPES = {"half": contract.ROPE_HALF, "interleaved": contract.ROPE_INTERLEAVED}
+ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
+CODECS = {8: contract.INT8, 4: contract.INT4}
+ROPES = {"half": contract.ROPE_HALF, "interleaved": contract.ROPE_INTERLEAVED}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Quantised:
 
 def empty(heads: int, tokens: int, head_dim: int, bits: int, group: int) -> Quantised:
     """Arrays to quantise into."""
-    if bits not in _CODECS:
+    if bits not in CODECS:
         raise InvalidArgument(f"bits={bits!r}; it must be 8 or 4")
     if group not in (0, *contract.GROUPS):
         raise InvalidArgument(f"group={group!r}; it must be 0 (V) or one of {contract.GROUPS} (K)")
@@ -109,12 +109,12 @@ def rotate(
     ):
         wanted = "expected float32 [2, rotary_dim / 2]"
         raise InvalidArgument(f"turn is {turned.dtype}{list(turned.shape)}; {wanted}")
-    if rope not in _ROPES:
-        raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(_ROPES)}")
+    if rope not in ROPES:
+        raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(ROPES)}")
     heads, tokens, head_dim = keys.shape
     args = contract.Rotation(
-        sizeof(contract.Rotation), contract.ABI, heads, tokens, head_dim, _ELEMENTS[keys.dtype.name],
-        _ROPES[rope], 2 * turned.shape[1], keys.ctypes.data, *keys.strides[:2], out.ctypes.data,
+        sizeof(contract.Rotation), contract.ABI, heads, tokens, head_dim, ELEMENTS[keys.dtype.name],
+        ROPES[rope], 2 * turned.shape[1], keys.ctypes.data, *keys.strides[:2], out.ctypes.data,
         *out.strides[:2], turned.ctypes.data, contract.path_number(path),
     )  # fmt: skip
     contract.check(contract.cpu().kvk_rotate(byref(args)))
@@ -123,9 +123,9 @@ def rotate(
 
 def elements_shape(array: np.ndarray) -> tuple[int, int, int]:
     """[heads, tokens, head_dim] of elements. Raises InvalidArgument for anything the kernels cannot read."""
-    if array.ndim != 3 or array.dtype.name not in _ELEMENTS:
+    if array.ndim != 3 or array.dtype.name not in ELEMENTS:
         raise InvalidArgument(
-            f"{array.dtype}{list(array.shape)}; expected [heads, tokens, head_dim] of {', '.join(_ELEMENTS)}"
+            f"{array.dtype}{list(array.shape)}; expected [heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
         )
     if array.shape[2] > 1 and array.strides[2] != array.itemsize:
         raise InvalidArgument(f"the elements of a head lie {array.strides[2]} bytes apart")
@@ -151,8 +151,8 @@ def _conversion(elements: np.ndarray, quantised: Quantised, path: str) -> contra
         room = f"{list(elements.shape)} in {quantised.bits} bits, group {quantised.group}"
         raise InvalidArgument(f"{given}, zero {list(zero.shape)} do not hold {room}")
     return contract.Conversion(
-        sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, _ELEMENTS[elements.dtype.name],
-        _CODECS[quantised.bits], quantised.group, elements.ctypes.data, *elements.strides[:2],
+        sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, ELEMENTS[elements.dtype.name],
+        CODECS[quantised.bits], quantised.group, elements.ctypes.data, *elements.strides[:2],
         codes.ctypes.data, *codes.strides[:2], scale.ctypes.data, zero.ctypes.data, scale.strides[0],
         contract.path_number(path),
     )  # fmt: skip

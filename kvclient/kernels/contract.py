@@ -8,7 +8,7 @@ before it touches memory.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +39,35 @@ def _fields(kind: object, names: str) -> list[tuple[str, object]]:
     return [(name, kind) for name in names.split()]
 
 
+Segment = _struct(
+    "Segment",
+    [
+        *_fields(c_void_p, "k v"),
+        *_fields(c_int64, "k_head_stride k_token_stride v_head_stride v_token_stride"),
+        *_fields(c_void_p, "k_scale k_zero v_scale v_zero"),
+        *_fields(c_int64, "k_scale_head_stride v_scale_head_stride"),
+        ("turn", c_void_p),
+        *_fields(c_int64, "base_position new_position"),
+        *_fields(c_uint32, "first tokens codec k_group"),
+    ],
+)
+Sequence = _struct("Sequence", [("segments", c_void_p), ("count", c_uint64), ("tail", Segment)])
+Attention = _struct(
+    "Attention",
+    [
+        *_fields(c_uint32, "size abi batch query_heads kv_heads head_dim query_tokens dtype"),
+        ("q", c_void_p),
+        *_fields(c_int64, "q_batch_stride q_head_stride q_token_stride"),
+        ("out", c_void_p),
+        *_fields(c_int64, "out_batch_stride out_head_stride out_token_stride"),
+        *_fields(c_void_p, "lse q_position sequences sinks"),
+        *_fields(c_float, "scale softcap"),
+        *_fields(c_uint32, "causal window rope rotary_dim threads path"),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_uint64),
+        ("stream", c_void_p),
+    ],
+)
 Conversion = _struct(
     "Conversion",
     [
@@ -80,14 +109,17 @@ def cpu() -> ctypes.CDLL:
         raise Unsupported(f"the CPU kernels have ABI {library.kvk_abi()}, this library {ABI}")
     library.kvk_last_error.restype = c_char_p
     library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
+    library.kvk_attention_workspace.restype = c_uint64
     library.kvk_turn.restype, library.kvk_turn.argtypes = None, [c_void_p, c_uint32, c_int64, c_void_p]
     for name, struct in (
+        ("kvk_attention_workspace", Attention),
+        ("kvk_attend", Attention),
         ("kvk_quantise", Conversion),
         ("kvk_dequantise", Conversion),
         ("kvk_rotate", Rotation),
     ):
         getattr(library, name).argtypes = [POINTER(struct)]
-    for name in ("kvk_quantise", "kvk_dequantise", "kvk_rotate"):
+    for name in ("kvk_attend", "kvk_quantise", "kvk_dequantise", "kvk_rotate"):
         getattr(library, name).restype = c_int
     return library
 

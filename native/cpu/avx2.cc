@@ -1,9 +1,18 @@
-// The path for CPUs with AVX2, FMA and F16C.
+// The path for CPUs with AVX2, FMA and F16C: all codecs become fp32.
+#include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 
 namespace kvk {
+namespace {
 
-const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows};
+struct Avx2 {
+  static bool scores(const Tile&, uint32_t, uint32_t, uint32_t, const float*, Held&, Scratch&) { return false; }
+  static bool values(const Tile&, uint32_t, uint32_t, uint32_t, Scratch&) { return false; }
+};
+
+}  // namespace
+
+const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<Avx2>};
 
 }  // namespace kvk

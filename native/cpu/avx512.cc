@@ -1,9 +1,18 @@
-// The path for CPUs with AVX-512 F, BW, DQ and VL.
+// The path for CPUs with AVX-512 F, BW, DQ and VL: all codecs become fp32.
+#include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 
 namespace kvk {
+namespace {
 
-const Path kAvx512Path{"avx512", quantise_rows, dequantise_rows, rotate_rows};
+struct Avx512 {
+  static bool scores(const Tile&, uint32_t, uint32_t, uint32_t, const float*, Held&, Scratch&) { return false; }
+  static bool values(const Tile&, uint32_t, uint32_t, uint32_t, Scratch&) { return false; }
+};
+
+}  // namespace
+
+const Path kAvx512Path{"avx512", quantise_rows, dequantise_rows, rotate_rows, attend_rows<Avx512>};
 
 }  // namespace kvk

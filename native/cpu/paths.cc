@@ -8,7 +8,7 @@
 namespace kvk {
 namespace {
 
-constexpr const Path* kPaths[] = {nullptr, &kReferencePath, &kAvx2Path, &kAvx512Path, &kAvx512Path};
+constexpr const Path* kPaths[] = {nullptr, &kReferencePath, &kAvx2Path, &kAvx512Path, &kAvx512VnniPath};
 constexpr const char* kNames[] = {"auto", "reference", "avx2", "avx512", "avx512_vnni"};
 constexpr uint32_t kPathCount = sizeof kPaths / sizeof *kPaths;
 

@@ -10,14 +10,18 @@
 
 namespace kvk {
 
+struct Task;  // cpu/attend.h
+struct Scratch;
+
 struct Path {
   const char* name;
   bool (*quantise)(const kvk_conversion&);  // false: KVK_RANGE
   void (*dequantise)(const kvk_conversion&);
   void (*rotate)(const kvk_rotation&);
+  void (*attend)(const kvk_attention&, const Task&, Scratch);
 };
 
-extern const Path kReferencePath, kAvx2Path, kAvx512Path;
+extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath;
 
 // What this machine lacks for `path`, or null.
 const char* lacks(uint32_t path);

@@ -1,9 +1,87 @@
-// The naive path: plain C++, for any CPU, and what the fast paths are measured against.
+// The naive path: plain C++ for any CPU, one key after the other, in double. What the fast paths are measured against.
+#include "cpu/attend_result.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 
 namespace kvk {
+namespace {
 
-const Path kReferencePath{"reference", quantise_rows, dequantise_rows, rotate_rows};
+// Elements of the key, or of the value, of one token of a segment's block.
+void load_key(const kvk_segment& s, uint32_t kv_head, uint64_t token, uint32_t n, float* out) {
+  const void* row = at(s.k, kv_head * s.k_head_stride + static_cast<int64_t>(token) * s.k_token_stride);
+  if (s.codec != KVK_INT8 && s.codec != KVK_INT4) return load_row(s.codec, row, n, out);
+  load_codes(s.codec, static_cast<const uint8_t*>(row), n, out);
+  const uint16_t* scale = at(s.k_scale, kv_head * s.k_scale_head_stride) + token / s.k_group * n;
+  const uint16_t* zero = at(s.k_zero, kv_head * s.k_scale_head_stride) + token / s.k_group * n;
+  for (uint32_t i = 0; i < n; ++i) out[i] = out[i] * from_half(scale[i]) + from_half(zero[i]);
+}
+
+void load_value(const kvk_segment& s, uint32_t kv_head, uint64_t token, uint32_t n, float* out) {
+  const void* row = at(s.v, kv_head * s.v_head_stride + static_cast<int64_t>(token) * s.v_token_stride);
+  if (s.codec != KVK_INT8 && s.codec != KVK_INT4) return load_row(s.codec, row, n, out);
+  load_codes(s.codec, static_cast<const uint8_t*>(row), n, out);
+  const float scale = from_half(at(s.v_scale, kv_head * s.v_scale_head_stride)[token]);
+  const float zero = from_half(at(s.v_zero, kv_head * s.v_scale_head_stride)[token]);
+  for (uint32_t i = 0; i < n; ++i) out[i] = out[i] * scale + zero;
+}
+
+struct Sums {
+  double value[KVK_MAX_HEAD_DIM], most, total;
+};
+
+void add_key(const kvk_attention& a, const kvk_segment& segment, uint32_t kv_head, uint64_t token, const float* q, Sums& sums) {
+  float row[KVK_MAX_HEAD_DIM];
+  load_key(segment, kv_head, token, a.head_dim, row);
+  double score = 0;
+  for (uint32_t i = 0; i < a.head_dim; ++i) score += static_cast<double>(q[i]) * row[i];
+  score *= a.scale;
+  if (a.softcap != 0) score = a.softcap * __builtin_tanh(score / a.softcap);
+  if (score > sums.most) {
+    const double down = sums.most == -__builtin_inf() ? 0 : __builtin_exp(sums.most - score);
+    for (uint32_t i = 0; i < a.head_dim; ++i) sums.value[i] *= down;
+    sums.total *= down;
+    sums.most = score;
+  }
+  const double weight = __builtin_exp(score - sums.most);
+  load_value(segment, kv_head, token, a.head_dim, row);
+  for (uint32_t i = 0; i < a.head_dim; ++i) sums.value[i] += weight * row[i];
+  sums.total += weight;
+}
+
+void attend_naively(const kvk_attention& a, const Task& task, Scratch scratch) {
+  const uint32_t group = a.query_heads / a.kv_heads, width = padded(a.head_dim);
+  float q[KVK_MAX_HEAD_DIM], turned[KVK_MAX_HEAD_DIM];
+  for (uint32_t row = task.row_start; row < task.row_stop; ++row) {
+    const int64_t head_at = (task.kv_head * group + row % group) * a.q_head_stride;
+    load_row(a.dtype, at(a.q, task.batch * a.q_batch_stride + head_at + row / group * a.q_token_stride), a.head_dim, q);
+    const int64_t position = a.q_position[uint64_t{task.batch} * a.query_tokens + row / group];
+    Sums sums{};
+    sums.most = -__builtin_inf();
+    const kvk_sequence& sequence = a.sequences[task.batch];
+    uint64_t key = 0;
+    for (uint64_t i = 0; i <= sequence.count; ++i) {
+      const kvk_segment& segment = i < sequence.count ? sequence.segments[i] : sequence.tail;
+      if (segment.turn != nullptr) turn_row(q, segment.turn, true, a.rope, a.rotary_dim, a.head_dim, turned);
+      for (uint32_t token = 0; token < segment.tokens; ++token, ++key) {
+        const int64_t at_position = segment.new_position + token;
+        if (key < task.key_start || key >= task.key_stop) continue;
+        if (a.causal != 0 && at_position > position) continue;
+        if (a.window != 0 && at_position <= position - static_cast<int64_t>(a.window)) continue;
+        add_key(a, segment, task.kv_head, uint64_t{segment.first} + token, segment.turn != nullptr ? turned : q, sums);
+      }
+    }
+    float* sum = task.partial == nullptr ? scratch.sum : task.partial + uint64_t{row - task.row_start} * (width + 2);
+    for (uint32_t i = 0; i < width; ++i) sum[i] = i < a.head_dim ? static_cast<float>(sums.value[i]) : 0;
+    const auto most = static_cast<float>(sums.most * 1.4426950408889634), total = static_cast<float>(sums.total);
+    if (task.partial == nullptr)
+      finish_row(a, task.batch, task.kv_head, row, sum, most, total, scratch.turned);
+    else
+      sum[width] = most, sum[width + 1] = total;
+  }
+}
+
+}  // namespace
+
+const Path kReferencePath{"reference", quantise_rows, dequantise_rows, rotate_rows, attend_naively};
 
 }  // namespace kvk

@@ -1,0 +1,181 @@
+"""Attention over keys and values where they lie: segments of any codec at any position, then a tail.
+
+Owns the translation of arrays into the structs of native/kernels.h and the checks that need shapes. Never
+copies a key or a value. Invariant: every array a segment points into lives as long as the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from ctypes import addressof, byref, sizeof
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract
+from kvclient.kernels.codec import CODECS, ELEMENTS, ROPES, Quantised, elements_shape
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens first..first + tokens of one block's keys and values, of one layer; `struct` is what C sees."""
+
+    struct: Any
+    heads: int
+    head_dim: int
+    alive: tuple[Any, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.struct.tokens
+
+
+def segment(
+    keys: np.ndarray | Quantised,
+    values: np.ndarray | Quantised,
+    base_position: int,
+    new_position: int | None = None,
+    turned: np.ndarray | None = None,
+    first: int = 0,
+    tokens: int | None = None,
+) -> Segment:
+    """[heads, tokens, head_dim] of keys and values, elements or quantised, in place.
+
+    base_position is where the keys were rotated for, new_position where they stand now (default: the same),
+    both of token `first`. Where they differ and the model rotates, `turned` is turn(inv_freq, new - base).
+    """
+    quantised = isinstance(keys, Quantised)
+    if quantised != isinstance(values, Quantised):
+        raise InvalidArgument("keys and values must both be quantised, or neither")
+    k, v = (keys.codes, values.codes) if quantised else (keys, values)
+    if not quantised:
+        elements_shape(keys), elements_shape(values)
+    head_dim = keys.head_dim if quantised else keys.shape[2]
+    codec = CODECS[keys.bits] if quantised else ELEMENTS[keys.dtype.name]
+    if (
+        k.shape != v.shape
+        or k.dtype != v.dtype
+        or (quantised and (keys.bits != values.bits or values.group != 0))
+    ):
+        raise InvalidArgument(
+            f"keys {k.dtype}{list(k.shape)} and values {v.dtype}{list(v.shape)} do not match"
+        )
+    tokens = k.shape[1] - first if tokens is None else tokens
+    if not 0 <= first <= first + tokens <= k.shape[1]:
+        raise InvalidArgument(f"first={first}, tokens={tokens} of a block of {k.shape[1]}")
+    moved = new_position is not None and new_position != base_position
+    if turned is not None and (
+        turned.dtype != np.float32 or not turned.flags.c_contiguous or turned.ndim != 2
+    ):
+        raise InvalidArgument("turned must be what turn() returns")
+    struct = contract.Segment(
+        k.ctypes.data, v.ctypes.data, *k.strides[:2], *v.strides[:2],
+        turn=turned.ctypes.data if moved and turned is not None else None,
+        base_position=base_position, new_position=base_position if new_position is None else new_position,
+        first=first, tokens=tokens, codec=codec,
+    )  # fmt: skip
+    if quantised:
+        struct.k_scale, struct.k_zero = keys.scale.ctypes.data, keys.zero.ctypes.data
+        struct.v_scale, struct.v_zero = values.scale.ctypes.data, values.zero.ctypes.data
+        struct.k_scale_head_stride, struct.v_scale_head_stride = (
+            keys.scale.strides[0],
+            values.scale.strides[0],
+        )
+        struct.k_group = keys.group
+    return Segment(struct, k.shape[0], head_dim, (keys, values, turned))
+
+
+def attend(
+    q: np.ndarray, q_position: np.ndarray, rows: Items[Items[Segment]], scale: float, **options: Any
+) -> np.ndarray:
+    """prepare(), run once; returns `out`."""
+    out = options.pop("out", None)
+    out = np.empty_like(q) if out is None else out
+    prepare(q, q_position, rows, scale, out=out, **options).run()
+    return out
+
+
+def prepare(
+    q: np.ndarray,
+    q_position: np.ndarray,
+    rows: Items[Items[Segment]],
+    scale: float,
+    *,
+    tails: Items[Segment | None] | None = None,
+    out: np.ndarray,
+    lse: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    rope: str = "half",
+    rotary_dim: int = 0,
+    threads: int = 1,
+    path: str = "auto",
+) -> Call:
+    """q [batch, query heads, tokens, head_dim] at q_position [batch, tokens], each batch row against its own.
+
+    A window of W: keys less than W positions behind the query. lse: float32 [batch, query heads, tokens].
+    """
+    batch, heads, tokens, head_dim = q.shape
+    tails = [None] * batch if tails is None else tails
+    everything = [part for row in (*rows, tails) for part in row if part is not None]
+    kv_heads = {part.heads for part in everything} or {heads}
+    if len(rows) != batch or len(tails) != batch or q_position.shape != (batch, tokens):
+        raise InvalidArgument(
+            f"{len(rows)} rows, {len(tails)} tails and positions {q_position.shape} for {batch}"
+        )
+    if len(kv_heads) != 1 or {part.head_dim for part in everything} - {head_dim}:
+        raise InvalidArgument(f"segments of {sorted(kv_heads)} heads for queries of head_dim {head_dim}")
+    for name, array, dtype, shape in (
+        ("out", out, q.dtype, q.shape),
+        ("lse", lse, np.dtype(np.float32), (batch, heads, tokens)),
+        ("sinks", sinks, np.dtype(np.float32), (heads,)),
+        ("q_position", q_position, np.dtype(np.int64), (batch, tokens)),
+    ):
+        if array is not None and (array.dtype != dtype or array.shape != shape):
+            raise InvalidArgument(
+                f"{name} is {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}"
+            )
+    if any(a.shape[3] > 1 and a.strides[3] != a.itemsize for a in (q, out)):
+        raise InvalidArgument("the elements of a query lie apart")
+    position = np.ascontiguousarray(q_position)
+    args = contract.Attention(
+        sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads.pop(), head_dim, tokens,
+        ELEMENTS[q.dtype.name], q.ctypes.data, *q.strides[:3], out.ctypes.data, *out.strides[:3],
+        None if lse is None else lse.ctypes.data, position.ctypes.data, None,
+        None if sinks is None else sinks.ctypes.data,
+        scale, softcap, causal, window, ROPES[rope], rotary_dim, threads, contract.path_number(path),
+    )  # fmt: skip
+    if rotary_dim == 0 and any(part.struct.turn for part in everything):
+        args.rotary_dim = 2 * next(part.alive[2].shape[1] for part in everything if part.struct.turn)
+    lists = [(contract.Segment * len(row))(*(part.struct for part in row)) for row in rows]
+    sequences = (contract.Sequence * batch)()
+    for sequence, items, tail in zip(sequences, lists, tails, strict=True):
+        sequence.segments, sequence.count = addressof(items), len(items)
+        if tail is not None:
+            sequence.tail = tail.struct
+    args.sequences = addressof(sequences)
+    return Call(args, (q, out, lse, sinks, position, everything, lists, sequences))
+
+
+class Call:
+    """Arguments that stay valid, and a workspace: run() costs one call into C."""
+
+    def __init__(self, args: Any, alive: tuple[Any, ...]) -> None:
+        self.args = args
+        self._alive = alive
+        library = contract.cpu()
+        size = library.kvk_attention_workspace(byref(args))
+        if size == 0:
+            contract.check(contract.INVALID)
+        self._memory = np.empty(size, np.uint8)
+        args.workspace, args.workspace_bytes = self._memory.ctypes.data, size
+        self._attend, self._reference = library.kvk_attend, byref(args)
+
+    def run(self) -> None:
+        contract.check(self._attend(self._reference))
