@@ -65,7 +65,13 @@ class Config:
         low=0,
         high=1 << 24,
     )
-    pool: str = _field("what the pool is made of: named POSIX shared memory", "shm", _text, choices=("shm",))
+    pool: str = _field(
+        "what the pool is made of: named POSIX shared memory, or sealed memory without a name (memfd), which "
+        "no client can truncate and the service manager keeps over restarts",
+        "shm",
+        _text,
+        choices=("shm", "memfd"),
+    )
     pool_dir: str = _field(
         "a directory on a tmpfs or hugetlbfs that holds the pool's files instead of /dev/shm", "", _path
     )

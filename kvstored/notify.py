@@ -5,12 +5,16 @@ Owns nothing and never fails: without a supervisor, or with one that does not li
 
 from __future__ import annotations
 
+import array
 import os
 import socket
+from collections.abc import Sequence
+
+DESCRIPTOR_TIMEOUT_S = 5.0
 
 
-def notify(message: str) -> bool:
-    """Sends e.g. "READY=1"; whether it was handed over."""
+def notify(message: str, fds: Sequence[int] = ()) -> bool:
+    """Sends e.g. "READY=1", with copies of descriptors; whether it was handed over."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address or address[0] not in "/@":
         return False
@@ -18,8 +22,10 @@ def notify(message: str) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.setblocking(False)
-            sock.sendto(message.encode(), address)
+            # Descriptors must arrive; everything else is repeated, or of no use when it is late.
+            sock.settimeout(DESCRIPTOR_TIMEOUT_S if fds else 0)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            sock.sendmsg([message.encode()], rights, 0, address)
         return True
     except OSError:
         return False

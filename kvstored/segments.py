@@ -2,21 +2,20 @@
 more.
 
 Owns state.json and the names in it. A pool's segments are `<prefix>.table`, `.progress` and `.pool` (and the
-session pages `<prefix>.s.*`, which the native half makes). Table, progress and session pages are POSIX shared
-memory; the pool is too, or a file in --pool-dir.
+session pages `<prefix>.s.*`, which the native half makes, always POSIX shared memory). What they are made of
+and whether one is to be believed is for places.py.
 
 Never maps a segment and never reads a byte of one: what they contain is for the Store to judge.
 
-Invariants: a segment is adopted only if it is a regular file of this user, mode 0600, one link, of the size
-the same geometry gives; names are random and written to state.json before the files exist, so none is ever
-orphaned; two pools of one namespace never live at once.
+Invariants: a segment is adopted only if it is this user's alone and of the size the same geometry gives;
+names are random and written to state.json before the files exist, so none is ever orphaned; two pools of one
+namespace never live at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import json
 import os
 import re
@@ -26,19 +25,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import posix_ipc
-
 from kvstored import log, rundir
 from kvstored.config import Config
 from kvstored.errors import StartupError
+from kvstored.keeper import Keeper
+from kvstored.places import ROLES, SEALED, SHM_DIR, Named, Place, Sealed
 from kvstored.units import approximate_size
 
 STATE_VERSION = 1
-SHM_DIR = "/dev/shm"
 _PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
 CLOSE_AFTER_S = 1.0
-ROLES = ("table", "progress", "pool")
 
 
 @dataclass(frozen=True)
@@ -62,21 +59,20 @@ class Pool:
     geometry: Geometry
     pool_id: bytes
     prefix: str
-    pool_dir: str
+    place: str  # a directory, or places.SEALED
     table_fd: int
     progress_fd: int
     pool_fd: int
     adopted: bool
 
-    def path(self, role: str) -> str:
-        return os.path.join(self.pool_dir if role == "pool" else SHM_DIR, f"{self.prefix}.{role}")
+    @property
+    def fds(self) -> tuple[int, int, int]:
+        """In the order of ROLES."""
+        return self.table_fd, self.progress_fd, self.pool_fd
 
     def close(self) -> None:
-        for fd in (self.table_fd, self.progress_fd, self.pool_fd):
+        for fd in self.fds:
             os.close(fd)
-
-    def unlink(self) -> None:
-        _unlink(self.prefix, self.pool_dir)
 
 
 class Segments:
@@ -86,11 +82,20 @@ class Segments:
         """`retire` is told the table of each pool that is given up, so that its readers learn of it before
         it is gone."""
         self._path = config.in_dir("state.json")
-        self._pool_dir = config.pool_dir or SHM_DIR
+        self._keeper = Keeper()
+        self._place = self._placed(SEALED if config.pool == SEALED else config.pool_dir or SHM_DIR)
         self._retire = retire
         self._geometries = geometries
         self._pools: dict[str, Pool] = {}
         _check_pool_dir(config)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the next daemon will find the memory."""
+        return self._place.name != SEALED or self._keeper.keeps
+
+    def _placed(self, name: str) -> Place:
+        return Sealed(self._keeper) if name == SEALED else Named(name)
 
     def open(self, fresh: bool) -> list[Pool]:
         """Adopts what fits, makes the rest. With `fresh` nothing is adopted. Raises StartupError if the
@@ -115,6 +120,9 @@ class Segments:
         missing = [geometry for geometry in self._geometries if geometry.namespace not in self._pools]
         if missing or given_up:
             self._make(missing)
+        used = {f"{pool.prefix}.{role}" for pool in self._pools.values() for role in ROLES}
+        for name in self._keeper.settle(used):
+            log.info("descriptor_given_up", name=name)
         return [self._pools[geometry.namespace] for geometry in self._geometries]
 
     def replace(self, namespace: str) -> Pool:
@@ -123,7 +131,7 @@ class Segments:
         with contextlib.suppress(OSError):
             self._retire(old.table_fd)
         old.close()
-        old.unlink()
+        self._place.remove(old.prefix)
         self._make([old.geometry])
         return self._pools[namespace]
 
@@ -132,7 +140,7 @@ class Segments:
         for pool in self._pools.values():
             with contextlib.suppress(OSError):
                 self._retire(pool.table_fd)
-            pool.unlink()
+            self._place.remove(pool.prefix)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
@@ -146,43 +154,39 @@ class Segments:
             return "the namespace is no longer configured"
         if not entry["complete"]:
             return "the daemon that made it did not finish"
-        if entry["pool_dir"] != self._pool_dir:
+        if entry["pool_dir"] != self._place.name:
             return f"pool_dir was {entry['pool_dir']}"
         if entry["geometry"] != dataclasses.asdict(geometry):
             return "another geometry"
         fds: list[int] = []
         for role in ROLES:
-            directory = self._pool_dir if role == "pool" else SHM_DIR
-            fd, why_not = _open_own(
-                os.path.join(directory, f"{entry['prefix']}.{role}"),
-                geometry.file_bytes(role),
-                role == "pool",
-            )
+            fd, why_not = self._place.open(entry["prefix"], role, geometry.file_bytes(role))
             if why_not:
                 for opened in fds:
                     os.close(opened)
                 return f"{role}: {why_not}"
             fds.append(fd)
         self._pools[geometry.namespace] = Pool(
-            geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._pool_dir, *fds, True
+            geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._place.name, *fds, True
         )
         return ""
 
     def _give_up(self, entry: dict[str, Any], at_leisure: bool) -> None:
         """Retires and removes a pool. Giving its memory back takes a second per 30 GiB: `at_leisure`, where
         the new pool does not need it, that happens while the daemon already serves."""
+        place = self._placed(entry["pool_dir"])
         if at_leisure:
-            pool_fd, why_not = _open_own(os.path.join(entry["pool_dir"], f"{entry['prefix']}.pool"), 0, True)
+            pool_fd, why_not = place.open(entry["prefix"], "pool", 0)
             if not why_not:  # the last reference: the memory goes when it is closed
                 later = threading.Timer(CLOSE_AFTER_S, os.close, (pool_fd,))
                 later.daemon = True
                 later.start()
-        fd, why_not = _open_own(os.path.join(SHM_DIR, f"{entry['prefix']}.table"), 0, True)
+        fd, why_not = place.open(entry["prefix"], "table", 0)
         if not why_not:
             with contextlib.suppress(OSError):
                 self._retire(fd)
             os.close(fd)
-        _unlink(entry["prefix"], entry["pool_dir"])
+        place.remove(entry["prefix"])
 
     def _make(self, geometries: list[Geometry]) -> None:
         plans = {
@@ -195,23 +199,15 @@ class Segments:
         }
         # First the names, then the files: a daemon that dies in between leaves nothing that the next does not
         # find.
-        self._save(
-            {name: _entry(plan[0], plan[1], plan[2], self._pool_dir, False) for name, plan in plans.items()}
-        )
+        self._save({name: _entry(*plan, self._place.name, False) for name, plan in plans.items()})
         for namespace, (geometry, prefix, pool_id) in plans.items():
-            fds = [
-                _create(
-                    os.path.join(self._pool_dir if role == "pool" else SHM_DIR, f"{prefix}.{role}"),
-                    0 if role == "pool" else geometry.file_bytes(role),
-                )
-                for role in ROLES
-            ]
-            self._pools[namespace] = Pool(geometry, pool_id, prefix, self._pool_dir, *fds, False)
+            fds = [self._place.create(prefix, role, geometry.file_bytes(role)) for role in ROLES]
+            self._pools[namespace] = Pool(geometry, pool_id, prefix, self._place.name, *fds, False)
         self._save({})
 
     def _save(self, planned: dict[str, dict[str, Any]]) -> None:
         entries = {
-            name: _entry(p.geometry, p.prefix, p.pool_id, p.pool_dir, True) for name, p in self._pools.items()
+            name: _entry(p.geometry, p.prefix, p.pool_id, p.place, True) for name, p in self._pools.items()
         } | planned
         rundir.write_whole(
             self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode()
@@ -223,47 +219,38 @@ class Segments:
 
         What the pools to be given up hold counts as free. Whether there is room even before it is free.
         """
-        needs: dict[int, int] = {}
-        names: dict[int, str] = {}
+        needs: dict[object, int] = {}
+        about: dict[object, tuple[str, str]] = {}  # device -> a role that lies there, how it is called
         for geometry in self._geometries:
             pool = self._pools.get(geometry.namespace)
-            for role, fd in zip(
-                ROLES, (pool.table_fd, pool.progress_fd, pool.pool_fd) if pool else (None,) * 3, strict=True
-            ):
-                directory = self._pool_dir if role == "pool" else SHM_DIR
-                device = os.stat(directory).st_dev
+            for role, fd in zip(ROLES, pool.fds if pool else (None,) * 3, strict=True):
+                device, called = self._place.device(role)
                 held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
                 needs[device] = needs.get(device, 0) + max(0, geometry.file_bytes(role) - held)
-                names[device] = directory
-        reclaimed = dict.fromkeys(needs, 0)
-        for entry in given_up:
-            for path in _files(entry["prefix"], entry["pool_dir"]):
-                with contextlib.suppress(OSError):
-                    found = os.lstat(path)
-                    if found.st_dev in needs and found.st_uid == os.geteuid():
-                        reclaimed[found.st_dev] += found.st_blocks * 512
+                about[device] = role, called
+        held_by_old = [self._placed(entry["pool_dir"]).held_bytes(entry["prefix"]) for entry in given_up]
         roomy = True
         for device, need_bytes in needs.items():
-            system = os.statvfs(names[device])
-            if not system.f_blocks:  # a tmpfs without a limit
+            role, called = about[device]
+            free_bytes = self._place.free_bytes(role)
+            if free_bytes is None:
                 continue
-            free_bytes = system.f_bavail * system.f_frsize
             roomy = roomy and need_bytes <= free_bytes
-            free_bytes += reclaimed[device]
+            free_bytes += sum(held.get(device, 0) for held in held_by_old)
             if need_bytes > free_bytes:
                 raise StartupError(
-                    f"memory: {names[device]} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
+                    f"memory: {called} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
                     f"{need_bytes} more are needed ({approximate_size(need_bytes)}): "
                     "give less --memory, or a larger file system"
                 )
         return roomy
 
 
-def _entry(geometry: Geometry, prefix: str, pool_id: bytes, pool_dir: str, complete: bool) -> dict[str, Any]:
+def _entry(geometry: Geometry, prefix: str, pool_id: bytes, place: str, complete: bool) -> dict[str, Any]:
     return {
         "prefix": prefix,
         "pool_id": pool_id.hex(),
-        "pool_dir": pool_dir,
+        "pool_dir": place,
         "complete": complete,
         "geometry": dataclasses.asdict(geometry),
     }
@@ -286,7 +273,7 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
             and isinstance(entry.get("pool_id"), str)
             and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
             and isinstance(entry.get("pool_dir"), str)
-            and os.path.isabs(entry["pool_dir"])
+            and (os.path.isabs(entry["pool_dir"]) or entry["pool_dir"] == SEALED)
             and "\0" not in entry["pool_dir"]
             and isinstance(entry.get("complete"), bool)
             and isinstance(entry.get("geometry"), dict)
@@ -296,59 +283,11 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
     return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
 
 
-def _open_own(path: str, size_bytes: int, may_be_smaller: bool) -> tuple[int, str]:
-    """(descriptor, "") or (-1, why not). The pool may be smaller than its capacity: it grows while it is
-    used."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        return -1, error.strerror or "cannot be opened"
-    found = os.fstat(fd)
-    if not rundir.is_own(found):
-        why_not = f"foreign: {rundir.described(found)}"
-    elif size_bytes and (found.st_size > size_bytes if may_be_smaller else found.st_size != size_bytes):
-        why_not = f"{found.st_size} bytes, {size_bytes} expected"
-    else:
-        return fd, ""
-    os.close(fd)
-    return -1, why_not
-
-
-def _create(path: str, size_bytes: int) -> int:
-    """A new file of this name, all its memory reserved. Raises StartupError."""
-    try:
-        if os.path.dirname(path) == SHM_DIR:
-            fd = posix_ipc.SharedMemory("/" + os.path.basename(path), posix_ipc.O_CREX, mode=0o600).fd
-        else:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.set_inheritable(fd, False)
-        if size_bytes:
-            os.posix_fallocate(fd, 0, size_bytes)
-        return fd
-    except (OSError, posix_ipc.Error) as error:
-        raise StartupError(f"{path}: {size_bytes} bytes: {error}") from error
-
-
-def _files(prefix: str, pool_dir: str) -> list[str]:
-    """All files of a pool, the session pages included."""
-    return [
-        path
-        for directory in {SHM_DIR, pool_dir}
-        for path in glob.glob(os.path.join(glob.escape(directory), prefix + ".*"))
-    ]
-
-
-def _unlink(prefix: str, pool_dir: str) -> None:
-    """Removes a pool's files. Only those of this user, whatever their names say."""
-    for path in _files(prefix, pool_dir):
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_uid == os.geteuid():
-                os.unlink(path)
-
-
 def _check_pool_dir(config: Config) -> None:
     if not config.pool_dir:
         return
+    if config.pool == SEALED:
+        raise StartupError(f"pool_dir: {config.pool_dir!r} holds named pools, and pool is {SEALED}")
     if not os.path.isdir(config.pool_dir):
         raise StartupError(f"pool_dir: {config.pool_dir!r} is no directory")
     found = file_system(config.pool_dir)

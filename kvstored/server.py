@@ -28,6 +28,7 @@ from kvstored.exposition import Figures, render
 from kvstored.leases import Leases
 from kvstored.metrics import MetricsServer
 from kvstored.notify import notify
+from kvstored.places import SHM_DIR
 from kvstored.process import cpu_seconds, own_memory_bytes
 from kvstored.reflection import LazyReflection
 from kvstored.reload import Reload
@@ -120,6 +121,8 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         servers = await self._start()
         self._watch.start()
+        for name in self._stores:
+            self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)
         notify(f"READY=1\nSTATUS=serving {self._reload.config.dir}\nMAINPID={os.getpid()}")
         await stopped.wait()
         began_ns = time.monotonic_ns()
@@ -135,7 +138,7 @@ class Daemon:
         self._threads.close()
         for store in self._stores.values():
             store.close()
-        if discard:
+        if discard or not self._segments.kept:
             self._segments.discard()
         self._segments.close()
 
@@ -317,7 +320,7 @@ def _new_store(pool: Pool) -> Any:
         pool.geometry.capacity_bytes,
         pool.geometry.max_blocks,
         pool.pool_id,
-        os.path.dirname(pool.path("table")),
+        SHM_DIR,
         pool.prefix,
         pool.adopted,
     )

@@ -105,7 +105,7 @@ def test_an_operators_configuration_is_not_overwritten(installed, tmp_path):
 
 @needs_systemd
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make the unit's file system")
-@pytest.mark.parametrize("pool", ["shm"])
+@pytest.mark.parametrize("pool", ["shm", "memfd"])
 def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

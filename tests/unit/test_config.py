@@ -78,7 +78,7 @@ def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
         ({"max_pins": "3.5"}, ["max_pins", "'3.5'"]),
         ({"drain_timeout_s": "nan"}, ["drain_timeout_s", "nan"]),
         ({"drain_timeout_s": "inf"}, ["drain_timeout_s", "inf"]),
-        ({"pool": "memfd"}, ["pool", "memfd", "shm"]),
+        ({"pool": "clay"}, ["pool", "clay", "shm, memfd"]),
         ({"log_level": "loud"}, ["log_level", "loud", "debug, info, warning, error"]),
         ({"dir": "/" + "d" * MAX_DIR_BYTES}, ["dir", str(MAX_DIR_BYTES + 1), str(MAX_DIR_BYTES)]),
         ({"namespaces": "a=0.9,b=0.2"}, ["namespaces", "1.1", "the limit is 1"]),

@@ -15,6 +15,7 @@ from kvstored.errors import LeaseEnded, NoSpace, NotFound, StartupError
 from kvstored.events import Event, Events, Sampler
 from kvstored.exposition import STORE_METRICS, Figures, render
 from kvstored.histogram import BOUNDS_S, Histogram
+from kvstored.keeper import Keeper
 from kvstored.leases import Held, Leases
 from kvstored.metrics import MAX_REQUEST_BYTES, MetricsServer
 from kvstored.notify import notify, watchdog_interval_s
@@ -223,6 +224,35 @@ def test_the_watchdog_is_fed_twice_in_its_time(monkeypatch):
     assert watchdog_interval_s() == 1.5
     monkeypatch.setenv("WATCHDOG_PID", "1")
     assert watchdog_interval_s() == 0.0
+
+
+# ---- descriptors kept by a supervisor
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "a"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "many", "LISTEN_FDNAMES": "a"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "-1", "LISTEN_FDNAMES": ""},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "999999999", "LISTEN_FDNAMES": "a"},
+    ],
+)
+def test_descriptors_for_somebody_else_or_without_names_are_not_taken(given):
+    environ = dict(given)
+    keeper = Keeper(environ)
+    assert keeper.take("a") is None and not keeper.keeps and environ == {}
+    assert keeper.settle(()) == []
+
+
+def test_a_supervisor_that_does_not_listen_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    keeper = Keeper()
+    assert keeper.keeps
+    keeper.keep("a", 0)
+    assert not keeper.keeps
 
 
 # ---- runtime directory

@@ -13,7 +13,8 @@ import pytest
 from kvstored import rundir
 from kvstored.config import Config
 from kvstored.errors import StartupError
-from kvstored.segments import ROLES, SHM_DIR, Geometry, Segments, file_system
+from kvstored.places import ROLES, SHM_DIR, Named
+from kvstored.segments import Geometry, Segments, file_system
 
 GEOMETRY = Geometry("default", 8 << 20, 64, 16384, 4096)
 
@@ -55,6 +56,10 @@ def world(tmp_path):
     one.close()
 
 
+def path_of(pool, role):
+    return Path(Named(pool.place).path(pool.prefix, role))
+
+
 def adopted(world, *geometries, **options):
     return [pool.adopted for pool in world.open(*geometries, **options)[1]]
 
@@ -64,9 +69,9 @@ def test_what_was_made_is_found_again(world):
     _, (found,) = world.open()
     assert not made.adopted and found.adopted
     assert (found.pool_id, found.prefix) == (made.pool_id, made.prefix)
-    for role, fd in zip(ROLES, (found.table_fd, found.progress_fd, found.pool_fd), strict=True):
+    for role, fd in zip(ROLES, found.fds, strict=True):
         status = os.fstat(fd)
-        assert os.stat(found.path(role)).st_ino == status.st_ino and rundir.is_own(status)
+        assert os.stat(path_of(found, role)).st_ino == status.st_ino and rundir.is_own(status)
         assert not os.get_inheritable(fd)
     assert os.fstat(found.table_fd).st_blocks * 512 >= GEOMETRY.table_bytes, (
         "the table's memory is not reserved"
@@ -148,7 +153,7 @@ def test_a_state_file_that_may_be_anothers_is_not_believed(world, how, tmp_path)
 @pytest.mark.parametrize("how", ["missing", "mode", "link", "longer", "shorter", "symlink"])
 def test_a_segment_that_does_not_fit_is_not_adopted(world, role, how, tmp_path):
     _, (pool,) = world.open()
-    path = Path(pool.path(role))
+    path = path_of(pool, role)
     os.ftruncate(pool.pool_fd, pool.geometry.capacity_bytes)
     if how == "missing":
         path.unlink()
@@ -171,7 +176,7 @@ def test_a_segment_that_does_not_fit_is_not_adopted(world, role, how, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_another_users_segment_is_neither_adopted_nor_removed(world):
     _, (pool,) = world.open()
-    path = Path(pool.path("pool"))
+    path = path_of(pool, "pool")
     os.chown(path, 1234, -1)
     assert adopted(world) == [False]
     assert path.exists()

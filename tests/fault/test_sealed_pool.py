@@ -1,0 +1,216 @@
+"""--pool memfd: no client can cut the memory, and the service manager keeps it while no daemon runs.
+
+Method: a fake service manager (supervisor.py) holds the descriptors of a real daemon and starts the next one
+with them; clients with views live on through it. Attackers hold the very descriptors that a writer or a
+reader is given.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvclient.conformance.case import check, fill, new_keys
+from kvstored.v1 import admin_pb2
+from tests.e2e.grpc_calls import CALL_S, Calls
+from tests.fault.children import eventually
+from tests.fault.supervisor import Supervisor
+from tests.hostile.raw import RawSession
+
+GUEST = 43_210
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def put(client, keys, layout_id):
+    with client.create(keys, layout_id) as writer:
+        assert writer.results == ["granted"] * len(keys), writer.results
+        for index in writer.granted:
+            fill(writer[index])
+
+
+@pytest.fixture
+def supervised(daemon):
+    """A supervisor with a running daemon of sealed memory."""
+    one = daemon(memory="64MiB", args=("--pool", "memfd", "--allow-uids", str(GUEST)), start=False)
+    supervisor = Supervisor(one)
+    supervisor.start()
+    yield supervisor
+    one.stop()
+    supervisor.close()
+
+
+def prefix_of(one):
+    return json.loads((one.dir / "state.json").read_text())["pools"]["default"]["prefix"]
+
+
+def states(one):
+    with Calls(one.dir) as calls:
+        reply = calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
+        return {entry.state for entry in reply.degraded}, reply.namespaces[0].adopted
+
+
+def test_the_supervisor_holds_the_memory_and_nothing_of_it_has_a_name(supervised):
+    one = supervised.daemon
+    prefix = prefix_of(one)
+    assert set(supervised.kept()) == {f"{prefix}.{role}" for role in ("table", "progress", "pool")}
+    with one.connect():
+        assert {path.name.split(".")[1] for path in Path("/dev/shm").glob(prefix + ".*")} == {"s"}
+    assert states(one) == (set(), False)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_blocks_views_and_pins_survive_the_daemon(supervised, layouts, kill):
+    one = supervised.daemon
+    client, other = one.connect(), one.connect()
+    small, _ = layouts(client)
+    keys = new_keys(20)
+    put(client, keys, small)
+    held = client.get(keys)
+    supervised.restart(kill)
+    assert states(one)[1], one.log()
+    assert client.lookup(keys).resident == 20
+    for block in held:
+        check(block)
+    assert client.stats()["pins"] == 20
+    assert client.delete(keys) == 20
+    assert client.stats()["zombies"] == 20, "the pins of before the restart hold the memory"
+    put(other, new_keys(5), small)
+    for block in held:
+        check(block)
+    del block
+    held.release()
+    eventually(lambda: client.stats()["zombies"] == 0, "the memory is back")
+    supervised.restart(kill)
+    assert client.stats()["blocks"] == 5
+    assert one.log().count(" info descriptor_given_up ") == 0
+
+
+def test_a_writer_can_neither_cut_nor_stretch_nor_seal_the_memory(supervised, layouts):
+    one = supervised.daemon
+    client = one.connect()
+    small, _ = layouts(client)
+    keys = new_keys(5)
+    put(client, keys, small)
+    with RawSession(one.socket_path) as writer:
+        assert writer.attach()[0] == 0
+        _table, progress, pool, _page = writer.fds
+        for fd in (progress, pool):
+            size = os.fstat(fd).st_size
+            for attack in (
+                lambda fd=fd: os.ftruncate(fd, 0),
+                lambda fd=fd, size=size: os.ftruncate(fd, size + 4096),
+                lambda fd=fd, size=size: os.posix_fallocate(fd, size, 4096),
+                lambda fd=fd: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            ):
+                with pytest.raises(PermissionError) as refused:
+                    attack()
+                assert refused.value.errno == errno.EPERM
+            assert os.fstat(fd).st_size == size
+    with client.get(keys) as blocks:
+        for block in blocks:
+            check(block)
+    assert states(one)[0] == set()
+
+
+def test_the_pool_grows_inside_its_seals(supervised):
+    with supervised.daemon.connect() as client:
+        eventually(lambda: client.stats()["frontier_bytes"] == 64 << 20, "the whole pool is reserved")
+    (fd,) = (fd for name, fd in supervised.kept().items() if name.endswith(".pool"))
+    assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size == 64 << 20
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_users_reader_cannot_open_what_it_got_for_writing(supervised, fork):
+    path = supervised.daemon.socket_path
+
+    def work(_steps):
+        os.setgroups([])
+        os.setresgid(GUEST, GUEST, GUEST)
+        os.setresuid(GUEST, GUEST, GUEST)
+        with RawSession(path) as reader:
+            assert reader.attach(read_only=1)[0] == 0
+            for fd in reader.fds[:3]:
+                with pytest.raises(OSError):
+                    os.ftruncate(fd, 0)
+                with pytest.raises(PermissionError):
+                    os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+
+    fork(work).finish()
+
+
+def test_another_geometry_gives_the_old_memory_back_to_the_supervisor(supervised, layouts):
+    one = supervised.daemon
+    client = one.connect()
+    small, _ = layouts(client)
+    keys = new_keys(3)
+    put(client, keys, small)
+    old = set(supervised.kept())
+    one.args[one.args.index("64MiB")] = "32MiB"
+    supervised.restart()
+    supervised.wait(lambda: not old & {name for name, _ in supervised._store})
+    assert len(supervised.kept()) == 3 and not states(one)[1]
+    assert client.lookup(keys).resident == 0, "the old table was retired: its readers attach anew"
+    put(client, keys, small)
+
+
+def unsealed(size):
+    fd = os.memfd_create("x")
+    os.ftruncate(fd, size)
+    return fd
+
+
+@pytest.mark.parametrize("wrong", ["missing", "unsealed", "short", "a file", "twice", "swapped"])
+def test_a_descriptor_that_is_not_what_its_name_says_is_not_adopted(supervised, wrong, tmp_path, layouts):
+    one = supervised.daemon
+    prefix = prefix_of(one)
+    name = f"{prefix}.pool"
+    one.stop()
+    kept = supervised.kept()
+    size = os.fstat(kept[name]).st_size
+    if wrong != "twice":
+        supervised._obey({"FDSTOREREMOVE": "1", "FDNAME": name}, [])
+    if wrong == "unsealed":
+        supervised.offer(name, unsealed(size))
+    elif wrong == "short":
+        supervised.offer(name, kept[f"{prefix}.progress"])
+    elif wrong == "a file":
+        path = tmp_path / "pool"
+        path.touch(mode=0o600)
+        os.truncate(path, size)
+        supervised.offer(name, os.open(path, os.O_RDWR))
+    elif wrong == "twice":
+        supervised.offer(name, kept[name])
+    elif wrong == "swapped":
+        supervised.offer(name, kept[f"{prefix}.table"])
+    supervised.offer("somebody else's", unsealed(1))
+    supervised.start()
+    assert not states(one)[1]
+    supervised.wait(lambda: {n for n, _ in supervised._store}.isdisjoint({*kept, "somebody else's"}))
+    assert len(supervised.kept()) == 3
+    client = one.connect()
+    small, _ = layouts(client)
+    put(client, new_keys(2), small)
+    assert not list(Path("/dev/shm").glob(prefix + "*"))
+
+
+def test_without_a_supervisor_it_says_that_nothing_survives(daemon, wait_until):
+    one = daemon(memory="64MiB", args=("--pool", "memfd"), start=False)
+    environ = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    with open(one.log_path, "ab") as log:
+        one.process = subprocess.Popen(
+            [sys.executable, "-m", "kvstored", *one.args], cwd=ROOT, stderr=log, env=environ
+        )
+    wait_until(lambda: " info ready " in one.log(), "the daemon is ready")
+    assert states(one)[0] == {"pool_not_kept"}
+    assert "warning degraded state=pool_not_kept" in one.log()
+    prefix = prefix_of(one)
+    client = one.connect()
+    assert one.stop() == 0
+    assert not (one.dir / "state.json").exists() and not list(Path("/dev/shm").glob(prefix + "*"))
+    client.close()
