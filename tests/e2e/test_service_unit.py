@@ -88,7 +88,7 @@ def test_the_unit_starts_what_exists_and_the_example_loads(installed):
     assert config.stat().st_mode & 0o777 == 0o640
     assert load({"dir": "/tmp"}, {}, str(config)).config.metrics_port == 9464
     text = config.read_text()
-    config.write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    config.write_text(re.sub(r"^# (\w+ = |\[)", r"\1", text, flags=re.MULTILINE))
     assert config.read_text() != text
     load({"dir": "/tmp"}, {}, str(config))  # what is commented out is valid too
 

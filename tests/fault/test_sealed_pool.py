@@ -36,7 +36,8 @@ def put(client, keys, layout_id):
 @pytest.fixture
 def supervised(daemon):
     """A supervisor with a running daemon of sealed memory."""
-    one = daemon(memory="64MiB", args=("--pool", "memfd", "--allow-uids", str(GUEST)), start=False)
+    args = ("--pool", "memfd", "--namespaces", f"default:writers={GUEST}")
+    one = daemon(memory="64MiB", args=args, start=False)
     supervisor = Supervisor(one)
     supervisor.start()
     yield supervisor
