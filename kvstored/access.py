@@ -84,6 +84,16 @@ def open_directory(path: str, opening: Openness, made: bool) -> None:
         )
 
 
+def metrics_token(config: Config) -> str:
+    """What /metrics wants to be shown; "" if nothing."""
+    if not config.metrics_token_file:
+        return ""
+    secret = _read_secret(config.metrics_token_file, "metrics_token_file")
+    if not secret.isascii() or not secret.decode().isprintable():
+        raise StartupError("metrics_token_file: printable ASCII is wanted, it stands in a header")
+    return secret.decode()
+
+
 def _check_own_user(config: Config) -> None:
     if os.geteuid() == UNMAPPED_ID and config.open_to_others:
         raise StartupError(
@@ -126,25 +136,24 @@ def _salt(config: Config, namespace: Namespace) -> bytes:
     if kind == "text":
         secret = rest.encode()
     elif kind == "file":
-        secret = _read_salt(rest, namespace.name)
+        secret = _read_secret(rest, f"namespaces: the salt of {namespace.name!r}")
     else:
         secret = _generated_salt(config, namespace.name)
     return hashlib.sha256(SALT_DOMAIN + secret).digest()
 
 
-def _read_salt(path: str, name: str) -> bytes:
+def _read_secret(path: str, what: str) -> bytes:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_SALT_BYTES + 2).strip()
     except OSError as error:
-        raise StartupError(f"namespaces: the salt of {name!r}: {path}: {error.strerror}") from error
+        raise StartupError(f"{what}: {path}: {error.strerror}") from error
     if mode & 0o004:
-        raise StartupError(f"namespaces: the salt of {name!r}: {path}: everybody may read it; chmod o-r")
+        raise StartupError(f"{what}: {path}: everybody may read it; chmod o-r")
     if not MIN_SALT_BYTES <= len(secret) <= MAX_SALT_BYTES:
         raise StartupError(
-            f"namespaces: the salt of {name!r}: {path} has {len(secret)} bytes, the limits are "
-            f"{MIN_SALT_BYTES} and {MAX_SALT_BYTES}"
+            f"{what}: {path} has {len(secret)} bytes, the limits are {MIN_SALT_BYTES} and {MAX_SALT_BYTES}"
         )
     return secret
 
@@ -156,7 +165,7 @@ def _generated_salt(config: Config, name: str) -> bytes:
         if not rundir.is_own(os.lstat(path)):
             found = rundir.described(os.lstat(path))
             raise StartupError(f"namespaces: the salt of {name!r}: {path} is foreign: {found}")
-        return _read_salt(path, name)
+        return _read_secret(path, f"namespaces: the salt of {name!r}")
     rundir.write_whole(path, secrets.token_hex(GENERATED_SALT_BYTES).encode())
     log.info("salt_generated", namespace=name, path=path)
-    return _read_salt(path, name)
+    return _read_secret(path, f"namespaces: the salt of {name!r}")

@@ -149,6 +149,12 @@ class Config:
         low=0,
         high=65535,
     )
+    metrics_token_file: str = _field(
+        "file with the token that /metrics wants as `Authorization: Bearer ...`: any local user reaches the "
+        "port, and its labels name namespaces. Needed where a namespace is open to other users",
+        "",
+        _path,
+    )
     log_level: str = _field("least important level that is logged", "info", _text, choices=LEVELS)
     drain_timeout_s: float = _field(
         "how long calls in progress may go on after SIGTERM before they are cancelled",
@@ -166,6 +172,11 @@ class Config:
             raise ConfigError(
                 f"dir: {self.dir!r} has {len(os.fsencode(self.dir))} bytes, the limit is {MAX_DIR_BYTES} "
                 "(a Unix socket's address is short)"
+            )
+        if self.metrics_port and self.open_to_others and not self.metrics_token_file:
+            raise ConfigError(
+                "metrics_port: any local user reaches it, and namespaces are open to other users, who must "
+                "not see each other's: give metrics_token_file, or 0"
             )
         self._check_parts()
 

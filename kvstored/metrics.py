@@ -7,6 +7,7 @@ The text is exposition.py's.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable
 
 MAX_REQUEST_BYTES = 8192
@@ -18,8 +19,15 @@ CONTENT_TYPE = "Content-Type: text/plain; version=0.0.4; charset=utf-8"
 class MetricsServer:
     """A tiny HTTP server: one request per connection."""
 
-    def __init__(self, metrics: Callable[[], Awaitable[str]], healthy: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        metrics: Callable[[], Awaitable[str]],
+        healthy: Callable[[], Awaitable[bool]],
+        token: str = "",
+    ) -> None:
+        """With a `token`, /metrics is for those that show it: any local user reaches the loopback address."""
         self._metrics = metrics
+        self._token = token
         self._healthy = healthy
         self._server: asyncio.Server | None = None
         self._connections = 0
@@ -40,7 +48,7 @@ class MetricsServer:
                 if self._connections > MAX_CONNECTIONS:
                     status, body = "503 Service Unavailable", f"the limit is {MAX_CONNECTIONS} connections\n"
                 else:
-                    status, body = await self._answer(await self._request_line(reader))
+                    status, body = await self._answer(await self._head(reader))
                 data = body.encode()
                 head = (
                     f"HTTP/1.1 {status}",
@@ -56,20 +64,34 @@ class MetricsServer:
             self._connections -= 1
             writer.close()
 
-    async def _request_line(self, reader: asyncio.StreamReader) -> str | None:
-        """The first line, once the whole head was read; None if it is too long or cut off."""
+    async def _head(self, reader: asyncio.StreamReader) -> list[str] | None:
+        """The lines of the request's head; None if it is too long or cut off."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.LimitOverrunError, asyncio.IncompleteReadError):
             return None
-        return head.split(b"\r\n", 1)[0].decode("latin-1")
+        return head.decode("latin-1").split("\r\n")
 
-    async def _answer(self, request_line: str | None) -> tuple[str, str]:
-        words = (request_line or "").split(" ")
+    def _admitted(self, head: list[str]) -> bool:
+        shown = [
+            value
+            for line in head[1:]
+            for name, _, value in [line.partition(":")]
+            if name.lower() == "authorization"
+        ]
+        wanted = f"Bearer {self._token}"
+        return not self._token or (
+            len(shown) == 1 and hmac.compare_digest(shown[0].strip().encode(), wanted.encode())
+        )
+
+    async def _answer(self, head: list[str] | None) -> tuple[str, str]:
+        words = head[0].split(" ") if head else []
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             return "400 Bad Request", f"a request of at most {MAX_REQUEST_BYTES} bytes is wanted\n"
         if words[0] != "GET":
             return "405 Method Not Allowed", "GET only\n"
+        if words[1] == "/metrics" and not self._admitted(head or []):
+            return "401 Unauthorized", "the token of metrics_token_file is wanted\n"
         if words[1] == "/metrics":
             return "200 OK", await self._metrics()
         if words[1] == "/healthz":

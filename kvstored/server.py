@@ -225,7 +225,9 @@ class Daemon:
         return server
 
     async def _start_metrics(self, port: int) -> None:
-        self._metrics = MetricsServer(self._metrics_text, self._watch.health.answers)
+        self._metrics = MetricsServer(
+            self._metrics_text, self._watch.health.answers, access.metrics_token(self._reload.config)
+        )
         try:
             log.info("metrics", address="127.0.0.1", port=await self._metrics.start(port))
         except OSError as error:

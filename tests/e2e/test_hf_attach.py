@@ -93,6 +93,25 @@ def test_any_difference_of_the_options_misses(client, options):
     assert reuse_of(build("llama"), client, **options) == 64
 
 
+def test_the_namespaces_salt_is_part_of_the_identity(client):
+    """Whether it was known at attach, comes with the first daemon, or changes with a later one."""
+    reuse_of(build("llama"), client)
+    client.salt = bytes(31) + b"1"
+    assert reuse_of(build("llama"), client) == 0
+    assert reuse_of(build("llama"), client) == 64
+    assert reuse_of(build("llama"), client, salt=b"own") == 0, "the caller's own salt counts beside it"
+    model, ids = build("llama"), prompt(70)
+    client.salt = None  # no daemon has said yet
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        seen = {None: kv.identity}
+        for salt in (b"", bytes(32), bytes(31) + b"1", bytes(32), None, b""):
+            client.salt = salt
+            generate(model, ids)
+            seen.setdefault(salt, kv.identity)
+            assert kv.identity == seen[salt] or salt is None, salt
+        assert seen[None] == seen[b""] and len(set(seen.values())) == 3
+
+
 def test_what_cannot_matter_hits(client):
     reuse_of(build("llama"), client)
     changed = with_config(_name_or_path="elsewhere", eos_token_id=7, architectures=["X"])(build("llama"))

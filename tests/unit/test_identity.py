@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient.blocks import meta
-from kvclient.blocks.identity import CONFIG_DENY_LIST, Dimensions, encode, reuse_identity
+from kvclient.blocks.identity import CONFIG_DENY_LIST, Dimensions, encode, reuse_identity, salted
 from kvclient.errors import InvalidArgument
 
 BASE = Dimensions(
@@ -57,6 +57,12 @@ def test_every_dimension_has_a_change_in_this_file():
 def test_a_change_of_one_dimension_changes_the_identity(name):
     changed = dataclasses.replace(BASE, **{name: CHANGES[name]})
     assert reuse_identity(changed) != reuse_identity(BASE)
+
+
+def test_a_namespaces_salt_is_mixed_in_without_ambiguity():
+    assert salted(b"", b"own") == b"own", "a namespace without a salt changes nothing"
+    pairs = [(b"", b""), (b"n", b""), (b"n", b"o"), (b"no", b""), (b"", b"no"), (b"o", b"n")]
+    assert len({salted(*pair) for pair in pairs}) == len(pairs)
 
 
 def test_golden():
