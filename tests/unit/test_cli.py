@@ -189,7 +189,7 @@ def test_completion_scripts_parse_and_offer_everything(shell):
     ("words", "wanted"),
     [
         ("kvstored st", "status stop"),
-        ("kvstored serve --metrics", "--metrics-port"),
+        ("kvstored serve --metrics-p", "--metrics-port"),
         ("kvstored completion z", "zsh"),
     ],
 )
