@@ -34,6 +34,7 @@ _EXAMPLES = {
   kvstored serve --dir /run/kvstored --memory 4GiB
   kvstored serve --config /etc/kvstored.toml --print-config
   kvstored serve --memory 8GiB --namespaces default=0.75,batch=0.25 --metrics-port 9464
+  kvstored serve --namespaces default:writers=alice+@llm:readers=@analysts
   KVSTORED_MEMORY=2GiB kvstored serve
 
 A value comes from the flag, else from KVSTORED_<FIELD>, else from the file (TOML, the same field

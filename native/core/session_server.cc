@@ -161,7 +161,7 @@ void SessionServer::accept_all() {
       welcome = std::any_of(connection->rights.begin(), connection->rights.end(), [](Right r) { return r != Right::None; });
       connection->who = std::move(*who);
     }
-    if (!welcome || connections_.size() >= options_.max_sessions) {
+    if (!welcome || !room_for(connection->who)) {
       refused_.fetch_add(1);
       continue;  // closing is the answer: a stranger learns nothing
     }
@@ -177,6 +177,15 @@ void SessionServer::accept_all() {
     connection->socket = std::move(socket);
     connections_.emplace(fd, std::move(connection));
   }
+}
+
+// One other user holds half of the sessions at most: the rest, and the owner, are still served.
+bool SessionServer::room_for(const Credentials& who) const {
+  if (connections_.size() >= options_.max_sessions) return false;
+  if (who.uid == 0 || who.uid == ::geteuid()) return true;
+  const auto theirs =
+      std::count_if(connections_.begin(), connections_.end(), [&](const auto& one) { return one.second->who.uid == who.uid; });
+  return static_cast<size_t>(theirs) < std::max<size_t>(1, options_.max_sessions / 2);
 }
 
 void SessionServer::close(int socket) {

@@ -68,6 +68,7 @@ class SessionServer {
   void attach(Connection& connection, const protocol::Request& request, protocol::Reader body);
   bool send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
             std::span<const uint8_t> body, std::span<const int> descriptors = {});
+  bool room_for(const Credentials& who) const;
   size_t visible_store(const Connection& connection, const std::string& name) const;
   std::vector<uint8_t> token_of(Connection& connection);
   void drop_silent_connections();

@@ -283,6 +283,34 @@ def test_one_user_is_not_shown_what_others_hold(tenants, fork):
     fork(as_user(WRITER, work)).finish()
 
 
+def test_one_user_cannot_use_up_the_sessions(daemon, fork):
+    """Another user holds at most half of them: the owner and others are served as before."""
+    crowded = daemon(
+        memory="8MiB", args=("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-sessions", "8")
+    )
+    owner = crowded.connect()
+
+    def work(steps) -> None:
+        held = [RawSession(crowded.socket_path) for _ in range(4)]
+        assert [one.attach()[0] for one in held] == [0] * 4
+        for _ in range(20):
+            with contextlib.suppress(Dropped, OSError), RawSession(crowded.socket_path) as more:
+                more.ask(request(raw.ATTACH, 1, raw.attach_body()))
+                raise AssertionError("a fifth session")
+        steps.reached("full")
+
+    def neighbour(_steps) -> None:
+        crowded.connect().close()
+
+    greedy = fork(as_user(WRITER, work))
+    greedy.run_to("full")
+    crowded.connect().close()
+    fork(as_user(OTHER, neighbour)).finish()
+    assert owner.lookup(new_keys(1)).resident == 0
+    greedy.go_on()
+    greedy.finish()
+
+
 def test_a_session_of_another_user_is_resumed_only_with_its_token(tenants, fork):
     """The page that holds the token is the session's own: mode 0600, handed to nobody else."""
     with RawSession(tenants.socket_path) as session:
