@@ -12,8 +12,9 @@ of a model).
 """
 
 from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report
 from kvclient.hf.selftest import Verdict, self_test
 from kvclient.hf.structure import Refused
 
-__all__ = ["Attachment", "Refused", "Report", "Verdict", "attach", "self_test"]
+__all__ = ["Attachment", "Refused", "Repair", "Report", "Verdict", "attach", "self_test"]

@@ -25,7 +25,9 @@ from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf.dimensions import read_dimensions
+from kvclient.hf.inside import examine_interior
 from kvclient.hf.memory import Memory
+from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
@@ -46,6 +48,7 @@ def attach(
     follow: bool = True,
     follow_timeout_s: float = 5.0,
     publish_generated: bool = True,
+    repair: str | Repair | None = None,
     weights_digest: bytes | None = None,
     self_test: bool = True,
 ) -> Attachment:
@@ -55,6 +58,9 @@ def attach(
     salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
     this one computes by itself.
+    repair: also use what is stored of the prompt behind its prefix, computed behind other tokens and moved
+    here, and how it is made right: "auto", "none", "selective", "cacheblend", or a Repair. The answer is then
+    near that of a full prefill, not equal to it. None: prefixes only, which are exact.
     weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every start (1.3
     GB/s a core).
     """
@@ -73,7 +79,8 @@ def attach(
         _chunked_reads(model),
     )
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
-    attachment = Attachment(model, client, options, salt_bytes, weights_digest)
+    inside = Repair(repair) if isinstance(repair, str) else repair
+    attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside)
     if self_test:
         from kvclient.hf.selftest import self_test as run_self_test
 
@@ -88,15 +95,16 @@ class Attachment:
     """
 
     def __init__(
-        self, model: torch.nn.Module, client: Any, options: Options, salt: bytes, weights_digest: bytes | None
-    ) -> None:
+        self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
+        weights_digest: bytes | None, repair: Repair | None,
+    ) -> None:  # fmt: skip
         from kvclient import chain  # the native part, for those who attach
 
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
         self._make_chain = chain
-        self._options, self._salt, self._weights_digest = options, salt, weights_digest
+        self._options, self._salt, self._weights_digest, self._repair = options, salt, weights_digest, repair
         self._model: torch.nn.Module | None = model
         self._totals = Totals()
         self._memory = Memory()
@@ -171,8 +179,9 @@ class Attachment:
             layout_id = self.client.register_layout(layout)
         except NotPermitted:
             layout_id = None
+        interior = None if self._repair is None else examine_interior(model, kv, self._repair)
         self._subject = Subject(
-            reuse_identity(self._dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype
+            reuse_identity(self._dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype, interior
         )
         self._refusal: str | None = None
 

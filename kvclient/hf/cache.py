@@ -230,7 +230,9 @@ def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | N
 def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
     """Puts `layers` in the place of a cache's own, which are empty or those of a try that was given up."""
     foreign = [
-        type(layer).__name__ for layer in cache.layers if type(layer) not in (DynamicLayer, StoreLayer)
+        type(layer).__name__
+        for layer in cache.layers
+        if not isinstance(layer, StoreLayer) and type(layer) is not DynamicLayer
     ]
     assert not foreign, f"attach() should have refused a cache with {foreign}"
     cache.layers[:] = layers

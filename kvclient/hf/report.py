@@ -19,6 +19,8 @@ class Report:
     prompt_tokens: int = 0
     reused_tokens: int = 0  # handed over instead of computed; at most the prompt minus one
     reused_by_tier: dict[str, int] = field(default_factory=lambda: {"shm": 0, "disk": 0, "peer": 0})
+    approximate_tokens: int = 0  # found inside the prompt, computed behind other tokens; not in reused_tokens
+    recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
     followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
     published_blocks: int = 0
     lookup_s: float = 0.0  # keys, look-up, pins, claims
@@ -39,7 +41,8 @@ class Totals:
     """Sums over calls. Thread-safe."""
 
     _SUMMED = (
-        "prompt_tokens", "reused_tokens", "followed_tokens", "published_blocks", "followed_lost", "no_space",
+        "prompt_tokens", "reused_tokens", "approximate_tokens", "recomputed_tokens", "followed_tokens",
+        "published_blocks", "followed_lost", "no_space",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 
@@ -51,7 +54,7 @@ class Totals:
     def add(self, report: Report) -> None:
         with self._lock:
             self._sums["requests"] += 1
-            self._sums["hits"] += report.reused_tokens > 0
+            self._sums["hits"] += report.reused_tokens + report.approximate_tokens > 0
             for name in self._SUMMED:
                 self._sums[name] += getattr(report, name)
             for reason in (report.bypassed, report.read_bypassed, report.write_bypassed):

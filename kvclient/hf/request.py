@@ -7,6 +7,7 @@ one; and after finish(), however the call ended, no pin and no unsealed block of
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
+from kvclient.hf.blend import Blend, BlendLayer, Interior
 from kvclient.hf.cache import Shape, StoreLayer, array_dtype, recycled, replace_layers
 from kvclient.hf.memory import Memory
 from kvclient.hf.prefix import BlockShape, Clock, Found, Lost, Prefix
@@ -35,6 +38,7 @@ class Subject:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    interior: Interior | None = None  # None: only prefixes are reused
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Request:
         self._found: list[Found] = []
         self._prefix: Prefix | None = None
         self._publisher: Publisher | None = None
+        self._plan: Plan | None = None
+        self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
         self._next_block: list[int] = []  # per row, of its text: the first block not yet offered
         self._generated = False  # whether completed blocks of generated text are published
@@ -95,7 +101,8 @@ class Request:
             self._open(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
-                outputs = run()
+                with self._blend or contextlib.nullcontext():
+                    outputs = run()
                 break
             except Lost:
                 self.report.followed_lost += 1
@@ -165,8 +172,11 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
+            inside = self._search(one, config) if read else []
             if self._write:
-                self._claim(one, read, follow, claimed)
+                # What is computed behind approximate tokens is nobody's prefix.
+                limit = inside[0].start // options.block_tokens if inside else len(one.chain)
+                self._claim(one, read, follow, claimed, limit)
         if len(found) > 1 and self._publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
@@ -174,11 +184,43 @@ class Request:
         self._prefix = Prefix(found, columns, subject.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
+        if inside:
+            assert subject.interior is not None
+            self._blend = Blend(subject.interior, inside, columns, self._prompt.length, self._clock)
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
-    def _claim(self, one: Found, read: bool, follow: bool, claimed: set[bytes]) -> None:
-        """Claims what is missing. What others hold or just sealed is taken along instead."""
+    def _search(self, one: Found, config: Any) -> list[Segment]:
+        """Stretches behind the prefix that are stored, but were computed behind other tokens."""
+        assert self._prompt is not None
+        interior, last = self._subject.interior, len(one.group.tokens) - 1
+        exact = min(one.tokens, last)
+        if (
+            interior is None
+            or len(self._prompt.groups) > 1
+            or one.group.pad
+            or config.prefill_chunk_size is not None
+        ):
+            return []
+        self._plan = plan(
+            self._client,
+            self._subject.identity,
+            one.group.tokens[:last],
+            self._options.block_tokens,
+            exact_tokens=exact,
+            min_tokens=interior.repair.min_tokens,
+        )
+        return [
+            segment
+            for segment in self._plan
+            if segment.kind == APPROXIMATE
+            and all(one.shape.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
+        ]
+
+    def _claim(self, one: Found, read: bool, follow: bool, claimed: set[bytes], limit: int) -> None:
+        """Claims what is missing of the first `limit` blocks. What others hold or just sealed is taken along
+        instead.
+        """
         assert self._publisher is not None
         assert self._prompt is not None
         first = len(one.views)
@@ -186,9 +228,9 @@ class Request:
             keys = one.chain.keys
             while first < len(keys) and keys[first] in claimed:
                 first += 1  # an earlier row of this batch computes it
-        if first == len(one.chain):
+        if first >= limit:
             return
-        results = self._publisher.claim(one.chain, first, one.group.rows[0], one.group.pad)
+        results = self._publisher.claim(one.chain[:limit], first, one.group.rows[0], one.group.pad)
         run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
         if read and run and first == len(one.views):
             one.extend(self._client, first + run, follow)
@@ -204,6 +246,8 @@ class Request:
         written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
         self._layers = [
             StoreLayer(index, shape, self._prefix, written, memory)
+            if self._blend is None
+            else BlendLayer(self._blend, index, shape, self._prefix, written, memory)
             for index, memory in enumerate(recycled(self._memory, shape, subject.layers))
         ]
         replace_layers(cache, self._layers)
@@ -219,8 +263,13 @@ class Request:
         if self._prefix is not None:
             report.reused_tokens = report.reused_by_tier["shm"] = self._prefix.tokens
             report.followed_tokens = self._prefix.followed_tokens
+        if self._blend is not None:
+            report.approximate_tokens = self._blend.found * self._prompt.rows
+            report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
+            self._generated = False  # what follows approximate tokens is nobody's prefix
         for one in self._found:
             one.release()
+        self._release_plan()
         self._publisher.seal()
         self._note_published()
         for layer in self._layers:
@@ -261,4 +310,10 @@ class Request:
             self._publisher.abort()
         for one in self._found:
             one.release()
-        self._prefix = None
+        self._release_plan()
+        self._prefix = self._blend = None
+
+    def _release_plan(self) -> None:
+        if self._plan is not None:
+            self._plan.release()
+            self._plan = None

@@ -9,7 +9,8 @@ from transformers.cache_utils import DynamicCache
 
 import kvclient
 import kvclient.hf
-from tests.engines.zoo import REFUSED, SERVED, build, generate, prompt
+from kvclient.hf import Repair
+from tests.engines.zoo import REFUSED, SERVED, UNMOVED, build, generate, prompt
 
 BLOCK = 16
 LENGTHS = (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1, 61)
@@ -69,6 +70,30 @@ def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
             same, same_logits, _ = floor(model, ids, cache, 48)
     assert torch.equal(warm, same)
     assert torch.equal(warm_logits, same_logits)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in UNMOVED])
+def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client):
+    """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses."""
+    model, document = known(name), prompt(60, seed=5)
+    ids = torch.cat([prompt(13, seed=2), document, prompt(7, seed=3)], dim=1)
+    for ratio in (0.1, 1.0):
+        repair = Repair("cacheblend", ratio=ratio, check_layer=0)
+        with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair) as kv:
+            generate(model, torch.cat([prompt(5, seed=4), document, prompt(20, seed=5)], dim=1))
+            tokens, logits, _ = generate(model, ids)
+            assert kv.last.approximate_tokens == 60
+            assert kv.last.recomputed_tokens == (60 if ratio == 1.0 else 6)
+            with kv.bypass():
+                plain, plain_logits, _ = generate(model, ids)
+    assert torch.equal(tokens, plain)
+    assert torch.equal(logits, plain_logits)
+
+
+@pytest.mark.parametrize("name", UNMOVED)
+def test_keys_that_cannot_be_moved_are_refused_with_the_reason(name, client):
+    with pytest.raises(kvclient.hf.Refused, match=UNMOVED[name]):
+        kvclient.hf.attach(known(name), client, repair="auto")
 
 
 @pytest.mark.parametrize("name", SERVED)

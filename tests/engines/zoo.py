@@ -50,6 +50,9 @@ SERVED = {
     ),
 }  # fmt: skip
 
+# Served as prefixes only: their keys cannot be moved. name -> a word of the reason
+UNMOVED = {"gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi"}
+
 # name -> (…, a word of the reason)
 REFUSED = {
     "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16), "sliding-window"),
@@ -80,12 +83,14 @@ REFUSED = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0):
+def build(
+    name: str, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0, layers: int = 3
+):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
     config_name, model_name, own, *_ = {**SERVED, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
-    config = getattr(transformers, config_name)(**{**_SIZES, **own})
+    config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(seed)

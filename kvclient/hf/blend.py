@@ -1,0 +1,221 @@
+"""One forward pass over a prompt of which some stretches are reused: all tokens in the first layers, chosen
+ones in the rest.
+
+Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
+model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
+and takes its hooks off when the pass is over. Invariant: every column of every layer holds either what the
+model computed in this pass or what a verified block holds, moved to its place; a row attends to exactly the
+columns up to its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvclient.blocks.cover import Segment
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.cache import Shape, StoreLayer, as_array
+from kvclient.hf.prefix import Clock, Lost
+from kvclient.hf.repair import Repair
+from kvclient.hf.rope import Rope, turned_tensor
+from kvclient.hf.structure import Refused
+
+MASKED = ("sdpa", "eager")  # attention implementations that take a mask of rows and columns
+PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
+
+
+@dataclass(frozen=True)
+class Interior:
+    """What reuse inside a prompt needs to know of a model."""
+
+    rope: Rope
+    decoder: torch.nn.ModuleList
+    repair: Repair
+
+
+def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
+    """The list of the model's decoder layers. Raises Refused."""
+    name = type(model).__name__
+    if model.config._attn_implementation not in MASKED:
+        kind = model.config._attn_implementation
+        raise Refused(f"{name} computes attention by {kind}: rows that do not follow each other need a mask")
+    found = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
+    if len(found) != 1:
+        raise Refused(f"{name} has {len(found)} lists of {layers} modules: which are its layers is not clear")
+    return found[0]
+
+
+class Blend:
+    """One pass. `with` it, run the model's own prefill with `layers` in its cache."""
+
+    def __init__(
+        self, interior: Interior, segments: Sequence[Segment], exact: int, length: int, clock: Clock
+    ) -> None:
+        self._interior, self._segments, self._clock = interior, segments, clock
+        self.exact, self.length = exact, length
+        self._fresh = interior.repair.fresh(segments, length)
+        self.found = sum(len(segment) for segment in segments)  # columns
+        self.recomputed = 0  # of these, in the layers that are cut
+        self.cut = min(interior.repair.full_layers, len(interior.decoder))
+        self._rows: torch.Tensor | None = (
+            None  # of this pass's tokens, that go through the layers from `cut` on
+        )
+        self._mask: torch.Tensor | None = None
+        self._hooks: list[Any] = []
+        if self.cut == 0:
+            self._choose(self._fresh)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row goes through every layer: then nothing is reused and nothing is cut."""
+        return self._rows is not None and len(self._rows) == self.length - self.exact
+
+    # ---------------------------------------------------------------- the layers' side
+
+    def columns(self) -> torch.Tensor:
+        assert self._rows is not None, "rows are chosen in the layer before the first that is cut"
+        return self._rows + self.exact
+
+    def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
+        """Puts the reused stretches of a layer into `storage` [2, rows, heads, capacity, head_dim], whose
+        first column is the prompt's `low`.
+        """
+        began = time.perf_counter()
+        for segment in self._segments:
+            at = segment.start - low
+            for piece in segment.pieces:
+                _place(self._interior.rope, layer, piece, segment.shift, storage, at)
+                at += piece.count
+        self._clock.load_s += time.perf_counter() - began
+
+    def check(self, layer: int, storage: torch.Tensor) -> None:
+        """All K and V of the last full layer are there: chooses the rows for the layers behind."""
+        low = min(segment.start for segment in self._segments)
+        high = max(segment.stop for segment in self._segments)
+        stored = torch.empty_like(storage[:, :1, :, low:high])
+        self.load(layer, stored, low)
+        fresh = storage[:, :1, :, low:high].float()
+        square = (stored.float() - fresh).pow_(2).sum(dim=(1, 2, 4))  # [2, tokens]
+        size = fresh.pow(2).sum(dim=(1, 2, 4)).mean(dim=1, keepdim=True).clamp_min(1e-30)
+        deviation = torch.zeros(
+            self.length
+        )  # between the stretches, where `stored` is undefined, all is fresh
+        deviation[low:high] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
+        self._choose(self._interior.repair.worst(deviation, self._fresh))
+
+    def _choose(self, fresh: torch.Tensor) -> None:
+        self._rows = torch.nonzero(fresh[self.exact :]).squeeze(1)
+        self.recomputed = len(self._rows) - (self.length - self.exact - self.found)
+
+    # ---------------------------------------------------------------- the model's side
+
+    def __enter__(self) -> Blend:
+        thread = threading.get_ident()
+        for index, module in enumerate(self._interior.decoder):
+            hook = _Hook(self, index, thread)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def cut_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index < self.cut or self.whole:
+            return None
+        rows, total = self._rows, self.length - self.exact
+        assert rows is not None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rows = rows.to(hidden.device)
+        if hidden.shape[1] == total:
+            hidden = hidden[:, rows]
+        if args:
+            args = (hidden, *args[1:])
+        else:
+            kwargs["hidden_states"] = hidden
+        kwargs["attention_mask"] = self._masked(kwargs.get("attention_mask"), hidden, rows)
+        for name in PER_TOKEN:
+            if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].shape[-1] == total:
+                kwargs[name] = kwargs[name][..., rows]
+        if isinstance(kwargs.get("position_embeddings"), tuple):
+            kwargs["position_embeddings"] = tuple(t[..., rows, :] for t in kwargs["position_embeddings"])
+        return args, kwargs
+
+    def _masked(self, mask: Any, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            return mask[:, :, rows]
+        if mask is not None:
+            raise InvalidArgument(f"a decoder layer is given a mask of type {type(mask).__name__}")
+        if self._mask is None:  # the model relied on all rows being there: now each needs its own
+            columns = torch.arange(self.length, device=hidden.device)
+            hidden_columns = columns[None] > (rows + self.exact)[:, None]
+            self._mask = torch.zeros(hidden_columns.shape, dtype=hidden.dtype, device=hidden.device)
+            self._mask.masked_fill_(hidden_columns, torch.finfo(hidden.dtype).min)
+            self._mask = self._mask[None, None]
+        return self._mask
+
+
+class _Hook:
+    """Cuts the inputs of one layer, in the thread that runs the pass."""
+
+    def __init__(self, blend: Blend, index: int, thread: int) -> None:
+        self._blend, self._index, self._thread = blend, index, thread
+
+    def __call__(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return None  # another request on the same model
+        return self._blend.cut_inputs(self._index, args, kwargs)
+
+
+class BlendLayer(StoreLayer):
+    """A StoreLayer whose first update is part of a pass."""
+
+    def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
+        super().__init__(index, shape, *args, **kwargs)
+        self._blend: Blend | None = blend
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blend, self._blend = self._blend, None
+        if blend is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if self.index < blend.cut or blend.whole:
+            out = super().update(key_states, value_states, *args, **kwargs)
+            if self.index == blend.cut - 1:
+                assert self.storage is not None
+                blend.check(self.index, self.storage)
+            return out
+        storage = self._room(blend.length, key_states)
+        columns = blend.columns().to(storage.device)
+        blend.load(self.index, storage)
+        storage[0][:, :, columns] = key_states
+        storage[1][:, :, columns] = value_states
+        self._show(blend.length)
+        if self.written is not None:
+            self.written(self.index, blend.exact, blend.length, storage)
+        return self.keys, self.values
+
+
+def _place(rope: Rope, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int) -> None:
+    """Copies one piece of a block to columns at.., its keys turned."""
+    part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
+    try:
+        if storage.device.type == "cpu":
+            block, target = piece.view.layer(layer)[:, :, part], as_array(storage)
+            rope.turn(layer, block[0], shift, target[0, 0, :, where])
+            target[1, 0, :, where] = block[1]
+            target[:, 1:, :, where] = target[:, :1, :, where]
+        else:
+            block = piece.view.tensor(layer)[:, :, part]
+            storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
+            storage[1, :, :, where] = block[1].to(storage.device)
+    except Closed as error:
+        raise Lost(str(error)) from error

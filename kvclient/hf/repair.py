@@ -1,0 +1,73 @@
+"""Repair: which reused tokens of an approximate chunk are computed anew in their true context.
+
+Owns the strategies and the choice of tokens. Knows no model and no store. Invariant: live tokens are always
+computed; at ratio 1.0 every token is.
+
+    none        nothing but the sinks and the recency below selective   the first seam_tokens behind each
+    seam: what stood before them is what changed most cacheblend  full layers up to check_layer; there K and V
+    of the reused tokens are compared with the fresh ones,
+                and the fraction `ratio` that deviates most is computed in the layers behind
+    auto        cacheblend on approximate chunks; exact ones stay untouched under every strategy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvclient.blocks.cover import Segment
+from kvclient.errors import InvalidArgument
+
+METHODS = ("none", "selective", "cacheblend", "auto")
+
+
+@dataclass(frozen=True)
+class Repair:
+    method: str = "auto"
+    ratio: float = 0.10  # of the approximate tokens (cacheblend)
+    check_layer: int = 1  # where deviation is measured: the first whose K and V depend on the context
+    seam_tokens: int = 16  # behind each seam (selective)
+    sink_tokens: int = 4  # at the start of a prompt, and of a chunk that was computed at one: always fresh
+    recency_tokens: int = 0  # before the live text that ends the prompt: always fresh
+    min_tokens: int = 32  # shorter stretches are computed: a seam costs more than they give
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
+        if not 0 <= self.ratio <= 1:
+            raise InvalidArgument(f"ratio={self.ratio!r}; it must be 0 to 1")
+        for name in ("check_layer", "seam_tokens", "sink_tokens", "recency_tokens"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must not be negative")
+        if self.min_tokens < 1:
+            raise InvalidArgument(f"min_tokens={self.min_tokens!r}; it must be at least 1")
+
+    @property
+    def full_layers(self) -> int:
+        """How many of the first layers see every token."""
+        return self.check_layer + 1 if self.method in ("cacheblend", "auto") else 0
+
+    def fresh(self, segments: Sequence[Segment], length: int) -> torch.Tensor:
+        """Which of the `length` columns are computed in every layer, whatever deviates: bool."""
+        fresh = torch.ones(length, dtype=torch.bool)
+        for segment in segments:
+            fresh[segment.start : segment.stop] = False
+        for segment in segments:
+            sink = max(self.sink_tokens - min(segment.start, segment.position), 0)
+            seam = self.seam_tokens if self.method == "selective" else 0
+            fresh[segment.start : min(segment.stop, segment.start + max(sink, seam))] = True
+        last = segments[-1]
+        fresh[max(last.start, last.stop - self.recency_tokens) : last.stop] = True
+        return fresh
+
+    def worst(self, deviation: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """`fresh` with the tokens added that deviate most. Both over all columns."""
+        reused = torch.nonzero(~fresh).squeeze(1)
+        count = math.ceil(self.ratio * len(reused))
+        chosen = reused[deviation[reused].topk(count).indices]
+        out = fresh.clone()
+        out[chosen] = True
+        return out

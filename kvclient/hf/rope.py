@@ -1,0 +1,166 @@
+"""How a model turns its keys with their position, found out by asking the model; and the turning of stored
+keys.
+
+Owns the probe. Never reads a configuration or a modelling file: it feeds single tokens at several positions.
+Alone in its prompt a token attends to itself only, so between two positions nothing of its KV differs but the
+turn of K. Invariant: a model passes only if one of the known conventions reproduces every layer's keys at
+every probed position from those at another; everything else is Refused with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvclient import kernels
+from kvclient.hf.cache import as_array
+from kvclient.hf.structure import Refused
+
+CONVENTIONS = ("half", "interleaved")
+POSITIONS = (0, 1, 6, 37, 130, 251)  # those that the model has
+TOKENS = 2  # different ones, in the middle of the vocabulary
+# Largest difference of two keys over the largest key: the rounding of angles and of the model's dtype.
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Turning:
+    """One layer's convention. Without frequencies: its keys do not depend on the position."""
+
+    convention: str
+    inv_freq: np.ndarray | None
+
+
+class Rope:
+    """The turn of every layer; one for a whole stretch, with angles computed in double precision."""
+
+    def __init__(self, layers: list[Turning]) -> None:
+        self.layers = layers
+        self._turns: dict[tuple[int, int], np.ndarray] = {}
+
+    def turn(self, layer: int, keys: np.ndarray, shift: int, out: np.ndarray) -> None:
+        """Writes `keys` [heads, tokens, head_dim], moved by `shift` positions, into `out`."""
+        turning = self.layers[layer]
+        if turning.inv_freq is None or shift == 0:
+            out[...] = keys
+            return
+        place = (id(turning.inv_freq), shift)
+        if place not in self._turns:
+            if len(self._turns) > 256:
+                self._turns.clear()
+            self._turns[place] = kernels.turn(turning.inv_freq, shift)
+        kernels.rotate(keys, self._turns[place], turning.convention, out=out)
+
+
+def probe_rope(model: torch.nn.Module) -> Rope:
+    """Raises Refused, with the reason, if keys cannot be moved to another position."""
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or POSITIONS[-1] + 1
+    positions = [p for p in POSITIONS if p < limit]
+    tokens = [config.vocab_size // 2 + i for i in range(TOKENS)]
+    seen = {(t, p): _layers_of(model, t, p) for t in tokens for p in positions}
+    tables = _tables(model)
+    turnings = []
+    for layer in range(len(seen[tokens[0], 0])):
+        keys = {place: layers[layer][0] for place, layers in seen.items()}
+        values = {place: layers[layer][1] for place, layers in seen.items()}
+        if any(
+            _difference(values[t, p], values[t, 0]) > _tolerance(model) for t in tokens for p in positions
+        ):
+            raise Refused(
+                f"{name} has positions in what it caches besides K (learned ones): no rotation moves them"
+            )
+        turnings.append(_turning(name, layer, keys, tables, _tolerance(model)))
+    if all(turning.inv_freq is None for turning in turnings):
+        raise Refused(
+            f"{name} does not turn its keys (ALiBi, or positions elsewhere): no rotation moves them"
+        )
+    return Rope(turnings)
+
+
+def _turning(
+    name: str, layer: int, keys: dict[Any, torch.Tensor], tables: list[np.ndarray], most: float
+) -> Turning:
+    if all(_difference(key, keys[token, 0]) <= most / 10 for (token, _), key in keys.items()):
+        return Turning("half", None)
+    for table in tables:
+        for convention in CONVENTIONS:
+            if 2 * len(table) <= next(iter(keys.values())).shape[-1] and all(
+                _difference(rotated(keys[token, start], table, stop - start, convention), key) <= most
+                for (token, stop), key in keys.items()
+                for start in (0, 6)
+                if (token, start) in keys
+            ):
+                return Turning(convention, table)
+    raise Refused(f"{name}: no known rotation moves the keys of layer {layer} to another position")
+
+
+def rotated(keys: torch.Tensor, inv_freq: np.ndarray, shift: int, convention: str) -> torch.Tensor:
+    """The definition: keys [..., head_dim] turned by `shift` positions, in double precision."""
+    angles = torch.from_numpy(np.asarray(inv_freq, np.float64) * shift)
+    cos, sin = angles.cos(), angles.sin()
+    out, size = keys.double().clone(), 2 * len(inv_freq)
+    if convention == "half":
+        one, two = slice(0, size // 2), slice(size // 2, size)
+    else:
+        one, two = slice(0, size, 2), slice(1, size, 2)
+    a, b = out[..., one].clone(), out[..., two].clone()
+    out[..., one], out[..., two] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def _tables(model: torch.nn.Module) -> list[np.ndarray]:
+    """Every inv_freq the model has, each once."""
+    found: dict[bytes, np.ndarray] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if (
+                key.endswith("inv_freq")
+                and not key.startswith("original")
+                and buffer is not None
+                and buffer.ndim == 1
+            ):
+                table = buffer.detach().to("cpu", torch.float32).numpy().copy()
+                found.setdefault(table.tobytes(), table)
+    return list(found.values())
+
+
+@torch.no_grad()
+def _layers_of(model: torch.nn.Module, token: int, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V per layer of one token that stands alone at that position."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.tensor([[token]], device=model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        model(
+            input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True
+        )
+    except Exception as error:  # whatever the model's own code raises
+        reason = f"{type(model).__name__} takes no position_ids ({error!r:.120})"
+        raise Refused(f"{reason}: where its positions are cannot be found out") from error
+    finally:
+        model.train(was_training)
+    return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in cache.layers]
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    scale = float(other.abs().max()) or 1.0
+    return float((one.double() - other.double()).abs().max()) / scale
+
+
+def _tolerance(model: torch.nn.Module) -> float:
+    return TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
+
+
+def turned_tensor(rope: Rope, layer: int, keys: torch.Tensor, shift: int) -> torch.Tensor:
+    """The same for a tensor [heads, tokens, head_dim] that is not in this machine's memory."""
+    on_cpu = keys.to("cpu").contiguous()
+    out = torch.empty_like(on_cpu)
+    rope.turn(layer, as_array(on_cpu), shift, as_array(out))
+    return out.to(keys.device)

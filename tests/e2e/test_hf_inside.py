@@ -1,0 +1,347 @@
+"""Reuse inside a prompt: found at any shift, moved to its place, repaired, and never taken for a prefix.
+
+Owns the rules of kvclient.hf's approximate reuse on a tiny random model and the in-memory fake. How near the
+answers are on a real model is test_hf_inside_smollm2.py's, which architectures are served tests/engines'.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient import kernels
+from kvclient.blocks.cover import APPROXIMATE, Segment
+from kvclient.blocks.runs import Piece
+from kvclient.errors import InvalidArgument
+from kvclient.hf.blend import Blend, Interior, decoder_layers
+from kvclient.hf.prefix import Clock
+from kvclient.hf.repair import Repair
+from kvclient.hf.rope import probe_rope, rotated
+from tests.engines.zoo import build, generate, prompt
+
+BLOCK = 16
+DOCUMENT = prompt(100, seed=5)
+COMPUTED = torch.cat([prompt(21, seed=2), DOCUMENT, prompt(20, seed=3)], dim=1)
+
+
+def asked(shift):
+    """The document behind other tokens, at another offset."""
+    return torch.cat([prompt(shift, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", layers=6)
+
+
+@pytest.fixture
+def attach(model, client):
+    attached = []
+
+    def attach(repair, **options):
+        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False, **options)
+        attached.append(kv)
+        generate(model, COMPUTED)
+        return kv
+
+    yield attach
+    for kv in attached:
+        kv.detach()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def divergence(logits, plain):
+    return float((torch.softmax(plain, -1) * (plain.log_softmax(-1) - logits.log_softmax(-1))).sum(-1).mean())
+
+
+# ---------------------------------------------------------------- found
+
+
+@pytest.mark.parametrize("shift", [1, 5, 15, 16, 21, 37])
+def test_a_document_is_found_at_any_shift(attach, model, shift):
+    kv = attach("none")
+    generate(model, asked(shift))
+    assert kv.last.reused_tokens == 0
+    assert kv.last.approximate_tokens == 100
+    assert kv.stats["approximate_tokens"] == 100
+
+
+def test_what_is_found_starts_behind_the_exact_prefix(attach, model):
+    kv = attach("auto")
+    ids = torch.cat([COMPUTED[:, :64], prompt(3, seed=8), DOCUMENT, prompt(9, seed=4)], dim=1)
+    generate(model, ids)
+    assert kv.last.reused_tokens == 64
+    assert kv.last.approximate_tokens == 100
+
+
+def test_without_repair_only_prefixes_are_reused(attach, model):
+    kv = attach(None)
+    plain, plain_logits, _ = generate(model, asked(5))
+    assert kv.last.reused_tokens == kv.last.approximate_tokens == 0
+    kv.detach()
+    again, logits, _ = generate(model, asked(5))
+    assert torch.equal(plain, again) and torch.equal(plain_logits, logits)
+
+
+def test_the_last_token_is_always_computed(attach, model):
+    kv = attach("none")
+    ids = torch.cat([prompt(5, seed=7), DOCUMENT], dim=1)
+    generate(model, ids)
+    assert kv.last.approximate_tokens == 99
+
+
+def test_short_stretches_are_computed(attach, model):
+    kv = attach(Repair("none", min_tokens=101))
+    generate(model, asked(5))
+    assert kv.last.approximate_tokens == 0
+
+
+def test_batches_chunked_prefill_and_padding_stay_with_prefixes(attach, model):
+    kv = attach("none")
+    generate(model, asked(5), prefill_chunk_size=32)
+    assert kv.last.approximate_tokens == 0
+    rows = torch.cat([asked(5), torch.cat([prompt(14, seed=9), DOCUMENT], dim=1)])
+    generate(model, rows)
+    assert kv.last.approximate_tokens == 0
+    generate(model, asked(6), num_beams=2)
+    assert kv.last.approximate_tokens >= 200  # two rows of one prompt
+
+
+# ---------------------------------------------------------------- right
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "auto"])
+def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, method):
+    kv = attach(Repair(method, ratio=1.0))
+    for shift in (1, 16, 40):
+        tokens, logits, cache = generate(model, asked(shift))
+        assert kv.last.approximate_tokens == 100 and kv.last.recomputed_tokens == 100
+        with kv.bypass():
+            plain, plain_logits, plain_cache = generate(model, asked(shift))
+        assert torch.equal(tokens, plain)
+        assert torch.equal(logits, plain_logits)
+        for ours, theirs in zip(cache.layers, plain_cache.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+def test_every_seam_token_is_a_full_prefill_too(attach, model):
+    kv = attach(Repair("selective", seam_tokens=100))
+    _, logits, _ = generate(model, asked(5))
+    with kv.bypass():
+        _, plain_logits, _ = generate(model, asked(5))
+    assert torch.equal(logits, plain_logits)
+
+
+def test_error_falls_with_the_ratio(attach, model):
+    errors = []
+    kv = attach("none")
+    with kv.bypass():
+        plain = {shift: generate(model, asked(shift), 1)[1] for shift in range(3, 60, 8)}
+    kv.detach()
+    for ratio in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0):
+        kv = attach(Repair("cacheblend", ratio=ratio))
+        errors.append(np.mean([divergence(generate(model, asked(s), 1)[1], p) for s, p in plain.items()]))
+        kv.detach()
+    assert errors == sorted(errors, reverse=True), errors
+    assert errors[0] > 100 * errors[-1] or errors[-1] == 0, errors
+
+
+def test_moved_keys_are_those_of_the_new_place(attach, model):
+    """In the first layer K and V depend on the token and its position only: there, moving is exact."""
+    kv = attach("none")
+    for shift in (1, 16, 300):
+        _, _, cache = generate(model, asked(shift), 1)
+        assert kv.last.approximate_tokens == 100
+        with kv.bypass():
+            _, _, plain = generate(model, asked(shift), 1)
+        for ours, theirs in (
+            (cache.layers[0].keys, plain.layers[0].keys),
+            (cache.layers[0].values, plain.layers[0].values),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_planted_seams_are_found(model):
+    """Tokens whose stored KV is off are the ones that are computed anew."""
+    planted = [3, 40, 41, 77]
+    kv = Planted(model, 100, planted)
+    interior = Interior(
+        probe_rope(model), decoder_layers(model, 6), Repair("cacheblend", ratio=0.04, sink_tokens=0)
+    )
+    segment = Segment(10, 110, APPROXIMATE, (Piece(kv, 0, 100),), 10)
+    blend = Blend(interior, [segment], 0, 120, Clock())
+    blend.check(1, kv.fresh)
+    columns = blend.columns().tolist()
+    assert [c - 10 for c in columns if 10 <= c < 110] == planted
+    assert blend.recomputed == 4
+
+
+class Planted:
+    """A stored stretch equal to the fresh K and V but for some tokens."""
+
+    def __init__(self, model, count, planted):
+        generator = torch.Generator().manual_seed(1)
+        self.fresh = torch.randn(2, 1, 2, 120, 8, generator=generator)
+        self._stored = self.fresh[:, 0, :, 10:110].clone()
+        self._stored[1, :, planted] += 0.3
+        self.tokens = count
+
+    def layer(self, _index):
+        return self._stored.numpy()
+
+
+def test_sinks_and_recency_are_fresh():
+    segments = [Segment(0, 40, APPROXIMATE, (), 500), Segment(50, 90, APPROXIMATE, (), 1)]
+    repair = Repair("none", sink_tokens=4, recency_tokens=5)
+    fresh = repair.fresh(segments, 100)
+    assert torch.nonzero(fresh).squeeze(1).tolist() == [
+        0, 1, 2, 3,  # the prompt's first tokens
+        *range(40, 50),
+        50, 51, 52,  # of a chunk that was computed from position 1 on: positions 1 to 3 were sinks there
+        *range(85, 90),
+        *range(90, 100),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- never taken for a prefix
+
+
+def test_nothing_behind_approximate_tokens_is_published(attach, model, client):
+    kv = attach("auto")
+    ids = asked(37)
+    before = client.stats()["blocks"]
+    tokens, *_ = generate(model, ids, 60)
+    assert kv.last.published_blocks == 37 // BLOCK
+    assert client.stats()["blocks"] == before + 37 // BLOCK
+    chain = kvclient.chain(kv.identity, tokens[0].tolist(), block_tokens=BLOCK)
+    assert client.lookup(chain).resident == 37 // BLOCK
+    with kv.bypass():
+        plain, *_ = generate(model, torch.cat([ids[:, :37], prompt(30, seed=9)], dim=1))
+    warm, *_ = generate(model, torch.cat([ids[:, :37], prompt(30, seed=9)], dim=1))
+    assert kv.last.reused_tokens == 32
+    assert torch.equal(warm, plain)
+
+
+def test_no_pin_stays(attach, model, client):
+    kv = attach("auto")
+    generate(model, asked(5))
+    assert kv.last.approximate_tokens
+    assert client.stats()["pins"] == 0
+
+
+class Broken(Exception):
+    pass
+
+
+def test_a_pass_that_fails_leaves_no_hook_and_no_pin(attach, model, client, monkeypatch):
+    kv = attach("auto")
+
+    def fail(*_args):
+        raise Broken
+
+    with monkeypatch.context() as patched, pytest.raises(Broken):
+        patched.setattr(Blend, "check", fail)
+        generate(model, asked(5))
+    assert client.stats()["pins"] == 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    generate(model, asked(5))
+    assert kv.last.approximate_tokens == 100
+
+
+def test_another_threads_forward_pass_is_left_alone(attach, model):
+    attach("auto")
+    plain = model(asked(5)).logits
+    seen = []
+    original = Blend.check
+
+    def check(self, *args):
+        thread = threading.Thread(target=lambda: seen.append(model(asked(5)).logits))
+        thread.start(), thread.join()
+        return original(self, *args)
+
+    Blend.check = check
+    try:
+        generate(model, asked(5))
+    finally:
+        Blend.check = original
+    assert torch.equal(seen[0], plain)
+
+
+def test_a_block_evicted_between_is_computed(attach, model, client):
+    kv = attach("none")
+    chain = kvclient.chain(kv.identity, COMPUTED[0].tolist(), block_tokens=BLOCK)
+    client.delete(chain[3:4])
+    generate(model, asked(5))
+    assert 0 < kv.last.approximate_tokens < 100
+    client.delete(chain)
+    generate(model, asked(5))
+    assert kv.last.approximate_tokens == 0
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("gpt2", "learned"),
+        ("opt", "learned"),
+        ("bloom", "ALiBi"),
+        ("mpt", "ALiBi"),
+        ("falcon_alibi", "ALiBi"),
+    ],
+)
+def test_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(client, name, word):
+    model = build(name)
+    with pytest.raises(kvclient.hf.Refused, match=word):
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, repair="auto")
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:  # prefixes are still served
+        generate(model, prompt(40))
+        generate(model, prompt(40))
+        assert kv.last.reused_tokens == 32
+
+
+def test_a_wrong_convention_is_refused(model, client, monkeypatch):
+    """The proof at attach fails if keys are turned wrongly, or if rows see what they must not."""
+    from kvclient.hf import blend, rope
+
+    turn = rope.Rope.turn
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            rope.Rope, "turn", lambda self, layer, keys, shift, out: turn(self, layer, keys, shift + 1, out)
+        )
+        with pytest.raises(kvclient.hf.Refused, match="some rows"):
+            kvclient.hf.attach(model, client, repair="auto", self_test=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(blend.Blend, "_masked", lambda self, mask, hidden, rows: None)
+        with pytest.raises(kvclient.hf.Refused, match="some rows"):
+            kvclient.hf.attach(model, client, repair="auto", self_test=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"method": "best"}, {"ratio": 1.5}, {"sink_tokens": -1}, {"min_tokens": 0}, {"check_layer": -1}],
+)
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        Repair(**wrong)
+
+
+@pytest.mark.parametrize("convention", ["half", "interleaved"])
+def test_the_native_turn_is_the_definition(convention):
+    keys = torch.randn(3, 17, 16, generator=torch.Generator().manual_seed(1))
+    inv_freq = (10_000.0 ** -(np.arange(0, 8, 2) / 8)).astype(np.float32)
+    for shift in (1, -1, 300, -4000):
+        out = np.empty(keys.shape, np.float32)
+        kernels.rotate(keys.numpy(), kernels.turn(inv_freq, shift), convention, out=out)
+        wanted = rotated(keys, inv_freq, shift, convention)
+        torch.testing.assert_close(torch.from_numpy(out).double(), wanted, rtol=0, atol=2e-6)
