@@ -112,7 +112,7 @@ class Library:
             parent = self.get(first.parent_key)
             if parent is None or parent.base + len(parent.ids) != first.base:
                 return
-            count = _common(parent.ids[::-1], ids[low : run.start][::-1])
+            count = common_length(parent.ids[::-1], ids[low : run.start][::-1])
             if count == 0:
                 return
             run.prepend(parent, len(parent.ids) - count, count)
@@ -127,7 +127,7 @@ class Library:
             for child in self.get_all(self.client.children(last.key)):
                 if child is None or child.parent_key != last.key or child.base != last.base + len(last.ids):
                     continue
-                common = _common(child.ids, ids[run.stop :])
+                common = common_length(child.ids, ids[run.stop :])
                 if common > agreed:
                     best, agreed = child, common
             if best is None:
@@ -192,7 +192,7 @@ def find_runs(library: Library, ids: np.ndarray, start: int, block_tokens: int) 
     return runs
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """How many leading items are equal."""
     count = min(len(one), len(other))
     different = np.flatnonzero(one[:count] != other[:count])

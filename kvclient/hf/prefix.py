@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvclient.blocks import meta
+from kvclient.blocks.runs import common_length
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
 from kvclient.hf.prompt import Group
@@ -64,16 +65,19 @@ class Found:
     views: list[Any] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)  # what to release
     pending: set[int] = field(default_factory=set)  # indices of views that were still being written
+    part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
+    part_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        return len(self.views) * self.chain.block_tokens
+        return len(self.views) * self.chain.block_tokens + self.part_tokens
 
     def extend(self, client: Any, stop: int, follow: bool) -> None:
         """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
         start = len(self.views)
         if start >= stop:
             return
+        self.part, self.part_tokens = None, 0
         blocks = client.get(self.chain[start:stop], follow=follow)
         self.handles.append(blocks)
         for offset in range(stop - start):
@@ -88,6 +92,29 @@ class Found:
             elif not self.confirmed(start + offset, view):
                 return
             self.views.append(view)
+
+    def extend_part(self, client: Any) -> None:
+        """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it.
+        """
+        if not self.views or self.pending:
+            return
+        last, rest = len(self.views) - 1, self.group.tokens[len(self.views) * self.chain.block_tokens :]
+        keys = client.children(self.chain[last]) if len(rest) else []
+        if not keys:
+            return
+        blocks = client.get(keys)
+        self.handles.append(blocks)
+        for index in range(len(keys)):
+            try:
+                view = blocks[index]
+            except PinsExhausted:
+                return
+            known = meta.unpack(view.meta, view.tokens) if view is not None else None
+            if known is None or known.parent_key != self.chain[last]:
+                continue
+            count = common_length(np.frombuffer(known.token_ids, np.int32), rest)
+            if count > self.part_tokens and self.shape.fits(view, view.tokens, self.layers - 1):
+                self.part, self.part_tokens = view, count
 
     def drop_pending(self) -> None:
         if self.pending:
@@ -104,6 +131,7 @@ class Found:
 
     def release(self) -> None:
         self.views.clear()
+        self.part, self.part_tokens = None, 0
         for handle in self.handles:
             handle.release()
         self.handles.clear()
@@ -162,10 +190,10 @@ class Prefix:
         for row in found.group.rows:
             if pad:
                 target[:, row, :, : min(pad, self.columns)] = 0  # attended to by nobody, but 0 x NaN is NaN
-            for index, view in enumerate(found.views):
+            for index, view in enumerate([*found.views, found.part]):
                 start = pad + index * size
                 count = min(size, self.columns - start)
-                if count <= 0:
+                if count <= 0 or view is None:
                     break
                 try:
                     block = view.layer(layer) if on_cpu else view.tensor(layer)

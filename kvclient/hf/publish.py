@@ -43,6 +43,7 @@ class Publisher:
         self._priority, self._ttl_s = priority, ttl_s
         self._clock = clock
         self._slots: list[Slot] = []
+        self.loaded = 0  # columns that the store's blocks fill: nobody tells of them
         self.published = 0
         self.no_space = 0
         self.lost = 0
@@ -51,12 +52,13 @@ class Publisher:
     def claimed(self) -> bool:
         return bool(self._slots)
 
-    def claim(self, chain: Any, first: int, row: int, pad: int) -> list[str]:
+    def claim(self, chain: Any, first: int, row: int, pad: int, priority: int | None = None) -> list[str]:
         """Claims the chain's blocks from `first` on for the text of `row`, behind `pad` columns. One word per
         block.
         """
         rest = chain[first:] if first else chain
-        writer = self._client.create(rest, self._layout_id, priority=self._priority, ttl_s=self._ttl_s)
+        priority = self._priority if priority is None else priority
+        writer = self._client.create(rest, self._layout_id, priority=priority, ttl_s=self._ttl_s)
         if writer.granted:
             metas = _metas(chain, first)
             size = chain.block_tokens
@@ -64,7 +66,7 @@ class Publisher:
                 block = writer[index]
                 block.meta[: len(metas[index])] = metas[index]
                 start = pad + (first + index) * size
-                self._slots.append(Slot(writer, index, block, row, start, start + size))
+                self._slots.append(Slot(writer, index, block, row, start, start + block.tokens))
         self.no_space += writer.results.count("no_space")
         return writer.results
 
@@ -75,6 +77,8 @@ class Publisher:
         began = time.perf_counter()
         on_cpu = storage.device.type == "cpu"
         source = as_array(storage) if on_cpu else storage
+        if start <= self.loaded:
+            start = 0
         for slot in self._slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
             if low >= high or slot.done:

@@ -25,6 +25,7 @@ from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
 
+MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
 
@@ -172,15 +173,20 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
+            if read and subject.interior is not None:
+                one.extend_part(self._client)
             inside = self._search(one, config) if read else []
             if self._write:
                 # What is computed behind approximate tokens is nobody's prefix.
                 limit = inside[0].start // options.block_tokens if inside else len(one.chain)
                 self._claim(one, read, follow, claimed, limit)
+                if subject.interior is not None and not inside:
+                    self._claim_tail(one)
         if len(found) > 1 and self._publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
+        self._publisher.loaded = columns
         self._prefix = Prefix(found, columns, subject.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
@@ -236,6 +242,17 @@ class Request:
             one.extend(self._client, first + run, follow)
         if len(self._prompt.groups) > 1:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
+
+    def _claim_tail(self, one: Found) -> None:
+        """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
+        anywhere. It goes first when memory is short: a longer text makes it superfluous.
+        """
+        assert self._publisher is not None
+        size = self._options.block_tokens
+        if len(one.chain) and len(one.group.tokens) % size >= MIN_TAIL * size:
+            chain = self._make_chain(self._subject.identity, one.group.tokens, size, partial=True)
+            rows, pad = one.group.rows, one.group.pad
+            self._publisher.claim(chain, len(chain) - 1, rows[0], pad, self._options.priority // 2)
 
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
         assert self._prompt is not None

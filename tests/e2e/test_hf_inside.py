@@ -83,6 +83,40 @@ def test_what_is_found_starts_behind_the_exact_prefix(attach, model):
     assert kv.last.approximate_tokens == 100
 
 
+def test_the_exact_prefix_goes_on_into_a_block_that_agrees_in_part(attach, model, client):
+    kv = attach("auto")
+    for agreed in (
+        BLOCK * 4 + 1,
+        BLOCK * 5 - 1,
+        141 - 2,
+    ):  # the last of these lies in the prompt's shorter last block
+        ids = torch.cat([COMPUTED[:, :agreed], prompt(30, seed=agreed)], dim=1)
+        ids[0, agreed] = (COMPUTED[0, min(agreed, 140)] + 1) % 300 + 3
+        with kv.bypass():
+            plain, plain_logits, cache = generate(model, ids, 1)
+        tokens, logits, _ = generate(model, ids, 1)
+        assert kv.last.reused_tokens == agreed
+        assert kv.last.approximate_tokens == 0
+        assert torch.equal(tokens, plain)
+        torch.testing.assert_close(logits, plain_logits, rtol=0, atol=1e-3)
+        assert kv.last.published_blocks == len(ids[0]) // BLOCK - agreed // BLOCK + 1
+        _, _, ours = generate(model, torch.cat([ids, prompt(3, seed=3)], dim=1), 1)
+        assert kv.last.reused_tokens == len(ids[0])
+        for mine, theirs in zip(ours.layers, cache.layers, strict=True):
+            count = len(ids[0])  # blocks that begin with what was loaded are whole
+            torch.testing.assert_close(mine.keys[:, :, :count], theirs.keys[:, :, :count], rtol=0, atol=1e-4)
+
+
+def test_an_identical_prompt_leaves_one_token(attach, model):
+    kv = attach("auto")
+    tokens, logits, _ = generate(model, COMPUTED)
+    assert kv.last.reused_tokens == 140
+    with kv.bypass():
+        plain, plain_logits, _ = generate(model, COMPUTED)
+    assert torch.equal(tokens, plain)
+    torch.testing.assert_close(logits, plain_logits, rtol=0, atol=1e-3)
+
+
 def test_without_repair_only_prefixes_are_reused(attach, model):
     kv = attach(None)
     plain, plain_logits, _ = generate(model, asked(5))
