@@ -13,7 +13,7 @@ import hashlib
 import os
 import pwd
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstored import log, rundir
 from kvstored.config import Config
@@ -53,11 +53,26 @@ class Openness:
 def tenants(config: Config) -> list[Tenant]:
     """One per namespace, in their order. Raises StartupError for a name this host does not know."""
     _check_own_user(config)
-    found = []
-    for one in config.namespaces:
-        readers, writers = _ids(one, "readers"), _ids(one, "writers")
-        found.append((*readers, *writers, _salt(config, one)))
-    return found
+    return [(*_lists(one), _salt(config, one)) for one in config.namespaces]
+
+
+def relisted(known: list[Tenant], namespaces: tuple[Namespace, ...]) -> list[Tenant]:
+    """The same with the lists of these, which are as many. Raises StartupError."""
+    return [(*_lists(new), old[4]) for old, new in zip(known, namespaces, strict=True)]
+
+
+def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> tuple[Namespace, ...]:
+    """What a running daemon can take over of `after`: who may read and write what is there already. Nothing
+    where it would have to open its sockets to others, or close them: those are of the start."""
+    lists = {one.name: one for one in after}
+    found = tuple(
+        replace(one, readers=lists[one.name].readers, writers=lists[one.name].writers)
+        if one.name in lists
+        else one
+        for one in before
+    )
+    opened = [any(one.open_to_others for one in some) for some in (before, found)]
+    return found if opened[0] == opened[1] else before
 
 
 def openness(config: Config, known: list[Tenant]) -> Openness:
@@ -100,6 +115,10 @@ def _check_own_user(config: Config) -> None:
             f"namespaces: the daemon runs as user {UNMAPPED_ID}, whom every unmapped user looks like: "
             "give it a user of its own"
         )
+
+
+def _lists(namespace: Namespace) -> tuple[list[int], list[int], list[int], list[int]]:
+    return (*_ids(namespace, "readers"), *_ids(namespace, "writers"))
 
 
 def _ids(namespace: Namespace, field: str) -> tuple[list[int], list[int]]:

@@ -21,6 +21,11 @@ from kvstored.errors import ConfigError, FailedPrecondition
 from kvstored.notify import notify
 
 Apply = Callable[[Config], None]
+Part = Callable[[Any, Any], Any]
+
+
+def _all(before: Any, after: Any) -> Any:
+    return after
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,19 @@ class Reload:
         self.refused_total = 0
         self._degraded = degraded
         self._apply: dict[str, Apply] = {}
+        self._part: dict[str, Part] = {}
 
     @property
     def config(self) -> Config:
         return self.sourced.config
 
-    def can(self, *fields: str, apply: Apply = lambda config: None) -> None:
-        """These fields may change: `apply` gets what holds from now on. It must not fail."""
+    def can(self, *fields: str, apply: Apply = lambda config: None, part: Part = _all) -> None:
+        """These fields may change: `apply` gets what holds from now on. It must not fail. Where only a part
+        of a field may change, `part(before, after)` says what can hold now, or raises ConfigError."""
         known = {about.name for about in dataclasses.fields(Config)}
         assert known.issuperset(fields), fields
         self._apply.update(dict.fromkeys(fields, apply))
+        self._part.update(dict.fromkeys(fields, part))
 
     def again(self) -> list[Change]:
         """Reads the file anew; flags and environment are those of the start. Raises FailedPrecondition, and
@@ -63,11 +71,8 @@ class Reload:
     def _again(self) -> list[Change]:
         try:
             wanted = load(self.sourced.flags, os.environ, self.sourced.file or None)
-            changes = self._changes(wanted.config)
-            applied = [change.name for change in changes if change.applied]
-            config = dataclasses.replace(
-                self.config, **{name: getattr(wanted.config, name) for name in applied}
-            )
+            changes, applied = self._plan(wanted.config)
+            config = dataclasses.replace(self.config, **applied)
         except ConfigError as error:
             self.refused_total += 1
             self._degraded.set("reload_refused", text=str(error))
@@ -82,14 +87,22 @@ class Reload:
         self._degraded.clear("reload_refused")
         for change in changes:
             log.info("config_changed", field=change.name, applied=change.applied)
-        log.info("reloaded", applied=len(applied), after_restart=len(changes) - len(applied))
+        log.info("reloaded", applied=len(applied), after_restart=sum(not one.applied for one in changes))
         return changes
 
-    def _changes(self, wanted: Config) -> list[Change]:
-        changes = []
+    def _plan(self, wanted: Config) -> tuple[list[Change], dict[str, Any]]:
+        """What changes, and the values that hold from now on."""
+        changes: list[Change] = []
+        applied: dict[str, Any] = {}
         for about in dataclasses.fields(Config):
-            before, after = getattr(self.config, about.name), getattr(wanted, about.name)
-            if before != after:
-                show: Callable[[Any], str] = about.metadata["show"]
-                changes.append(Change(about.name, show(before), show(after), about.name in self._apply))
-        return changes
+            name, show = about.name, about.metadata["show"]
+            before, after = getattr(self.config, name), getattr(wanted, name)
+            if before == after:
+                continue
+            now = self._part[name](before, after) if name in self._part else before
+            if now != before:
+                applied[name] = now
+                changes.append(Change(name, show(before), show(now), True))
+            if now != after:
+                changes.append(Change(name, show(now), show(after), False))
+        return changes, applied

@@ -22,7 +22,7 @@ from kvstored.admin import AdminService
 from kvstored.calls import CallCounts, Decoding, Threads
 from kvstored.config import Config, Sourced
 from kvstored.doors import Door, GuestsDoor, OwnersDoor
-from kvstored.errors import StartupError, StoreError
+from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.events import Event, Events
 from kvstored.exposition import Figures, render
 from kvstored.leases import Leases
@@ -49,10 +49,7 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     made = rundir.prepare(config.dir)
     lock = rundir.Lock(config.dir)
     try:
-        tenants = access.tenants(config)
-        opening = access.openness(config, tenants)
-        access.open_directory(config.dir, opening, made)
-        daemon = Daemon(sourced, tenants, opening, fresh, started_ns)
+        daemon = Daemon(sourced, made, fresh, started_ns)
         try:
             asyncio.run(daemon.run())
         finally:
@@ -64,17 +61,13 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
 class Daemon:
     """One daemon: built by the constructor, then run() once, then close()."""
 
-    def __init__(
-        self,
-        sourced: Sourced,
-        tenants: list[access.Tenant],
-        opening: access.Openness,
-        fresh: bool,
-        started_ns: int,
-    ) -> None:
-        self._opening = opening
+    def __init__(self, sourced: Sourced, made_directory: bool, fresh: bool, started_ns: int) -> None:
         self._started_ns = started_ns
         config = sourced.config
+        self._tenants = self._next_tenants = access.tenants(config)
+        self._made_directory = made_directory
+        self._opening = access.openness(config, self._tenants)
+        access.open_directory(config.dir, self._opening, made_directory)
         self._segments = Segments(
             config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
         )
@@ -89,7 +82,7 @@ class Daemon:
                 list(self._stores.values()),
                 config.max_sessions,
                 config.max_pins,
-                tenants,
+                self._tenants,
             )
         except StoreError as error:
             raise StartupError(str(error)) from error
@@ -152,6 +145,23 @@ class Daemon:
             "max_subscribers", "event_queue",
             apply=lambda config: self._events.limit(config.max_subscribers, config.event_queue),
         )  # fmt: skip
+        can("namespaces", part=self._resolve_lists, apply=self._use_lists)
+
+    def _resolve_lists(self, before: Any, after: Any) -> Any:
+        namespaces = access.with_lists(before, after)
+        try:
+            self._next_tenants = access.relisted(self._tenants, namespaces)
+        except StartupError as error:
+            raise ConfigError(str(error)) from error
+        return namespaces
+
+    def _use_lists(self, config: Config) -> None:
+        self._tenants = self._next_tenants
+        self._sessions.set_tenants(self._tenants)
+        self._opening = access.openness(config, self._tenants)
+        access.open_directory(config.dir, self._opening, self._made_directory)
+        for name in ("kvstored.sock", "guests.sock"):
+            self._opening.apply(config.in_dir(name), self._opening.socket_mode)
 
     def _reload_on_signal(self) -> None:
         try:

@@ -39,7 +39,9 @@ std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>>
 using Ids = std::vector<uint32_t>;
 
 // (readers' users, readers' groups, writers' users, writers' groups, salt) per namespace
-std::vector<kv::Tenant> tenants(const std::vector<std::tuple<Ids, Ids, Ids, Ids, nb::bytes>>& given) {
+using GivenTenants = std::vector<std::tuple<Ids, Ids, Ids, Ids, nb::bytes>>;
+
+std::vector<kv::Tenant> tenants(const GivenTenants& given) {
   std::vector<kv::Tenant> out;
   for (const auto& [reader_users, reader_groups, writer_users, writer_groups, salt] : given) {
     kv::Tenant& one = out.emplace_back(kv::Tenant{{reader_users, reader_groups}, {writer_users, writer_groups}, {}});
@@ -76,7 +78,7 @@ NB_MODULE(_core, m) {
       .def(
           "__init__",
           [](kv::SessionServer* self, std::string path, nb::list stores, uint32_t max_sessions, uint32_t max_pins,
-             const std::vector<std::tuple<Ids, Ids, Ids, Ids, nb::bytes>>& tenants_given) {
+             const GivenTenants& tenants_given) {
             std::vector<kv::Store*> pointers;
             for (nb::handle store : stores) pointers.push_back(nb::cast<kv::Store*>(store));
             new (self) kv::SessionServer({std::move(path), max_sessions, max_pins, tenants(tenants_given)}, std::move(pointers));
@@ -88,6 +90,9 @@ NB_MODULE(_core, m) {
       .def("sessions", sessions)
       .def("latencies", latencies)
       .def("token", token, nb::arg("shown"))
+      .def(
+          "set_tenants", [](kv::SessionServer& server, const GivenTenants& given) { server.set_tenants(tenants(given)); },
+          nb::arg("tenants"))
       .def_prop_ro("refused", &kv::SessionServer::refused)
       .def_prop_ro("thread_cpu_s", &kv::SessionServer::thread_cpu_s);
 }

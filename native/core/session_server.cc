@@ -38,12 +38,17 @@ void watch(int epoll, int fd) {
   KV_INVARIANT(::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0);
 }
 
+SessionServer::Options one_tenant_each(SessionServer::Options options, size_t stores) {
+  options.tenants.resize(stores);
+  return options;
+}
+
 }  // namespace
 
 SessionServer::SessionServer(Options options, std::vector<Store*> stores)
-    : options_(std::move(options)), stores_(std::move(stores)), buffer_(protocol::kMaxMessage + 1) {
-  options_.tenants.resize(stores_.size());
-}
+    : options_(one_tenant_each(std::move(options), stores.size())),
+      stores_(std::move(stores)),
+      buffer_(protocol::kMaxMessage + 1) {}
 
 SessionServer::~SessionServer() { stop(); }
 
@@ -64,9 +69,11 @@ void SessionServer::start() {
     throw Error(Code::Unavailable, errno_text("listening on " + options_.socket_path));
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   stop_event_ = Fd(::eventfd(0, EFD_CLOEXEC));
+  tenants_event_ = Fd(::eventfd(0, EFD_CLOEXEC));
   spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
   watch(epoll_.get(), listener_.get());
   watch(epoll_.get(), stop_event_.get());
+  watch(epoll_.get(), tenants_event_.get());
   for (const Store* store : stores_) latencies_[store];  // before the thread: from here on the map itself never changes
   thread_ = std::thread([this] { run(); });
 }
@@ -128,6 +135,9 @@ void SessionServer::run() {
       if (fd == stop_event_.get()) return;
       if (fd == listener_.get()) {
         knock = true;
+      } else if (fd == tenants_event_.get()) {
+        take_new_tenants();
+        next_tick = 0;
       } else if (auto process = process_sockets_.find(fd); process != process_sockets_.end()) {
         close(process->second);
         next_tick = 0;
@@ -157,9 +167,9 @@ void SessionServer::accept_all() {
     auto connection = std::make_unique<Connection>();
     bool welcome = false;
     if (auto who = credentials_of(socket.get())) {
-      for (const Tenant& tenant : options_.tenants) connection->rights.push_back(right_of(*who, tenant, ::geteuid()));
-      welcome = std::any_of(connection->rights.begin(), connection->rights.end(), [](Right r) { return r != Right::None; });
       connection->who = std::move(*who);
+      admit(*connection);
+      welcome = may_stay(*connection);
     }
     if (!welcome || !room_for(connection->who)) {
       refused_.fetch_add(1);
@@ -177,6 +187,42 @@ void SessionServer::accept_all() {
     connection->socket = std::move(socket);
     connections_.emplace(fd, std::move(connection));
   }
+}
+
+void SessionServer::set_tenants(std::vector<Tenant> tenants) {
+  tenants.resize(stores_.size());
+  std::lock_guard lock(tenants_mutex_);
+  new_tenants_ = std::move(tenants);
+  const uint64_t one = 1;
+  if (tenants_event_) KV_INVARIANT(::write(tenants_event_.get(), &one, sizeof one) == sizeof one);
+}
+
+void SessionServer::take_new_tenants() {
+  {
+    std::lock_guard lock(tenants_mutex_);
+    uint64_t count;
+    KV_INVARIANT(::read(tenants_event_.get(), &count, sizeof count) == sizeof count);
+    options_.tenants = new_tenants_;
+  }
+  std::vector<int> leaving;
+  for (auto& [fd, connection] : connections_) {
+    admit(*connection);
+    if (!may_stay(*connection)) leaving.push_back(fd);
+  }
+  for (int fd : leaving) close(fd);
+}
+
+void SessionServer::admit(Connection& connection) const {
+  connection.rights.clear();
+  for (const Tenant& tenant : options_.tenants) connection.rights.push_back(right_of(connection.who, tenant, ::geteuid()));
+}
+
+// Attached: if it has the right that it attached with. Before: if there is anything for it here.
+bool SessionServer::may_stay(const Connection& connection) const {
+  const Right needed = connection.store && !connection.read_only ? Right::Write : Right::Read;
+  for (size_t i = 0; i < stores_.size(); ++i)
+    if ((!connection.store || connection.store == stores_[i]) && connection.rights[i] >= needed) return true;
+  return false;
 }
 
 // One other user holds half of the sessions at most: the rest, and the owner, are still served.

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -35,6 +36,8 @@ class SessionServer {
   void start();  // throws Unavailable if the socket cannot be made
   void stop();   // ends the thread; sessions stay as they are, for the next daemon
   std::vector<std::pair<std::string, Store::SessionInfo>> sessions() const;  // with their namespace's name
+  // Other lists from now on, from any thread. A session whose user may no longer do what it attached for ends.
+  void set_tenants(std::vector<Tenant> tenants);
   // What a gRPC call that shows this token may do; nothing if no living session has it.
   std::optional<Tokens::Grant> token(std::span<const uint8_t> shown) const { return tokens_.check(shown); }
   uint64_t refused() const { return refused_.load(); }
@@ -68,6 +71,9 @@ class SessionServer {
   void attach(Connection& connection, const protocol::Request& request, protocol::Reader body);
   bool send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
             std::span<const uint8_t> body, std::span<const int> descriptors = {});
+  void take_new_tenants();
+  void admit(Connection& connection) const;
+  bool may_stay(const Connection& connection) const;
   bool room_for(const Credentials& who) const;
   size_t visible_store(const Connection& connection, const std::string& name) const;
   std::vector<uint8_t> token_of(Connection& connection);
@@ -76,12 +82,14 @@ class SessionServer {
 
   Options options_;
   const std::vector<Store*> stores_;
-  Fd listener_, epoll_, stop_event_;
+  Fd listener_, epoll_, stop_event_, tenants_event_;
   Fd spare_;                                                // given up for a moment when no descriptor is left for a connection
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
   Tokens tokens_;
+  std::mutex tenants_mutex_;
+  std::vector<Tenant> new_tenants_;  // not yet taken over by the thread
   std::atomic<uint64_t> refused_{0};
   using OpLatencies = std::array<LatencyHistogram, static_cast<size_t>(protocol::Op::kLast)>;
   std::map<const Store*, OpLatencies> latencies_;  // an entry per store, made by start()
