@@ -20,6 +20,7 @@ F32, F16, BF16, INT8, INT4 = range(5)
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
 PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni")
 MAX_HEAD_DIM = 512
+MAX_GQA = 128
 GROUPS = (32, 64, 128)
 
 

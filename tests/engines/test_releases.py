@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # transformers 5.0 refuses newer tokenizers.
 RELEASES = {"oldest": ["transformers==5.0.0", "tokenizers<=0.23.0"], "newest": ["transformers"]}
 INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 600, 900
-TESTS = ["tests/engines/test_architectures.py", "tests/e2e/test_hf_generate.py", "tests/e2e/test_hf_modes.py"]
+TESTS = [
+    "tests/engines/test_architectures.py",
+    "tests/engines/test_backends.py",
+    "tests/e2e/test_hf_generate.py",
+    "tests/e2e/test_hf_modes.py",
+]
 
 
 @pytest.fixture(params=RELEASES)

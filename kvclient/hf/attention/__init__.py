@@ -1,0 +1,15 @@
+"""kvclient.hf.attention: the native kernels as attention of a stock transformers model.
+
+    available_backends()          # {"cpu_avx512": None, "cuda": "this build has no CUDA kernels", …}
+    install(model)                # any model, without a store; returns the backend's name
+    uninstall(model)
+    fallbacks()                   # calls that torch answered instead, by reason
+
+Reading order: backends (which there are, which is chosen) → registered (what transformers calls) → dense (the
+kernels over tensors) and plain (the same in torch, where the kernels cannot) → layer (keys in place).
+"""
+
+from kvclient.hf.attention.backends import available_backends
+from kvclient.hf.attention.registered import fallbacks, install, installed, uninstall
+
+__all__ = ["available_backends", "fallbacks", "install", "installed", "uninstall"]

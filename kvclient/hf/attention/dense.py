@@ -1,0 +1,101 @@
+"""The native kernels over dense tensors, as an operator that torch.compile knows.
+
+Owns the translation of tensors into the structs of native/kernels.h. Never copies keys or values whose heads
+are contiguous. Invariant: query t of T stands at key N - T + t of the N, as everywhere in transformers.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import addressof, byref, sizeof
+
+import torch
+
+from kvclient.hf.attention.backends import DTYPES
+from kvclient.kernels import contract
+
+_local = threading.local()
+
+
+def workspace(args: contract.Attention) -> None:
+    """Gives the call this thread's workspace, which grows to what the largest call wanted."""
+    library = contract.cpu()
+    size = library.kvk_attention_workspace(byref(args))
+    if size == 0:
+        contract.check(contract.INVALID)
+    memory = getattr(_local, "memory", None)
+    if memory is None or memory.numel() < size:
+        memory = _local.memory = torch.empty(size, dtype=torch.uint8)
+    args.workspace, args.workspace_bytes = memory.data_ptr(), memory.numel()
+
+
+def heads_together(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def arguments(
+    query: torch.Tensor, out: torch.Tensor, kv_heads: int, position: torch.Tensor, scale: float, path: int
+) -> contract.Attention:
+    """What a call needs besides its keys: query [B, heads, T, D], out [B, T, heads, D], position [B, T]."""
+    batch, heads, tokens, head_dim = query.shape
+    size = query.element_size()
+    q, o = (tuple(size * stride for stride in tensor.stride()) for tensor in (query, out))
+    return contract.Attention(
+        sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads, head_dim, tokens,
+        DTYPES[query.dtype], query.data_ptr(), q[0], q[1], q[2], out.data_ptr(), o[0], o[2], o[1],
+        None, position.data_ptr(), None, None, scale, 0.0, 1, 0, 0, 0, torch.get_num_threads(), path,
+    )  # fmt: skip
+
+
+def dense_segment(
+    key: torch.Tensor, value: torch.Tensor, row: int, start: int, position: int
+) -> contract.Segment:
+    """Row `row` of [B, heads, N, D] from key `start` on, which stands at `position`."""
+    size = key.element_size()
+    k, v = (tuple(size * stride for stride in tensor.stride()) for tensor in (key, value))
+    return contract.Segment(
+        key.data_ptr() + row * k[0] + start * k[2], value.data_ptr() + row * v[0] + start * v[2],
+        k[1], k[2], v[1], v[2], base_position=position, new_position=position,
+        tokens=max(0, key.shape[2] - start), codec=DTYPES[key.dtype],
+    )  # fmt: skip
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
+    sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,
+) -> torch.Tensor:  # fmt: skip
+    """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding."""
+    batch, heads, tokens, head_dim = query.shape
+    keys = key.shape[2]
+    query, key, value = heads_together(query), heads_together(key), heads_together(value)
+    out = query.new_empty((batch, tokens, heads, head_dim))
+    position = torch.arange(keys - tokens, keys).expand(batch, tokens).contiguous()
+    args = arguments(query, out, key.shape[1], position, scale, path)
+    args.softcap, args.window, args.causal = softcap, window, causal
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        args.sinks = sinks.data_ptr()
+    pads = [0] * batch if starts is None else starts.tolist()
+    sequences = (contract.Sequence * batch)()
+    for row, pad in enumerate(pads):
+        sequences[row].tail = dense_segment(key, value, row, pad, pad)
+    args.sequences = addressof(sequences)
+    workspace(args)
+    contract.check(contract.cpu().kvk_attend(byref(args)))
+    return out
+
+
+@torch.library.custom_op("kvclient::attend", mutates_args=(), device_types="cpu")
+def attend_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
+    sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,
+) -> torch.Tensor:  # fmt: skip
+    return attend(query, key, value, starts, sinks, scale, softcap, window, causal, path)
+
+
+@attend_op.register_fake
+def _(
+    query, key, value, starts, sinks, scale, softcap, window, causal, path
+):  # its shapes, without the numbers
+    batch, heads, tokens, head_dim = query.shape
+    return query.new_empty((batch, tokens, heads, head_dim))

@@ -1,0 +1,176 @@
+"""What transformers calls: an attention and a mask function per backend, registered under its name.
+
+Owns the registration, the counts of fallbacks and the switching of a model. Never answers silently by another
+way: what the kernels do not take goes to torch and is counted by reason. Invariant: a mask is handed on only
+in a form whose meaning the attention function knows: None (causal, the last query at the last key), 2-D (the
+same with padding at the left), 4-D (anything else: torch).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import backends, dense, plain
+from kvclient.hf.attention.backends import Backend
+from kvclient.kernels import contract
+
+PREFIX = "kvclient_"
+PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
+# Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of attention.
+KNOWN_MASKS = ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask")
+
+_lock = threading.Lock()
+_fallbacks: Counter[str] = Counter()
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls of attention that torch answered although a kernel backend was asked for, by reason."""
+    with _lock:
+        return dict(_fallbacks)
+
+
+def count_fallback(reason: str) -> None:
+    with _lock:
+        _fallbacks[reason] += 1
+
+
+def install(model: torch.nn.Module, backend: str | None = None) -> str:
+    """Gives the model the kernels as its attention, until uninstall(). Returns the name of the backend.
+
+    backend: a name of available_backends(); default: KVCLIENT_BACKEND, or the best that fits. Raises
+    InvalidArgument if that cannot run here, or if the model's attention cannot be replaced.
+    """
+    if PLACE in model.__dict__:
+        raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
+    if not type(model)._can_set_attn_implementation():
+        raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    chosen = backends.choose(model.device, model.dtype, head_dim, backend)
+    before = {name: part.config._attn_implementation for name, part in _configured(model)}
+    model.set_attn_implementation(register(chosen))
+    model.__dict__[PLACE] = before
+    return chosen.name
+
+
+def uninstall(model: torch.nn.Module) -> None:
+    """Gives the model back the attention it had. Idempotent."""
+    before = model.__dict__.pop(PLACE, None)
+    for name, part in _configured(model) if before is not None else ():
+        if name in before:
+            part.config._attn_implementation_internal = before[name]
+
+
+def installed(model: torch.nn.Module) -> str | None:
+    """The backend that install() gave this model."""
+    name = model.config._attn_implementation or ""
+    return name.removeprefix(PREFIX) if PLACE in model.__dict__ else None
+
+
+def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [(name, part) for name, part in model.named_modules() if hasattr(part, "set_attn_implementation")]
+
+
+@functools.cache
+def register(backend: Backend) -> str:
+    name = PREFIX + backend.name
+    AttentionInterface.register(name, functools.partial(attention, backend))
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+# ---------------------------------------------------------------- the mask
+
+
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    padding, keys = kwargs.get("attention_mask"), kwargs.get("kv_length")
+    if not _known(kwargs.get("mask_function", causal_mask_function)) or not _all_written(kwargs, keys):
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    if padding is None:
+        return None
+    padding = padding[:, -keys:]
+    if padding.shape[1] != keys:
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    if padding.all():
+        return None
+    starts = keys - padding.sum(1)
+    if torch.equal(padding != 0, torch.arange(keys, device=padding.device) >= starts[:, None]):
+        padding._kvclient_starts = starts
+        return padding
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def _known(function: Callable[..., Any]) -> bool:
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        parts = [cell.cell_contents for cell in function.__closure__ or ()]
+        return all(_known(part) for inner in parts for part in inner)
+    return function.__qualname__ in KNOWN_MASKS
+
+
+def _all_written(kwargs: dict[str, Any], keys: int) -> bool:
+    """Whether the last key is the last query's: not so in a cache of fixed size."""
+    offset = kwargs.get("kv_offset", 0)
+    if (columns := kwargs.get("cache_position")) is not None:  # until transformers 5.4
+        return int(columns[-1]) + 1 == keys + offset
+    if "q_length" not in kwargs:
+        return False
+    return int(kwargs.get("q_offset", 0)) + kwargs["q_length"] == keys + offset
+
+
+# ---------------------------------------------------------------- the attention
+
+
+def attention(
+    backend: Backend, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    window, cap = int(sliding_window or 0), float(softcap or 0.0)
+    starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
+    reason = _unfit(backend, query, key, value, attention_mask, starts, dropout, position_bias, kwargs)
+    if reason is None:
+        run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
+        return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
+    if backend.path is not None:
+        count_fallback(reason)
+    if attention_mask is not None and attention_mask.ndim == 4:
+        seen = attention_mask[..., : key.shape[2]]
+    else:
+        seen = plain.visible(query.shape[2], key.shape[2], starts, window, causal, query.device)
+    return plain.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
+
+
+def _unfit(
+    backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    starts: torch.Tensor | None, dropout: float, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
+) -> str | None:  # fmt: skip
+    """Why the kernels cannot take this call, as a word for counting; None: they can."""
+    if kwargs.get("cache") is not None:
+        raise InvalidArgument(
+            "continuous batching brings a cache of its own, which these kernels do not read"
+        )
+    if mask is not None and starts is None:
+        return "mask"
+    if dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
+        return "training"
+    if position_bias is not None:
+        return "position_bias"
+    if key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1] or key.dtype != query.dtype:
+        return "shape"
+    if query.shape[1] // key.shape[1] > contract.MAX_GQA:
+        return "shape"
+    return backends.unfit(query.device, query.dtype, query.shape[-1]) or (
+        "torch" if backend.path is None else None
+    )

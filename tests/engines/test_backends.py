@@ -1,0 +1,223 @@
+"""Proves that the kernels can stand in for a stock model's attention: install() and uninstall(), no store.
+
+Method: tiny random models of every architecture, the same prompts with the model's own attention (sdpa or
+eager) and with each backend: equal greedy tokens and nearly equal logits in fp32, the prompt's logits within
+rounding in bf16 (later ones may follow another token); padded rows; whatever the kernels do not take is
+answered by torch, rightly, and counted by its reason.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf import attention
+from kvclient.hf.attention import backends, dense, registered
+from tests.engines.zoo import REFUSED, SERVED, build, generate, prompt
+
+OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")  # these call no registered function
+NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
+# In transformers 5.0 these made their masks by themselves, which only torch reads.
+MASKS_OF_THEIR_OWN = ("opt", "stablelm") if transformers.__version__.startswith("5.0.") else ()
+BACKENDS = ["cpu_avx512", "cpu_avx2", "torch"]
+
+
+def known(name: str, dtype: torch.dtype = torch.float32):
+    model = build(name, dtype)
+    if model is None:
+        pytest.skip(f"this transformers has no {name}")
+    return model
+
+
+def runnable(backend: str) -> str:
+    if reason := attention.available_backends()[backend]:
+        pytest.skip(f"{backend}: {reason}")
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def counts():
+    """Calls that torch answered during the test, by reason."""
+    before = attention.fallbacks()
+
+    def new() -> dict[str, int]:
+        now = attention.fallbacks()
+        return {
+            reason: now[reason] - before.get(reason, 0)
+            for reason in now
+            if now[reason] != before.get(reason, 0)
+        }
+
+    return new
+
+
+def padded_rows():
+    ids = torch.cat([prompt(61), prompt(61, seed=2)])
+    mask = torch.ones_like(ids)
+    ids[1, :21] = mask[1, :21] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_models_own_attention(name, backend, counts):
+    model, ids = known(name), prompt(61)
+    rows, mask = padded_rows()
+    plain, logits, _ = generate(model, ids)
+    plain_rows, row_logits, _ = generate(model, rows, attention_mask=mask)
+    assert attention.install(model, runnable(backend)) == backend
+    assert attention.installed(model) == backend
+    for wanted, values, (tokens, found, _) in (
+        (plain, logits, generate(model, ids)),
+        (plain_rows, row_logits, generate(model, rows, attention_mask=mask)),
+    ):
+        assert torch.equal(tokens, wanted)
+        assert float((found - values).abs().max()) <= 1e-5 * float(values.abs().max())
+    assert set(counts()) <= ({"mask"} if name in MASKS_OF_THEIR_OWN else set())
+    attention.uninstall(model)
+    assert torch.equal(generate(model, ids)[1], logits)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bfloat16_to_rounding(name, backend):
+    model, (rows, mask) = known(name, torch.bfloat16), padded_rows()
+    _, wanted, _ = generate(model, rows, 1, attention_mask=mask)
+    attention.install(model, runnable(backend))
+    _, found, _ = generate(model, rows, 1, attention_mask=mask)
+    assert float((found - wanted).abs().max()) <= 5e-2 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_with_its_own_attention_is_refused(name):
+    model = known(name)
+    with pytest.raises(InvalidArgument, match="its own attention"):
+        attention.install(model)
+    assert registered.PLACE not in model.__dict__
+
+
+def test_every_backend_is_named_with_its_reason():
+    found = attention.available_backends()
+    assert list(found) == [
+        "cuda_sm90a", "cuda", "triton", "torch_cudnn", "torch_flash",
+        "cpu_amx", "cpu_avx512", "cpu_avx2", "torch",
+    ]  # fmt: skip
+    assert found["torch"] is None
+    assert all(reason is None or reason for reason in found.values())
+    for name, reason in found.items():
+        if reason is not None:
+            with pytest.raises(InvalidArgument, match=name):
+                backends.backend(name)
+    with pytest.raises(InvalidArgument, match="abacus"):
+        backends.backend("abacus")
+
+
+def test_the_best_that_fits_is_chosen(monkeypatch):
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    cpu = torch.device("cpu")
+    best = next(name for name, reason in attention.available_backends().items() if reason is None)
+    assert backends.choose(cpu, torch.bfloat16, 64).name == best
+    assert backends.choose(cpu, torch.float64, 64).name == "torch"
+    assert backends.choose(cpu, torch.bfloat16, 1024).name == "torch"
+    assert backends.choose(torch.device("meta"), torch.bfloat16, 64).name == "torch"
+    monkeypatch.setenv(backends.ENVIRONMENT, "torch")
+    assert backends.choose(cpu, torch.bfloat16, 64).name == "torch"
+    monkeypatch.setenv(backends.ENVIRONMENT, "cuda")
+    with pytest.raises(InvalidArgument, match="cuda cannot run here"):
+        backends.choose(cpu, torch.bfloat16, 64)
+
+
+def test_the_native_path_can_be_forced_from_outside():
+    code = "from kvclient import kernels; print(kernels.auto_path())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"KVK_CPU_PATH": "reference", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "reference", done.stderr
+
+
+def test_installing_twice_is_refused_and_uninstalling_is_not():
+    model = known("llama")
+    attention.install(model, "torch")
+    with pytest.raises(InvalidArgument, match="already"):
+        attention.install(model)
+    attention.uninstall(model)
+    attention.uninstall(model)
+    assert attention.installed(model) is None
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_a_mask_of_its_own_goes_to_torch_and_is_counted(counts):
+    model, ids = known("llama"), prompt(40)
+    seen = torch.ones((40, 40), dtype=torch.bool).tril()
+    seen[20:, 5:9] = False
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=seen[None, None]).logits
+        attention.install(model, "cpu_avx512" if backends._lacks("cpu_avx512") is None else "cpu_avx2")
+        found = model(ids, attention_mask=seen[None, None]).logits
+    assert counts() == {"mask": 3}
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_packed_rows_and_right_padding_go_to_torch_and_are_counted(counts):
+    """Two texts in one row, told apart by their positions; padding on the right."""
+    model, ids = known("llama"), prompt(40)
+    positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
+    mask = torch.ones_like(ids)
+    mask[:, 30:] = 0
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        right = model(ids, attention_mask=mask).logits
+        attention.install(model, runnable("cpu_avx2"))
+        assert torch.allclose(model(ids, position_ids=positions, use_cache=False).logits, packed, atol=1e-5)
+        assert torch.allclose(model(ids, attention_mask=mask).logits[:, :30], right[:, :30], atol=1e-5)
+    assert counts() == {"mask": 6}
+
+
+def test_a_cache_of_fixed_size_goes_to_torch_and_is_counted(counts):
+    """A StaticCache hands over keys that nobody has written yet."""
+    model, ids = known("llama"), prompt(40)
+    wanted, *_ = generate(model, ids, cache_implementation="static", disable_compile=True)
+    attention.install(model, runnable("cpu_avx2"))
+    found, *_ = generate(model, ids, cache_implementation="static", disable_compile=True)
+    assert torch.equal(found, wanted)
+    assert set(counts()) == {"mask"}
+
+
+def test_training_goes_to_torch_and_is_counted(counts):
+    model, ids = known("llama"), prompt(20)
+    wanted = torch.autograd.grad(model(ids).logits.sum(), model.lm_head.weight)[0]
+    attention.install(model, runnable("cpu_avx2"))
+    found = torch.autograd.grad(model(ids).logits.sum(), model.lm_head.weight)[0]
+    assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    assert counts() == {"training": 3}
+
+
+def test_the_operator_has_a_fake_of_the_same_shape():
+    """What torch.compile traces with: shapes, types and strides without the numbers."""
+    path = backends.choose(torch.device("cpu"), torch.float32, 16).path or 1
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = torch.randn(2, 4, 3, 16, dtype=dtype), torch.randn(2, 2, 9, 16, dtype=dtype)
+        starts, sinks = torch.tensor([0, 4]), torch.randn(4)
+        for extra in ((None, None), (starts, sinks)):
+            torch.library.opcheck(
+                dense.attend_op, (query, key, key.clone(), *extra, 0.25, 0.0, 0, True, path),
+                test_utils=("test_schema", "test_faketensor"),
+            )  # fmt: skip
+
+
+def test_compiled_without_a_break():
+    """A whole attention module in one graph: torch.compile finds the operator, which it can follow."""
+    model = known("llama")
+    attention.install(model, runnable("cpu_avx2"))
+    layer, hidden = model.model.layers[0].self_attn, torch.randn(1, 12, 48)
+    places = model.model.rotary_emb(hidden, torch.arange(12)[None])
+    with torch.no_grad():
+        wanted, _ = layer(hidden, places, None)
+        found, _ = torch.compile(layer, backend="eager", fullgraph=True)(hidden, places, None)
+    assert torch.equal(found, wanted)
