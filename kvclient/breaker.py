@@ -16,6 +16,7 @@ from kvclient.errors import InvalidArgument
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 5.0
+HURRIED_BACKOFF_S = 0.02
 
 
 class Breaker:
@@ -25,7 +26,7 @@ class Breaker:
         self._now = now
         self._lock = threading.Lock()
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at = 0.0
+        self._retry_at = self._failed_at = 0.0
         self._probing = False
         self.open = False
         self.opened_total = 0
@@ -47,6 +48,12 @@ class Breaker:
             self._probing = True
             return True
 
+    def hurry(self) -> None:
+        """Shared memory says that a new daemon is there: the next try need not wait as long as for one that
+        is gone. A daemon that does not answer after all costs a try per HURRIED_BACKOFF_S."""
+        with self._lock:
+            self._retry_at = min(self._retry_at, self._failed_at + HURRIED_BACKOFF_S)
+
     def succeeded(self) -> None:
         if self.open:
             with self._lock:
@@ -61,7 +68,8 @@ class Breaker:
                 self.open = True
                 self.opened_total += 1
             self._probing = False
-            self._retry_at = self._now() + self._backoff_s
+            self._failed_at = self._now()
+            self._retry_at = self._failed_at + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
 

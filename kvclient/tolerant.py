@@ -38,13 +38,15 @@ class TolerantClient(KVClient):
     def lookup(self, keys: Any) -> Any:
         try:
             return self._lookup(keys)
-        except UNREACHABLE:
+        except UNREACHABLE as error:
+            self._heed(error)
             return self._tolerate(lambda native: native.lookup(keys), lambda: NoLookup(_count(keys)))
 
     def get(self, keys: Any, follow: bool = False) -> Any:
         try:
             return self._get(keys, True) if follow else self._get(keys)
-        except UNREACHABLE:
+        except UNREACHABLE as error:
+            self._heed(error)
             return self._tolerate(lambda native: native.get(keys, follow), lambda: NoBlocks(_count(keys)))
 
     def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
@@ -90,6 +92,11 @@ class TolerantClient(KVClient):
             return self._remember(blob, found)
         with self._lock:
             return self._remember(blob, min((-1, *(told - 1 for told in self._layouts))))
+
+    def _heed(self, error: Exception) -> None:
+        """Memory that was attached and is not current any more belongs to a daemon that has begun anew."""
+        if isinstance(error, Detached) and self._native is not None:
+            self._breaker.hurry()
 
     def _tolerate(self, ask: Callable[[Any], Answer], without: Callable[[], Answer]) -> Answer:
         if self._closed:

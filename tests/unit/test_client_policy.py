@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import kvclient
-from kvclient.breaker import FIRST_BACKOFF_S, MAX_BACKOFF_S, Breaker
+from kvclient.breaker import FIRST_BACKOFF_S, HURRIED_BACKOFF_S, MAX_BACKOFF_S, Breaker
 from kvclient.client import ATTACH_TRIES, KVClient, default_directory
 from kvclient.errors import Closed, Detached, InvalidArgument, Unavailable
 from kvclient.tolerant import TolerantClient
@@ -250,6 +250,23 @@ def test_the_breaker_opens_probes_and_closes():
         clock[0] += MAX_BACKOFF_S
         assert breaker.may_ask(), "the backoff is bounded"
     assert breaker.opened_total == 2
+
+
+def test_a_sign_of_a_new_daemon_shortens_the_backoff_and_not_below_its_bound():
+    clock = [100.0]
+    breaker = Breaker(now=lambda: clock[0])
+    for _ in range(10):
+        breaker.failed()
+        clock[0] += MAX_BACKOFF_S
+        assert breaker.may_ask()
+    breaker.failed()
+    breaker.hurry()
+    assert not breaker.may_ask()
+    clock[0] += HURRIED_BACKOFF_S
+    assert breaker.may_ask()
+    breaker.succeeded()
+    breaker.hurry()
+    assert breaker.may_ask() and not breaker.open
 
 
 def test_connect_checks_its_arguments(tmp_path):

@@ -1,0 +1,218 @@
+"""A binary upgrade under load: `python examples/upgrade_demo.py [--clients N] [--upgrades N] [--kill]`.
+
+Clients create, read and verify blocks without a pause while the daemon is replaced by another build of
+itself, several times. Prints the longest pause each client saw, for reading and for writing. The exit status
+is 0 only if no client saw an error, a wrong byte or a lost block, and each new daemon served with the blocks
+of the old one within a second of its end. Needs no model; ends everything it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import pathlib
+import random
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+START_TIMEOUT_S, END_TIMEOUT_S, RESTART_LIMIT_S = 30.0, 30.0, 1.0
+BETWEEN_S = 1.0  # of load before, between and after the upgrades
+STEP_S = 0.002  # a client's pause: two processors have to serve everybody here
+KNOWN_BLOCKS, READ_AT_ONCE, WRITE_AT_ONCE = 64, 4, 2
+
+
+# ---- a client
+
+
+def work(directory: str) -> dict[str, float]:
+    """Reads and writes until standard input ends. Every block it has sealed must be found, with its bytes."""
+    import kvclient
+    from kvclient.conformance.case import SMALL, check, fill, new_keys
+
+    seen = {"reads": 0, "writes": 0, "wrong": 0, "lost": 0, "read_gap_s": 0.0, "write_gap_s": 0.0}
+    with kvclient.connect(dir=directory, on_error="miss") as client:
+        layout = client.register_layout(SMALL.to_blob())
+        known: list[bytes] = []
+        last = {"read": time.monotonic(), "write": time.monotonic()}
+
+        def succeeded(what: str) -> None:
+            now = time.monotonic()
+            seen[f"{what}s"] += 1
+            seen[f"{what}_gap_s"] = max(seen[f"{what}_gap_s"], now - last[what])
+            last[what] = now
+
+        print("ready", flush=True)
+        while not select.select([sys.stdin], [], [], STEP_S)[0]:
+            keys, suppressed = new_keys(WRITE_AT_ONCE), client.suppressed_total
+            with client.create(keys, layout) as writer:
+                for index in writer.granted:
+                    fill(writer[index])
+                whole = len(writer.granted) == len(keys)
+            if whole and client.suppressed_total == suppressed:  # granted and sealed
+                succeeded("write")
+                known += keys
+            if len(known) > KNOWN_BLOCKS:
+                client.delete(known[:WRITE_AT_ONCE])
+                del known[:WRITE_AT_ONCE]
+            some = random.sample(known, min(READ_AT_ONCE, len(known)))
+            if some and read(client, some, check, seen):
+                succeeded("read")
+        seen["suppressed"], seen["reattached"] = client.suppressed_total, client.reattached_total
+    return seen
+
+
+def read(client, keys: list[bytes], check, seen: dict[str, float]) -> bool:
+    """Whether all were found. A miss while the store could not be reached is the client's policy, no loss."""
+    suppressed = client.suppressed_total
+    with client.get(keys) as blocks:
+        missing = sum(block is None for block in blocks)
+        if missing and client.suppressed_total == suppressed:
+            seen["lost"] += missing
+        for block in filter(None, blocks):
+            try:
+                check(block)
+            except AssertionError:
+                seen["wrong"] += 1
+    return not missing
+
+
+# ---- the daemons
+
+
+def another_build(home: pathlib.Path, version: str) -> pathlib.Path:
+    """A copy of the daemon's package that calls itself by this version, as an installation would be."""
+    tree = home / version
+    shutil.copytree(ROOT / "kvstored", tree / "kvstored", ignore=shutil.ignore_patterns("__pycache__"))
+    init = tree / "kvstored" / "__init__.py"
+    init.write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{version}"', init.read_text()))
+    compileall.compile_dir(tree, quiet=2)  # as pip does; the first start would pay for it
+    return tree
+
+
+def start_daemon(home: pathlib.Path, tree: pathlib.Path) -> subprocess.Popen[bytes]:
+    """Returns when it is ready."""
+    path = str(home / "notify")
+    pathlib.Path(path).unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(home / "log", "ab") as log:
+        ready.bind(path)
+        ready.settimeout(START_TIMEOUT_S)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvstored", "serve", "--dir", str(home / "run"), "--memory", "64MiB"],
+            cwd=tree, stderr=log, env={**os.environ, "PYTHONPATH": str(tree), "NOTIFY_SOCKET": path},
+        )  # fmt: skip
+        while not ready.recv(4096).startswith(b"READY=1"):
+            pass
+    return process
+
+
+def upgrade(home: pathlib.Path, old: subprocess.Popen[bytes], tree: pathlib.Path, kill: bool):
+    """The new daemon, and how long there was none."""
+    old.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+    old.wait(END_TIMEOUT_S)
+    ended = time.monotonic()
+    new = start_daemon(home, tree)
+    return new, time.monotonic() - ended
+
+
+def status(home: pathlib.Path) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(home / "run")],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+# ---- the demo
+
+
+def start_client(home: pathlib.Path) -> subprocess.Popen[str]:
+    client = subprocess.Popen(
+        [sys.executable, __file__, "--work", str(home / "run")], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert client.stdout is not None
+    if client.stdout.readline() != "ready\n":
+        raise SystemExit("a client did not start")
+    return client
+
+
+def run(home: pathlib.Path, given: argparse.Namespace) -> bool:
+    good = True
+    builds = [another_build(home, f"1.0.{number}") for number in range(given.upgrades + 1)]
+    daemon = start_daemon(home, builds[0])
+    clients: list[subprocess.Popen[str]] = []
+    try:
+        clients += [start_client(home) for _ in range(given.clients)]
+        for build in builds[1:]:
+            time.sleep(BETWEEN_S)
+            before = status(home)
+            daemon, down_s = upgrade(home, daemon, build, given.kill)
+            after = status(home)
+            adopted = all(one["adopted"] for one in after["namespaces"])
+            print(
+                f"{before['version']} -> {after['version']}: no daemon for {down_s * 1000:.0f} ms, "
+                + ("blocks kept" if adopted else "BLOCKS LOST")
+            )
+            good = good and adopted and down_s <= RESTART_LIMIT_S and after["version"] == build.name
+        time.sleep(BETWEEN_S)
+        for number, client in enumerate(clients):
+            said, _ = client.communicate("\n", END_TIMEOUT_S)
+            good = tell(number, client.returncode, said) and good
+    finally:
+        for process in (*clients, daemon):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        leave_nothing(home)
+    return good
+
+
+def tell(number: int, code: int, said: str) -> bool:
+    if code != 0:
+        print(f"client {number}: ended with {code}: AN ERROR REACHED THE CALLER")
+        return False
+    seen = json.loads(said)
+    print(
+        f"client {number}: {seen['reads']} reads, longest pause {seen['read_gap_s'] * 1000:.0f} ms; "
+        f"{seen['writes']} writes, longest pause {seen['write_gap_s'] * 1000:.0f} ms; "
+        f"errors 0, wrong bytes {seen['wrong']}, lost blocks {seen['lost']}; "
+        f"{seen['suppressed']} calls answered as a miss meanwhile, attached anew {seen['reattached']} times"
+    )
+    return seen["wrong"] == seen["lost"] == 0 and seen["reads"] > 0 and seen["writes"] > 0
+
+
+def leave_nothing(home: pathlib.Path) -> None:
+    """The last daemon was killed: its memory is there for a next one that will not come."""
+    for prefix in set(re.findall(r"kvstored-[0-9a-f]+-\d+", (home / "run" / "state.json").read_text())):
+        for path in pathlib.Path("/dev/shm").glob(prefix + ".*"):
+            path.unlink()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--upgrades", type=int, default=3)
+    parser.add_argument("--kill", action="store_true", help="SIGKILL instead of SIGTERM")
+    parser.add_argument("--work", metavar="DIR", help=argparse.SUPPRESS)  # what a client process runs
+    given = parser.parse_args()
+    if given.work:
+        print(json.dumps(work(given.work)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="kvstored-upgrade-") as home:
+        good = run(pathlib.Path(home), given)
+    print("all as expected" if good else "NOT as expected")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
