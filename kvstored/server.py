@@ -38,6 +38,8 @@ from kvstored.transfer import TransferService
 from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
 from kvstored.watch import Watch
 
+GUEST_HANDSHAKE_MS = 5_000
+GUEST_IDLE_MS = 60_000
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -194,13 +196,19 @@ class Daemon:
 
     async def _start_grpc(self, config: Config) -> list[grpc.aio.Server]:
         """The owner's socket, and one for other users if any is configured: it has no admin calls."""
-        owners = self._new_grpc(config, OwnersDoor(self._stores))
+        owners = self._new_grpc(config, OwnersDoor(self._stores), ())
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, owners)
         self._watch.health.add_to(owners)
         owners.add_generic_rpc_handlers((LazyReflection(),))
         servers = [(owners, config.in_dir("grpc.sock"), None)]
         if config.open_to_others:
-            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions))
+            # Anybody may connect: what they can hold, and for how long without a call, has a bound.
+            bounds = (
+                ("grpc.max_allowed_incoming_connections", config.max_sessions),
+                ("grpc.server_handshake_timeout_ms", GUEST_HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", GUEST_IDLE_MS),
+            )
+            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds)
             servers.append((guests, config.in_dir("guests.sock"), self._opening))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.in_dir("guests.sock"))  # also where no other user is configured any more
@@ -218,7 +226,7 @@ class Daemon:
             await server.start()
         return [server for server, _, _ in servers]
 
-    def _new_grpc(self, config: Config, door: Door) -> grpc.aio.Server:
+    def _new_grpc(self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=(Decoding(),),
             maximum_concurrent_rpcs=config.max_calls,
@@ -226,6 +234,7 @@ class Daemon:
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 ("grpc.so_reuseport", 0),
+                *bounds,
             ],
         )
         store = StoreService(door, self._stores, self._leases, self._threads, self._counts)

@@ -37,8 +37,10 @@ std::optional<Credentials> credentials_of(int socket) {
 }
 
 Right right_of(const Credentials& who, const Tenant& tenant, uint32_t owner) {
-  if (who.uid == kUnmappedId) return Right::None;  // also where the daemon itself runs as that user, and whatever its groups
-  if (who.uid == 0 || who.uid == owner || named_in(tenant.writers, who)) return Right::Write;
+  // A daemon that itself runs as the unmapped user names nobody else, and its socket is closed to all but that user.
+  if (who.uid == 0 || who.uid == owner) return Right::Write;
+  if (who.uid == kUnmappedId) return Right::None;  // whatever its groups
+  if (named_in(tenant.writers, who)) return Right::Write;
   return named_in(tenant.readers, who) ? Right::Read : Right::None;
 }
 

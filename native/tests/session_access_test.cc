@@ -42,7 +42,7 @@ TEST(rights) {
   };
   for (const auto& one : cases) CHECK(right_of({1, one.uid, one.groups}, tenant, kOwner) == one.wanted);
   CHECK(right_of({1, 12, {1}}, Tenant{}, kOwner) == Right::None);
-  CHECK(right_of({1, kUnmappedId, {}}, tenant, kUnmappedId) == Right::None);  // a daemon that is nobody trusts nobody
+  CHECK(right_of({1, kUnmappedId, {}}, Tenant{}, kUnmappedId) == Right::Write);
 }
 
 TEST(credentials) {

@@ -18,7 +18,7 @@ MEMORY = "64MiB"
 def shared_daemon() -> Iterator[Callable[[], Daemon]]:
     base = Path(tempfile.mkdtemp(prefix="kvstored-test-"))
     (base / "d").mkdir()
-    daemon = Daemon(base / "d", MEMORY, ("--max-blocks", "8192"), {})
+    daemon = Daemon(base / "d", MEMORY, ("--max-blocks", "8192", "--namespaces", "default:writers=12345"), {})
     try:
         yield daemon.start()
     finally:

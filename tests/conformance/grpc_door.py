@@ -264,6 +264,38 @@ class GrpcClient:
         self.close()
 
 
+class GuestClient(GrpcClient):
+    """The same through guests.sock. Only the figures come from the owner's socket: guests see none."""
+
+    def __init__(self, daemon: Any, namespace: str = "default", **_options: Any) -> None:
+        super().__init__(str(daemon.dir / "guests.sock"), namespace)
+        self._session = daemon.connect(namespace=namespace)
+        shown = grpc.intercept_channel(self._channel, _Shown(self._session.grpc_token()))
+        self._store = store_pb2_grpc.StoreStub(shown)
+        self.transfer = transfer_pb2_grpc.TransferStub(shown)
+        self._owners = grpc.insecure_channel(f"unix:{daemon.dir / 'grpc.sock'}")
+        self.admin = admin_pb2_grpc.AdminStub(self._owners)
+
+    def close(self) -> None:
+        super().close()
+        self._owners.close()
+        self._session.close()
+
+
+class _Shown(
+    grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor
+):  # fmt: skip
+    """Puts the token on every call."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(details._replace(metadata=self._metadata), request)
+
+    intercept_unary_stream = intercept_stream_unary = intercept_unary_unary
+
+
 def keys_of(keys: Any) -> list[bytes]:
     """Without the check of lengths that the daemon has to make."""
     return list(keys) if isinstance(keys, (list, tuple)) else split_keys(keys)

@@ -1,13 +1,13 @@
 """Goal: create, seal, abort, look up, get, delete and stats mean the same through every door (design §3).
-Method: the conformance suite through shared memory, the session socket and gRPC, each against a real daemon
-of its own.
+Method: the conformance suite through shared memory, the session socket, gRPC and gRPC for other users, each
+against a real daemon of its own.
 """
 
 import pytest
 
 from kvclient.conformance import StoreConformance
 from kvstored.v1 import admin_pb2
-from tests.conformance.grpc_door import GrpcClient
+from tests.conformance.grpc_door import GrpcClient, GuestClient
 
 
 class DaemonConformance(StoreConformance):
@@ -55,3 +55,10 @@ class TestGrpc(DaemonConformance):
 
     def connect(self, **options):
         return GrpcClient(str(self.daemon.dir / "grpc.sock"), **options)
+
+
+class TestGuestsGrpc(TestGrpc):
+    """The socket for other users, with the token of a session that lives as long as the door."""
+
+    def connect(self, **options):
+        return GuestClient(self.daemon, **options)
