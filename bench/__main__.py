@@ -17,7 +17,11 @@ from bench.scripts import merge_rows, run_script
 from bench.table import compact, markdown
 
 SESSION_OF = {"index": "index", "readers": "index", "bulk": "bulk", "first_pass": "bulk"}
-SCRIPTS = {"reuse": ["bench.reuse_ttft", "bench.peers.kvboost"], "daemon": ["bench.daemon_figures"]}
+SCRIPTS = {
+    "reuse": ["bench.reuse_ttft", "bench.peers.kvboost"],
+    "daemon": ["bench.daemon_figures"],
+    "disk": ["bench.disk_figures"],
+}
 BUDGET_S = 0.3  # of one contender in one round
 
 

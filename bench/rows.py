@@ -126,4 +126,5 @@ ROWS = [
     ),
     Row("reuse", "TTFT with and without the store (bench/reuse_ttft.py), KVBoost beside it", "", "script"),
     Row("daemon", "the daemon's own figures (bench/daemon_figures.py)", "", "script"),
+    Row("disk", "blocks to and from files, without the daemon (bench/disk_figures.py)", "", "script"),
 ]

@@ -16,7 +16,12 @@ from pathlib import Path
 from bench.install import ROOT, progress
 
 ENDING_S = 2.0
-SCRIPT_TIMEOUT_S = {"bench.reuse_ttft": 420, "bench.daemon_figures": 180, "bench.peers.kvboost": 240}
+SCRIPT_TIMEOUT_S = {
+    "bench.reuse_ttft": 420,
+    "bench.daemon_figures": 180,
+    "bench.disk_figures": 300,
+    "bench.peers.kvboost": 240,
+}
 
 
 def run_script(module: str, column: str, quick: bool, env: dict[str, str] | None = None) -> dict:

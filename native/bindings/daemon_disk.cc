@@ -1,9 +1,12 @@
-// kvstored._core.fsck: the check of a directory of blocks, for the command line. Reports through two callables.
+// kvstored._core.fsck: the check of a directory of blocks, for the command line; reports through two callables. _core.scan: the
+// listing alone, to be measured.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bindings/daemon_errors.h"
 #include "core/disk/fsck.h"
+#include "core/disk/scan.h"
 
 namespace nb = nanobind;
 
@@ -20,7 +23,8 @@ nb::dict as_dict(const kv::FsckReport& report) {
   return out;
 }
 
-nb::dict fsck(const std::string& directory, bool repair, bool keep_corrupt, bool layers, nb::object finding, nb::object progress) {
+nb::dict fsck(const std::string& directory, bool repair, bool keep_corrupt, bool layers, nb::object finding,
+              nb::object progress) {
   kv::FsckVisitor visitor;
   visitor.finding = [&](kv::Finding kind, const std::string& path, const std::string& why, kv::Action action) {
     nb::gil_scoped_acquire acquire;
@@ -41,9 +45,16 @@ nb::dict fsck(const std::string& directory, bool repair, bool keep_corrupt, bool
   return as_dict(report);
 }
 
+// (blocks, their bytes, strays)
+std::tuple<uint64_t, uint64_t, uint64_t> scan(const std::string& directory) {
+  const kv::Scanned found = kv::scan(directory, std::nullopt, {});
+  return {found.files, found.bytes, found.strays};
+}
+
 }  // namespace
 
 void bind_disk(nb::module_& m) {
   m.def("fsck", fsck, nb::arg("directory"), nb::kw_only(), nb::arg("repair"), nb::arg("keep_corrupt"), nb::arg("layers"),
         nb::arg("finding"), nb::arg("progress"));
+  m.def("scan", scan, nb::arg("directory"), nb::call_guard<nb::gil_scoped_release>());
 }

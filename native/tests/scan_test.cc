@@ -40,8 +40,8 @@ struct Tree {
   std::set<std::string> keys;
   std::map<std::string, Stray> strays;
   size_t largest = 0;
-  Visitor visitor{[this](std::span<const Found> found) {
-                    for (const Found& each : found) CHECK(keys.insert(hex(each.key)).second);
+  Visitor visitor{[this](std::span<const FoundFile> found) {
+                    for (const FoundFile& each : found) CHECK(keys.insert(hex(each.key)).second);
                     largest = std::max(largest, found.size());
                     return true;
                   },

@@ -1,6 +1,6 @@
 """What can be wrong with a block's file: a table of damages by name, each a function of the file's path.
 
-Owns no test: tests/hostile/test_block_files.py tries them on the offline check, the daemon's tests on the disk
+Owns no test: tests/hostile/test_block_files.py tries them on the offline check, the daemon's on the disk
 tier. Every damage leaves something that no reader may take for the block.
 """
 

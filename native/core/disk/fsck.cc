@@ -88,14 +88,14 @@ class Check {
       ++report_.aside;
     // A file is checked, and removed, while its directory is being listed; the listing goes on behind it.
     Visitor visitor;
-    visitor.each = [this](const std::string& path, const Found& found) { block(path, found); };
+    visitor.each = [this](const std::string& path, const FoundFile& found) { block(path, found); };
     visitor.stray = [this](Stray kind, const std::string& path, uint64_t) { stray(kind, path); };
     report_.errors = scan(directory_, std::nullopt, visitor).errors;
     return report_;
   }
 
  private:
-  void block(const std::string& path, const Found& found) {
+  void block(const std::string& path, const FoundFile& found) {
     ++report_.files;
     report_.bytes += found.bytes;
     const std::string wrong = wrong_with(path, found.key);

@@ -117,7 +117,7 @@ class Walk {
     if (!placed) return stray(Stray::Misplaced, path, name, about);
     ++result.files;
     result.bytes += static_cast<uint64_t>(about.st_size);
-    const Found found{*key, static_cast<uint64_t>(about.st_size), static_cast<uint32_t>(about.st_mtim.tv_sec)};
+    const FoundFile found{*key, static_cast<uint64_t>(about.st_size), static_cast<uint32_t>(about.st_mtim.tv_sec)};
     if (visitor_.each) return visitor_.each(path + std::string(name), found);
     batch_.push_back(found);
     if (batch_.size() == kScanBatch) flush();
@@ -140,7 +140,7 @@ class Walk {
 
   const std::optional<Fanout> fanout_;
   const Visitor& visitor_;
-  std::vector<Found> batch_;
+  std::vector<FoundFile> batch_;
 };
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace kv {
 
 inline constexpr size_t kScanBatch = 1024;
 
-struct Found {
+struct FoundFile {
   Key key;
   uint64_t bytes;
   uint32_t written_s;  // CLOCK_REALTIME
@@ -34,9 +34,9 @@ enum class Stray : uint32_t {
 std::string_view name(Stray kind);
 
 struct Visitor {
-  std::function<bool(std::span<const Found>)> blocks = {};  // false ends the scan
+  std::function<bool(std::span<const FoundFile>)> blocks = {};  // false ends the scan
   std::function<void(Stray, const std::string& path, uint64_t bytes)> stray = {};
-  std::function<void(const std::string& path, const Found&)> each = {};  // instead of `blocks`, for who needs the path
+  std::function<void(const std::string& path, const FoundFile&)> each = {};  // instead of `blocks`, for who needs the path
 };
 
 struct Scanned {
