@@ -27,11 +27,11 @@ METHODS = ("none", "selective", "cacheblend", "auto")
 @dataclass(frozen=True)
 class Repair:
     method: str = "auto"
-    ratio: float = 0.10  # of the approximate tokens (cacheblend)
+    ratio: float = 0.05  # of the approximate tokens (cacheblend)
     check_layer: int = 1  # where deviation is measured: the first whose K and V depend on the context
     seam_tokens: int = 16  # behind each seam (selective)
     sink_tokens: int = 4  # at the start of a prompt, and of a chunk that was computed at one: always fresh
-    recency_tokens: int = 0  # before the live text that ends the prompt: always fresh
+    recency_tokens: int = 16  # before the live text that ends the prompt: always fresh
     min_tokens: int = 32  # shorter stretches are computed: a seam costs more than they give
 
     def __post_init__(self) -> None:

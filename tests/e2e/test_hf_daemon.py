@@ -7,6 +7,9 @@ Tiny random models; what a model is asked is not the point here.
 import os
 import pickle
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import kvclient.hf
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -177,3 +181,26 @@ def test_a_process_killed_in_its_prefill_leaves_nothing(daemon, model, wait_unti
         with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
             generate(model, ids)
             assert (kv.last.reused_tokens, kv.last.published_blocks) == (0, 4)
+
+
+def test_a_document_one_process_computed_is_used_inside_another_prompt(daemon, model):
+    server, document = daemon(memory="64MiB"), prompt(100, seed=5)
+    there = """
+import sys, torch, kvclient, kvclient.hf
+from tests.engines.zoo import build, generate, prompt
+with kvclient.connect(dir=sys.argv[1]) as client:
+    with kvclient.hf.attach(build("llama"), client, block_tokens=16, repair="auto", self_test=False) as kv:
+        generate(kv._model, torch.cat([prompt(21, seed=2), prompt(100, seed=5), prompt(20, seed=3)], dim=1))
+"""
+    subprocess.run([sys.executable, "-c", there, str(server.dir)], check=True, cwd=ROOT, timeout=120)
+    ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
+    plain, plain_logits, _ = generate(model, ids)
+    with server.connect() as client:
+        for repair, recomputed in (("auto", 5), (kvclient.hf.Repair(ratio=1.0), 100)):
+            with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False) as kv:
+                tokens, logits, _ = generate(model, ids)
+                assert kv.last.approximate_tokens == 100
+                assert recomputed <= kv.last.recomputed_tokens <= recomputed + 20
+        assert client.stats()["pins"] == 0
+    assert torch.equal(tokens, plain)
+    assert torch.equal(logits, plain_logits)

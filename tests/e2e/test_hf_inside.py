@@ -209,7 +209,9 @@ def test_planted_seams_are_found(model):
     planted = [3, 40, 41, 77]
     kv = Planted(model, 100, planted)
     interior = Interior(
-        probe_rope(model), decoder_layers(model, 6), Repair("cacheblend", ratio=0.04, sink_tokens=0)
+        probe_rope(model),
+        decoder_layers(model, 6),
+        Repair("cacheblend", ratio=0.04, sink_tokens=0, recency_tokens=0),
     )
     segment = Segment(10, 110, APPROXIMATE, (Piece(kv, 0, 100),), 10)
     blend = Blend(interior, [segment], 0, 120, Clock())

@@ -78,7 +78,7 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
     model, document = known(name), prompt(60, seed=5)
     ids = torch.cat([prompt(13, seed=2), document, prompt(7, seed=3)], dim=1)
     for ratio in (0.1, 1.0):
-        repair = Repair("cacheblend", ratio=ratio, check_layer=0)
+        repair = Repair("cacheblend", ratio=ratio, check_layer=0, recency_tokens=0)
         with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair) as kv:
             generate(model, torch.cat([prompt(5, seed=4), document, prompt(20, seed=5)], dim=1))
             tokens, logits, _ = generate(model, ids)
