@@ -112,7 +112,7 @@ def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) 
     for size in sizes:
         body, behind = text[300 : 300 + size], text[300 + size :]
         sources = {
-            "computed in context": licence[:40] + body + behind[:QUESTION],
+            "computed in context": licence[:40] + body + licence[100 : 100 + 60],
             "computed alone": body,
         }
         for name, source in sources.items():
@@ -142,7 +142,7 @@ def swapped(subject: Subject) -> Iterator[dict[str, Any]]:
     text, other, licence = subject.texts[0], subject.texts[2], subject.texts[3]
     one, two, behind = other[200:800], text[300:900], text[900:]
     with namespace(subject):
-        subject.generate(licence[:40] + one + two + behind[:QUESTION])
+        subject.generate(licence[:40] + one + two + licence[100:160])
         yield averaged(
             "two documents of 600, swapped",
             [subject.measured(licence[:33] + two + one + behind[:QUESTION], behind[QUESTION:], rounds=2)],

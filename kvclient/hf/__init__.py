@@ -4,11 +4,14 @@
     model.generate(**inputs)            # looks up, loads, generates, publishes
     kv.last.reused_tokens, kv.last.ttft_s
     with kv.bypass(write=False): …      # without reading from the store; kv.bypass(): nor writing to it
+    print(kv.verify())                  # how far each way of reuse takes this model from a cold run
+    kv.calibrate()                      # …and, if near enough, also reuse what stands inside a prompt
     kv.detach()
 
 The only package that imports transformers. Reading order: attach (the hooks) → request (the steps of one
 call) → prompt, prefix, cache, publish (what the steps use) → structure, dimensions, selftest (what is known
-of a model).
+of a model). Inside a prompt: repair (which tokens) → blend (the pass) → rope (moving keys) → inside (the
+proof) → verify, trials, calibration (the numbers).
 """
 
 from kvclient.hf.attach import Attachment, attach
@@ -16,5 +19,16 @@ from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report
 from kvclient.hf.selftest import Verdict, self_test
 from kvclient.hf.structure import Refused
+from kvclient.hf.verify import Outcome, Verification
 
-__all__ = ["Attachment", "Refused", "Repair", "Report", "Verdict", "attach", "self_test"]
+__all__ = [
+    "Attachment",
+    "Outcome",
+    "Refused",
+    "Repair",
+    "Report",
+    "Verdict",
+    "Verification",
+    "attach",
+    "self_test",
+]

@@ -15,7 +15,7 @@ import inspect
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
+from kvclient.hf import calibration, trials
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.inside import examine_interior
 from kvclient.hf.memory import Memory
@@ -31,9 +32,11 @@ from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
+from kvclient.hf.verify import Verification
 from kvclient.hf.watch import Watch
 
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
+CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
 PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 
 
@@ -48,7 +51,7 @@ def attach(
     follow: bool = True,
     follow_timeout_s: float = 5.0,
     publish_generated: bool = True,
-    repair: str | Repair | None = None,
+    repair: str | Repair | None = CALIBRATED,
     weights_digest: bytes | None = None,
     self_test: bool = True,
 ) -> Attachment:
@@ -60,7 +63,8 @@ def attach(
     this one computes by itself.
     repair: also use what is stored of the prompt behind its prefix, computed behind other tokens and moved
     here, and how it is made right: "auto", "none", "selective", "cacheblend", or a Repair. The answer is then
-    near that of a full prefill, not equal to it. None: prefixes only, which are exact.
+    near that of a full prefill, not equal to it. None: prefixes only, which are exact. "calibrated": None
+    until calibrate() has passed for this model on this machine.
     weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every start (1.3
     GB/s a core).
     """
@@ -79,7 +83,7 @@ def attach(
         _chunked_reads(model),
     )
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
-    inside = Repair(repair) if isinstance(repair, str) else repair
+    inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
     attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside)
     if self_test:
         from kvclient.hf.selftest import self_test as run_self_test
@@ -96,7 +100,7 @@ class Attachment:
 
     def __init__(
         self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
-        weights_digest: bytes | None, repair: Repair | None,
+        weights_digest: bytes | None, repair: Repair | str | None,
     ) -> None:  # fmt: skip
         from kvclient import chain  # the native part, for those who attach
 
@@ -104,7 +108,7 @@ class Attachment:
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
         self._make_chain = chain
-        self._options, self._salt, self._weights_digest, self._repair = options, salt, weights_digest, repair
+        self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
         self._model: torch.nn.Module | None = model
         self._totals = Totals()
         self._memory = Memory()
@@ -123,6 +127,28 @@ class Attachment:
         """The reuse identity: 32 bytes that two processes share exactly if their KV is interchangeable."""
         return self._subject.identity
 
+    @property
+    def repair(self) -> Repair | None:
+        """How what is reused inside a prompt is made right; None while only prefixes are reused."""
+        return self._subject.interior.repair if self._subject.interior is not None else None
+
+    def verify(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+        """Measures each way of reuse against a cold run: KL, top-1 agreement, first divergence, TTFT.
+        prompts: token ids of texts as they will be asked, 96 at least each; without, the model writes some.
+        Takes a few dozen prefills, in an in-memory store.
+        """
+        return trials.verify(self, self._attached_model(), prompts)
+
+    def calibrate(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+        """Measures approximate reuse, and switches it on, here and for later attachments of this model on
+        this machine, with the least repair that stays within the limit. `.repair` says whether it did.
+        """
+        verification, passed = trials.calibrate(self, self._attached_model(), prompts)
+        if passed is not None:
+            self._wanted = passed.repair
+            self._subject = dataclasses.replace(self._subject, interior=passed)
+        return verification
+
     @contextlib.contextmanager
     def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:
         """Within it, this thread's calls do not read from the store, do not write to it, or neither."""
@@ -136,9 +162,7 @@ class Attachment:
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
         with self._lock:
-            if self._model is None:
-                raise Closed("this attachment was detached")
-            self._examine(self._model)
+            self._examine(self._attached_model())
 
     def detach(self) -> None:
         """Gives the model its own generate() back. Idempotent; the client stays open."""
@@ -160,12 +184,19 @@ class Attachment:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or unpickled model is not attached
 
+    def _attached_model(self) -> torch.nn.Module:
+        if self._model is None:
+            raise Closed("this attachment was detached")
+        return self._model
+
     # ---------------------------------------------------------------- what it knows about the model
 
     def _examine(self, model: torch.nn.Module) -> None:
         self._watch = Watch(model)
         kv = check_structure(model)
-        layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], self._options.block_tokens)
+        self._kv = kv
+        size = self._options.block_tokens
+        self._layout = layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], size)
         self._namespace_salt = self.client.salt or b""
         self._dimensions = read_dimensions(
             model,
@@ -179,7 +210,10 @@ class Attachment:
             layout_id = self.client.register_layout(layout)
         except NotPermitted:
             layout_id = None
-        interior = None if self._repair is None else examine_interior(model, kv, self._repair)
+        repair = self._wanted
+        if repair == CALIBRATED:
+            repair = calibration.load(self._unsalted())
+        interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
         self._subject = Subject(
             reuse_identity(self._dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype, interior
         )
@@ -195,6 +229,10 @@ class Attachment:
                     self._refusal = str(refused)
             self._follow_salt()
             return self._subject if self._refusal is None else None
+
+    def _unsalted(self) -> bytes:
+        """What calibration is kept under: the model's identity, whoever asks."""
+        return reuse_identity(dataclasses.replace(self._dimensions, salt=b""))
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""
@@ -229,8 +267,11 @@ class Attachment:
         if subject is None:
             return self._run_without("refused", started, model, args, kwargs)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
+        trial = getattr(self._local, "trial", None)
+        own = (self.client, subject, self._options)
+        client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
-            self.client, subject, self._options, self._make_chain, self._memory,
+            client, subject, options, self._make_chain, self._memory,
             not no_read, not no_write, self.padded, started,
         )  # fmt: skip
         args, kwargs = _with_criterion(args, kwargs, _TokenSeen(request))
@@ -239,8 +280,12 @@ class Attachment:
             return self._own(model, "generate")(*args, **kwargs)
         finally:
             self._local.request = outer
-            self.last = request.finish()
-            self._totals.add(self.last)
+            report = request.finish()
+            if trial is not None:
+                trial.report = report
+            else:
+                self.last = report
+                self._totals.add(report)
 
     def _outside(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call is none of ours, as far as its arguments say."""

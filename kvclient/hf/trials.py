@@ -1,0 +1,107 @@
+"""verify() and calibrate() of an attachment: its own generate(), on an in-memory store, one way of reuse at a
+time.
+
+Owns the trial that stands in the place of the user's store, for one thread and one call. Never counts in the
+attachment's figures. Invariant: the blocks of a trial are gone when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvclient.hf import calibration
+from kvclient.hf.blend import Interior
+from kvclient.hf.inside import examine_interior
+from kvclient.hf.repair import Repair
+from kvclient.hf.report import Report
+from kvclient.hf.request import Options, Subject
+from kvclient.hf.structure import Refused
+from kvclient.hf.verify import Verification, block_tokens_for
+from kvclient.hf.verify import verify as measure
+
+if TYPE_CHECKING:
+    from kvclient.hf.attach import Attachment
+
+STRATEGIES = ("none", "selective", "cacheblend")
+RATIOS = (0.05, 0.10, 0.15)  # tried by calibration, the cheapest first
+ROOM = 4  # prompts' worth of blocks a trial's store has room for
+
+
+class Trial:
+    """What a thread's calls use instead of the attachment's own client, options and interior."""
+
+    def __init__(self, client: Any, layout_id: int, options: Options, interior: Interior | None) -> None:
+        self._client, self._layout_id, self._options = client, layout_id, options
+        self._interior = interior
+        self.report = Report()
+
+    def on(self, subject: Subject) -> tuple[Any, Subject, Options]:
+        own = dataclasses.replace(subject, layout_id=self._layout_id, interior=self._interior)
+        return self._client, own, self._options
+
+
+def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None) -> Verification:
+    """Prefix reuse and, where the model allows it, every strategy."""
+    try:
+        interior = examine_interior(model, kv._kv, kv.repair or Repair())
+    except Refused:
+        return _measure(kv, model, None, {}, prompts)
+    repairs = {name: dataclasses.replace(interior.repair, method=name) for name in STRATEGIES}
+    return _measure(kv, model, interior, repairs, prompts)
+
+
+def calibrate(
+    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
+) -> tuple[Verification, Interior | None]:
+    """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused."""
+    interior = examine_interior(model, kv._kv, kv.repair or Repair())
+    repairs = {
+        f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
+        for ratio in RATIOS
+    }
+    verification = _measure(kv, model, interior, repairs, prompts)
+    for name, repair in repairs.items():
+        if verification[name].passed:
+            calibration.save(kv._unsalted(), repair, verification[name])
+            return verification, dataclasses.replace(interior, repair=repair)
+    calibration.forget(kv._unsalted())
+    return verification, None
+
+
+def _measure(
+    kv: Attachment, model: torch.nn.Module, interior: Interior | None, repairs: dict[str, Repair],
+    prompts: Sequence[Sequence[int]] | None,
+) -> Verification:  # fmt: skip
+    was_training = model.training
+    model.eval()
+    try:
+        return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts)
+    finally:
+        model.train(was_training)
+
+
+def _trial(
+    kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]] | None,
+    repair: Repair | None, call: Callable[[], Any],
+) -> Report:  # fmt: skip
+    from kvclient.testing import InMemoryClient
+
+    size = block_tokens_for(prompts, kv._options.block_tokens)
+    layout = dataclasses.replace(kv._layout, block_tokens=size)
+    longest = 1024 if prompts is None else max(map(len, prompts))
+    options = dataclasses.replace(kv._options, block_tokens=size, follow=False, publish_generated=False)
+    inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)
+    with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
+        trial = Trial(client, client.register_layout(layout), options, inside)
+        outer = getattr(kv._local, "bypass", (False, False))
+        kv._local.trial, kv._local.bypass = trial, (False, False)
+        try:
+            call()
+        finally:
+            kv._local.trial, kv._local.bypass = None, outer
+        return trial.report

@@ -1,0 +1,173 @@
+"""verify() and calibrate(): numbers about a model that can fail, and what is switched on by them.
+
+Tiny random models, whose approximate KV is far off, so that calibration fails on them as it should; where it
+must pass, the limit is raised. The cache directory is the test's.
+"""
+
+import json
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.errors import InvalidArgument
+from kvclient.hf import calibration, verify
+from kvclient.hf.repair import Repair
+from kvclient.hf.rope import Rope
+from tests.engines.zoo import build, generate, prompt
+
+PROMPTS = [prompt(200, seed=seed)[0].tolist() for seed in (1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCLIENT_CALIBRATION_DIR", str(tmp_path / "calibration"))
+    return tmp_path / "calibration"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
+
+
+@pytest.fixture
+def kv(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
+        yield kv
+
+
+def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
+    before = (client.stats()["blocks"], kv.stats, torch.random.get_rng_state())
+    measured = kv.verify(PROMPTS)
+    assert [outcome.strategy for outcome in measured.outcomes] == [
+        "prefix",
+        "none",
+        "selective",
+        "cacheblend",
+    ]
+    prefix, none, _, blend = measured.outcomes
+    assert prefix.passed and prefix.mean_kl < 1e-6 and prefix.top1 == 1 and prefix.first_divergence is None
+    assert prefix.found > 0.9 and none.found > 0.6
+    assert none.mean_kl > 1e-3 and none.max_kl >= none.mean_kl and not none.passed
+    assert blend.mean_kl < none.mean_kl
+    assert all(outcome.ttft_s > 0 and outcome.cold_ttft_s > 0 for outcome in measured.outcomes)
+    assert not measured.passed
+    assert "FAILED" in str(measured) and "cacheblend" in str(measured)
+    assert (client.stats()["blocks"], kv.stats) == before[:2] and kv.last is None
+    assert torch.equal(torch.random.get_rng_state(), before[2])
+
+
+def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
+    from kvclient.hf import prefix
+
+    honest = prefix.Prefix._load
+
+    def wrong(self, found, layer, storage):
+        honest(self, found, layer, storage)
+        storage[1, :, :, 5] += 1
+
+    monkeypatch.setattr(prefix.Prefix, "_load", wrong)
+    assert not kv.verify(PROMPTS)["prefix"].passed
+
+
+def test_keys_that_are_not_moved_are_seen(kv, monkeypatch):
+    """verify() does not take the proof at attach for granted."""
+    right = kv.verify(PROMPTS)["none"].mean_kl
+
+    def still(self, layer, keys, shift, out):
+        out[...] = keys
+
+    monkeypatch.setattr("kvclient.hf.trials.examine_interior", _without_proof)
+    monkeypatch.setattr(Rope, "turn", still)
+    assert kv.verify(PROMPTS)["none"].mean_kl > right
+
+
+def _without_proof(model, kv, repair):
+    from kvclient.hf.blend import Interior, decoder_layers
+    from kvclient.hf.rope import probe_rope
+
+    return Interior(probe_rope(model), decoder_layers(model, kv.layers), repair)
+
+
+def test_without_prompts_the_model_writes_them(kv, monkeypatch):
+    monkeypatch.setattr(verify, "OWN_TOKENS", 120)
+    assert kv.verify()["prefix"].passed
+
+
+def test_prompts_too_short_to_say_anything_are_refused(kv):
+    for prompts in ([], [PROMPTS[0][:50]]):
+        with pytest.raises(InvalidArgument, match="96"):
+            kv.verify(prompts)
+
+
+def test_a_model_whose_keys_cannot_be_moved_has_its_prefixes_verified(client):
+    with kvclient.hf.attach(build("gpt2"), client, self_test=False) as kv:
+        measured = kv.verify(PROMPTS)
+        assert [outcome.strategy for outcome in measured.outcomes] == ["prefix"] and measured.passed
+        with pytest.raises(kvclient.hf.Refused, match="learned"):
+            kv.calibrate(PROMPTS)
+
+
+def test_approximate_reuse_is_off_until_calibration_has_passed(kv, model, client, monkeypatch, cache):
+    assert kv.repair is None
+    assert not kv.calibrate(PROMPTS).passed
+    assert kv.repair is None and not list(cache.glob("*"))
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    kv.calibrate(PROMPTS)
+    assert kv.repair == Repair("cacheblend", ratio=0.05)
+    document, shifted = prompt(100, seed=5), prompt(13, seed=6)
+    generate(model, document)
+    generate(model, torch.cat([shifted, document], dim=1))
+    assert kv.last.approximate_tokens > 80
+    kv.detach()
+    with kvclient.hf.attach(model, client, block_tokens=16, salt="x", self_test=False) as later:
+        assert later.repair == Repair("cacheblend", ratio=0.05)  # on this machine, whatever the salt
+    with kvclient.hf.attach(model, client, block_tokens=16, repair=None, self_test=False) as off:
+        assert off.repair is None
+    with kvclient.hf.attach(build("llama", seed=1), client, block_tokens=16, self_test=False) as other:
+        assert other.repair is None  # other weights
+
+
+def test_calibration_takes_the_cheapest_ratio_that_passes(kv, monkeypatch):
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    kls = {name: o.mean_kl for name, o in ((o.strategy, o) for o in kv.calibrate(PROMPTS).outcomes)}
+    middle = (kls["cacheblend 0.05"] + kls["cacheblend 0.10"]) / 2
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", middle)
+    kv.calibrate(PROMPTS)
+    expected = 0.10 if kls["cacheblend 0.10"] < kls["cacheblend 0.05"] else 0.05
+    assert kv.repair.ratio == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "", "{", "[]", "null", '{"version": 2}', "x" * 10_000,
+        '{"version": 1, "identity": "00", "method": "none", "ratio": 0.1}',
+        '{"version": 1, "identity": "ID", "method": "best", "ratio": 0.1}',
+        '{"version": 1, "identity": "ID", "method": "none", "ratio": 7}',
+        '{"version": 1, "identity": "ID", "method": "none", "ratio": null}',
+    ],
+)  # fmt: skip
+def test_a_damaged_calibration_counts_as_none(cache, damage):
+    identity = bytes(32)
+    cache.mkdir()
+    (cache / f"{identity.hex()}.json").write_text(damage.replace("ID", identity.hex()))
+    assert calibration.load(identity) is None
+
+
+def test_a_calibration_is_read_as_written(cache, kv):
+    outcome = kv.verify(PROMPTS)["cacheblend"]
+    path = calibration.save(bytes(32), Repair("cacheblend", ratio=0.1), outcome)
+    assert calibration.load(bytes(32)) == Repair("cacheblend", ratio=0.1)
+    assert calibration.load(bytes([1]) * 32) is None
+    assert json.loads(path.read_text())["mean_kl"] == outcome.mean_kl
+    assert list(cache.iterdir()) == [path]
+    calibration.forget(bytes(32))
+    assert calibration.load(bytes(32)) is None
