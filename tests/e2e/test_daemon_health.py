@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls, refused
+from tests.fault.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -114,6 +115,24 @@ def test_a_daemon_whose_namespaces_are_all_fenced_does_not_serve(watched, wait_u
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"http://127.0.0.1:{watched.port}/healthz", timeout=CALL_S)
     assert caught.value.code == 503
+
+
+def test_the_watchdog_is_fed_only_while_a_namespace_does_its_work(daemon, wait_until):
+    one = daemon("64MiB", start=False)
+    supervisor = Supervisor(one, watchdog_s=0.2)
+    try:
+        supervisor.start()
+        supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > 2)
+        cut_pool(one, "default")
+        with Calls(one.dir) as one.calls:
+            wait_until(lambda: ("namespace_fenced", "default") in degraded(one), "the fence is told")
+            assert health_of(one, "") == NOT_SERVING
+            fed = supervisor.said.count("WATCHDOG=1")
+            with pytest.raises(AssertionError):  # in ten times the interval at which it was fed before
+                supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > fed + 1, timeout_s=1.0)
+        assert one.stop() == 0
+    finally:
+        supervisor.close()
 
 
 def test_draining_is_a_state_and_ends(watched):

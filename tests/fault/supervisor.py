@@ -21,8 +21,9 @@ FIRST_FD = 3
 
 
 class Supervisor:
-    def __init__(self, daemon) -> None:
+    def __init__(self, daemon, watchdog_s: float = 0) -> None:
         """`daemon` is tests.conftest.Daemon, not started: its directory, arguments and log are used."""
+        self._environ = {"WATCHDOG_USEC": str(int(watchdog_s * 1e6))} if watchdog_s else {}
         self.daemon = daemon
         self.said: list[str] = []
         self._store: list[tuple[str, int]] = []  # systemd allows one name several times
@@ -44,7 +45,7 @@ class Supervisor:
         with open(self.daemon.log_path, "ab") as log:
             self.daemon.process = subprocess.Popen(
                 command, cwd=Path(__file__).parents[2], stderr=log, stdout=log, pass_fds=fds,
-                env={**os.environ, "NOTIFY_SOCKET": self._path},
+                env={**os.environ, "NOTIFY_SOCKET": self._path, **self._environ},
             )  # fmt: skip
         self.wait(lambda: any(text.startswith("READY=1") for text in self.said))
         self.daemon._note_segments()
@@ -66,9 +67,9 @@ class Supervisor:
         with self._heard:
             self._store.append((name, os.dup(fd)))
 
-    def wait(self, condition) -> None:
+    def wait(self, condition, timeout_s: float = 20.0) -> None:
         with self._heard:
-            assert self._heard.wait_for(condition, 20), f"{self.said}\n{self.daemon.log()}"
+            assert self._heard.wait_for(condition, timeout_s), f"{self.said}\n{self.daemon.log()}"
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
