@@ -99,6 +99,8 @@ struct Control {
 inline constexpr uint8_t kFlagChecksummed = 1;  // the per-layer checksums behind the layers are valid
 inline constexpr uint8_t kFlagOnDisk = 2;       // a copy lies on disk as well
 inline constexpr uint8_t kFlagQuarantined = 4;  // a zombie that was quarantined: its readers hold the generation before the last
+inline constexpr uint8_t kFlagQueued = 8;       // waits to be written to disk, or is being written
+inline constexpr uint8_t kFlagDeleted = 16;     // a zombie that was deleted: a file of it must not stay
 
 // A pin: record in the high 24 bits, generation in the low 40. Generations start at 1, so 0 is "no pin".
 constexpr uint64_t pin_word(uint32_t record, uint64_t generation) { return uint64_t{record} << 40 | generation; }

@@ -94,6 +94,10 @@ double Store::use_now() {
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
       index_.record(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
     policy_.scale(factor);
+    on_disk_.scale(factor);
+    std::set<std::pair<double, uint32_t>> wishes;
+    for (auto& [score, record] : wishes_) wishes.emplace(rank(record), record);
+    wishes_ = std::move(wishes);
     origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
   }
   return use_value_ = use_value(since());
@@ -111,7 +115,9 @@ double Store::add_use(uint32_t record) {
 
 void Store::use(uint32_t record) {
   KV_INVARIANT(control(record).state() == State::Sealed);
+  if (options_.disk) forget_wish(record);  // its score changes
   policy_.moved(class_of(record), record, add_use(record));
+  if (options_.disk) wish_to_write(record, true);  // at least its second use: it was used when it was sealed
 }
 
 // ---------------------------------------------------------------- layouts
@@ -151,7 +157,8 @@ std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
 // One attempt at one item, without making room.
 Granted Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout) {
   Granted out;
-  if (uint32_t found = index_.find_exclusive(item.key); found != Index::kAbsent) {
+  uint32_t found = index_.find_exclusive(item.key);
+  if (found != Index::kAbsent && control(found).state() != State::Disk) {
     if (control(found).state() == State::Created) {
       out.status = Grant::Pending;
       out.handle = {found, control(found).generation()};
@@ -164,9 +171,17 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     }
     to_zombie(found, Event::Evict);
     counters_.expired += 1;
+    found = Index::kAbsent;
     scan_zombies();
   }
-  if (draining_ || free_head_ == Index::kAbsent) return out;
+  if (draining_) return out;
+  const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
+  if (free_head_ == Index::kAbsent && on_disk_.size()) {
+    const uint32_t least = on_disk_.least().record;
+    drop_disk_record(least, Event::Evict);
+    if (least == found) found = Index::kAbsent;
+  }
+  if (free_head_ == Index::kAbsent) return out;
   const uint64_t length = layout.extent_bytes(item.tokens);
   const uint32_t record = free_head_;
   std::optional<uint64_t> offset = arena_.allocate(length, record);
@@ -174,6 +189,8 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
   if (!offset) return out;
   Record& r = index_.record(record);
   free_head_ = r.link.load(std::memory_order_relaxed);
+  const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
+  if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
   out.extent = {*offset, length};
   {
     Writing writing(r.sequence);
@@ -188,9 +205,9 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
                      std::memory_order_relaxed);
     r.parent.store(item.parent, std::memory_order_relaxed);
-    r.rank.store(0, std::memory_order_relaxed);
+    r.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
-  transition(record, Event::Create, State::Created, 0);
+  transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
     transition(record, Event::Abort, State::Zombie, 0);
     zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
@@ -270,13 +287,15 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   Record& r = index_.record(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
   if (r.owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
-  transition(handle.record, Event::Seal, State::Sealed, checksummed ? kFlagChecksummed : 0);
+  const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
+  transition(handle.record, Event::Seal, State::Sealed, flags);
   created_ -= 1;
   counters_.seals += 1;
   sessions_.at(owner)->unsealed.erase(handle.record);
   policy_.insert(class_of(handle.record), handle.record, add_use(handle.record));
   remember_expiry(handle.record);
   publish_progress(handle.record, Phase::Sealed);
+  if (options_.disk) wish_to_write(handle.record, shape_of(handle.record).priority >= options_.write_at_once_priority);
   return Done::Ok;
 }
 
@@ -317,60 +336,6 @@ void Store::mark_layer(Handle handle, uint32_t layers) {
   if (layers > limit) throw Error(Code::InvalidArgument, limit_text("layers ready", layers, limit));
   progress_[handle.record].store(progress_word(handle.generation, layers, Phase::Writing), std::memory_order_release);
   futex_wake_all(progress_[handle.record]);
-}
-
-// ---------------------------------------------------------------- the rest of a block's life
-
-Found Store::lookup(const Key& key) {
-  Lock lock = enter();
-  Found out;
-  if (index_.find(key, out.snapshot) != Find::Hit) return out;
-  const State state = out.snapshot.control.state();
-  if (state == State::Created) out.presence = Presence::Pending;
-  if (state == State::Disk) out.presence = Presence::OnDisk;
-  if (state == State::Sealed && !expired(out.snapshot.expiry_s)) out.presence = Presence::Resident;
-  return out;
-}
-
-bool Store::remove(const Key& key) {
-  Lock lock = enter();
-  const uint32_t record = index_.find_exclusive(key);
-  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
-  const bool late = expired(index_.record(record).expiry_s.load(std::memory_order_relaxed));
-  to_zombie(record, late ? Event::Evict : Event::Delete);
-  (late ? counters_.expired : counters_.deletes) += 1;
-  return !late;
-}
-
-bool Store::touch(const Key& key) {
-  Lock lock = enter();
-  const uint32_t record = index_.find_exclusive(key);
-  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
-  if (expired(index_.record(record).expiry_s.load(std::memory_order_relaxed))) return false;
-  use(record);
-  return true;
-}
-
-uint64_t Store::flush() {
-  Lock lock = enter();
-  uint64_t count = 0;
-  for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
-    if (control(record).state() != State::Sealed) continue;
-    to_zombie(record, Event::Delete);
-    ++count;
-  }
-  counters_.deletes += count;
-  return count;
-}
-
-void Store::settle() {
-  Lock lock(mutex_);
-  scan_zombies();
-}
-
-void Store::drain(bool on) {
-  Lock lock(mutex_);
-  draining_ = on;
 }
 
 }  // namespace kv

@@ -5,9 +5,9 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: what clients ask for. store_reclaim.cc: making room, pins, zombies, sessions' ends. store_adopt.cc: a new table, or
-// the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics,
-// integrity.
+// store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room,
+// pins, zombies. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon
+// that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -86,14 +87,44 @@ struct Description {
 };
 
 #define KV_STORE_COUNTERS(X) \
-  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses)
+  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped)
 
 struct Stats {
   uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
-  uint64_t blocks, created, zombies, quarantined, pins, sessions, max_blocks, epoch, fenced, draining;
+  uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
 #define X(name) uint64_t name;
   KV_STORE_COUNTERS(X)
 #undef X
+};
+
+// A block about to be written to disk: all that its file says, and where its bytes lie. Pinned until end_write.
+struct WriteJob {
+  Handle handle;
+  Key key;
+  Extent extent;
+  Shape shape;
+  uint64_t fingerprint;
+  uint32_t created_s, expiry_s, parent;
+  bool checksummed;
+};
+
+// Which files must go: those of deleted blocks, or all.
+struct Deleted {
+  std::vector<Key> keys;
+  bool all = false;
+};
+
+// The tier below, as the doors see it. Calls take microseconds, do no I/O, and are made without the store's lock.
+class LowerTier {
+ public:
+  struct Promise {
+    Presence presence = Presence::Missing;  // Pending: it is being loaded. Resident: look again. OnDisk: too many loads wait
+    uint32_t wait_us = 0;                   // what the load is estimated to take from now
+  };
+  virtual ~LowerTier() = default;
+  virtual Promise promote(const Key& key, uint32_t priority) = 0;
+  virtual bool forget(const Key& key) = 0;  // true if a file of it was known
+  virtual void forget_all() = 0;
 };
 
 struct ScrubResult {
@@ -111,12 +142,16 @@ class Store {
     Id pool_id;
     std::string session_directory, session_prefix;
     bool adopt;
+    bool disk = false;                               // a disk tier will be attached: blocks on disk keep a record
+    uint32_t write_at_once_priority = kMaxPriority;  // from this priority on a block is written at once, else at its second use
+    uint32_t max_pending_writes = 1024;
   };
   explicit Store(const Options& options);
   ~Store();
 
   static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes);
-  static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * max_blocks; }
+  // A word per record, and one more that counts the ends of loads.
+  static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * (uint64_t{max_blocks} + 1); }
   static void retire(int table_fd);
 
   // Stops growing, leaves the segments to the next daemon.
@@ -144,6 +179,21 @@ class Store {
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
   ScrubResult scrub(uint64_t limit_bytes);
+
+  // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
+  void attach_disk(int wake, LowerTier* tier);
+  void detach_disk();
+  LowerTier* lower() const { return lower_.load(std::memory_order_acquire); }
+  std::optional<WriteJob> begin_write();  // of the blocks that wait, the most valuable
+  // True: the file stays. False: the block was deleted meanwhile, the file must go before anybody can find the key again.
+  bool end_write(Handle handle, bool written);
+  Deleted take_deleted();
+  // Records a block that lies only on disk. False: no record is free, or the key is known.
+  bool add_disk(const Key& key, uint32_t expiry_s);
+  void drop_disk(const Key& key);                                // its file is gone
+  std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
+  void load_ended();                                             // wakes those who wait for loads
+  const Pool& pool() const { return pool_; }
 
   // ---- sessions
   struct SessionInfo {
@@ -219,10 +269,21 @@ class Store {
   uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
   bool expired(uint32_t expiry_s) const;
   Done seal_one(uint32_t owner, const Seal& block);
+  bool remove_here(const Key& key);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.record(record).rank.load(std::memory_order_relaxed)); }
   double use_now();
   double add_use(uint32_t record);
   void use(uint32_t record);
+
+  // store_disk.cc
+  void wish_to_write(uint32_t record, bool worth_it);
+  void forget_wish(uint32_t record);
+  void set_flags(uint32_t record, uint8_t on, uint8_t off);
+  void wake_disk();
+  void file_must_go(const Key& key);
+  void drop_disk_record(uint32_t record, Event event);
+  bool demote(uint32_t record);
+  void adopt_disk_record(uint32_t record);
 
   // store_reclaim.cc
   void make_room(uint64_t length, size_t count);
@@ -281,7 +342,12 @@ class Store {
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
-  std::unordered_map<uint32_t, IoPin> io_pins_;          // record -> the daemon's own reads in flight
+  std::unordered_map<uint32_t, IoPin> io_pins_;   // record -> the daemon's own reads in flight
+  EvictionPolicy<Places> on_disk_;                // the DISK records, in one queue: the least valuable goes first
+  std::set<std::pair<double, uint32_t>> wishes_;  // (score, record) of blocks that wait to be written
+  Deleted deleted_;                               // files the disk tier has not yet been told to remove
+  int wake_disk_ = -1;
+  std::atomic<LowerTier*> lower_{nullptr};
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   uint32_t free_head_ = Index::kAbsent;

@@ -81,7 +81,8 @@ Store::Store(const Options& options)
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
       places_(options.max_blocks),
-      policy_(Places{&places_}) {
+      policy_(Places{&places_}),
+      on_disk_(Places{&places_}) {
   layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
@@ -220,34 +221,42 @@ bool Store::adopt_record(uint32_t record) {
   const Extent extent = extent_of(record);
   const Shape shape = shape_of(record);
   const Key key = key_of(record);
-  if (found.state() == State::Free || found.state() > State::Quarantined || found.generation() == 0) return false;
+  if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
+  if (found.state() == State::Disk) {
+    if (!options_.disk || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
+    adopt_disk_record(record);
+    return true;
+  }
   if (shape.layout >= layouts_.size() || shape.tokens == 0 || shape.tokens > layouts_[shape.layout]->block_tokens ||
       extent.length != layouts_[shape.layout]->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
     return false;
   records_used_ += 1;
   used_bytes_ += extent.length;
+  if (found.flags() & kFlagDeleted) file_must_go(key);
+  set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);
   const uint32_t owner = r.owner.load();
   next_session_ = std::max(next_session_, owner + 1);
-  if (found.state() == State::Created) transition(record, Event::SessionEnd, State::Quarantined, 0);
+  if (found.state() == State::Created) transition(record, Event::SessionEnd, State::Quarantined, control(record).flags());
   if (found.state() == State::Created || found.state() == State::Quarantined) {
     const auto session = sessions_.find(owner);
     if (session != sessions_.end()) {
       session->second->unsealed.insert(record);
       quarantined_ += 1;
     } else {  // its lock was free before: the daemon that saw it is gone
-      transition(record, Event::SessionLockFree, State::Zombie, kFlagQuarantined);
+      transition(record, Event::SessionLockFree, State::Zombie, control(record).flags() | kFlagQuarantined);
       zombies_.push_back(record);
     }
     return true;
   }
   if (found.state() == State::Zombie || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) {
-    if (found.state() == State::Sealed) transition(record, Event::Evict, State::Zombie, 0);
+    if (found.state() == State::Sealed) transition(record, Event::Evict, State::Zombie, control(record).flags());
     zombies_.push_back(record);
     return true;
   }
   if (const double score = std::bit_cast<double>(r.rank.load()); !std::isfinite(score) || score < 0) r.rank.store(0);
   policy_.insert(class_of(record), record, rank(record));
   remember_expiry(record);
+  if (options_.disk) wish_to_write(record, found.flags() & kFlagQueued);
   return true;
 }
 

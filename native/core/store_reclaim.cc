@@ -1,4 +1,4 @@
-// Making room: what goes, when its memory may be used again, and what happens when a session ends.
+// Making room: what goes, and when its memory may be used again.
 
 #include <time.h>
 
@@ -37,12 +37,18 @@ std::vector<uint32_t> Store::pinned_records() {
 
 // Unlinked first, then the state: a reader that still found it will see the generation changed, or be seen by the scan.
 void Store::to_zombie(uint32_t record, Event event) {
+  forget_wish(record);
   const Control before = control(record);
+  const uint8_t below = before.flags() & (kFlagOnDisk | kFlagQueued);
   uint8_t flags = 0;
+  if (event != Event::Delete && !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)))
+    flags = below;
+  else if (below)
+    flags = kFlagDeleted, file_must_go(key_of(record));
   if (before.state() == State::Sealed && policy_.contains(class_of(record), record)) policy_.remove(class_of(record), record);
   if (before.state() == State::Created) created_ -= 1;
   if (before.state() == State::Quarantined)
-    flags = kFlagQuarantined;
+    flags |= kFlagQuarantined;
   else
     index_.erase(key_of(record), record);
   transition(record, event, State::Zombie, flags);
@@ -57,6 +63,7 @@ void Store::free_zombie(uint32_t record) {
   const Extent extent = extent_of(record);
   arena_.release(extent, record);
   used_bytes_ -= extent.length;
+  if (demote(record)) return;
   records_used_ -= 1;
   transition(record, Event::LastPinGone, State::Free, 0);
   index_.record(record).link.store(free_head_, std::memory_order_relaxed);
@@ -109,11 +116,11 @@ void Store::drain_rings() {
 void Store::make_room(uint64_t length, size_t count) {
   reap_sessions();
   scan_zombies();
-  auto room = [&] { return free_head_ != Index::kAbsent && arena_.has_room(length); };
+  auto room = [&] { return (free_head_ != Index::kAbsent || on_disk_.size()) && arena_.has_room(length); };
   if (room()) return;
   drain_rings();
   const std::vector<uint32_t> pinned = pinned_records();
-  if (free_head_ == Index::kAbsent) {
+  if (free_head_ == Index::kAbsent && !on_disk_.size()) {
     evict_least(std::nullopt, count, pinned);
     scan_zombies();
     if (room()) return;
@@ -209,7 +216,9 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
 
 // True if this entry of the heap is about the block that lies in the record now.
 bool Store::expires_at(uint32_t record, uint32_t second) const {
-  return control(record).state() == State::Sealed && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
+  const State state = control(record).state();
+  return (state == State::Sealed || state == State::Disk) &&
+         index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
 }
 
 // Entries outlive their blocks: what has piled up is thrown out when there are a quarter more than there can be blocks.
@@ -233,132 +242,12 @@ void Store::expire() {
     std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
     expiries_.pop_back();
     if (!expires_at(record, second)) continue;
-    to_zombie(record, Event::Evict);
+    if (control(record).state() == State::Disk)
+      file_must_go(key_of(record)), drop_disk_record(record, Event::Evict);
+    else
+      to_zombie(record, Event::Evict);
     counters_.expired += 1;
   }
-}
-
-// ---------------------------------------------------------------- sessions
-
-// Never 0, which asks for a new session, and never one that lives.
-uint32_t Store::new_session_id() {
-  while (next_session_ == 0 || sessions_.contains(next_session_)) ++next_session_;
-  return next_session_++;
-}
-
-std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid) {
-  uint32_t id;
-  {
-    Lock lock = enter();
-    id = new_session_id();
-  }
-  if (max_pins == 0 || max_pins > kMaxPins)
-    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
-  // The file is made outside the lock: it takes system calls.
-  auto session = std::make_unique<Session>();
-  session->id = id;
-  session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins);
-  try {
-    session->guard = Guard(session->file->mapping(), &session->truncated);
-  } catch (...) {
-    session->file->unlink();
-    throw;
-  }
-  session->attached = true;
-  session->pid = pid, session->uid = uid;
-  Fd locked = session->file->take_locked();
-  Lock lock(mutex_);
-  sessions_.emplace(id, std::move(session));
-  return {id, std::move(locked)};
-}
-
-bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
-  Lock lock = enter();
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return false;
-  Session& session = *found->second;
-  if (!session.file || session.attached || session.truncated || session.file->token() != token) return false;
-  session.attached = session.resumed = true;
-  session.since = std::chrono::steady_clock::now();
-  session.ended = false;
-  session.pid = pid, session.uid = uid;
-  return true;
-}
-
-uint32_t Store::open_owner() {
-  Lock lock = enter();
-  const uint32_t id = new_session_id();
-  auto session = std::make_unique<Session>();
-  session->id = id;
-  session->attached = true;
-  sessions_.emplace(id, std::move(session));
-  return id;
-}
-
-// Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free.
-void Store::end_session_locked(Session& session) {
-  session.ended = true;
-  session.attached = false;
-  for (uint32_t record : session.unsealed) {
-    if (control(record).state() != State::Created) continue;
-    if (!session.file) {  // nobody but this process wrote here
-      to_zombie(record, Event::Abort);
-      continue;
-    }
-    index_.erase(key_of(record), record);
-    transition(record, Event::SessionEnd, State::Quarantined, 0);
-    created_ -= 1, quarantined_ += 1;
-    publish_progress(record, Phase::Ended);
-    futex_wake_all(progress_[record]);
-  }
-}
-
-void Store::end_session(uint32_t id) {
-  Lock lock(mutex_);
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end() || found->second->ended) return;
-  end_session_locked(*found->second);
-  if (!found->second->file) sessions_.erase(found);
-  reap_sessions();
-  scan_zombies();
-}
-
-void Store::reap_sessions() {
-  for (auto it = sessions_.begin(); it != sessions_.end();) {
-    Session& session = *it->second;
-    if (!session.ended || !session.file->lock_free()) {
-      ++it;
-      continue;
-    }
-    for (uint32_t record : session.unsealed) {
-      if (control(record).state() != State::Quarantined) continue;
-      quarantined_ -= 1;
-      to_zombie(record, Event::SessionLockFree);
-    }
-    counters_.hits += session.file->page().hits.load(std::memory_order_relaxed);
-    counters_.misses += session.file->page().misses.load(std::memory_order_relaxed);
-    session.file->unlink();
-    it = sessions_.erase(it);
-  }
-}
-
-uint64_t Store::session_page_bytes(uint32_t id) {
-  Lock lock(mutex_);
-  const auto found = sessions_.find(id);
-  return found == sessions_.end() || !found->second->file ? 0 : found->second->file->bytes();
-}
-
-std::vector<Store::SessionInfo> Store::sessions() {
-  Lock lock(mutex_);
-  std::vector<SessionInfo> out;
-  for (auto& [id, s] : sessions_) {
-    if (!s->file) continue;
-    uint64_t pins = 0;
-    s->file->each_pin([&](uint64_t) { ++pins; });
-    const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
-    out.push_back({id, s->pid, s->uid, pins, s->unsealed.size(), attached.count(), s->attached, s->resumed});
-  }
-  return out;
 }
 
 // ---------------------------------------------------------------- the clock, and broken memory

@@ -1,0 +1,205 @@
+// What the disk tier asks of a store and is told by it. The tier has a thread of its own and does the I/O; here are only changes
+// of the table: which blocks wait to be written, which lie on disk, whose files must go.
+//
+// A block that lies only on disk keeps a record without an extent (DISK), so that a look-up says so without a call. Such records
+// are the first to go when the table is full: the tier finds the file by its path all the same.
+
+#include <sys/eventfd.h>
+#include <time.h>
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/futex.h"
+#include "core/store.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kOneQueue = 0;         // on_disk_ has one queue: no record in it occupies memory
+constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
+static_assert(kUnknownLayout >= kMaxLayouts);
+}  // namespace
+
+void Store::attach_disk(int wake, LowerTier* tier) {
+  Lock lock(mutex_);
+  wake_disk_ = wake;
+  lower_.store(tier, std::memory_order_release);
+  if (!wishes_.empty() || !deleted_.keys.empty() || deleted_.all) wake_disk();
+}
+
+void Store::detach_disk() {
+  Lock lock(mutex_);
+  wake_disk_ = -1;
+  lower_.store(nullptr, std::memory_order_release);
+}
+
+void Store::wake_disk() {
+  if (wake_disk_ >= 0) ::eventfd_write(wake_disk_, 1);
+}
+
+// Changes flags and nothing else: state and generation stay, so readers do not notice.
+void Store::set_flags(uint32_t record, uint8_t on, uint8_t off) {
+  const Control now = control(record);
+  const auto flags = static_cast<uint8_t>((now.flags() & ~off) | on);
+  index_.record(record).control.store(Control::make(now.generation(), now.state(), flags).word, std::memory_order_release);
+}
+
+// ---------------------------------------------------------------- writing behind
+
+// A block is worth writing when it proved useful (its second use), or at once if its priority says so. Of too many that wait the
+// least valuable is dropped: writing never slows a create.
+void Store::wish_to_write(uint32_t record, bool worth_it) {
+  if (!worth_it || control(record).flags() & (kFlagOnDisk | kFlagQueued)) return;
+  set_flags(record, kFlagQueued, 0);
+  wishes_.emplace(rank(record), record);
+  if (wishes_.size() == 1) wake_disk();
+  if (wishes_.size() <= options_.max_pending_writes) return;
+  set_flags(wishes_.begin()->second, 0, kFlagQueued);
+  wishes_.erase(wishes_.begin());
+  counters_.writes_dropped += 1;
+}
+
+void Store::forget_wish(uint32_t record) {
+  if (control(record).flags() & kFlagQueued && wishes_.erase({rank(record), record})) set_flags(record, 0, kFlagQueued);
+}
+
+std::optional<WriteJob> Store::begin_write() {
+  Lock lock = enter();
+  if (wishes_.empty()) return std::nullopt;
+  const uint32_t record = std::prev(wishes_.end())->second;
+  wishes_.erase(std::prev(wishes_.end()));
+  const Control now = control(record);
+  KV_INVARIANT(now.state() == State::Sealed && now.flags() & kFlagQueued);
+  IoPin& pin = io_pins_[record];
+  pin.generation = now.generation();
+  pin.count += 1;
+  const Record& r = index_.record(record);
+  return WriteJob{{record, now.generation()},
+                  key_of(record),
+                  extent_of(record),
+                  shape_of(record),
+                  r.fingerprint.load(std::memory_order_relaxed),
+                  r.created_s.load(std::memory_order_relaxed),
+                  r.expiry_s.load(std::memory_order_relaxed),
+                  r.parent.load(std::memory_order_relaxed),
+                  (now.flags() & kFlagChecksummed) != 0};
+}
+
+bool Store::end_write(Handle handle, bool written) {
+  Lock lock(mutex_);
+  const auto pin = io_pins_.find(handle.record);
+  KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  if (--pin->second.count == 0) io_pins_.erase(pin);
+  const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
+  if (now.flags() & kFlagDeleted) written = false;
+  set_flags(handle.record, written ? kFlagOnDisk : 0, kFlagQueued);
+  if (now.state() == State::Zombie) scan_zombies();
+  return written;
+}
+
+// ---------------------------------------------------------------- files that must go
+
+// At most one key per file there is, and the tier takes them whenever it wakes.
+void Store::file_must_go(const Key& key) {
+  if (!options_.disk) return;
+  deleted_.keys.push_back(key);
+  wake_disk();
+}
+
+Deleted Store::take_deleted() {
+  Lock lock(mutex_);
+  return std::exchange(deleted_, {});
+}
+
+// ---------------------------------------------------------------- blocks that lie only on disk
+
+bool Store::add_disk(const Key& key, uint32_t expiry_s) {
+  Lock lock = enter();
+  if (const uint32_t found = index_.find_exclusive(key); found != Index::kAbsent) {
+    if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0);
+    return true;
+  }
+  if (free_head_ == Index::kAbsent || !index_.insert(key, free_head_)) return false;
+  const uint32_t record = free_head_;
+  Record& r = index_.record(record);
+  free_head_ = r.link.load(std::memory_order_relaxed);
+  {
+    Writing writing(r.sequence);
+    for (size_t i = 0; i < 4; ++i) r.key[i].store(key.words[i], std::memory_order_relaxed);
+    r.owner.store(0, std::memory_order_relaxed);
+    r.extent.store(0, std::memory_order_relaxed);
+    r.shape.store(Shape{kUnknownLayout, kDefaultPriority, 0, 0}.pack(), std::memory_order_relaxed);
+    r.fingerprint.store(0, std::memory_order_relaxed);
+    r.created_s.store(static_cast<uint32_t>(::time(nullptr)), std::memory_order_relaxed);
+    r.expiry_s.store(expiry_s, std::memory_order_relaxed);
+    r.parent.store(0, std::memory_order_relaxed);
+    r.rank.store(0, std::memory_order_relaxed);
+  }
+  transition(record, Event::Indexed, State::Disk, 0);
+  on_disk_.insert(kOneQueue, record, 0);
+  remember_expiry(record);
+  records_used_ += 1;
+  return true;
+}
+
+void Store::drop_disk(const Key& key) {
+  Lock lock(mutex_);
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent) return;
+  if (control(record).state() == State::Disk)
+    drop_disk_record(record, Event::Evict);
+  else
+    set_flags(record, 0, kFlagOnDisk);
+}
+
+void Store::drop_disk_record(uint32_t record, Event event) {
+  on_disk_.remove(kOneQueue, record);
+  index_.erase(key_of(record), record);
+  transition(record, event, State::Free, 0);
+  records_used_ -= 1;
+  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
+}
+
+// A zombie whose memory is free and whose bytes lie on disk: its record stays. False if there is no such thing to keep.
+bool Store::demote(uint32_t record) {
+  const Control now = control(record);
+  Record& r = index_.record(record);
+  const Key key = key_of(record);
+  if (!options_.disk || !(now.flags() & kFlagOnDisk) || expired(r.expiry_s.load(std::memory_order_relaxed)) ||
+      index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record))
+    return false;
+  {
+    Writing writing(r.sequence);
+    r.extent.store(0, std::memory_order_relaxed);
+  }
+  transition(record, Event::Demote, State::Disk, 0);
+  on_disk_.insert(kOneQueue, record, rank(record));
+  return true;
+}
+
+// The file is looked at when the block is asked for, and when the tier has listed its directories.
+void Store::adopt_disk_record(uint32_t record) {
+  if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.record(record).rank.store(0);
+  on_disk_.insert(kOneQueue, record, rank(record));
+  remember_expiry(record);
+  records_used_ += 1;
+}
+
+std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
+  Lock lock = enter();
+  std::vector<Key> out;
+  for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked) {
+    const Control now = control(record);
+    if (now.state() == State::Disk || (now.state() == State::Sealed && now.flags() & kFlagOnDisk)) out.push_back(key_of(record));
+  }
+  return out;
+}
+
+void Store::load_ended() {
+  std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
+  ended.fetch_add(1, std::memory_order_release);
+  futex_wake_all(ended);
+}
+
+}  // namespace kv

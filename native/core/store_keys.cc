@@ -1,0 +1,81 @@
+// What is asked by key: look up, delete, touch; and the namespace as a whole: flush, drain.
+
+#include <time.h>
+
+#include "core/error.h"
+#include "core/store.h"
+
+namespace kv {
+
+Found Store::lookup(const Key& key) {
+  Lock lock = enter();
+  Found out;
+  if (index_.find(key, out.snapshot) != Find::Hit) return out;
+  const State state = out.snapshot.control.state();
+  if (state == State::Created) out.presence = Presence::Pending;
+  if (state == State::Disk && !expired(out.snapshot.expiry_s)) out.presence = Presence::OnDisk;
+  if (state == State::Sealed && !expired(out.snapshot.expiry_s)) out.presence = Presence::Resident;
+  return out;
+}
+
+// Below first: from then on no load of it begins, and a write that is on its way comes to nothing.
+bool Store::remove(const Key& key) {
+  LowerTier* lower = this->lower();
+  const bool below = lower && lower->forget(key);
+  return remove_here(key) || below;
+}
+
+bool Store::remove_here(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent) return false;
+  const State state = control(record).state();
+  if (state != State::Sealed && state != State::Disk) return false;
+  const bool late = expired(index_.record(record).expiry_s.load(std::memory_order_relaxed));
+  if (state == State::Disk) {
+    file_must_go(key);
+    drop_disk_record(record, Event::Delete);
+  } else {
+    to_zombie(record, late ? Event::Evict : Event::Delete);
+  }
+  (late ? counters_.expired : counters_.deletes) += 1;
+  return !late;
+}
+
+bool Store::touch(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
+  if (expired(index_.record(record).expiry_s.load(std::memory_order_relaxed))) return false;
+  use(record);
+  return true;
+}
+
+uint64_t Store::flush() {
+  if (LowerTier* lower = this->lower()) lower->forget_all();
+  Lock lock = enter();
+  uint64_t count = 0;
+  for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
+    if (control(record).state() != State::Sealed) continue;
+    to_zombie(record, Event::Delete);
+    ++count;
+  }
+  count += on_disk_.size();
+  while (on_disk_.size()) drop_disk_record(on_disk_.least().record, Event::Delete);
+  deleted_ = {.keys = {}, .all = true};
+  wake_disk();
+  counters_.deletes += count;
+  return count;
+}
+
+void Store::settle() {
+  Lock lock(mutex_);
+  scan_zombies();
+}
+
+void Store::drain(bool on) {
+  Lock lock(mutex_);
+  draining_ = on;
+}
+
+}  // namespace kv
