@@ -1,0 +1,197 @@
+// The disk tier of one namespace: which blocks are written, loaded and removed, in what order, and how much of each at a time. It
+// has one thread for all I/O and one that lists the directories at start. Owns the files of its directories and the index of them;
+// changes blocks only through the store's own operations.
+//
+// tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block
+// into a file. tier_scan.cc: what lay there at start.
+//
+// Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
+// files, those being written included, never exceed the quota; nobody waits for this thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "core/disk/block_file.h"
+#include "core/disk/engine.h"
+#include "core/disk/file_index.h"
+#include "core/disk/files.h"
+#include "core/latency.h"
+#include "core/store.h"
+
+namespace kv {
+
+#define KV_DISK_COUNTERS(X)                                                                                                  \
+  X(loads) X(load_bytes) X(load_errors) X(load_misses) X(load_no_space) X(corrupt) X(expired) X(writes) X(write_bytes)       \
+  X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(strays)
+
+class DiskTier final : public LowerTier {
+ public:
+  struct Directory {
+    std::string path;
+    std::unique_ptr<Files> files;
+    std::unique_ptr<Engine> engine;
+  };
+  struct Options {
+    std::vector<Directory> directories;
+    Fanout fanout;
+    uint64_t quota_bytes = 0;
+    uint32_t max_files = 1'000'000;
+    uint64_t daily_write_bytes = 0;  // 0: no limit
+    bool keep_corrupt = false;
+  };
+  struct Stats {
+    uint64_t files, bytes, quota_bytes, loads_waiting, loads_in_flight, writes_in_flight, written_today_bytes, listed,
+        load_bytes_per_s, indexing;
+#define X(name) uint64_t name;
+    KV_DISK_COUNTERS(X)
+#undef X
+  };
+  struct Condition {  // of a directory that is not well
+    std::string path, state, text;  // state: "full", "read_only", "failed"
+  };
+
+  DiskTier(Store& store, Options options);
+  ~DiskTier() override;
+
+  void start();
+  void stop();  // what is in flight ends or is abandoned; no file is left half
+
+  Promise promote(const Key& key, uint32_t priority) override;
+  bool forget(const Key& key) override;
+  void forget_all() override;
+
+  void set_quota(uint64_t bytes);
+  Stats stats();
+  std::vector<Condition> conditions();
+  const Latency& load_latency() const { return load_latency_; }
+  const Latency& write_latency() const { return write_latency_; }
+  double thread_cpu_s() const;
+
+ private:
+  struct Place {  // a directory and how it fares
+    Directory at;
+    uint32_t errors = 0;  // in a row
+    uint64_t paused_until_ms = 0;
+    std::string state, text;
+  };
+  struct alignas(kPageBytes) Page {
+    std::byte bytes[kBlockFileHeaderBytes];
+  };
+  struct Load;
+  struct Write;
+  struct Step {  // one transfer of a load or a write
+    Transfer transfer;
+    Load* load = nullptr;
+    Write* write = nullptr;
+    uint32_t first_layer = 0, end_layer = 0;
+    bool done = false;
+  };
+  struct KnownLayout {
+    Layout layout;
+    Key digest;
+  };
+  enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Cancelled };
+  struct KeyHash {
+    size_t operator()(const Key& key) const { return key.words[0]; }
+  };
+
+  // tier.cc
+  void run();
+  bool turn();
+  void wait(int timeout_ms);
+  void reap();
+  bool submit(Step& step, uint8_t directory);
+  void submit_waiting();
+  void remove_doomed();
+  void remove_file(const Key& key, uint8_t directory);
+  bool make_quota_room(uint64_t bytes);
+  uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
+  bool well(uint8_t directory) const;
+  void went_wrong(uint8_t directory, int error, const char* doing);
+  void went_well(uint8_t directory);
+  const KnownLayout* known_layout(uint32_t id);
+  std::optional<uint32_t> layout_by_digest(const Key& digest);
+  void learn_layouts();
+  void tell_speed();
+
+  // tier_load.cc
+  void start_loads();
+  bool start_load(const Key& key);
+  int open_file(const Key& key, uint8_t* directory, uint64_t* bytes);
+  void load_step_done(Step& step);
+  void read_header(Load& load);
+  bool take_header(Load& load);
+  bool begin_data(Load& load);
+  void plan_steps(Load& load, const Layout& layout);
+  void verify_ready(Load& load);
+  bool finish_data(Load& load);
+  void end_load(Load& load, Outcome outcome);
+
+  // tier_write.cc
+  void start_writes();
+  bool may_write() const;
+  void start_write(const WriteJob& job);
+  bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
+  void write_done(Write& write);
+  void end_write(Write& write, bool written);
+
+  // tier_scan.cc
+  void scan();
+  void add_found(uint8_t directory, std::vector<std::pair<Key, std::pair<uint64_t, uint32_t>>>& batch);
+  void prune();
+
+  Store& store_;
+  const Fanout fanout_;
+  const uint32_t max_files_;
+  const uint64_t daily_write_bytes_;
+  const bool keep_corrupt_;
+  Mapping pool_;
+  std::atomic<bool> pool_hit_{false};
+  Guard pool_guard_;
+  uint32_t owner_ = 0;
+  Fd wake_, epoll_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_, scanner_;
+
+  // The thread's own.
+  std::vector<Place> places_;
+  std::vector<std::unique_ptr<KnownLayout>> layouts_;
+  std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
+  std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
+  std::deque<std::pair<Step*, uint8_t>> waiting_steps_;  // what an engine had no room for
+  std::vector<std::pair<Key, uint8_t>> stubborn_;        // files of deleted blocks that could not be removed yet
+  uint64_t day_ = 0;
+  uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
+
+  mutable std::mutex mutex_;  // guards all that follows; never held over a system call or a call of the store
+  FileIndex index_;
+  std::map<std::pair<uint32_t, uint64_t>, Key> queue_;  // (lowest priority last, order of arrival) -> key to be loaded
+  std::unordered_set<Key, KeyHash> queued_;
+  std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
+  std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
+  std::vector<Key> doomed_;                             // to be removed
+  std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
+  bool scanned_ = false, doom_what_is_found_ = false;
+  uint64_t arrivals_ = 0;
+  uint64_t reserved_bytes_ = 0;  // of files being written
+  uint64_t quota_bytes_;
+  std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, listed_{0};
+  std::vector<Condition> conditions_;
+#define X(name) std::atomic<uint64_t> name##_{0};
+  KV_DISK_COUNTERS(X)
+#undef X
+  Latency load_latency_, write_latency_;
+};
+
+}  // namespace kv
