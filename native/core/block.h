@@ -194,6 +194,11 @@ struct TableHeader {
   std::atomic<uint32_t> layouts;   // registered
   uint32_t finder_buckets;
   uint64_t finder_offset;
+  // How soon a block on disk would be in memory: bytes the disk tier loads a second (0: not known), bytes that wait, and
+  // what one load takes by itself.
+  std::atomic<uint64_t> load_bytes_per_s;
+  std::atomic<uint64_t> load_waiting_bytes;
+  std::atomic<uint64_t> load_latency_us;
 };
 inline constexpr uint64_t kEpochRetired = ~0ull;
 

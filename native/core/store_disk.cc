@@ -119,10 +119,9 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
     if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0);
     return true;
   }
-  if (free_head_ == Index::kAbsent || !index_.insert(key, free_head_)) return false;
+  if (free_head_ == Index::kAbsent) return false;
   const uint32_t record = free_head_;
   Record& r = index_.record(record);
-  free_head_ = r.link.load(std::memory_order_relaxed);
   {
     Writing writing(r.sequence);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(key.words[i], std::memory_order_relaxed);
@@ -135,6 +134,8 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
     r.parent.store(0, std::memory_order_relaxed);
     r.rank.store(0, std::memory_order_relaxed);
   }
+  if (!index_.insert(key, record)) return false;
+  free_head_ = r.link.load(std::memory_order_relaxed);
   transition(record, Event::Indexed, State::Disk, 0);
   on_disk_.insert(kOneQueue, record, 0);
   remember_expiry(record);
@@ -194,6 +195,13 @@ std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
     if (now.state() == State::Disk || (now.state() == State::Sealed && now.flags() & kFlagOnDisk)) out.push_back(key_of(record));
   }
   return out;
+}
+
+void Store::tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us) {
+  TableHeader& header = index_.header();
+  header.load_bytes_per_s.store(bytes_per_s, std::memory_order_relaxed);
+  header.load_waiting_bytes.store(waiting_bytes, std::memory_order_relaxed);
+  header.load_latency_us.store(latency_us, std::memory_order_relaxed);
 }
 
 void Store::load_ended() {

@@ -25,13 +25,14 @@
 #include "core/disk/engine.h"
 #include "core/disk/file_index.h"
 #include "core/disk/files.h"
+#include "core/disk/scan.h"
 #include "core/latency.h"
 #include "core/store.h"
 
 namespace kv {
 
 #define KV_DISK_COUNTERS(X)                                                                                                  \
-  X(loads) X(load_bytes) X(load_errors) X(load_misses) X(load_no_space) X(corrupt) X(expired) X(writes) X(write_bytes)       \
+  X(loaded) X(load_bytes) X(load_errors) X(load_misses) X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes)       \
   X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(strays)
 
 class DiskTier final : public LowerTier {
@@ -73,8 +74,8 @@ class DiskTier final : public LowerTier {
   void set_quota(uint64_t bytes);
   Stats stats();
   std::vector<Condition> conditions();
-  const Latency& load_latency() const { return load_latency_; }
-  const Latency& write_latency() const { return write_latency_; }
+  const LatencyHistogram& load_latency() const { return load_latency_; }
+  const LatencyHistogram& write_latency() const { return write_latency_; }
   double thread_cpu_s() const;
 
  private:
@@ -100,7 +101,7 @@ class DiskTier final : public LowerTier {
     Layout layout;
     Key digest;
   };
-  enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Cancelled };
+  enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
   struct KeyHash {
     size_t operator()(const Key& key) const { return key.words[0]; }
   };
@@ -118,7 +119,7 @@ class DiskTier final : public LowerTier {
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
   bool well(uint8_t directory) const;
   void went_wrong(uint8_t directory, int error, const char* doing);
-  void went_well(uint8_t directory);
+  void went_well(uint8_t directory, bool writing);
   const KnownLayout* known_layout(uint32_t id);
   std::optional<uint32_t> layout_by_digest(const Key& digest);
   void learn_layouts();
@@ -147,7 +148,7 @@ class DiskTier final : public LowerTier {
 
   // tier_scan.cc
   void scan();
-  void add_found(uint8_t directory, std::vector<std::pair<Key, std::pair<uint64_t, uint32_t>>>& batch);
+  bool add_found(uint8_t directory, std::span<const Found> found);
   void prune();
 
   Store& store_;
@@ -175,14 +176,19 @@ class DiskTier final : public LowerTier {
 
   mutable std::mutex mutex_;  // guards all that follows; never held over a system call or a call of the store
   FileIndex index_;
-  std::map<std::pair<uint32_t, uint64_t>, Key> queue_;  // (lowest priority last, order of arrival) -> key to be loaded
+  struct Wanted {
+    Key key;
+    uint64_t bytes;
+  };
+  std::map<std::pair<uint32_t, uint64_t>, Wanted> queue_;  // (highest priority first, order of arrival) -> what to load
   std::unordered_set<Key, KeyHash> queued_;
   std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
   std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  std::vector<std::pair<std::string, uint8_t>> leftovers_;  // temporary files of a daemon that is gone
   bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
-  bool scanned_ = false, doom_what_is_found_ = false;
+  bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written
   uint64_t quota_bytes_;
@@ -191,7 +197,7 @@ class DiskTier final : public LowerTier {
 #define X(name) std::atomic<uint64_t> name##_{0};
   KV_DISK_COUNTERS(X)
 #undef X
-  Latency load_latency_, write_latency_;
+  LatencyHistogram load_latency_, write_latency_;
 };
 
 }  // namespace kv

@@ -1,0 +1,364 @@
+#include "core/disk/tier.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "core/disk/tier_steps.h"
+#include "core/error.h"
+#include "core/polling.h"
+
+namespace kv {
+namespace {
+
+constexpr size_t kMaxQueue = 4096;          // loads that wait
+constexpr uint32_t kRemovalsATurn = 64;     // so that reading goes on between them
+constexpr uint64_t kFirstPauseMs = 1000, kLongestPauseMs = 60'000;
+constexpr uint32_t kErrorsToPause = 3;
+constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was loaded
+constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;     // the speed is that of about the last 4 GiB
+constexpr int kIdleMs = 1000;
+constexpr int kNice = 5;  // a session's answer comes before a file's
+
+uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
+
+void watch(int epoll, int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  KV_INVARIANT(::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0);
+}
+
+}  // namespace
+
+DiskTier::DiskTier(Store& store, Options options)
+    : store_(store),
+      fanout_(options.fanout),
+      max_files_(options.max_files),
+      daily_write_bytes_(options.daily_write_bytes),
+      keep_corrupt_(options.keep_corrupt),
+      pool_(store.options().pool_fd, store.options().capacity_bytes, true),
+      pool_guard_(pool_, &pool_hit_),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      index_(options.max_files),
+      quota_bytes_(options.quota_bytes) {
+  if (options.directories.empty() || options.directories.size() > 64)
+    throw Error(Code::InvalidArgument,
+                "a disk tier has 1 to 64 directories, " + std::to_string(options.directories.size()) + " were given");
+  watch(epoll_.get(), wake_.get());
+  for (Directory& directory : options.directories) {
+    watch(epoll_.get(), directory.engine->event_fd());
+    places_.push_back({.at = std::move(directory), .state = {}, .text = {}});
+  }
+}
+
+DiskTier::~DiskTier() { stop(); }
+
+void DiskTier::start() {
+  owner_ = store_.open_owner();
+  store_.attach_disk(wake_.get(), this);
+  thread_ = std::thread([this] { run(); });
+  scanner_ = std::thread([this] { scan(); });
+}
+
+void DiskTier::stop() {
+  if (!thread_.joinable()) return;
+  stop_.store(true);
+  ::eventfd_write(wake_.get(), 1);
+  scanner_.join();
+  thread_.join();
+  store_.detach_disk();
+  store_.end_session(owner_);
+}
+
+// ---------------------------------------------------------------- what the doors call
+
+LowerTier::Promise DiskTier::promote(const Key& key, uint32_t priority) {
+  const uint64_t speed = bytes_per_s_.load(std::memory_order_relaxed);
+  auto wait_us = [&](uint64_t bytes) {
+    const uint64_t waiting = waiting_bytes_.load(std::memory_order_relaxed) + bytes;
+    return static_cast<uint32_t>(
+        std::min<uint64_t>(UINT32_MAX, latency_us_.load(std::memory_order_relaxed) +
+                                           waiting * 1'000'000 / (speed ? speed : kAssumedBytesPerS)));
+  };
+  std::lock_guard lock(mutex_);
+  const FileIndex::Entry* entry = index_.find(key);
+  const uint64_t bytes = entry ? entry->bytes() : 0;
+  if (loading_.contains(key) && !cancelled_.contains(key)) return {Presence::Pending, wait_us(0)};
+  if (queued_.contains(key)) return {Presence::Pending, wait_us(0)};
+  if (entry ? entry->doomed : scanned_ || doom_what_is_found_ || doomed_unknown_.contains(key)) return {Presence::Missing, 0};
+  if (loading_.contains(key)) return {Presence::Missing, 0};
+  if (queue_.size() >= kMaxQueue) return {Presence::OnDisk, wait_us(bytes)};
+  const Promise promise{Presence::Pending, wait_us(bytes)};
+  queue_.emplace(std::pair(~priority, ++arrivals_), Wanted{key, bytes});
+  queued_.insert(key);
+  waiting_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  if (queue_.size() == 1) ::eventfd_write(wake_.get(), 1);
+  return promise;
+}
+
+bool DiskTier::forget(const Key& key) {
+  std::lock_guard lock(mutex_);
+  if (loading_.contains(key) || writing_.contains(key)) cancelled_.insert(key);
+  FileIndex::Entry* entry = index_.find(key);
+  const bool known = entry && !entry->doomed;
+  if (entry && entry->doomed) return false;
+  if (!entry && (scanned_ || !doomed_unknown_.insert(key).second)) return false;
+  if (entry) entry->doomed = true;
+  doomed_.push_back(key);
+  ::eventfd_write(wake_.get(), 1);
+  return known;
+}
+
+void DiskTier::forget_all() {
+  std::lock_guard lock(mutex_);
+  for (const auto* keys : {&loading_, &writing_}) cancelled_.insert(keys->begin(), keys->end());
+  index_.each([](FileIndex::Entry& entry) { entry.doomed = true; });
+  sweep_ = true;
+  doom_what_is_found_ = !scanned_;
+  ::eventfd_write(wake_.get(), 1);
+}
+
+void DiskTier::set_quota(uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  quota_bytes_ = bytes;
+  ::eventfd_write(wake_.get(), 1);
+}
+
+DiskTier::Stats DiskTier::stats() {
+  std::lock_guard lock(mutex_);
+  Stats s{};
+  s.files = index_.size();
+  s.bytes = index_.bytes() + reserved_bytes_;
+  s.quota_bytes = quota_bytes_;
+  s.loads_waiting = queue_.size();
+  s.loads_in_flight = loading_.size();
+  s.writes_in_flight = writing_.size();
+  s.written_today_bytes = written_today_.load();
+  s.listed = listed_.load();
+  s.indexing = !scanned_;
+  s.load_bytes_per_s = bytes_per_s_.load();
+#define X(name) s.name = name##_.load(std::memory_order_relaxed);
+  KV_DISK_COUNTERS(X)
+#undef X
+  return s;
+}
+
+std::vector<DiskTier::Condition> DiskTier::conditions() {
+  std::lock_guard lock(mutex_);
+  return conditions_;
+}
+
+double DiskTier::thread_cpu_s() const {
+  clockid_t clock;
+  timespec t{};
+  if (thread_.joinable() && ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0)
+    ::clock_gettime(clock, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// ---------------------------------------------------------------- the thread
+
+void DiskTier::run() {
+  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+  while (!stop_.load()) {
+    const bool more = turn();
+    wait(more ? 0 : kIdleMs);
+  }
+  // What is in flight ends: a load's memory and a write's block are held until then.
+  while (!loads_.empty() || !writes_.empty()) {
+    submit_waiting();
+    reap();
+    if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
+  }
+}
+
+// One round of everything. True if there is more to do at once.
+bool DiskTier::turn() {
+  remove_doomed();
+  reap();
+  submit_waiting();
+  start_loads();
+  start_writes();
+  tell_speed();
+  make_quota_room(0);
+  std::lock_guard lock(mutex_);
+  return sweep_ || !doomed_.empty();
+}
+
+void DiskTier::wait(int timeout_ms) {
+  epoll_event events[8];
+  const int count = ::epoll_wait(epoll_.get(), events, 8, timeout_ms);
+  for (int i = 0; i < count; ++i) {
+    eventfd_t ignored;
+    if (events[i].data.fd == wake_.get()) ::eventfd_read(wake_.get(), &ignored);
+  }
+}
+
+void DiskTier::reap() {
+  for (Place& place : places_) {
+    Transfer* done[kMaxDepth];
+    const size_t count = place.at.engine->completed(done);
+    for (size_t i = 0; i < count; ++i) {
+      Step& step = *static_cast<Step*>(done[i]->user);
+      step.load ? load_step_done(step) : write_done(*step.write);
+    }
+  }
+}
+
+bool DiskTier::submit(Step& step, uint8_t directory) {
+  step.transfer.user = &step;
+  if (waiting_steps_.empty() && places_[directory].at.engine->submit(&step.transfer)) return true;
+  waiting_steps_.emplace_back(&step, directory);
+  return false;
+}
+
+void DiskTier::submit_waiting() {
+  while (!waiting_steps_.empty()) {
+    auto [step, directory] = waiting_steps_.front();
+    if (!places_[directory].at.engine->submit(&step->transfer)) return;
+    waiting_steps_.pop_front();
+  }
+}
+
+// ---------------------------------------------------------------- removing
+
+// A file's name goes before its entry, and its entry before the key can be found again.
+void DiskTier::remove_file(const Key& key, uint8_t directory) {
+  const int error = places_[directory].at.files->remove(path_of(key, fanout_));
+  if (error == 0) removed_.fetch_add(1);
+  if (error != 0 && error != -ENOENT) {
+    went_wrong(directory, -error, "removing a file");
+    stubborn_.emplace_back(key, directory);
+    return;
+  }
+  std::lock_guard lock(mutex_);
+  index_.erase(key);
+  if (scanned_) doomed_unknown_.erase(key);  // until then its name may still come up
+}
+
+void DiskTier::remove_doomed() {
+  Deleted deleted = store_.take_deleted();
+  if (deleted.all) forget_all();
+  for (const Key& key : deleted.keys) forget(key);
+  std::vector<std::pair<Key, uint8_t>> now;
+  std::vector<std::pair<std::string, uint8_t>> leftovers;
+  if (!stubborn_.empty() && well(stubborn_.front().second)) now.swap(stubborn_);
+  {
+    std::lock_guard lock(mutex_);
+    leftovers.swap(leftovers_);
+    while (!doomed_.empty() && now.size() < kRemovalsATurn) {
+      const Key key = doomed_.back();
+      doomed_.pop_back();
+      if (const FileIndex::Entry* entry = index_.find(key))
+        now.emplace_back(key, entry->directory);
+      else
+        for (uint8_t d = 0; d < places_.size(); ++d) now.emplace_back(key, d);
+    }
+    if (sweep_ && now.empty()) {  // everything was flushed: what is doomed stands anywhere
+      index_.each([&](FileIndex::Entry& entry) {
+        if (entry.doomed && doomed_.size() < 4096) doomed_.push_back(entry.key);
+      });
+      sweep_ = !doomed_.empty() && stubborn_.empty();
+    }
+  }
+  for (auto& [key, directory] : now) remove_file(key, directory);
+  for (auto& [path, directory] : leftovers) places_[directory].at.files->remove(path);
+}
+
+// Removes files until `bytes` more fit under the quota. False if that cannot be.
+bool DiskTier::make_quota_room(uint64_t bytes) {
+  for (;;) {
+    Key key;
+    uint8_t directory;
+    {
+      std::lock_guard lock(mutex_);
+      if (!scanned_) return bytes == 0;
+      if (bytes > quota_bytes_) return false;
+      const bool many = bytes && index_.size() + writing_.size() >= max_files_;
+      if (index_.bytes() + reserved_bytes_ + bytes <= quota_bytes_ && !many) return true;
+      const FileIndex::Entry* old = index_.old_one(
+          [&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
+      if (!old) return false;
+      key = old->key, directory = old->directory;
+      index_.find(key)->doomed = true;
+    }
+    remove_file(key, directory);
+    store_.drop_disk(key);
+    evicted_.fetch_add(1);
+  }
+}
+
+// ---------------------------------------------------------------- how the directories fare
+
+bool DiskTier::well(uint8_t directory) const { return now_ms() >= places_[directory].paused_until_ms; }
+
+// A directory that fails again and again is left alone for a while; the next use after that is the probe.
+void DiskTier::went_wrong(uint8_t directory, int error, const char* doing) {
+  Place& place = places_[directory];
+  place.errors += 1;
+  const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
+  if (!at_once && place.errors < kErrorsToPause) return;
+  const uint32_t doublings = std::min(place.errors - (at_once ? 1 : kErrorsToPause), 10u);
+  place.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
+  place.state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
+  place.text = errno_text(std::string(doing) + " in " + place.at.path, error);
+  std::lock_guard lock(mutex_);
+  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
+  conditions_.push_back({place.at.path, place.state, place.text});
+}
+
+// A read that succeeds says nothing about writing.
+void DiskTier::went_well(uint8_t directory, bool writing) {
+  Place& place = places_[directory];
+  if (!writing && !place.state.empty() && place.state != "failed") return;
+  place.errors = 0;
+  if (place.state.empty()) return;
+  place.state.clear(), place.paused_until_ms = 0;
+  std::lock_guard lock(mutex_);
+  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
+}
+
+// ---------------------------------------------------------------- layouts, speed
+
+void DiskTier::learn_layouts() {
+  for (auto& [id, layout] : store_.layouts()) {
+    if (id < layouts_.size()) continue;
+    layouts_.push_back(std::make_unique<KnownLayout>(KnownLayout{layout, layout_digest(layout)}));
+  }
+}
+
+const DiskTier::KnownLayout* DiskTier::known_layout(uint32_t id) {
+  if (id >= layouts_.size()) learn_layouts();
+  return id < layouts_.size() ? layouts_[id].get() : nullptr;
+}
+
+std::optional<uint32_t> DiskTier::layout_by_digest(const Key& digest) {
+  for (int round = 0; round < 2; ++round) {
+    for (uint32_t id = 0; id < layouts_.size(); ++id)
+      if (layouts_[id]->digest == digest) return id;
+    learn_layouts();
+  }
+  return std::nullopt;
+}
+
+// Bytes loaded per second of time in which something was being loaded.
+void DiskTier::tell_speed() {
+  const uint64_t now = monotonic_ns();
+  if (busy_since_ns_) busy_ns_ += now - busy_since_ns_;
+  busy_since_ns_ = loads_.empty() ? 0 : now;
+  if (busy_bytes_ > kSpeedMemoryBytes) busy_bytes_ /= 2, busy_ns_ /= 2;
+  if (busy_bytes_ && busy_ns_)
+    bytes_per_s_.store(static_cast<uint64_t>(static_cast<double>(busy_bytes_) * 1e9 / static_cast<double>(busy_ns_)),
+                       std::memory_order_relaxed);
+  store_.tell_load_speed(bytes_per_s_.load(std::memory_order_relaxed), waiting_bytes_.load(std::memory_order_relaxed),
+                         latency_us_.load(std::memory_order_relaxed));
+}
+
+}  // namespace kv

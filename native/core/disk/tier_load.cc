@@ -1,0 +1,250 @@
+// A file into memory. First its header, then its bytes in a few pieces at once; each layer is verified as soon as it and all before
+// it are there, and published, so that a reader that follows the block starts while the rest is still being read.
+
+#include <time.h>
+
+#include <algorithm>
+
+#include "core/disk/tier_steps.h"
+#include "core/error.h"
+#include "core/polling.h"
+
+namespace kv {
+namespace {
+
+constexpr size_t kFewLoads = 4;   // this many in any case, so that the device always has work
+constexpr size_t kManyLoads = 16;  // and more of small blocks
+constexpr uint64_t kBytesInFlight = 16ull << 20;
+constexpr uint64_t kPieceBytes = 1ull << 20;
+constexpr uint64_t kMostPieces = 8;
+
+uint32_t realtime_s() { return static_cast<uint32_t>(::time(nullptr)); }
+
+}  // namespace
+
+void DiskTier::start_loads() {
+  uint64_t in_flight = 0;
+  for (auto& [key, load] : loads_) in_flight += load->file_bytes;
+  while (waiting_steps_.empty() && !stop_.load() &&
+         (loads_.size() < kFewLoads || (loads_.size() < kManyLoads && in_flight < kBytesInFlight))) {
+    auto load = std::make_unique<Load>();
+    {
+      std::lock_guard lock(mutex_);
+      if (queue_.empty()) return;
+      load->key = queue_.begin()->second.key;
+      load->waiting_bytes = queue_.begin()->second.bytes;
+      queue_.erase(queue_.begin());
+      queued_.erase(load->key);
+      if (loading_.contains(load->key)) {  // deleted while it was being loaded, and wanted again
+        waiting_bytes_.fetch_sub(load->waiting_bytes, std::memory_order_relaxed);
+        continue;
+      }
+      loading_.insert(load->key);
+    }
+    load->begun_ns = monotonic_ns();
+    if (loads_.empty()) busy_since_ns_ = load->begun_ns;
+    Load& started = *load;
+    loads_.emplace(started.key, std::move(load));
+    started.fd = open_file(started.key, &started.directory, &started.file_bytes);
+    if (started.fd == -ENOENT || started.fd == -ELOOP || started.fd == -ENXIO) {
+      end_load(started, Outcome::Missing);
+    } else if (started.fd < 0) {
+      went_wrong(started.directory, -started.fd, "opening a file");
+      end_load(started, Outcome::Failed);
+    } else if (started.file_bytes <= kBlockFileHeaderBytes || started.file_bytes % kPageBytes) {
+      end_load(started, Outcome::Corrupt);
+    } else {
+      in_flight += started.file_bytes;
+      read_header(started);
+    }
+  }
+}
+
+// A descriptor, or -errno. Before the directories are listed a file may be in any of them; its home is the likeliest.
+int DiskTier::open_file(const Key& key, uint8_t* directory, uint64_t* bytes) {
+  const std::string path = path_of(key, fanout_);
+  bool known;
+  {
+    std::lock_guard lock(mutex_);
+    const FileIndex::Entry* entry = index_.find(key);
+    known = entry != nullptr;
+    *directory = known ? entry->directory : home(key);
+  }
+  int fd = places_[*directory].at.files->open_read(path, bytes);
+  for (uint8_t d = 0; !known && fd == -ENOENT && d < places_.size(); ++d)
+    if (fd = places_[d].at.files->open_read(path, bytes); fd != -ENOENT) *directory = d;
+  return fd;
+}
+
+void DiskTier::read_header(Load& load) {
+  Step& step = load.steps.emplace_back();
+  step.load = &load;
+  step.transfer.fd = load.fd;
+  step.transfer.parts[0] = {load.page->bytes, kBlockFileHeaderBytes};
+  step.transfer.count = 1;
+  load.in_flight = 1;
+  submit(step, load.directory);
+}
+
+void DiskTier::load_step_done(Step& step) {
+  Load& load = *step.load;
+  load.in_flight -= 1;
+  step.done = true;
+  const auto wanted = static_cast<int64_t>(step.transfer.bytes());
+  if (step.transfer.result < 0) {
+    load.wrong = Outcome::Failed;
+    if (step.transfer.result != -EFAULT)  // that is the pool's fault: a client cut it
+      went_wrong(load.directory, static_cast<int>(-step.transfer.result), "reading a file");
+  } else if (step.transfer.result != wanted && load.wrong == Outcome::Loaded) {
+    load.wrong = Outcome::Corrupt;  // shorter than it was when it was opened
+  }
+  if (load.wrong == Outcome::Loaded && !load.header) {
+    if (take_header(load) && begin_data(load)) return;
+  } else if (load.wrong == Outcome::Loaded) {
+    verify_ready(load);
+  }
+  if (load.in_flight) return;
+  end_load(load, load.wrong == Outcome::Loaded && !finish_data(load) ? Outcome::Corrupt : load.wrong);
+}
+
+// Believes the header, or says in load.wrong why not.
+bool DiskTier::take_header(Load& load) {
+  const Decoded decoded = decode(std::span<const std::byte, kBlockFileHeaderBytes>(load.page->bytes), load.file_bytes);
+  if (!decoded) return load.wrong = Outcome::Corrupt, false;
+  const std::optional<uint32_t> id = layout_by_digest(decoded.header->layout);
+  if (!id) {
+    // A block of a model that nobody registered here. Whoever asked for this key has registered another.
+    load.wrong = decoded.header->key == load.key ? Outcome::Unknown : Outcome::Corrupt;
+    return false;
+  }
+  load.layout = layouts_[*id].get(), load.layout_id = *id;
+  if (!mismatch(*decoded.header, load.key, load.layout->layout, load.layout->digest, Key{}).empty())
+    return load.wrong = Outcome::Corrupt, false;
+  if (decoded.header->expiry_s && decoded.header->expiry_s <= realtime_s()) return load.wrong = Outcome::Expired, false;
+  load.header = decoded.header;
+  load.tokens = load.header->tokens;
+  std::lock_guard lock(mutex_);
+  if (FileIndex::Entry* entry = index_.find(load.key)) entry->expiry_s = load.header->expiry_s;
+  return true;
+}
+
+// Takes memory for the block and asks for its bytes. False if there is none, or the block is in memory by now.
+bool DiskTier::begin_data(Load& load) {
+  const FileHeader& h = *load.header;
+  const uint32_t ttl_s = h.expiry_s ? h.expiry_s - realtime_s() : 0;
+  const CreateItem item{h.key, h.fingerprint, h.tokens, h.base_position, h.parent};
+  Granted granted;
+  try {
+    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), ttl_s, {&item, 1}})[0];
+  } catch (const Error&) {  // fenced, or not a block this pool can hold
+    return load.wrong = Outcome::Failed, false;
+  }
+  if (granted.status != Grant::Granted) {
+    load.wrong = granted.status == Grant::NoSpace ? Outcome::NoSpace : Outcome::Needless;
+    return false;
+  }
+  load.created = true;
+  load.handle = granted.handle, load.extent = granted.extent;
+  store_.load_ended();  // who follows the block finds it from here on
+  plan_steps(load, load.layout->layout);
+  for (Step& step : load.steps)
+    if (!step.done) submit(step, load.directory);
+  return true;
+}
+
+// Pieces of whole pages, each up to the end of a layer and a little beyond, in the order of the layers.
+void DiskTier::plan_steps(Load& load, const Layout& layout) {
+  const uint64_t piece = std::max(kPieceBytes, load.extent.length / kMostPieces);
+  uint64_t at = 0;
+  uint32_t layer = 0;
+  while (at < load.extent.length) {
+    const uint32_t first = layer;
+    uint64_t end = at;
+    while (layer < layout.num_layers() && end - at < piece)
+      end = round_up(layout.layer_offset(layer, load.tokens) + layout.layer_bytes(layer, load.tokens), kPageBytes), ++layer;
+    if (layer == layout.num_layers() || load.extent.length - end < piece / 2) end = load.extent.length, layer = layout.num_layers();
+    Step& step = load.steps.emplace_back();
+    step.load = &load;
+    step.first_layer = first, step.end_layer = layer;
+    step.transfer.fd = load.fd;
+    step.transfer.offset = kBlockFileHeaderBytes + at;
+    step.transfer.parts[0] = {pool_.data() + load.extent.offset + at, end - at};
+    step.transfer.count = 1;
+    load.in_flight += 1;
+    at = end;
+  }
+}
+
+void DiskTier::verify_ready(Load& load) {
+  const std::byte* block = pool_.data() + load.extent.offset;
+  const uint32_t before = load.layers_verified;
+  for (const Step& step : load.steps) {
+    if (!step.done) break;
+    for (; load.layers_verified < step.end_layer; ++load.layers_verified)
+      if (!layer_matches(*load.header, load.layers_verified,
+                         block + load.layout->layout.layer_offset(load.layers_verified, load.tokens))) {
+        load.wrong = Outcome::Corrupt;
+        return;
+      }
+  }
+  if (load.layers_verified > before) store_.mark_layer(load.handle, load.layers_verified);
+}
+
+// All layers are there and verified: what is behind them as well, then the block is sealed.
+bool DiskTier::finish_data(Load& load) {
+  const Layout& layout = load.layout->layout;
+  std::byte* block = pool_.data() + load.extent.offset;
+  if (!tail_matches(*load.header, block + layout.layers_bytes(load.tokens)) || pool_hit_.load()) return false;
+  std::memcpy(block + layout.checksums_offset(load.tokens), load.header->layer_checksums, 4 * layout.num_layers());
+  {
+    std::lock_guard lock(mutex_);
+    if (cancelled_.contains(load.key)) return load.wrong = Outcome::Cancelled, true;
+    if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = realtime_s();
+  }
+  const Seal seal{load.handle, true};
+  store_.seal(owner_, {&seal, 1});
+  load.created = false;
+  return true;
+}
+
+void DiskTier::end_load(Load& load, Outcome outcome) {
+  if (outcome == Outcome::Loaded) outcome = load.wrong;
+  if (load.fd >= 0) places_[load.directory].at.files->close(load.fd);
+  const bool gone = outcome == Outcome::Corrupt || outcome == Outcome::Expired || outcome == Outcome::Missing;
+  bool cancelled;
+  {
+    std::lock_guard lock(mutex_);
+    cancelled = cancelled_.contains(load.key);
+    // A file that cannot be trusted is found by nobody from here on. One that is deleted anyway is in that list already.
+    if (FileIndex::Entry* entry = index_.find(load.key); entry && gone) entry->doomed = true;
+  }
+  if (gone || cancelled) store_.drop_disk(load.key);
+  if (cancelled && outcome == Outcome::Loaded) store_.remove_here(load.key);  // deleted in the moment it was sealed
+  if (load.created) store_.abort(owner_, load.handle), store_.settle();
+  if (gone && outcome == Outcome::Corrupt && keep_corrupt_)
+    places_[load.directory].at.files->aside(path_of(load.key, fanout_));
+  if (gone) remove_file(load.key, load.directory);
+  if (outcome == Outcome::Loaded) {
+    went_well(load.directory, false);
+    loaded_.fetch_add(1), load_bytes_.fetch_add(load.file_bytes);
+    busy_bytes_ += load.file_bytes;
+    const uint64_t took_ns = monotonic_ns() - load.begun_ns;
+    load_latency_.add(took_ns);
+    const uint64_t before_us = latency_us_.load(std::memory_order_relaxed);
+    latency_us_.store(before_us ? (7 * before_us + took_ns / 1000) / 8 : took_ns / 1000, std::memory_order_relaxed);
+  }
+  corrupt_ += outcome == Outcome::Corrupt, expired_ += outcome == Outcome::Expired, load_misses_ += outcome == Outcome::Missing;
+  load_no_space_ += outcome == Outcome::NoSpace;
+  load_errors_ += outcome == Outcome::Failed || outcome == Outcome::Unknown;
+  {
+    std::lock_guard lock(mutex_);
+    loading_.erase(load.key);
+    if (!writing_.contains(load.key)) cancelled_.erase(load.key);
+    waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);
+  }
+  const Key key = load.key;
+  loads_.erase(key);  // `load` is gone
+  store_.load_ended();
+}
+
+}  // namespace kv

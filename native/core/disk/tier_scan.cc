@@ -1,0 +1,82 @@
+// What lies in the directories at start, by name and stat: a header is looked at when its block is asked for. Meanwhile the tier
+// loads what it is asked for by its path, and writes nothing, because it does not know yet how much is there.
+
+#include <algorithm>
+
+#include "core/disk/scan.h"
+#include "core/disk/tier_steps.h"
+#include "core/error.h"
+
+namespace kv {
+
+void DiskTier::scan() {
+  for (uint8_t d = 0; d < places_.size() && !stop_.load(); ++d) {
+    Visitor visitor;
+    visitor.blocks = [&](std::span<const Found> found) { return add_found(d, found); };
+    visitor.stray = [&](Stray kind, const std::string& path, uint64_t) {
+      if (kind == Stray::Aside) return;
+      std::lock_guard lock(mutex_);
+      if (kind == Stray::Temp)
+        leftovers_.emplace_back(path, d);  // nothing is written before the listing ends
+      else
+        strays_ += 1;  // not ours to remove
+    };
+    try {
+      kv::scan(places_[d].at.path, fanout_, visitor);
+    } catch (const Error& error) {
+      std::lock_guard lock(mutex_);
+      conditions_.push_back({places_[d].at.path, "failed", error.what()});
+    }
+  }
+  if (stop_.load()) return;
+  prune();
+  std::lock_guard lock(mutex_);
+  scanned_ = true;
+  doom_what_is_found_ = false;
+  doomed_unknown_.clear();
+  ::eventfd_write(wake_.get(), 1);
+}
+
+bool DiskTier::add_found(uint8_t directory, std::span<const Found> found) {
+  std::vector<Key> fresh;
+  {
+    std::lock_guard lock(mutex_);
+    for (const Found& file : found) {
+      if (doomed_unknown_.contains(file.key)) continue;
+      const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
+      FileIndex::Entry* entry = index_.add(file.key, pages, directory, file.written_s);
+      if (!entry) {  // more than the index may hold: gone, or the quota would not know of it
+        doomed_unknown_.insert(file.key);
+        doomed_.push_back(file.key);
+      } else if (doom_what_is_found_) {
+        entry->doomed = sweep_ = true;
+      } else {
+        fresh.push_back(file.key);
+      }
+    }
+    listed_ += found.size();
+  }
+  // A record for each, while there are free ones; the others are found by their paths.
+  for (const Key& key : fresh) {
+    if (table_full_) break;
+    table_full_ = !store_.add_disk(key, 0);
+  }
+  return !stop_.load();
+}
+
+// What the table of the daemon before said to be on disk, and is not.
+void DiskTier::prune() {
+  constexpr uint32_t kAtOnce = 4096;
+  for (uint32_t record = 0; record < store_.options().max_blocks && !stop_.load();) {
+    const std::vector<Key> keys = store_.disk_keys(record, kAtOnce);
+    std::vector<Key> absent;
+    {
+      std::lock_guard lock(mutex_);
+      for (const Key& key : keys)
+        if (const FileIndex::Entry* entry = index_.find(key); !entry || entry->doomed) absent.push_back(key);
+    }
+    for (const Key& key : absent) store_.drop_disk(key);
+  }
+}
+
+}  // namespace kv

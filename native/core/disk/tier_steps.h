@@ -1,0 +1,41 @@
+// What the disk tier's thread has under way: a load or a write with its transfers. Only tier*.cc includes this.
+#pragma once
+
+#include <list>
+
+#include "core/disk/tier.h"
+
+namespace kv {
+
+struct DiskTier::Load {
+  Key key;
+  uint8_t directory = 0;
+  int fd = -1;
+  uint64_t file_bytes = 0;
+  uint64_t begun_ns = 0;
+  uint64_t waiting_bytes = 0;  // what it counts in waiting_bytes_
+  std::unique_ptr<Page> page = std::make_unique<Page>();
+  const FileHeader* header = nullptr;  // in `page`, once it was read and believed
+  const KnownLayout* layout = nullptr;
+  uint32_t layout_id = FileIndex::kUnknownLayout, tokens = 0;
+  Handle handle{0, 0};
+  Extent extent{0, 0};
+  bool created = false;
+  std::list<Step> steps;
+  uint32_t in_flight = 0;
+  uint32_t layers_verified = 0;
+  Outcome wrong = Outcome::Loaded;  // what the first thing that went wrong makes of it
+};
+
+struct DiskTier::Write {
+  WriteJob job;
+  uint8_t directory = 0;
+  int fd = -1;
+  std::string temp;
+  uint64_t bytes = 0;
+  uint64_t begun_ns = 0;
+  std::unique_ptr<Page> page = std::make_unique<Page>();
+  Step step;
+};
+
+}  // namespace kv
