@@ -193,6 +193,8 @@ class Store {
   void drop_disk(const Key& key);                                // its file is gone
   std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
   void load_ended();                                             // wakes those who wait for loads
+  bool remove_here(const Key& key);                              // remove(), without asking the tier below
+  void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
   const Pool& pool() const { return pool_; }
 
   // ---- sessions

@@ -235,9 +235,7 @@ void Store::remember_expiry(uint32_t record) {
 }
 
 void Store::expire() {
-  timespec now;
-  ::clock_gettime(CLOCK_REALTIME, &now);
-  while (!expiries_.empty() && expiries_.front().first <= static_cast<uint64_t>(now.tv_sec)) {
+  while (!expiries_.empty() && expired(expiries_.front().first)) {
     const auto [second, record] = expiries_.front();
     std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
     expiries_.pop_back();

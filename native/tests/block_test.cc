@@ -108,7 +108,8 @@ TEST(a_block_costs_at_most_160_bytes_of_index) {
   constexpr uint64_t kCapacity = uint64_t{kBlocks} * (64 << 10);
   // What does not grow with the blocks, layouts above all, is subtracted by taking a second size.
   const uint64_t more = Store::table_bytes(2 * kBlocks, kCapacity) - Store::table_bytes(kBlocks, kCapacity);
-  const uint64_t shared = more / kBlocks + (Store::progress_bytes(2) - Store::progress_bytes(1)) + 8 * Arena::geometry_words(kCapacity) / kBlocks;
+  const uint64_t shared =
+      more / kBlocks + (Store::progress_bytes(2) - Store::progress_bytes(1)) + 8 * Arena::geometry_words(kCapacity) / kBlocks;
   const uint64_t heap =
       sizeof(double) + 2 * sizeof(uint32_t) + 2 * sizeof(uint32_t) + 5 * sizeof(std::pair<uint32_t, uint32_t>) / 4;
   CHECK(shared + heap <= 160);

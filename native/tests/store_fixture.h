@@ -110,7 +110,8 @@ class Segments {
                                                   .pool_id = id,
                                                   .session_directory = directory,
                                                   .session_prefix = "p",
-                                                  .adopt = adopt});
+                                                  .adopt = adopt,
+                                                  .disk = disk});
   }
   size_t session_files() const {
     return static_cast<size_t>(
@@ -122,13 +123,17 @@ class Segments {
   uint32_t blocks;
   Id id = random_id();
   std::string directory;
+  bool disk = false;  // a disk tier will be attached
 };
 
 // A store with a layout whose block of n tokens takes n + 1 pages: n of one layer, one for checksums.
 class Rig {
  public:
   static constexpr uint32_t kMaxTokens = 4096;
-  Rig(uint64_t capacity_bytes, uint32_t max_blocks) : segments(capacity_bytes, max_blocks) { start(false); }
+  Rig(uint64_t capacity_bytes, uint32_t max_blocks, bool disk = false) : segments(capacity_bytes, max_blocks) {
+    segments.disk = disk;
+    start(false);
+  }
 
   void start(bool adopt) {
     store = segments.open(adopt);

@@ -35,8 +35,8 @@ class FileIndex {
   Entry* add(const Key& key, uint32_t pages, uint8_t directory, uint32_t used_s);
   void erase(const Key& key);
 
-  // Of sixteen entries taken at random the one used longest ago (the approximation Redis evicts by): no list to keep in order, and
-  // none to restore at start. `usable` says which count. Null if none did.
+  // Of sixteen entries taken at random the one used longest ago (the approximation Redis evicts by): no list to keep in order,
+  // and none to restore at start. `usable` says which count. Null if none did.
   template <class Usable>
   const Entry* old_one(Usable&& usable) {
     const Entry* oldest = nullptr;

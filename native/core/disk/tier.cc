@@ -16,8 +16,8 @@
 namespace kv {
 namespace {
 
-constexpr size_t kMaxQueue = 4096;          // loads that wait
-constexpr uint32_t kRemovalsATurn = 64;     // so that reading goes on between them
+constexpr size_t kMaxQueue = 4096;       // loads that wait
+constexpr uint32_t kRemovalsATurn = 64;  // so that reading goes on between them
 constexpr uint64_t kFirstPauseMs = 1000, kLongestPauseMs = 60'000;
 constexpr uint32_t kErrorsToPause = 3;
 constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was loaded
@@ -83,9 +83,8 @@ LowerTier::Promise DiskTier::promote(const Key& key, uint32_t priority) {
   const uint64_t speed = bytes_per_s_.load(std::memory_order_relaxed);
   auto wait_us = [&](uint64_t bytes) {
     const uint64_t waiting = waiting_bytes_.load(std::memory_order_relaxed) + bytes;
-    return static_cast<uint32_t>(
-        std::min<uint64_t>(UINT32_MAX, latency_us_.load(std::memory_order_relaxed) +
-                                           waiting * 1'000'000 / (speed ? speed : kAssumedBytesPerS)));
+    return static_cast<uint32_t>(std::min<uint64_t>(
+        UINT32_MAX, latency_us_.load(std::memory_order_relaxed) + waiting * 1'000'000 / (speed ? speed : kAssumedBytesPerS)));
   };
   std::lock_guard lock(mutex_);
   const FileIndex::Entry* entry = index_.find(key);
@@ -283,8 +282,8 @@ bool DiskTier::make_quota_room(uint64_t bytes) {
       if (bytes > quota_bytes_) return false;
       const bool many = bytes && index_.size() + writing_.size() >= max_files_;
       if (index_.bytes() + reserved_bytes_ + bytes <= quota_bytes_ && !many) return true;
-      const FileIndex::Entry* old = index_.old_one(
-          [&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
+      const FileIndex::Entry* old =
+          index_.old_one([&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
       if (!old) return false;
       key = old->key, directory = old->directory;
       index_.find(key)->doomed = true;

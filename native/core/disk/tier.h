@@ -1,9 +1,9 @@
 // The disk tier of one namespace: which blocks are written, loaded and removed, in what order, and how much of each at a time. It
-// has one thread for all I/O and one that lists the directories at start. Owns the files of its directories and the index of them;
-// changes blocks only through the store's own operations.
+// has one thread for all I/O and one that lists the directories at start. Owns the files of its directories and the index of
+// them; changes blocks only through the store's own operations.
 //
-// tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block
-// into a file. tier_scan.cc: what lay there at start.
+// tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a
+// block into a file. tier_scan.cc: what lay there at start.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
 // files, those being written included, never exceed the quota; nobody waits for this thread.
@@ -31,9 +31,12 @@
 
 namespace kv {
 
-#define KV_DISK_COUNTERS(X)                                                                                                  \
-  X(loaded) X(load_bytes) X(load_errors) X(load_misses) X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes)       \
-  X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(strays)
+#define KV_DISK_COUNTERS(X)                                                                                           \
+  X(loaded)                                                                                                           \
+  X(load_bytes)                                                                                                       \
+  X(load_errors)                                                                                                      \
+  X(load_misses) X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) \
+      X(writes_too_large) X(removed) X(evicted) X(strays)
 
 class DiskTier final : public LowerTier {
  public:
@@ -57,7 +60,7 @@ class DiskTier final : public LowerTier {
     KV_DISK_COUNTERS(X)
 #undef X
   };
-  struct Condition {  // of a directory that is not well
+  struct Condition {                // of a directory that is not well
     std::string path, state, text;  // state: "full", "read_only", "failed"
   };
 
@@ -148,7 +151,7 @@ class DiskTier final : public LowerTier {
 
   // tier_scan.cc
   void scan();
-  bool add_found(uint8_t directory, std::span<const Found> found);
+  bool add_found(uint8_t directory, std::span<const FoundFile> found);
   void prune();
 
   Store& store_;
@@ -182,12 +185,12 @@ class DiskTier final : public LowerTier {
   };
   std::map<std::pair<uint32_t, uint64_t>, Wanted> queue_;  // (highest priority first, order of arrival) -> what to load
   std::unordered_set<Key, KeyHash> queued_;
-  std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
-  std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
-  std::vector<Key> doomed_;                             // to be removed
-  std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  std::unordered_set<Key, KeyHash> loading_, writing_;      // keys of loads_ and writes_
+  std::unordered_set<Key, KeyHash> cancelled_;              // of those, the ones that were deleted meanwhile
+  std::vector<Key> doomed_;                                 // to be removed
+  std::unordered_set<Key, KeyHash> doomed_unknown_;         // of those, the ones that are not in the index (yet)
   std::vector<std::pair<std::string, uint8_t>> leftovers_;  // temporary files of a daemon that is gone
-  bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
+  bool sweep_ = false;                                      // entries that are doomed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written

@@ -1,5 +1,5 @@
-// A file into memory. First its header, then its bytes in a few pieces at once; each layer is verified as soon as it and all before
-// it are there, and published, so that a reader that follows the block starts while the rest is still being read.
+// A file into memory. First its header, then its bytes in a few pieces at once; each layer is verified as soon as it and all
+// before it are there, and published, so that a reader that follows the block starts while the rest is still being read.
 
 #include <time.h>
 
@@ -12,7 +12,7 @@
 namespace kv {
 namespace {
 
-constexpr size_t kFewLoads = 4;   // this many in any case, so that the device always has work
+constexpr size_t kFewLoads = 4;    // this many in any case, so that the device always has work
 constexpr size_t kManyLoads = 16;  // and more of small blocks
 constexpr uint64_t kBytesInFlight = 16ull << 20;
 constexpr uint64_t kPieceBytes = 1ull << 20;
@@ -162,7 +162,8 @@ void DiskTier::plan_steps(Load& load, const Layout& layout) {
     uint64_t end = at;
     while (layer < layout.num_layers() && end - at < piece)
       end = round_up(layout.layer_offset(layer, load.tokens) + layout.layer_bytes(layer, load.tokens), kPageBytes), ++layer;
-    if (layer == layout.num_layers() || load.extent.length - end < piece / 2) end = load.extent.length, layer = layout.num_layers();
+    if (layer == layout.num_layers() || load.extent.length - end < piece / 2)
+      end = load.extent.length, layer = layout.num_layers();
     Step& step = load.steps.emplace_back();
     step.load = &load;
     step.first_layer = first, step.end_layer = layer;
@@ -221,8 +222,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
   if (gone || cancelled) store_.drop_disk(load.key);
   if (cancelled && outcome == Outcome::Loaded) store_.remove_here(load.key);  // deleted in the moment it was sealed
   if (load.created) store_.abort(owner_, load.handle), store_.settle();
-  if (gone && outcome == Outcome::Corrupt && keep_corrupt_)
-    places_[load.directory].at.files->aside(path_of(load.key, fanout_));
+  if (gone && outcome == Outcome::Corrupt && keep_corrupt_) places_[load.directory].at.files->aside(path_of(load.key, fanout_));
   if (gone) remove_file(load.key, load.directory);
   if (outcome == Outcome::Loaded) {
     went_well(load.directory, false);

@@ -1,6 +1,8 @@
 // What lies in the directories at start, by name and stat: a header is looked at when its block is asked for. Meanwhile the tier
 // loads what it is asked for by its path, and writes nothing, because it does not know yet how much is there.
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
 
 #include "core/disk/scan.h"
@@ -12,7 +14,7 @@ namespace kv {
 void DiskTier::scan() {
   for (uint8_t d = 0; d < places_.size() && !stop_.load(); ++d) {
     Visitor visitor;
-    visitor.blocks = [&](std::span<const Found> found) { return add_found(d, found); };
+    visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(d, found); };
     visitor.stray = [&](Stray kind, const std::string& path, uint64_t) {
       if (kind == Stray::Aside) return;
       std::lock_guard lock(mutex_);
@@ -37,11 +39,11 @@ void DiskTier::scan() {
   ::eventfd_write(wake_.get(), 1);
 }
 
-bool DiskTier::add_found(uint8_t directory, std::span<const Found> found) {
+bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   std::vector<Key> fresh;
   {
     std::lock_guard lock(mutex_);
-    for (const Found& file : found) {
+    for (const FoundFile& file : found) {
       if (doomed_unknown_.contains(file.key)) continue;
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
       FileIndex::Entry* entry = index_.add(file.key, pages, directory, file.written_s);

@@ -1,0 +1,339 @@
+// Goal: a block that proved useful comes back from disk byte for byte after it was evicted, and after a restart of everything;
+// what was deleted does not; nothing that was changed on disk is handed out; the quota is never exceeded; every record and byte
+// of memory is accounted for after each.
+
+#include "core/disk/tier.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "check.h"
+#include "core/checksum.h"
+#include "store_fixture.h"
+
+namespace kv {
+namespace {
+
+namespace fs = std::filesystem;
+using test::eventually;
+using test::key;
+
+constexpr uint64_t kMiB = 1 << 20;
+
+// A store of 64 blocks of 64 KiB (four layers) in 4 MiB, and a tier in a directory of its own.
+class DiskRig {
+ public:
+  explicit DiskRig(uint64_t quota = 64 * kMiB, const std::string& under = "/var/tmp") : segments(4 * kMiB, 256), quota_(quota) {
+    std::string name = under + "/kvstored-tier-XXXXXX";
+    KV_INVARIANT(::mkdtemp(name.data()) != nullptr);
+    directory = name;
+    segments.disk = true;
+    start(false);
+  }
+  ~DiskRig() {
+    stop();
+    fs::remove_all(directory);
+  }
+  void start(bool adopt) {
+    store = segments.open(adopt);
+    layout = store->register_layout(test::layout_blob(4, 4 * kPageBytes, 4, 64));
+    owner = store->open_owner();
+    KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments.capacity; }));
+    start_tier();
+  }
+  void start_tier() {
+    DiskTier::Options options;
+    Choice choice = choose_engine(directory, 8);
+    options.directories.push_back({directory, std::make_unique<RealFiles>(directory, choice.direct), std::move(choice.engine)});
+    options.quota_bytes = quota_;
+    tier = std::make_unique<DiskTier>(*store, std::move(options));
+    tier->start();
+    CHECK(eventually([&] { return !tier->stats().indexing; }));
+  }
+  void stop() {
+    tier.reset();
+    store.reset();
+  }
+  void restart(bool keep_memory) {
+    stop();
+    if (!keep_memory) {
+      segments.~Segments();
+      new (&segments) test::Segments(4 * kMiB, 256);
+      segments.disk = true;
+    }
+    start(keep_memory);
+  }
+
+  static std::vector<uint8_t> bytes_of(uint64_t number) {
+    std::vector<uint8_t> out(16 * kPageBytes);
+    for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<uint8_t>(test::mixed(number * 7919 + i / 64) >> i % 8);
+    return out;
+  }
+  bool put(uint64_t number, uint32_t priority = kDefaultPriority, uint32_t ttl_s = 0) {
+    const CreateItem item{.key = key(number), .fingerprint = number, .tokens = 1, .base_position = 5, .parent = 9};
+    const Granted granted = store->create({owner, layout, priority, ttl_s, {&item, 1}})[0];
+    if (granted.status != Grant::Granted) return false;
+    store->write(granted.handle, 0, bytes_of(number));
+    const Seal seal{granted.handle, false};
+    return store->seal(owner, {&seal, 1})[0] == Done::Ok;
+  }
+  // Used twice, and so written.
+  bool put_on_disk(uint64_t number) {
+    if (!put(number) || !store->touch(key(number))) return false;
+    return eventually([&] { return on_disk_as_well(number); });
+  }
+  bool on_disk_as_well(uint64_t number) {
+    const Snapshot at = store->lookup(key(number)).snapshot;
+    return at.control.flags() & kFlagOnDisk && store->lookup(key(number)).presence == Presence::Resident;
+  }
+  // Evicts everything that was here before.
+  void fill(uint64_t from) {
+    for (uint64_t i = 0; i < 70; ++i) put(from + i, 90);
+  }
+  Presence presence(uint64_t number) { return store->lookup(key(number)).presence; }
+  bool load(uint64_t number) {
+    CHECK(tier->promote(key(number), 35).presence == Presence::Pending);
+    return eventually([&] { return presence(number) != Presence::OnDisk && !busy(); }) && presence(number) == Presence::Resident;
+  }
+  bool busy() { return tier->stats().loads_in_flight + tier->stats().loads_waiting + tier->stats().writes_in_flight != 0; }
+  bool right(uint64_t number) {
+    const auto found = store->read(key(number), 0, ~0ull);
+    return found && *found == bytes_of(number);
+  }
+  std::vector<fs::path> files() {
+    std::vector<fs::path> out;
+    std::error_code gone;
+    for (fs::recursive_directory_iterator at(directory), end; at != end; at.increment(gone))
+      if (at->is_regular_file(gone)) out.push_back(at->path());
+    return out;
+  }
+  uint64_t bytes_on_disk() {
+    uint64_t sum = 0;
+    std::error_code gone;  // while it is looked at
+    for (auto& path : files())
+      if (const uint64_t bytes = fs::file_size(path, gone); !gone) sum += bytes;
+    return sum;
+  }
+
+  test::Segments segments;
+  std::string directory;
+  std::unique_ptr<Store> store;
+  std::unique_ptr<DiskTier> tier;
+  uint32_t layout = 0, owner = 0;
+
+ private:
+  const uint64_t quota_;
+};
+
+TEST(a_block_used_twice_comes_back_after_eviction) {
+  DiskRig rig;
+  CHECK(rig.put_on_disk(1));
+  CHECK_EQ(rig.files().size(), 1u);
+  rig.fill(1000);
+  CHECK_EQ(rig.presence(1), Presence::OnDisk);
+  rig.store->check_integrity();
+  CHECK(rig.load(1));
+  CHECK(rig.right(1));
+  const Snapshot at = rig.store->lookup(key(1)).snapshot;
+  CHECK_EQ(at.shape.base_position, 5u);
+  CHECK_EQ(StoreTest::index(*rig.store).record(at.record).fingerprint.load(), 1u);
+  CHECK_EQ(StoreTest::index(*rig.store).record(at.record).parent.load(), 9u);
+  CHECK(at.control.flags() & kFlagChecksummed);
+  rig.store->check_integrity();
+  CHECK_EQ(rig.store->scrub(~0ull).corrupt, 0u);
+}
+
+TEST(a_block_used_once_is_not_written_unless_its_priority_says_so) {
+  DiskRig rig;
+  CHECK(rig.put(1));
+  CHECK(rig.put(2, kMaxPriority));
+  CHECK(eventually([&] { return rig.on_disk_as_well(2); }));
+  CHECK(!rig.on_disk_as_well(1));
+  CHECK_EQ(rig.files().size(), 1u);
+}
+
+TEST(blocks_come_back_after_a_restart_of_everything) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 20; ++i) CHECK(rig.put_on_disk(i));
+  rig.restart(false);
+  CHECK_EQ(rig.tier->stats().files, 20u);
+  for (uint64_t i = 1; i <= 20; ++i) {
+    CHECK_EQ(rig.presence(i), Presence::OnDisk);
+    CHECK(rig.load(i));
+    CHECK(rig.right(i));
+  }
+  rig.store->check_integrity();
+}
+
+TEST(a_warm_restart_keeps_what_it_knew_of_the_disk) {
+  DiskRig rig;
+  CHECK(rig.put_on_disk(1));
+  CHECK(rig.put_on_disk(2));
+  rig.fill(1000);
+  CHECK_EQ(rig.presence(1), Presence::OnDisk);
+  CHECK(rig.load(2));
+  const fs::path gone = fs::path(rig.directory) / path_of(key(1), {});
+  rig.restart(true);
+  CHECK_EQ(rig.presence(1), Presence::OnDisk);
+  CHECK(rig.on_disk_as_well(2));
+  rig.stop();
+  CHECK(fs::remove(gone));
+  rig.start(true);  // what is not there any more is forgotten when the directory is listed
+  CHECK_EQ(rig.presence(1), Presence::Missing);
+  CHECK(rig.right(2));
+  rig.store->check_integrity();
+}
+
+TEST(what_was_deleted_does_not_come_back) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 10; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  for (uint64_t i = 1; i <= 10; ++i) {
+    CHECK(rig.store->remove(key(i)));
+    CHECK_EQ(rig.tier->promote(key(i), 35).presence, Presence::Missing);
+    CHECK_EQ(rig.presence(i), Presence::Missing);
+  }
+  CHECK(eventually([&] { return rig.files().empty() && rig.tier->stats().bytes == 0; }));
+  rig.restart(false);
+  for (uint64_t i = 1; i <= 10; ++i) CHECK_EQ(rig.presence(i), Presence::Missing);
+}
+
+TEST(a_delete_in_the_middle_of_a_write_leaves_no_file) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 200; ++i) {
+    CHECK(rig.put(i));
+    CHECK(rig.store->touch(key(i)));
+    for (uint64_t spin = test::mixed(i) % 4000; i % 3 && spin; --spin) rig.tier->stats();  // anywhere in the write
+    CHECK(rig.store->remove(key(i)));
+    rig.store->settle();
+    CHECK_EQ(rig.tier->promote(key(i), 35).presence, Presence::Missing);
+  }
+  CHECK(eventually([&] { return !rig.busy() && rig.files().empty() && rig.tier->stats().bytes == 0; }));
+  CHECK_EQ(rig.store->stats().used_bytes, 0u);
+  rig.store->check_integrity();
+}
+
+TEST(flush_removes_all_files) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 20; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  rig.store->flush();
+  rig.store->settle();
+  for (uint64_t i = 1; i <= 20; ++i) CHECK_EQ(rig.presence(i), Presence::Missing);
+  CHECK(eventually([&] { return rig.files().empty() && rig.tier->stats().bytes == 0; }));
+  CHECK(rig.put_on_disk(1));  // and the tier goes on
+}
+
+TEST(a_changed_file_is_a_miss_and_goes) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 12; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  for (uint64_t i = 1; i <= 12; ++i) {
+    const fs::path path = fs::path(rig.directory) / path_of(key(i), {});
+    const uint64_t size = fs::file_size(path);
+    if (i == 1) {
+      fs::resize_file(path, size / 2);
+    } else if (i == 2) {
+      fs::resize_file(path, 0);
+    } else if (i == 3) {
+      fs::copy_file(fs::path(rig.directory) / path_of(key(4), {}), path, fs::copy_options::overwrite_existing);
+    } else if (i == 12) {
+      CHECK(fs::remove(path));
+    } else {
+      std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+      const auto at = static_cast<std::streamoff>(i == 4 ? 20 : size * (i - 5) / 7 + (i == 11 ? 100 - size / 7 : 0));
+      file.seekg(at);
+      const char old = static_cast<char>(file.get());
+      file.seekp(at);
+      file.put(static_cast<char>(old ^ 1));
+    }
+  }
+  for (uint64_t i = 1; i <= 12; ++i) {
+    CHECK_EQ(rig.presence(i), Presence::OnDisk);
+    CHECK(!rig.load(i));
+    CHECK_EQ(rig.presence(i), Presence::Missing);
+    CHECK(!fs::exists(fs::path(rig.directory) / path_of(key(i), {})));
+  }
+  CHECK_EQ(rig.tier->stats().corrupt, 11u);
+  CHECK_EQ(rig.tier->stats().load_misses, 1u);
+  CHECK_EQ(rig.tier->stats().bytes, rig.bytes_on_disk());
+  rig.store->check_integrity();
+}
+
+TEST(the_quota_holds) {
+  constexpr uint64_t kQuota = kMiB;
+  DiskRig rig(kQuota);
+  for (uint64_t i = 1; i <= 100; ++i) {
+    CHECK(rig.put(i, kMaxPriority));
+    CHECK(rig.bytes_on_disk() <= kQuota);
+  }
+  CHECK(eventually([&] { return !rig.busy() && rig.store->stats().pending_writes == 0; }));
+  CHECK_EQ(rig.tier->stats().bytes, rig.bytes_on_disk());
+  CHECK(rig.tier->stats().bytes > kQuota * 3 / 4);
+  rig.tier->set_quota(kQuota / 2);
+  CHECK(eventually([&] { return rig.bytes_on_disk() <= kQuota / 2; }));
+  rig.store->check_integrity();
+}
+
+TEST(a_quota_that_shrank_while_nobody_ran_holds_again) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 30; ++i) CHECK(rig.put_on_disk(i));
+  rig.stop();
+  rig.start(true);
+  rig.tier->set_quota(10 * 80 * 1024);
+  CHECK(eventually([&] { return rig.bytes_on_disk() <= 10 * 80 * 1024 && rig.tier->stats().bytes == rig.bytes_on_disk(); }));
+}
+
+TEST(time_to_live_holds_on_disk) {
+  DiskRig rig;
+  CHECK(rig.put(1, kMaxPriority, 1));
+  CHECK(eventually([&] { return rig.on_disk_as_well(1); }));
+  CHECK(eventually([&] { return rig.store->tick(), rig.files().empty(); }));
+  CHECK_EQ(rig.presence(1), Presence::Missing);
+  CHECK(rig.put(2, kMaxPriority, 1));
+  CHECK(eventually([&] { return rig.on_disk_as_well(2); }));
+  rig.restart(false);  // now only its header knows
+  ::sleep(2);
+  CHECK(!rig.load(2));
+  CHECK(rig.files().empty());
+  CHECK_EQ(rig.tier->stats().expired, 1u);
+}
+
+TEST(leftovers_of_a_crash_are_swept) {
+  DiskRig rig;
+  rig.stop();
+  std::ofstream(rig.directory + "/tmp/0123456789abcdef.tmp") << "half";
+  std::ofstream(rig.directory + "/readme.txt") << "somebody's";
+  rig.start(true);
+  CHECK(eventually([&] { return !fs::exists(rig.directory + "/tmp/0123456789abcdef.tmp"); }));
+  CHECK(fs::exists(rig.directory + "/readme.txt"));
+  CHECK_EQ(rig.tier->stats().strays, 1u);
+}
+
+TEST(it_works_without_direct_io_and_on_tmpfs) {
+  DiskRig rig(64 * kMiB, "/dev/shm");
+  CHECK(rig.put_on_disk(1));
+  rig.fill(1000);
+  CHECK(rig.load(1));
+  CHECK(rig.right(1));
+}
+
+TEST(the_least_valuable_pending_write_is_dropped) {
+  test::Rig rig(1024 * kPageBytes, 600, true);
+  for (uint64_t i = 0; i < 300; ++i) CHECK_EQ(rig.put(i, 2, 0, kMaxPriority), Grant::Granted);
+  CHECK_EQ(rig.store->stats().pending_writes, 300u);
+  CHECK_EQ(rig.store->stats().writes_dropped, 0u);
+  rig.store->check_integrity();
+  const auto first = rig.store->begin_write();
+  CHECK(first && first->key == key(299));  // scores grow with time: the last one
+  CHECK(!rig.store->end_write(first->handle, false));
+  rig.store->check_integrity();
+}
+
+}  // namespace
+}  // namespace kv
