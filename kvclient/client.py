@@ -114,12 +114,21 @@ class KVClient:
         except Detached:
             return self._again(lambda native: native.lookup(keys))
 
-    def get(self, keys: Any, follow: bool = False) -> Any:
-        """Pins the blocks: per key a BlockView or None. With follow also those still being written."""
+    def get(
+        self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
+    ) -> Any:
+        """Pins the blocks: per key a BlockView or None. With follow also those still being written.
+
+        With wait_s, what lies on disk is loaded, and what others write is waited for, so many seconds at
+        most; with follow as well, a block is there from its first layer on. With verify, a block whose bytes
+        do not match their checksums is a miss, and the daemon drops it if it finds the same.
+        """
         try:
+            if wait_s or verify:
+                return self._get(keys, follow, wait_s, verify)
             return self._get(keys, True) if follow else self._get(keys)
         except Detached:
-            return self._again(lambda native: native.get(keys, follow))
+            return self._again(lambda native: native.get(keys, follow, wait_s, verify))
 
     def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
         """Sealed blocks anywhere in the tokens: (offset, key), by offset. Candidates, as fingerprints say it:
@@ -160,6 +169,17 @@ class KVClient:
     def touch(self, keys: Any) -> int:
         """Counts a use of each block, for eviction, and says how many were there."""
         return self._call(lambda native: native.touch(keys))
+
+    def prefetch(self, keys: Any, priority: int = 35) -> int:
+        """Has blocks that lie on disk loaded, and waits for nothing. Says how many of the keys are in memory
+        or on their way; loads of higher priority go first."""
+        return self._call(lambda native: native.prefetch(keys, priority))
+
+    def load_estimate_s(self, length_bytes: int) -> float | None:
+        """Seconds until so many bytes, asked for now, would be loaded from disk, by what the daemon's loads
+        took so far. None: it has loaded nothing yet."""
+        seconds = self._call(lambda native: native.load_estimate_s(length_bytes))
+        return None if seconds < 0 else seconds
 
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id."""

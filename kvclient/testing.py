@@ -22,6 +22,7 @@ from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
 from kvclient.memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
 from kvclient.memory_store import (
     CREATED,
+    RESIDENT,
     SEALED,
     ZOMBIE,
     InMemoryStore,
@@ -211,10 +212,20 @@ class InMemoryClient:
         with self._locked():
             return Lookup(bytes(self.store.state(key) for key in split_keys(keys)))
 
-    def get(self, keys: Any, follow: bool = False) -> Blocks:
+    def get(
+        self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
+    ) -> Blocks:
+        """wait_s waits for nothing: the fake has no tier below, and its writers share its process."""
         with self._locked():
             pins = [self.store.pin(key, self.session, follow) for key in split_keys(keys)]
         return Blocks(self, [BlockView(self, pin) if isinstance(pin, Pin) else pin for pin in pins])
+
+    def prefetch(self, keys: Any, priority: int = 35) -> int:
+        return self.lookup(keys).states.count(RESIDENT)
+
+    def load_estimate_s(self, length_bytes: int) -> float | None:
+        """None: nothing was ever loaded."""
+        return None
 
     def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
         from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint

@@ -42,12 +42,25 @@ class TolerantClient(KVClient):
             self._heed(error)
             return self._tolerate(lambda native: native.lookup(keys), lambda: NoLookup(_count(keys)))
 
-    def get(self, keys: Any, follow: bool = False) -> Any:
+    def get(
+        self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
+    ) -> Any:
         try:
+            if wait_s or verify:
+                return self._get(keys, follow, wait_s, verify)
             return self._get(keys, True) if follow else self._get(keys)
         except UNREACHABLE as error:
             self._heed(error)
-            return self._tolerate(lambda native: native.get(keys, follow), lambda: NoBlocks(_count(keys)))
+            return self._tolerate(
+                lambda native: native.get(keys, follow, wait_s, verify), lambda: NoBlocks(_count(keys))
+            )
+
+    def prefetch(self, keys: Any, priority: int = 35) -> int:
+        return self._tolerate(lambda native: native.prefetch(keys, priority), lambda: 0)
+
+    def load_estimate_s(self, length_bytes: int) -> float | None:
+        seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)
+        return None if seconds < 0 else seconds
 
     def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
         return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens), list)

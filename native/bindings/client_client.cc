@@ -59,15 +59,39 @@ Lookup lookup(Client& client, nb::handle source) {
   return {client.lookup(keys.keys())};
 }
 
-nb::object get(Client& client, nb::handle source, bool follow) {
+nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bool verify) {
   const KeysArgument keys(source);
-  if (client.door() == Client::Door::SharedMemory) return make_blocks(client.get(keys.keys(), follow));
+  if (client.door() == Client::Door::SharedMemory && wait_s <= 0 && !verify)
+    return make_blocks(client.get(keys.keys(), follow));
   std::shared_ptr<Batch> batch;
   {
     nb::gil_scoped_release release;
     batch = client.get(keys.keys(), follow);
   }
+  if (wait_s > 0 && batch->hits() < batch->size()) {
+    try {
+      wait_with_signals(wait_s, [&](const timespec& deadline) {
+        if (!client.await(*batch, keys.keys(), follow, deadline)) throw Error(Code::DeadlineExceeded, "");
+      });
+    } catch (const Error& error) {
+      if (error.code != Code::DeadlineExceeded) throw;  // what did not come in time is a miss
+    }
+  }
+  if (verify) {
+    nb::gil_scoped_release release;
+    client.verify(*batch, keys.keys());
+  }
   return make_blocks(std::move(batch));
+}
+
+// How many of the keys are in memory or on their way there.
+size_t prefetch(Client& client, nb::handle source, uint32_t priority) {
+  const KeysArgument keys(source);
+  nb::gil_scoped_release release;
+  size_t count = 0;
+  for (const auto& promise : client.promote(keys.keys(), priority))
+    count += promise.presence != static_cast<uint32_t>(Presence::Missing);
+  return count;
 }
 
 nb::object create(Client& client, nb::handle source, uint32_t layout_id, uint32_t priority, uint32_t ttl_s,
@@ -158,7 +182,9 @@ void bind_client(nb::module_& m) {
       .def("reattach", &Client::reattach, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>())
       .def("lookup", lookup, nb::arg("keys"))
-      .def("get", get, nb::arg("keys"), nb::arg("follow") = false)
+      .def("get", get, nb::arg("keys"), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
+      .def("prefetch", prefetch, nb::arg("keys"), nb::arg("priority") = kDefaultPriority)
+      .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
       .def("create", create, nb::arg("keys"), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority, nb::arg("ttl_s") = 0,
            nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none())
       .def(

@@ -39,6 +39,11 @@ void Batch::let_go(size_t i) {
     attachment_->board->clear({&items_[i].slot, 1});
 }
 
+void Batch::give_up(size_t i) {
+  let_go(i);
+  items_[i].state = ItemState::Miss;
+}
+
 bool Batch::sealed(size_t i) const {
   const Snapshot& at = items_[i].at;
   if (at.control.state() == State::Sealed || items_[i].complete.load(std::memory_order_relaxed)) return true;

@@ -179,6 +179,23 @@ void Client::pin_all(Attachment& at, Batch& batch, std::span<const Key> keys, bo
   at.wanted(end);
 }
 
+// Looks one block up again and pins it: one that changed between look-up and pin may be there again.
+Find Client::pin_one(const std::shared_ptr<Attachment>& at, Batch& batch, std::span<const Key> keys, size_t i, bool follow,
+                     Snapshot& there) {
+  std::vector<Find> found;
+  std::vector<Snapshot> where;
+  find_all(*at, keys.subspan(i, 1), found, where);  // asks the daemon if the index cannot be read whole
+  there = where[0];
+  Batch single(at, 1);
+  pin_all(*at, single, keys.subspan(i, 1), follow, found, where);
+  Batch::Item& mine = batch.item(i);
+  mine.at = single.item(0).at, mine.layout = single.item(0).layout, mine.state = single.item(0).state;
+  mine.slot = std::exchange(single.item(0).slot, PinBoard::kNoSlot);  // the pin stays where it is; only its holder changes
+  mine.holders.store(single.item(0).holders.exchange(0));
+  single.item(0).state = ItemState::Miss;
+  return found[0];
+}
+
 std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
   std::shared_ptr<Attachment> at = usable();
   auto batch = std::make_shared<Batch>(at, keys.size());
@@ -187,20 +204,9 @@ std::shared_ptr<Batch> Client::get(std::span<const Key> keys, bool follow) {
   find_all(*at, keys, found, where);
   pin_all(*at, *batch, keys, follow, found, where);
   for (size_t i = 0; i < keys.size(); ++i) {
-    // A block that changed between look-up and pin may be there again.
-    for (uint32_t tries = 0; found[i] == Find::Torn && tries < kProbeTries; ++tries) {
-      std::vector<Find> again;
-      std::vector<Snapshot> there;
-      find_all(*at, keys.subspan(i, 1), again, there);  // asks the daemon if the index cannot be read whole
-      Batch single(at, 1);
-      pin_all(*at, single, keys.subspan(i, 1), follow, again, there);
-      found[i] = again[0];
-      Batch::Item& mine = batch->item(i);
-      mine.at = single.item(0).at, mine.layout = single.item(0).layout, mine.state = single.item(0).state;
-      mine.slot = std::exchange(single.item(0).slot, PinBoard::kNoSlot);  // the pin stays where it is; only its holder changes
-      mine.holders.store(single.item(0).holders.exchange(0));
-      single.item(0).state = ItemState::Miss;
-    }
+    Snapshot there;
+    for (uint32_t tries = 0; found[i] == Find::Torn && tries < kProbeTries; ++tries)
+      found[i] = pin_one(at, *batch, keys, i, follow, there);
   }
   thread_local std::vector<uint32_t> hits;
   hits.clear();

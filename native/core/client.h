@@ -44,6 +44,7 @@ class Batch {
 
   void hold(size_t i);  // throws Closed if the context has let go
   void let_go(size_t i);
+  void give_up(size_t i);  // of a batch nobody else has seen yet: block i is a miss after all
 
   const std::byte* bytes(size_t i) const { return attachment_->readable(items_[i].at.extent.offset); }
   bool sealed(size_t i) const;
@@ -132,6 +133,13 @@ class Client {
 
   std::vector<uint8_t> lookup(std::span<const Key> keys);  // a Presence each
   std::shared_ptr<Batch> get(std::span<const Key> keys, bool follow);
+  // Asks the daemon to load what lies on disk. Waits for nothing.
+  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
+  // Turns the batch's misses into hits as their blocks are loaded, or sealed by who writes them. False: the deadline came first.
+  bool await(Batch& batch, std::span<const Key> keys, bool follow, const timespec& deadline);
+  void verify(Batch& batch, std::span<const Key> keys);
+  // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
+  double load_estimate_s(uint64_t bytes) const;
   std::shared_ptr<Grants> create(const Create& request);
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }
@@ -147,6 +155,8 @@ class Client {
   bool attached() const;
 
  private:
+  Find pin_one(const std::shared_ptr<Attachment>& at, Batch& batch, std::span<const Key> keys, size_t i, bool follow,
+               Snapshot& there);
   uint32_t count_over(protocol::Op op, std::span<const Key> keys);
   void find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where);
   void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,

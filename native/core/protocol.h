@@ -20,9 +20,23 @@ inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_S
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
 
-enum class Op : uint16_t { Attach = 1, RegisterLayout, Create, Seal, Abort, LookUp, Delete, Touch, Stats, Token, kLast = Token };
-inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",  "abort",
-                                           "lookup", "delete",          "touch",  "stats", "token"};
+enum class Op : uint16_t {
+  Attach = 1,
+  RegisterLayout,
+  Create,
+  Seal,
+  Abort,
+  LookUp,
+  Delete,
+  Touch,
+  Stats,
+  Token,
+  Promote,
+  Suspect,
+  kLast = Suspect
+};
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",  "abort",   "lookup",
+                                           "delete", "touch",           "stats",  "token", "promote", "suspect"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -103,6 +117,20 @@ struct LookUpItem {
   uint64_t shape;
 };
 
+// Promote: a PromoteHead and count keys; the reply has a PromiseItem each. Loads nothing before it answers.
+struct PromoteHead {
+  uint32_t priority;
+  uint32_t reserved;
+};
+struct PromiseItem {
+  uint32_t presence;  // pending: it is being loaded. On disk: too many loads wait. Missing: there is nothing to wait for
+  uint32_t wait_us;   // what it is estimated to take from now
+};
+
+// Suspect: count keys of blocks whose checksums did not match in the client's memory. The daemon looks itself; the reply has a
+// byte each, 1 if it dropped the block.
+
+static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
               sizeof(LookUpItem) == 32);

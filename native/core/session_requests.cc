@@ -55,6 +55,31 @@ std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
   return out;
 }
 
+std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
+  std::vector<uint8_t> out;
+  LowerTier* lower = store.lower();
+  for (const Key& key : keys) {
+    LowerTier::Promise promise{store.lookup(key).presence, 0};
+    if (promise.presence == Presence::Missing || promise.presence == Presence::OnDisk)
+      promise = lower ? lower->promote(key, priority) : LowerTier::Promise{};
+    append(out, protocol::PromiseItem{static_cast<uint32_t>(promise.presence), promise.wait_us});
+  }
+  return out;
+}
+
+// Reading, and what makes reading faster.
+bool reader_may(Op op) {
+  switch (op) {
+    case Op::LookUp:
+    case Op::Touch:
+    case Op::Stats:
+    case Op::Token:
+    case Op::Promote:
+    case Op::Suspect: return true;
+    default: return false;
+  }
+}
+
 }  // namespace
 
 std::string stats_json(Store& store) {
@@ -76,7 +101,7 @@ std::string stats_json(Store& store) {
 std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   Store& store = *connection.store;
   const auto op = static_cast<Op>(request.op);
-  if (connection.read_only && op != Op::LookUp && op != Op::Touch && op != Op::Stats && op != Op::Token)
+  if (connection.read_only && !reader_may(op))
     throw Error(Code::NotPermitted, "the session of namespace " + store.name() + " is read-only");
   switch (op) {
     case Op::RegisterLayout: {
@@ -89,14 +114,22 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
     case Op::Abort: return seal_or_abort(store, connection.session, false, request.count, body);
     case Op::LookUp:
     case Op::Delete:
-    case Op::Touch: {
+    case Op::Touch:
+    case Op::Suspect: {
       const auto keys = body.take<Key>(request.count);
       need_end(body);
       if (op == Op::LookUp) return look_up(store, keys);
       std::vector<uint8_t> out;
-      for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.touch(key));
-      if (op == Op::Delete) store.settle();
+      for (const Key& key : keys)
+        out.push_back(op == Op::Delete ? store.remove(key) : op == Op::Suspect ? store.drop_if_corrupt(key) : store.touch(key));
+      if (op != Op::Touch) store.settle();
       return out;
+    }
+    case Op::Promote: {
+      const auto head = body.take<protocol::PromoteHead>();
+      const auto keys = body.take<Key>(request.count);
+      need_end(body);
+      return promote(store, std::min(head.priority, kMaxPriority), keys);
     }
     case Op::Stats: {
       const std::string text = stats_json(store);

@@ -179,6 +179,7 @@ class Store {
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
   ScrubResult scrub(uint64_t limit_bytes);
+  bool drop_if_corrupt(const Key& key);  // true if its bytes did not match their checksums
 
   // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
   void attach_disk(int wake, LowerTier* tier);
@@ -316,6 +317,11 @@ class Store {
 
   // store_bytes.cc
   class Reading;
+  struct Verdict {
+    uint64_t bytes;
+    bool known, corrupt;  // there were checksums to compare with; they did not match
+  };
+  Verdict verify_one(Lock& lock, uint32_t record);
   std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
 
   // store_adopt.cc

@@ -162,8 +162,37 @@ std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent
   return sums;
 }
 
-// Verifies, or computes where the writer did not, the checksums of the next blocks, until `limit_bytes` were read. A block whose
-// bytes do not match is dropped and counted.
+// Verifies a sealed block, or computes its checksums where the writer did not; drops it if its bytes do not match. The lock is
+// let go meanwhile.
+Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
+  const Control before = control(record);
+  const Shape shape = shape_of(record);
+  const Extent extent = extent_of(record);
+  const Layout layout = layout_of(shape.layout);
+  const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
+  const bool known = before.flags() & kFlagChecksummed;
+  bool good = true;
+  {
+    Reading reading(*this, lock, record);
+    const std::vector<uint32_t> sums = layer_checksums(layout, extent, shape.tokens);
+    std::vector<uint32_t> stored(sums.size());
+    if (sums.empty())
+      good = false;
+    else if (!known)
+      good = pool_.write(where, sums.data(), 4 * sums.size());
+    else
+      good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
+  }
+  const Verdict verdict{layout.layers_bytes(shape.tokens), known, false};
+  if (control(record).generation() != before.generation()) return verdict;  // it went meanwhile
+  if (good && !known) set_flags(record, kFlagChecksummed, 0);
+  if (good) return verdict;
+  check_pool();
+  to_zombie(record, Event::Delete);  // and with it the file: every tier forgets it
+  counters_.corrupt += 1;
+  return {verdict.bytes, known, true};
+}
+
 ScrubResult Store::scrub(uint64_t limit_bytes) {
   ScrubResult result;
   Lock lock = enter();
@@ -174,39 +203,25 @@ ScrubResult Store::scrub(uint64_t limit_bytes) {
       return result;
     }
     const uint32_t record = scrub_at_++;
-    const Control before = control(record);
-    if (before.state() != State::Sealed) continue;
-    const Shape shape = shape_of(record);
-    const Extent extent = extent_of(record);
-    const Layout layout = layout_of(shape.layout);
-    const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
-    const bool known = before.flags() & kFlagChecksummed;
-    bool good = true;
-    {
-      Reading reading(*this, lock, record);
-      const std::vector<uint32_t> sums = layer_checksums(layout, extent, shape.tokens);
-      std::vector<uint32_t> stored(sums.size());
-      if (sums.empty())
-        good = false;
-      else if (!known)
-        good = pool_.write(where, sums.data(), 4 * sums.size());
-      else
-        good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
-    }
-    result.bytes += layout.layers_bytes(shape.tokens);
-    (known ? result.verified : result.computed) += 1;
-    if (control(record).word != before.word) continue;  // it went meanwhile
-    if (good && !known)
-      index_.record(record).control.store(
-          Control::make(before.generation(), State::Sealed, before.flags() | kFlagChecksummed).word, std::memory_order_release);
-    if (good) continue;
-    check_pool();
-    to_zombie(record, Event::Delete);
-    counters_.corrupt += 1;
-    result.corrupt += 1;
-    scan_zombies();
+    const Control now = control(record);
+    // A block on its way to disk is passed over this time: its file says what is behind its layers.
+    if (now.state() != State::Sealed || (!(now.flags() & kFlagChecksummed) && now.flags() & kFlagQueued)) continue;
+    const Verdict verdict = verify_one(lock, record);
+    result.bytes += verdict.bytes;
+    (verdict.known ? result.verified : result.computed) += 1;
+    result.corrupt += verdict.corrupt;
+    if (verdict.corrupt) scan_zombies();
   }
   return result;
+}
+
+// A client found a block's checksums wrong. It is not believed: this looks itself.
+bool Store::drop_if_corrupt(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent || control(record).state() != State::Sealed || !(control(record).flags() & kFlagChecksummed))
+    return false;
+  return verify_one(lock, record).corrupt;
 }
 
 }  // namespace kv

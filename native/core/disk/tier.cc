@@ -93,6 +93,10 @@ LowerTier::Promise DiskTier::promote(const Key& key, uint32_t priority) {
   if (queued_.contains(key)) return {Presence::Pending, wait_us(0)};
   if (entry ? entry->doomed : scanned_ || doom_what_is_found_ || doomed_unknown_.contains(key)) return {Presence::Missing, 0};
   if (loading_.contains(key)) return {Presence::Missing, 0};
+  if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
+    if (now_ms() < vain->second) return {Presence::Missing, 0};
+    in_vain_.erase(vain);
+  }
   if (queue_.size() >= kMaxQueue) return {Presence::OnDisk, wait_us(bytes)};
   const Promise promise{Presence::Pending, wait_us(bytes)};
   queue_.emplace(std::pair(~priority, ++arrivals_), Wanted{key, bytes});

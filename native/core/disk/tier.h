@@ -31,12 +31,13 @@
 
 namespace kv {
 
-#define KV_DISK_COUNTERS(X)                                                                                           \
-  X(loaded)                                                                                                           \
-  X(load_bytes)                                                                                                       \
-  X(load_errors)                                                                                                      \
-  X(load_misses) X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) \
-      X(writes_too_large) X(removed) X(evicted) X(strays)
+#define KV_DISK_COUNTERS(X)                                                                                                \
+  X(loaded)                                                                                                                \
+  X(load_bytes)                                                                                                            \
+  X(load_errors)                                                                                                           \
+  X(load_misses)                                                                                                           \
+  X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) X(writes_too_large) \
+      X(removed) X(evicted) X(strays)
 
 class DiskTier final : public LowerTier {
  public:
@@ -190,6 +191,7 @@ class DiskTier final : public LowerTier {
   std::vector<Key> doomed_;                                 // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;         // of those, the ones that are not in the index (yet)
   std::vector<std::pair<std::string, uint8_t>> leftovers_;  // temporary files of a daemon that is gone
+  std::unordered_map<Key, uint64_t, KeyHash> in_vain_;      // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                      // entries that are doomed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   uint64_t arrivals_ = 0;

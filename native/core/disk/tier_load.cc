@@ -17,6 +17,8 @@ constexpr size_t kManyLoads = 16;  // and more of small blocks
 constexpr uint64_t kBytesInFlight = 16ull << 20;
 constexpr uint64_t kPieceBytes = 1ull << 20;
 constexpr uint64_t kMostPieces = 8;
+constexpr size_t kMaxInVain = 4096;
+constexpr uint64_t kInVainMs = 250;  // a load that failed for want of memory is not tried again at once
 
 uint32_t realtime_s() { return static_cast<uint32_t>(::time(nullptr)); }
 
@@ -239,6 +241,10 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
   {
     std::lock_guard lock(mutex_);
     loading_.erase(load.key);
+    if (outcome == Outcome::NoSpace || outcome == Outcome::Failed || outcome == Outcome::Unknown) {
+      if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
+      in_vain_[load.key] = monotonic_ns() / 1'000'000 + kInVainMs;
+    }
     if (!writing_.contains(load.key)) cancelled_.erase(load.key);
     waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);
   }
