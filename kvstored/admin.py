@@ -24,6 +24,7 @@ from kvstored.leases import Leases
 from kvstored.process import own_memory_bytes
 from kvstored.reload import Reload
 from kvstored.service import block_message
+from kvstored.tiers import Tiers
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_PAGE = 1000
@@ -36,6 +37,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def __init__(
         self,
         stores: dict[str, Any],
+        tiers: Tiers,
         adopted: dict[str, bool],
         sessions: Any,
         reload: Reload,
@@ -49,6 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._degraded = degraded
         self.draining = False
         self._stores = stores
+        self._tiers = tiers
         self._adopted = adopted
         self._sessions = sessions
         self._reload = reload
@@ -93,8 +96,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 writers=about.writers,
                 salted=bool(about.salt),
             )
-            for counter, value in (await self._threads.run(store.stats)).items():
-                one.counters[counter] = value
+            figures = await self._threads.run(store.stats) | self._tiers.stats(name)
+            for counter, value in figures.items():
+                one.counters[counter] = int(value)
         return reply
 
     @answered

@@ -21,6 +21,7 @@ from kvstored.fields import path as _path
 from kvstored.fields import seconds as _seconds
 from kvstored.fields import text as _text
 from kvstored.fields import whole as _whole
+from kvstored.fields import yes as _yes
 from kvstored.log import LEVELS
 from kvstored.namespaces import Namespace
 from kvstored.namespaces import parse as parse_namespaces
@@ -95,6 +96,48 @@ class Config:
         parse_size,
         unit="bytes",
         show=format_size,
+    )
+    disk_fanout: str = _field(
+        "directories below each of them: LEVELSxDIGITS of the key; fixed for what lies there",
+        "2x1",
+        _text,
+        choices=tuple(f"{levels}x{digits}" for levels in (1, 2, 3) for digits in (1, 2, 3)),
+    )
+    disk_files: int = _field(
+        "most files on disk, all namespaces together; 60 bytes of memory each",
+        1_000_000,
+        _whole,
+        unit="files",
+        low=1,
+        high=1 << 27,
+    )
+    disk_write_priority: int = _field(
+        "blocks of this priority and above are written to disk at once, others at their second use",
+        70,
+        _whole,
+        low=0,
+        high=100,
+    )
+    disk_pending_writes: int = _field(
+        "most blocks of a namespace that wait to be written; of more, the least valuable is not",
+        1024,
+        _whole,
+        unit="blocks",
+        low=1,
+        high=1 << 20,
+    )
+    disk_daily_writes: int = _field(
+        "most bytes written to disk a day (UTC), against wear, all namespaces together; 0: no limit",
+        0,
+        parse_size,
+        unit="bytes",
+        show=format_size,
+    )
+    keep_corrupt: bool = _field(
+        "whether a file that does not match its checksums is moved to aside/ instead of removed",
+        False,
+        _yes,
+        show=lambda yes: "yes" if yes else "no",
     )
     state_dir: str = _field(
         "directory for what must outlive a reboot, as the disk tier does: generated salts. Default: "
@@ -241,6 +284,9 @@ class Config:
     def disk_bytes(self, namespace: str) -> int:
         """The namespace's part of disk_quota; 0 without a disk tier."""
         return self._parts("disk_quota", self.disk_quota)[namespace]
+
+    def disk_files_of(self, namespace: str) -> int:
+        return max(1, self.disk_files * self.disk_bytes(namespace) // max(1, self.disk_quota))
 
     @property
     def open_to_others(self) -> bool:

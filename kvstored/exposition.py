@@ -46,7 +46,63 @@ STORE_METRICS: dict[str, About] = {
     "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
 }
 # The disk tier's counters come with those of its namespace: a row here, and one in docs/operations.md.
-DISK_METRICS: dict[str, About] = {}
+DISK_METRICS: dict[str, About] = {
+    "on_disk": ("kvstored_blocks_on_disk_only", "gauge", "Blocks that lie only on disk and have a record."),
+    "pending_writes": ("kvstored_disk_writes_pending", "gauge", "Blocks that wait to be written."),
+    "writes_dropped": (
+        "kvstored_disk_writes_dropped_total",
+        "counter",
+        "Blocks that were not written because too many waited.",
+    ),
+    "disk_files": ("kvstored_disk_files", "gauge", "Block files on disk."),
+    "disk_bytes": ("kvstored_disk_used_bytes", "gauge", "Their bytes, those being written included."),
+    "disk_quota_bytes": ("kvstored_disk_quota_bytes", "gauge", "The most they may be."),
+    "disk_indexing": ("kvstored_disk_indexing", "gauge", "1 while the directories are listed after a start."),
+    "disk_listed": ("kvstored_disk_listed_files", "gauge", "Files found by that listing so far."),
+    "disk_strays": ("kvstored_disk_stray_files", "gauge", "Files found there that are no blocks."),
+    "disk_aside_files": ("kvstored_disk_aside_files", "gauge", "Corrupt files kept aside (keep_corrupt)."),
+    "disk_aside_bytes": ("kvstored_disk_aside_bytes", "gauge", "Their bytes; the quota does not count them."),
+    "disk_loads_waiting": ("kvstored_disk_loads_waiting", "gauge", "Loads that have not begun."),
+    "disk_loads_in_flight": ("kvstored_disk_loads_in_flight", "gauge", "Loads in progress."),
+    "disk_writes_in_flight": ("kvstored_disk_writes_in_flight", "gauge", "Writes in progress."),
+    "disk_load_bytes_per_s": (
+        "kvstored_disk_load_bytes_per_second",
+        "gauge",
+        "Speed of loading, while something is loaded; what clients' estimates rest on.",
+    ),
+    "disk_loaded": ("kvstored_disk_loads_total", "counter", "Blocks loaded into memory."),
+    "disk_load_bytes": ("kvstored_disk_load_bytes_total", "counter", "Bytes of them."),
+    "disk_load_errors": ("kvstored_disk_load_errors_total", "counter", "Loads that failed for an error."),
+    "disk_load_misses": ("kvstored_disk_load_misses_total", "counter", "Loads whose file was not there."),
+    "disk_load_no_space": (
+        "kvstored_disk_load_no_space_total",
+        "counter",
+        "Loads for which no memory was free of pins.",
+    ),
+    "disk_corrupt": ("kvstored_disk_corrupt_total", "counter", "Files that did not match their checksums."),
+    "disk_expired": ("kvstored_disk_expired_total", "counter", "Files whose time to live had ended."),
+    "disk_written": ("kvstored_disk_writes_total", "counter", "Blocks written."),
+    "disk_write_bytes": ("kvstored_disk_write_bytes_total", "counter", "Bytes of them."),
+    "disk_written_today_bytes": (
+        "kvstored_disk_written_today_bytes",
+        "gauge",
+        "Of the daily budget (disk_daily_writes), by UTC days.",
+    ),
+    "disk_write_errors": ("kvstored_disk_write_errors_total", "counter", "Writes that failed."),
+    "disk_writes_cancelled": (
+        "kvstored_disk_writes_cancelled_total",
+        "counter",
+        "Writes whose block was deleted meanwhile.",
+    ),
+    "disk_writes_too_large": (
+        "kvstored_disk_writes_refused_total",
+        "counter",
+        "Blocks that no file can hold within the quota.",
+    ),
+    "disk_removed": ("kvstored_disk_removed_total", "counter", "Files removed, for whatever reason."),
+    "disk_evicted": ("kvstored_disk_evictions_total", "counter", "Files removed to keep the quota."),
+    "disk_cpu_seconds": ("kvstored_disk_cpu_seconds_total", "counter", "CPU time of the disk tier's thread."),
+}
 OWN_METRICS: dict[str, About] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
     "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
@@ -89,6 +145,11 @@ SESSION_SECONDS: About = (
     "histogram",
     "From a request's arrival at the session socket to its reply.",
 )
+DISK_SECONDS: About = (
+    "kvstored_disk_seconds",
+    "histogram",
+    "From a load's or a write's beginning to its end, waiting not included.",
+)
 DEGRADED: About = (
     "kvstored_degraded",
     "gauge",
@@ -115,6 +176,9 @@ class Figures:
     session_seconds: Mapping[tuple[str, str], tuple[Sequence[int], float]] = field(
         default_factory=dict
     )  # (namespace, operation) -> counts per bucket, sum
+    disk_seconds: Mapping[tuple[str, str], tuple[Sequence[int], float]] = field(
+        default_factory=dict
+    )  # (namespace, operation)
     degraded: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (state, namespace)
     serving: Mapping[str, bool] = field(default_factory=dict)
     adopted: Mapping[str, bool] = field(default_factory=dict)
@@ -142,6 +206,8 @@ def render(figures: Figures) -> str:
     _histogram(
         lines, SESSION_SECONDS, [({"namespace": n, "operation": o}, *took) for (n, o), took in for_each]
     )
+    for_disk = sorted(figures.disk_seconds.items())
+    _histogram(lines, DISK_SECONDS, [({"namespace": n, "operation": o}, *took) for (n, o), took in for_disk])
     return "\n".join(lines) + "\n"
 
 

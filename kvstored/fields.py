@@ -49,6 +49,15 @@ def whole(value: Any) -> int:
     return int(value)
 
 
+def yes(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word not in ("yes", "no", "true", "false"):
+        raise ValueError("yes or no is wanted")
+    return word in ("yes", "true")
+
+
 def seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("a number of seconds is wanted")

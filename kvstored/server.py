@@ -34,6 +34,7 @@ from kvstored.reflection import LazyReflection
 from kvstored.reload import Reload
 from kvstored.segments import Geometry, Pool, Segments
 from kvstored.service import StoreService
+from kvstored.tiers import Tiers
 from kvstored.transfer import TransferService
 from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
 from kvstored.watch import Watch
@@ -78,7 +79,8 @@ class Daemon:
         self._sessions: Any = None
         try:
             for pool in self._segments.open(fresh):
-                self._open_store(pool)
+                self._open_store(config, pool)
+            self._tiers = Tiers(config, self._stores)
             self._sessions = _core.SessionServer(
                 config.in_dir("kvstored.sock"),
                 list(self._stores.values()),
@@ -92,11 +94,14 @@ class Daemon:
         self._threads = Threads(config.io_threads)
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
-        self._watch = Watch(self._stores, self._events, self._threads, config.in_dir("kvstored.sock"))
+        self._watch = Watch(
+            self._stores, self._tiers, self._events, self._threads, config.in_dir("kvstored.sock")
+        )
         self._reload = Reload(sourced, self._watch.degraded)
         self._allow_changes()
         self._admin = AdminService(
             self._stores,
+            self._tiers,
             self._adopted,
             self._sessions,
             self._reload,
@@ -131,6 +136,7 @@ class Daemon:
         """Leaves the segments for the next daemon, or with `discard` removes them."""
         self._sessions.stop()
         self._threads.close()
+        self._tiers.close()
         for store in self._stores.values():
             store.close()
         if discard or not self._segments.kept:
@@ -142,6 +148,7 @@ class Daemon:
         can = self._reload.can
         can("drain_timeout_s")  # read when it is used
         can("log_level", apply=lambda config: log.set_level(config.log_level))
+        can("disk_quota", apply=self._tiers.resize)
         can("max_leases", apply=lambda config: self._leases.limit(config.max_leases))
         can(
             "max_subscribers", "event_queue",
@@ -173,6 +180,7 @@ class Daemon:
 
     async def _start(self) -> list[grpc.aio.Server]:
         config = self._reload.config
+        self._tiers.start()
         try:
             self._sessions.start()
         except StoreError as error:
@@ -262,17 +270,17 @@ class Daemon:
         self._sessions.stop()
         self._watch.health.close()
 
-    def _open_store(self, pool: Pool) -> None:
+    def _open_store(self, config: Config, pool: Pool) -> None:
         """A store on the pool. What it cannot adopt is replaced by an empty one, and said so."""
         name = pool.geometry.namespace
         try:
-            self._stores[name] = _new_store(pool)
+            self._stores[name] = _new_store(config, pool)
         except StoreError as error:
             if not pool.adopted:
                 raise
             log.warning("pool_discarded", namespace=name, why=str(error))
             pool = self._segments.replace(name)
-            self._stores[name] = _new_store(pool)
+            self._stores[name] = _new_store(config, pool)
         self._adopted[name] = pool.adopted
         stats = self._stores[name].stats()
         log.info(
@@ -287,6 +295,10 @@ class Daemon:
     def _lease_expired(self, namespace: str, aborted: int) -> None:
         self._events.publish(Event("LEASE_EXPIRED", namespace, {"aborted": aborted}))
         log.warning("lease_expired", namespace=namespace, aborted=aborted)
+
+    async def _figures(self, namespace: str) -> dict[str, object]:
+        figures = await self._threads.run(self._stores[namespace].stats)
+        return {**figures, **self._tiers.stats(namespace), **await self._tiers.aside(namespace)}
 
     async def _metrics_text(self) -> str:
         own = {
@@ -306,7 +318,7 @@ class Daemon:
         return render(
             Figures(
                 version=__version__,
-                stores={name: await self._threads.run(store.stats) for name, store in self._stores.items()},
+                stores={name: await self._figures(name) for name in self._stores},
                 own=own,
                 calls=self._counts.by_status,
                 call_seconds={name: (one.counts, one.sum_s) for name, one in self._counts.took.items()},
@@ -314,6 +326,7 @@ class Daemon:
                     (name, operation): (counts, sum_s)
                     for name, operation, counts, sum_s in self._sessions.latencies()
                 },
+                disk_seconds=self._tiers.latencies(),
                 degraded=degraded.gauges(self._stores),
                 serving={name: degraded.serves(name) for name in self._stores},
                 adopted=self._adopted,
@@ -332,7 +345,7 @@ def _geometry(config: Config, namespace: str) -> Geometry:
     )
 
 
-def _new_store(pool: Pool) -> Any:
+def _new_store(config: Config, pool: Pool) -> Any:
     return _core.Store(
         pool.geometry.namespace,
         pool.table_fd,
@@ -344,6 +357,9 @@ def _new_store(pool: Pool) -> Any:
         SHM_DIR,
         pool.prefix,
         pool.adopted,
+        bool(config.disk),
+        config.disk_write_priority,
+        config.disk_pending_writes,
     )
 
 

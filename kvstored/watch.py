@@ -15,16 +15,20 @@ from kvstored.degraded import Degraded, Entry
 from kvstored.events import Event, Events
 from kvstored.health import Health
 from kvstored.notify import notify, watchdog_interval_s
+from kvstored.tiers import Tiers
 
 PROBLEM_LOOK_S = 1.0
 PROBE_S = 5.0
 
 
 class Watch:
-    def __init__(self, stores: dict[str, Any], events: Events, threads: Threads, socket_path: str) -> None:
+    def __init__(
+        self, stores: dict[str, Any], tiers: Tiers, events: Events, threads: Threads, socket_path: str
+    ) -> None:
         self.degraded = Degraded(self._changed)
         self.health = Health(stores, socket_path, self.degraded)
         self._stores = stores
+        self._tiers = tiers
         self._events = events
         self._threads = threads
         self._tasks: list[asyncio.Task[None]] = []
@@ -59,6 +63,7 @@ class Watch:
                 fenced = problem.startswith("fenced")
                 self.degraded.put(fenced, "namespace_fenced", name, problem)
                 self.degraded.put(bool(problem) and not fenced, "pool_cannot_grow", name, problem)
+            self._tiers.watch(self.degraded)
             await asyncio.sleep(PROBLEM_LOOK_S)
 
     async def _probe(self) -> None:

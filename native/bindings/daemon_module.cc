@@ -13,6 +13,7 @@ namespace nb = nanobind;
 
 void bind_disk(nb::module_& m);   // daemon_disk.cc
 void bind_store(nb::module_& m);  // daemon_store.cc
+void bind_tier(nb::module_& m);   // daemon_tier.cc
 
 namespace {
 
@@ -72,6 +73,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native half of kvstored: the store and the session server.";
   translate_errors();
   bind_store(m);
+  bind_tier(m);
   bind_disk(m);
   m.def("transitions", transitions);
   nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")

@@ -114,6 +114,7 @@ nb::dict to_dict(Store& store, const kv::Description& d) {
   out["length"] = length;
   out["created_ms"] = uint64_t{d.created_s} * 1000;
   out["ttl_ms"] = d.snapshot.expiry_s > d.created_s ? uint64_t{d.snapshot.expiry_s - d.created_s} * 1000 : 0;
+  out["on_disk"] = d.state == kv::State::Disk || d.snapshot.control.flags() & kv::kFlagOnDisk;
   out["checksummed"] = (d.snapshot.control.flags() & kv::kFlagChecksummed) != 0;
   out["score"] = d.score;
   return out;
@@ -201,16 +202,18 @@ void bind_store(nb::module_& m) {
       .def(
           "__init__",
           [](Store* self, std::string name, int table_fd, int progress_fd, int pool_fd, uint64_t capacity_bytes,
-             uint32_t max_blocks, const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt) {
+             uint32_t max_blocks, const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt, bool disk,
+             uint32_t write_at_once_priority, uint32_t max_pending_writes) {
             kv::Id id{};
             if (pool_id.size() != id.size()) throw Error(Code::InvalidArgument, "pool_id must have 16 bytes");
             std::memcpy(id.data(), pool_id.data(), id.size());
             nb::gil_scoped_release release;
             new (self) Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id,
-                              std::move(directory), std::move(prefix), adopt});
+                              std::move(directory), std::move(prefix), adopt, disk, write_at_once_priority, max_pending_writes});
           },
           nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"),
-          nb::arg("max_blocks"), nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false)
+          nb::arg("max_blocks"), nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false,
+          nb::arg("disk") = false, nb::arg("write_at_once_priority") = kv::kMaxPriority, nb::arg("max_pending_writes") = 1024)
       .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"))
       .def_static("progress_bytes",
                   [](uint32_t max_blocks) { return kv::round_up(Store::progress_bytes(max_blocks), kv::kPageBytes); })

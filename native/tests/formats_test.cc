@@ -40,6 +40,9 @@ constexpr Field kFields[] = {
     FIELD(TableHeader, layouts),
     FIELD(TableHeader, finder_buckets),
     FIELD(TableHeader, finder_offset),
+    FIELD(TableHeader, load_bytes_per_s),
+    FIELD(TableHeader, load_waiting_bytes),
+    FIELD(TableHeader, load_latency_us),
     FIELD(Record, control),
     FIELD(Record, sequence),
     FIELD(Record, owner),
@@ -138,6 +141,10 @@ constexpr Field kFields[] = {
     PROTOCOL(LookUpItem, control),
     PROTOCOL(LookUpItem, extent),
     PROTOCOL(LookUpItem, shape),
+    PROTOCOL(PromoteHead, priority),
+    PROTOCOL(PromoteHead, reserved),
+    PROTOCOL(PromiseItem, presence),
+    PROTOCOL(PromiseItem, wait_us),
 };
 #undef PROTOCOL
 #undef FIELD

@@ -67,7 +67,7 @@ class Native:
         self._check()
         return "found"
 
-    def get(self, keys, follow=False):
+    def get(self, keys, follow=False, wait_s=0.0, verify=False):
         self._check()
         return ["block"] * len(keys)
 

@@ -45,6 +45,7 @@ void DiskTier::start_loads() {
     }
     load->begun_ns = monotonic_ns();
     if (loads_.empty()) busy_since_ns_ = load->begun_ns;
+    for (auto& [key, other] : loads_) other->alone = load->alone = false;
     Load& started = *load;
     loads_.emplace(started.key, std::move(load));
     started.fd = open_file(started.key, &started.directory, &started.file_bytes);
@@ -232,8 +233,8 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
     busy_bytes_ += load.file_bytes;
     const uint64_t took_ns = monotonic_ns() - load.begun_ns;
     load_latency_.add(took_ns);
-    const uint64_t before_us = latency_us_.load(std::memory_order_relaxed);
-    latency_us_.store(before_us ? (7 * before_us + took_ns / 1000) / 8 : took_ns / 1000, std::memory_order_relaxed);
+    if (const uint64_t before_us = latency_us_.load(std::memory_order_relaxed); load.alone)
+      latency_us_.store(before_us ? (7 * before_us + took_ns / 1000) / 8 : took_ns / 1000, std::memory_order_relaxed);
   }
   corrupt_ += outcome == Outcome::Corrupt, expired_ += outcome == Outcome::Expired, load_misses_ += outcome == Outcome::Missing;
   load_no_space_ += outcome == Outcome::NoSpace;

@@ -21,6 +21,7 @@ struct DiskTier::Load {
   Handle handle{0, 0};
   Extent extent{0, 0};
   bool created = false;
+  bool alone = true;  // no other load was under way beside it
   std::list<Step> steps;
   uint32_t in_flight = 0;
   uint32_t layers_verified = 0;

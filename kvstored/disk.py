@@ -1,0 +1,82 @@
+"""The directories of the disk tier: made, checked and locked, and what is kept aside in them.
+
+Owns the locks that keep two daemons, or a daemon and `kvstored fsck`, out of one directory. Never opens a
+block: that is native (`native/core/disk`). Invariant: while a Directories exists, nobody else of good will
+changes anything in them.
+
+    DIR/<namespace>/a/b/<key>.kv     DIR/<namespace>/tmp/     DIR/<namespace>/aside/
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+
+from aiofiles import os as files
+
+from kvstored import _core
+from kvstored.errors import StartupError, StoreError
+
+ASIDE = "aside"
+
+
+class Directories:
+    """Those of one namespace, one below each directory of the configuration. Raises StartupError."""
+
+    def __init__(self, configured: Sequence[str], namespace: str) -> None:
+        self.paths: list[str] = []
+        self._locks: list[int] = []
+        try:
+            for directory in configured:
+                _prepare(directory)
+                path = os.path.join(directory, namespace)
+                _prepare(path)
+                self._locks.append(_core.lock_directory(path))
+                self.paths.append(path)
+        except StoreError as error:
+            self.close()
+            raise StartupError(f"disk: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+    async def aside(self) -> tuple[int, int]:
+        """How many files are kept aside, and their bytes."""
+        count = size_bytes = 0
+        for path in self.paths:
+            kept = os.path.join(path, ASIDE)
+            if not await files.path.isdir(kept):
+                continue
+            for name in await files.listdir(kept):
+                try:
+                    found = await files.stat(os.path.join(kept, name), follow_symlinks=False)
+                except FileNotFoundError:  # taken away meanwhile: they are the operator's
+                    continue
+                count += 1
+                size_bytes += found.st_size
+        return count, size_bytes
+
+
+def _prepare(path: str) -> None:
+    """Makes the directory, mode 0700, or checks the one that is there: ours, and writable by nobody else."""
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise StartupError(f"disk: {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartupError(f"disk: {path} is no directory")
+    if found.st_uid != os.geteuid():
+        raise StartupError(
+            f"disk: {path} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}"
+        )
+    if found.st_mode & 0o022:
+        raise StartupError(
+            f"disk: {path} has mode {found.st_mode & 0o7777:04o}: others may write to it; chmod go-w"
+        )

@@ -1,0 +1,166 @@
+// kvstored._core.DiskTier: the disk tier of one namespace. Every call releases the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "bindings/daemon_errors.h"
+#include "core/disk/faults.h"
+#include "core/disk/tier.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using kv::DiskTier;
+
+constexpr uint32_t kDepth = 16;  // per directory: four blocks' pieces, so that the device never waits for this thread
+
+// A tier and what its engines are, for the log.
+struct Tier {
+  std::vector<std::unique_ptr<kv::Faults>> faults;  // they outlive the tier
+  std::vector<std::pair<std::string, std::string>> engines;
+  std::unique_ptr<DiskTier> tier;
+};
+
+// What a schedule of failures stands between.
+class Borrowed final : public kv::Files {
+ public:
+  explicit Borrowed(kv::Files& files) : files_(files) {}
+  int open_read(const std::string& path, uint64_t* bytes) override { return files_.open_read(path, bytes); }
+  int create_temp(uint64_t bytes, std::string* temp) override { return files_.create_temp(bytes, temp); }
+  int publish(const std::string& temp, const std::string& path) override { return files_.publish(temp, path); }
+  int remove(const std::string& path) override { return files_.remove(path); }
+  int aside(const std::string& path) override { return files_.aside(path); }
+  int space(kv::Space* space) override { return files_.space(space); }
+  void close(int fd) override { files_.close(fd); }
+
+ private:
+  kv::Files& files_;
+};
+
+class BorrowedEngine final : public kv::Engine {
+ public:
+  explicit BorrowedEngine(kv::Engine& engine) : engine_(engine) {}
+  bool submit(kv::Transfer* transfer) override { return engine_.submit(transfer); }
+  size_t completed(std::span<kv::Transfer*> done) override { return engine_.completed(done); }
+  int event_fd() const override { return engine_.event_fd(); }
+  uint32_t depth() const override { return engine_.depth(); }
+  uint32_t in_flight() const override { return engine_.in_flight(); }
+  std::string name() const override { return engine_.name(); }
+
+ private:
+  kv::Engine& engine_;
+};
+
+DiskTier::Directory open_directory(Tier& self, const std::string& path, const std::string& faults) {
+  kv::Choice choice = kv::choose_engine(path, kDepth);
+  self.engines.emplace_back(choice.engine->name(), choice.reason);
+  auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
+  if (faults.empty()) return {path, std::move(files), std::move(choice.engine)};
+  self.faults.push_back(std::make_unique<kv::Faults>(faults, path, std::move(files), std::move(choice.engine)));
+  return {path, std::make_unique<Borrowed>(self.faults.back()->files()),
+          std::make_unique<BorrowedEngine>(self.faults.back()->engine())};
+}
+
+nb::dict stats(Tier& self) {
+  const DiskTier::Stats s = [&] {
+    nb::gil_scoped_release release;
+    return self.tier->stats();
+  }();
+  nb::dict out;
+#define X(name) out["disk_" #name] = s.name;
+  // clang-format off
+  X(files) X(bytes) X(quota_bytes) X(loads_waiting) X(loads_in_flight) X(writes_in_flight) X(written_today_bytes) X(listed)
+  X(load_bytes_per_s) X(indexing)
+  KV_DISK_COUNTERS(X);
+  // clang-format on
+#undef X
+  out["disk_cpu_seconds"] = self.tier->thread_cpu_s();
+  return out;
+}
+
+// (operation, counts per bucket, sum in seconds)
+std::vector<std::tuple<std::string, std::vector<uint64_t>, double>> latencies(Tier& self) {
+  std::vector<std::tuple<std::string, std::vector<uint64_t>, double>> out;
+  auto add = [&](const char* name, const kv::LatencyHistogram& histogram) {
+    const kv::LatencyCounts counts = histogram.read();
+    out.emplace_back(name, std::vector<uint64_t>(counts.buckets.begin(), counts.buckets.end()),
+                     static_cast<double>(counts.sum_ns) * 1e-9);
+  };
+  add("load", self.tier->load_latency());
+  add("write", self.tier->write_latency());
+  return out;
+}
+
+std::vector<std::tuple<std::string, std::string, std::string>> conditions(Tier& self) {
+  std::vector<std::tuple<std::string, std::string, std::string>> out;
+  for (const auto& c : self.tier->conditions()) out.emplace_back(c.path, c.state, c.text);
+  return out;
+}
+
+std::vector<kv::Key> keys_of(const nb::bytes& packed) {
+  if (packed.size() % kv::kKeyBytes)
+    throw kv::Error(kv::Code::InvalidArgument,
+                    "packed keys have " + std::to_string(packed.size()) + " bytes, must be a multiple of 32");
+  std::vector<kv::Key> keys(packed.size() / kv::kKeyBytes);
+  if (!keys.empty()) std::memcpy(keys.data(), packed.data(), packed.size());
+  return keys;
+}
+
+// (presence, wait in microseconds) of each key.
+std::vector<std::pair<int, uint32_t>> promote(Tier& self, const nb::bytes& packed, uint32_t priority) {
+  const std::vector<kv::Key> keys = keys_of(packed);
+  nb::gil_scoped_release release;
+  std::vector<std::pair<int, uint32_t>> out;
+  for (const kv::Key& key : keys) {
+    const auto promise = self.tier->promote(key, std::min(priority, kv::kMaxPriority));
+    out.emplace_back(static_cast<int>(promise.presence), promise.wait_us);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_tier(nb::module_& m) {
+  m.def(
+      "lock_directory",
+      [](const std::string& path) {
+        const int lock = kv::lock_directory(path);
+        if (lock == -EWOULDBLOCK) throw kv::Error(kv::Code::Unavailable, path + ": another kvstored, or fsck, is at work there");
+        if (lock < 0) throw kv::Error(kv::Code::Unavailable, kv::errno_text(path, -lock));
+        return lock;
+      },
+      nb::arg("path"), "A descriptor that keeps others out of a directory of blocks while it is open.");
+  nb::class_<Tier>(m, "DiskTier", "The disk tier of one namespace. The store must outlive it; stop() before the store closes.")
+      .def(
+          "__init__",
+          [](Tier* self, kv::Store& store, const std::vector<std::string>& directories, uint64_t quota_bytes, uint32_t max_files,
+             uint32_t fanout_levels, uint32_t fanout_digits, uint64_t daily_write_bytes, bool keep_corrupt,
+             const std::string& faults) {
+            nb::gil_scoped_release release;
+            auto made = std::make_unique<Tier>();
+            DiskTier::Options options;
+            for (const std::string& path : directories) options.directories.push_back(open_directory(*made, path, faults));
+            options.quota_bytes = quota_bytes, options.max_files = max_files;
+            options.fanout = {fanout_levels, fanout_digits};
+            options.daily_write_bytes = daily_write_bytes, options.keep_corrupt = keep_corrupt;
+            made->tier = std::make_unique<DiskTier>(store, std::move(options));
+            new (self) Tier(std::move(*made));
+          },
+          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("directories"), nb::arg("quota_bytes"), nb::arg("max_files"),
+          nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("daily_write_bytes") = 0, nb::arg("keep_corrupt") = false,
+          nb::arg("faults") = "")
+      .def("start", [](Tier& self) { self.tier->start(); })
+      .def(
+          "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("promote", promote, nb::arg("packed_keys"), nb::arg("priority") = kv::kDefaultPriority)
+      .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
+      .def("stats", stats)
+      .def("latencies", latencies)
+      .def("conditions", conditions)
+      .def_prop_ro("engines", [](Tier& self) { return self.engines; });
+}
