@@ -105,40 +105,24 @@ class Config:
     )
     disk_files: int = _field(
         "most files on disk, all namespaces together; 60 bytes of memory each",
-        1_000_000,
-        _whole,
-        unit="files",
-        low=1,
-        high=1 << 27,
-    )
+        1_000_000, _whole, unit="files", low=1, high=1 << 27,
+    )  # fmt: skip
     disk_write_priority: int = _field(
         "blocks of this priority and above are written to disk at once, others at their second use",
-        70,
-        _whole,
-        low=0,
-        high=100,
-    )
+        70, _whole, low=0, high=100,
+    )  # fmt: skip
     disk_pending_writes: int = _field(
         "most blocks of a namespace that wait to be written; of more, the least valuable is not",
-        1024,
-        _whole,
-        unit="blocks",
-        low=1,
-        high=1 << 20,
-    )
+        1024, _whole, unit="blocks", low=1, high=1 << 20,
+    )  # fmt: skip
     disk_daily_writes: int = _field(
         "most bytes written to disk a day (UTC), against wear, all namespaces together; 0: no limit",
-        0,
-        parse_size,
-        unit="bytes",
-        show=format_size,
-    )
+        0, parse_size, unit="bytes", show=format_size,
+    )  # fmt: skip
     keep_corrupt: bool = _field(
         "whether a file that does not match its checksums is moved to aside/ instead of removed",
-        False,
-        _yes,
-        show=lambda yes: "yes" if yes else "no",
-    )
+        False, _yes, show=lambda yes: "yes" if yes else "no",
+    )  # fmt: skip
     state_dir: str = _field(
         "directory for what must outlive a reboot, as the disk tier does: generated salts. Default: "
         "$STATE_DIRECTORY (systemd), else the runtime directory",

@@ -184,6 +184,18 @@ nb::dict scrub(Store& store, uint64_t limit) {
   return out;
 }
 
+int touch(Store& store, const nb::bytes& packed) {
+  int count = 0;
+  for (const Key& key : keys_of(packed)) count += store.touch(key);
+  return count;
+}
+
+uint64_t flush(Store& store) {
+  const uint64_t count = store.flush();
+  store.settle();
+  return count;
+}
+
 nb::list layouts(Store& store) {
   nb::list out;
   for (auto& [id, layout] : store.layouts()) {
@@ -245,19 +257,8 @@ void bind_store(nb::module_& m) {
              s.settle();
              return out;
            })
-      .def("touch",
-           [](Store& s, const nb::bytes& keys) {
-             int count = 0;
-             for (const Key& key : keys_of(keys)) count += s.touch(key);
-             return count;
-           })
-      .def("flush",
-           [](Store& s) {
-             nb::gil_scoped_release release;
-             const uint64_t count = s.flush();
-             s.settle();
-             return count;
-           })
+      .def("touch", &touch)
+      .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
       .def("stats", &stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())
