@@ -1,7 +1,7 @@
 """What reuse inside a prompt costs and how near it stays to a full prefill, with SmolLM2 and a stock
 generate().
 
-    python -m bench.reuse_inside [--json FILE] [--quick] [--dtype bfloat16] [--case NAME] [--ratio R]
+    python -m bench.reuse_inside [--json FILE] [--quick] [--dtype bfloat16] [--case NAME]
 
 Beside each call stands plain generate() on the same tokens, alternating, one thread, CPU time of the process.
 The store is a daemon of its own. Quality: mean KL over the next 64 positions of the real continuation, fed
@@ -12,6 +12,8 @@ its licence, Python's standard library. Owns nothing that lasts.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import inspect
 import json
 import time
@@ -30,7 +32,7 @@ SHIFTS = (1, 37, 64, 127)
 class Subject:
     """The model, plain and attached, and the texts."""
 
-    def __init__(self, dtype: str, client: Any, repair: Any) -> None:
+    def __init__(self, dtype: str, client: Any, repairs: dict[str, Any]) -> None:
         import sys
 
         sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -49,7 +51,9 @@ class Subject:
         self.encode = tokenizer.encode
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(home, dtype=getattr(torch, dtype)).eval()
-        self.kv = kvclient.hf.attach(self.model, client, repair=repair, self_test=False)
+        self.repairs, self.cases = repairs, 0
+        first = next(iter(repairs.values()))
+        self.kv = kvclient.hf.attach(self.model, client, repair=first, self_test=False)
         names = ("docs/design.md", "docs/formats.md", "docs/tour.md", "LICENSE")
         self.texts = [self.encode((ROOT / name).read_text()) for name in names]
         self.code = self.encode(Path(inspect.getfile(argparse)).read_text())
@@ -69,38 +73,45 @@ class Subject:
         )
         return out, time.process_time() - began
 
-    def divergence(self, out: Any, cold: Any, following: list[int]) -> float:
-        """Mean KL of what was generated with reuse to the cold run, over the positions that follow."""
-        own, full = self._said(out, following), self._said(cold, following)
-        return float((full.exp() * (full - own)).sum(-1).mean())
-
-    def _said(self, out: Any, following: list[int]) -> Any:
+    def said(self, out: Any, following: list[int]) -> Any:
         torch = self.torch
         with torch.no_grad():
             rest = self.model(torch.tensor([following[:-1]]), past_key_values=out.past_key_values).logits[0]
         return torch.cat([out.logits[0], rest]).float().log_softmax(-1)
 
-    def measured(self, ids: list[int], following: list[int] | None = None, rounds: int = 2) -> dict[str, Any]:
-        """Ours against plain, alternating: what was published before is all that is there."""
-        ratios, cpu = [], []
-        for _ in range(rounds):
-            cold, cold_s = self.generate(ids, plain=True)
-            with self.kv.bypass(read=False):
+    def measured(self, ids: list[int], following: list[int] | None = None) -> list[dict[str, Any]]:
+        """Each repair against one plain run: what was published before is all that is there."""
+        cold, cold_s = self.generate(ids, plain=True)
+        rows = []
+        said = self.said(cold, following[:POSITIONS]) if following is not None else None
+        for name, repair in self.repairs.items():
+            with self.kv.bypass(read=False), repaired(self.kv, repair):
                 out, own_s = self.generate(ids)
-            ratios.append(own_s / cold_s)
-            cpu.append(cold_s)
-        report = self.kv.last
-        answer = {
-            "ttft_to_hf": median(ratios),
-            "hf_s": median(cpu),
-            "found": (report.approximate_tokens + report.reused_tokens) / len(ids),
-            "exact": report.reused_tokens,
-            "approximate": report.approximate_tokens,
-            "recomputed": report.recomputed_tokens,
-        }
-        if following is not None:
-            answer["kl"] = self.divergence(out, cold, following[:POSITIONS])
-        return answer
+            report = self.kv.last
+            answer = {
+                "repair": name,
+                "ttft_to_hf": own_s / cold_s,
+                "hf_s": cold_s,
+                "exact": report.reused_tokens,
+                "approximate": report.approximate_tokens,
+                "recomputed": report.recomputed_tokens,
+            }
+            if following is not None:
+                own = self.said(out, following[:POSITIONS])
+                answer["kl"] = float((said.exp() * (said - own)).sum(-1).mean())
+            rows.append(answer)
+        return rows
+
+
+@contextlib.contextmanager
+def repaired(kv: Any, repair: Any) -> Iterator[None]:
+    """Within it, another repair; what the model was proven with stays."""
+    before = kv._subject
+    kv._subject = dataclasses.replace(before, interior=dataclasses.replace(before.interior, repair=repair))
+    try:
+        yield
+    finally:
+        kv._subject = before
 
 
 # ---------------------------------------------------------------- the cases
@@ -111,23 +122,18 @@ def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) 
     text, licence, other = subject.texts[0], subject.texts[3], subject.texts[2]
     for size in sizes:
         body, behind = text[300 : 300 + size], text[300 + size :]
+        prompts = {s: other[50 : 50 + s] + body + behind[:QUESTION] for s in range(1, 128)}
         sources = {
-            "computed in context": licence[:40] + body + licence[100 : 100 + 60],
+            "computed in context": licence[:40] + body + licence[100:160],
             "computed alone": body,
         }
         for name, source in sources.items():
-            with namespace(subject):
+            with fresh(subject):
                 subject.generate(source)
-                rows = []
-                for shift in shifts:
-                    prompt = other[50 : 50 + shift] + body + behind[:QUESTION]
-                    rows.append(subject.measured(prompt, behind[QUESTION:], rounds=1))
-                    rows[-1]["document_found"] = min(1.0, rows[-1]["approximate"] / size)
-                every = [
-                    found_of(subject, other[50 : 50 + s] + body + behind[:QUESTION], size)
-                    for s in range(1, 128)
-                ]
-            yield averaged(f"document of {size}, {name}", rows) | {"document_found": mean(every)}
+                rows = [row for s in shifts for row in subject.measured(prompts[s], behind[QUESTION:])]
+                found = mean(found_of(subject, prompt, size) for prompt in prompts.values())
+            for row in averaged(f"document of {size}, {name}", rows):
+                yield row | {"document_found": found}
 
 
 def found_of(subject: Subject, prompt: list[int], size: int) -> float:
@@ -141,12 +147,10 @@ def swapped(subject: Subject) -> Iterator[dict[str, Any]]:
     """Two documents, in the other order."""
     text, other, licence = subject.texts[0], subject.texts[2], subject.texts[3]
     one, two, behind = other[200:800], text[300:900], text[900:]
-    with namespace(subject):
+    with fresh(subject):
         subject.generate(licence[:40] + one + two + licence[100:160])
-        yield averaged(
-            "two documents of 600, swapped",
-            [subject.measured(licence[:33] + two + one + behind[:QUESTION], behind[QUESTION:], rounds=2)],
-        )
+        rows = subject.measured(licence[200:233] + two + one + behind[:QUESTION], behind[QUESTION:])
+    yield from averaged("two documents of 600, swapped", rows)
 
 
 def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -154,7 +158,7 @@ def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
     text = subject.texts[1]
     history = list(subject.texts[3][:200])
     ratios, times, equal = [], [], []
-    with namespace(subject):
+    with fresh(subject):
         for turn in range(8):
             history += text[turn * 60 : turn * 60 + 60]
             cold, cold_s = subject.generate(history, plain=True)
@@ -176,32 +180,25 @@ def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
 def shared(subject: Subject) -> Iterator[dict[str, Any]]:
     """Exact prefixes as applications have them: the second and later calls."""
     code, text = subject.code, subject.texts[1]
-    cases = {
-        "code context, 3 questions": (code[:2000], 3),
-        "few-shot": (text[:600], 3),
-        "system prompt": (text[:260], 3),
-    }
-    for name, (prefix, questions) in cases.items():
-        with namespace(subject):
+    cases = {"code context, 3 questions": code[:2000], "few-shot": text[:600], "system prompt": text[:260]}
+    for name, prefix in cases.items():
+        with fresh(subject):
             subject.generate(prefix + text[1000:1020])
-            asks = [text[1100 + 40 * i : 1130 + 40 * i] for i in range(questions)]
-            rows = [subject.measured(prefix + ask, rounds=1) for ask in asks]
-            yield averaged(name, rows)
+            rows = [subject.measured(prefix + text[1100 + 40 * i : 1130 + 40 * i])[0] for i in range(3)]
+        yield from averaged(name, rows)
 
 
 def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
     """Prompts nobody has seen: what looking and publishing cost."""
-    rows = []
-    for start in (100, 1300, 2500):
-        ids = subject.code[3000 + start : 3000 + start + 1000]
-        ratios = []
-        for number in range(2):
-            with namespace(subject):
-                calls = [subject.generate(ids, plain=(number + k) % 2 == 0)[1] for k in range(2)]
-            plain, own = calls if number % 2 == 0 else calls[::-1]
-            ratios.append(own / plain)
-        rows.append({"ttft_to_hf": median(ratios), "found": 0.0})
-    yield averaged("nothing to reuse, 1,000 tokens", rows)
+    ratios = []
+    for number, start in enumerate((3100, 4300, 5500, 6700)):
+        ids = subject.code[start : start + 1000]
+        with fresh(subject):
+            times = {
+                plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
+            }
+        ratios.append(times[False] / times[True])
+    yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)}
 
 
 CASES = {
@@ -213,31 +210,26 @@ CASES = {
 }
 
 
-class namespace:
+@contextlib.contextmanager
+def fresh(subject: Subject) -> Iterator[None]:
     """Within it, an identity of its own: nothing of the cases before is found."""
+    import kvclient.hf
 
-    number = 0
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-
-    def __enter__(self) -> None:
-        import kvclient.hf
-
-        kv = self._subject.kv
-        kv.detach()
-        namespace.number += 1
-        self._subject.kv = kvclient.hf.attach(
-            self._subject.model, kv.client, repair=kv._repair, self_test=False,
-            salt=f"case {namespace.number}", weights_digest=bytes(32),
-        )  # fmt: skip
-
-    def __exit__(self, *_exc: object) -> None:
-        pass
+    kv = subject.kv
+    kv.detach()
+    subject.cases += 1
+    subject.kv = kvclient.hf.attach(
+        subject.model, kv.client, repair=kv.repair, self_test=False, salt=f"case {subject.cases}",
+        weights_digest=bytes(32),
+    )  # fmt: skip
+    yield
 
 
-def averaged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"case": name, **{key: mean(row[key] for row in rows) for key in rows[0]}}
+def averaged(case: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Per repair the means over the rows."""
+    for name in dict.fromkeys(row["repair"] for row in rows):
+        own = [{k: v for k, v in row.items() if k != "repair"} for row in rows if row["repair"] == name]
+        yield {"case": case, "repair": name, **{key: mean(row[key] for row in own) for key in own[0]}}
 
 
 def main() -> None:
@@ -248,15 +240,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one size, two shifts")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
-    parser.add_argument("--ratio", type=float, help="of the repair, where it is not the default")
     chosen = parser.parse_args()
     import kvclient
     import kvclient.hf
 
-    repair = kvclient.hf.Repair(**({} if chosen.ratio is None else {"ratio": chosen.ratio}))
+    repairs = {name: kvclient.hf.Repair(name) for name in ("auto", "selective", "none")}
     rows = []
     with daemon() as home, kvclient.connect(dir=home) as client:
-        subject = Subject(chosen.dtype, client, repair)
+        subject = Subject(chosen.dtype, client, repairs)
         subject.generate(subject.code[:150], plain=True)  # whatever torch does once
         for name in chosen.case or CASES:
             given = ()

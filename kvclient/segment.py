@@ -20,6 +20,7 @@ MAGIC = b"KVL1"
 LAYER_ALIGN = 512
 PAGE_BYTES = 4096
 CODEC_NONE = 0
+CODEC_KIVI = 1  # kvclient.blocks.codec: a layer is bytes
 
 # dtype name -> (code in the blob, bytes per element)
 DTYPES = {"uint8": (0, 1), "float16": (1, 2), "bfloat16": (2, 2), "float32": (3, 4), "int8": (4, 1)}
@@ -90,7 +91,7 @@ class Geometry:
         check_bounds("num_kv_heads", self.num_kv_heads, 1, MAX_KV_HEADS)
         check_bounds("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
         check_bounds("block_tokens", self.block_tokens, 1, MAX_BLOCK_TOKENS)
-        check_bounds("codec", self.codec, CODEC_NONE, CODEC_NONE)
+        check_bounds("codec", self.codec, CODEC_NONE, CODEC_KIVI)
         check_bounds("meta_fixed", self.meta_fixed, 0, MAX_META_FIXED)
         check_bounds("meta_per_token", self.meta_per_token, 0, MAX_META_PER_TOKEN)
         check_bounds("len(name)", len(self.name), 0, MAX_NAME_BYTES)
@@ -143,8 +144,10 @@ class Geometry:
         """Bytes of the extent."""
         return round_up(self.meta_offset(tokens) + self.meta_length(tokens), PAGE_BYTES)
 
-    def layer_shape(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
+    def layer_shape(self, layer: int, tokens: int) -> tuple[int, ...]:
         """Shape of `.layer(layer)`. Raises InvalidArgument if the layer's size is not that of the shape."""
+        if self.codec != CODEC_NONE:
+            return (self.layer_length(layer, tokens),)
         shape = (self.kv_per_layer, self.num_kv_heads, tokens, self.head_dim)
         element = DTYPES[self.dtype][1]
         per_token = self.kv_per_layer * self.num_kv_heads * self.head_dim * element

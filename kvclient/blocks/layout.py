@@ -47,6 +47,7 @@ class Layout:
     meta_per_token: int = META_PER_TOKEN
     layer_bytes_per_token: tuple[int, ...] | None = None
     name: str = ""
+    codec: int = CODEC_NONE  # otherwise a layer of a block is bytes, in the codec's arrangement
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -74,7 +75,7 @@ class Layout:
             self.head_dim,
             self.dtype,
             self.block_tokens,
-            CODEC_NONE,
+            self.codec,
             self.meta_fixed,
             self.meta_per_token,
             sizes,
@@ -100,6 +101,7 @@ class Layout:
             g.meta_per_token,
             sizes,
             g.name.decode(),
+            g.codec,
         )
 
     def __bytes__(self) -> bytes:

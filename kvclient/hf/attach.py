@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
-from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf import calibration, trials
 from kvclient.hf.dimensions import read_dimensions
+from kvclient.hf.form import Form
 from kvclient.hf.inside import examine_interior
 from kvclient.hf.memory import Memory
 from kvclient.hf.repair import Repair
@@ -52,6 +53,7 @@ def attach(
     follow_timeout_s: float = 5.0,
     publish_generated: bool = True,
     repair: str | Repair | None = CALIBRATED,
+    codec: str | Kivi | None = None,
     weights_digest: bytes | None = None,
     self_test: bool = True,
 ) -> Attachment:
@@ -60,13 +62,13 @@ def attach(
 
     salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
-    this one computes by itself.
-    repair: also use what is stored of the prompt behind its prefix, computed behind other tokens and moved
-    here, and how it is made right: "auto", "none", "selective", "cacheblend", or a Repair. The answer is then
-    near that of a full prefill, not equal to it. None: prefixes only, which are exact. "calibrated": None
-    until calibrate() has passed for this model on this machine.
-    weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every start (1.3
-    GB/s a core).
+    this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
+    behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
+    or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes only, which
+    are exact. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
+    "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
+    then is near what was computed. weights_digest: 32 bytes to stand for the weights, for models too large to
+    be digested at every start (1.3 GB/s a core).
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -84,7 +86,8 @@ def attach(
     )
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
-    attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside)
+    codec = Kivi.named(codec) if isinstance(codec, str) else codec
+    attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec)
     if self_test:
         from kvclient.hf.selftest import self_test as run_self_test
 
@@ -100,7 +103,7 @@ class Attachment:
 
     def __init__(
         self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
-        weights_digest: bytes | None, repair: Repair | str | None,
+        weights_digest: bytes | None, repair: Repair | str | None, codec: Kivi | None,
     ) -> None:  # fmt: skip
         from kvclient import chain  # the native part, for those who attach
 
@@ -109,6 +112,7 @@ class Attachment:
         self.last: Report | None = None
         self._make_chain = chain
         self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
+        self._codec = codec
         self._model: torch.nn.Module | None = model
         self._totals = Totals()
         self._memory = Memory()
@@ -194,9 +198,8 @@ class Attachment:
     def _examine(self, model: torch.nn.Module) -> None:
         self._watch = Watch(model)
         kv = check_structure(model)
-        self._kv = kv
-        size = self._options.block_tokens
-        self._layout = layout = Layout(kv.layers, kv.heads, kv.head_dim, DTYPE_NAMES[kv.dtype], size)
+        self._kv, self._form = kv, Form.of(kv, self._codec)
+        layout = self._form.layout(self._options.block_tokens)
         self._namespace_salt = self.client.salt or b""
         self._dimensions = read_dimensions(
             model,
@@ -205,6 +208,7 @@ class Attachment:
             DTYPE_NAMES[kv.dtype],
             salted(self._namespace_salt, self._salt),
             self._weights_digest,
+            self._form.parameters,
         )
         try:
             layout_id = self.client.register_layout(layout)
@@ -215,7 +219,7 @@ class Attachment:
             repair = calibration.load(self._unsalted())
         interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
         self._subject = Subject(
-            reuse_identity(self._dimensions), layout_id, kv.layers, kv.heads, kv.head_dim, kv.dtype, interior
+            reuse_identity(self._dimensions), layout_id, self._form, interior
         )
         self._refusal: str | None = None
 

@@ -21,6 +21,7 @@ import torch
 from kvclient.blocks.cover import Segment
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.cache import Shape, StoreLayer, as_array
+from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock, Lost
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope, turned_tensor
@@ -55,9 +56,10 @@ class Blend:
     """One pass. `with` it, run the model's own prefill with `layers` in its cache."""
 
     def __init__(
-        self, interior: Interior, segments: Sequence[Segment], exact: int, length: int, clock: Clock
-    ) -> None:
-        self._interior, self._segments, self._clock = interior, segments, clock
+        self, interior: Interior, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
+        form: Form,
+    ) -> None:  # fmt: skip
+        self._interior, self._segments, self._clock, self._form = interior, segments, clock, form
         self.exact, self.length = exact, length
         self._fresh = interior.repair.fresh(segments, length)
         self.found = sum(len(segment) for segment in segments)  # columns
@@ -90,7 +92,7 @@ class Blend:
         for segment in self._segments:
             at = segment.start - low
             for piece in segment.pieces:
-                _place(self._interior.rope, layer, piece, segment.shift, storage, at)
+                _place(self._interior.rope, self._form, layer, piece, segment.shift, storage, at)
                 at += piece.count
         self._clock.load_s += time.perf_counter() - began
 
@@ -204,17 +206,19 @@ class BlendLayer(StoreLayer):
         return self.keys, self.values
 
 
-def _place(rope: Rope, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int) -> None:
+def _place(
+    rope: Rope, form: Form, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
+) -> None:
     """Copies one piece of a block to columns at.., its keys turned."""
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
     try:
         if storage.device.type == "cpu":
-            block, target = piece.view.layer(layer)[:, :, part], as_array(storage)
+            block, target = form.read(piece.view, layer)[:, :, part], as_array(storage)
             rope.turn(layer, block[0], shift, target[0, 0, :, where])
             target[1, 0, :, where] = block[1]
             target[:, 1:, :, where] = target[:, :1, :, where]
         else:
-            block = piece.view.tensor(layer)[:, :, part]
+            block = form.read_tensor(piece.view, layer)[:, :, part]
             storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
             storage[1, :, :, where] = block[1].to(storage.device)
     except Closed as error:

@@ -24,7 +24,7 @@ HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does
 
 def read_dimensions(
     model: torch.nn.Module, layout: bytes, kv_shape: tuple[int, int], kv_dtype: str, salt: bytes,
-    weights_digest: bytes | None = None,
+    weights_digest: bytes | None = None, codec: Mapping[str, Any] | None = None,
 ) -> Dimensions:  # fmt: skip
     """`kv_shape`: layers and KV heads. Raises InvalidArgument if something has no canonical form."""
     if weights_digest is not None and len(weights_digest) != DIGEST_BYTES:
@@ -39,7 +39,7 @@ def read_dimensions(
         weight_quantisation=plain(quantiser.quantization_config.to_dict()) if quantiser else None,
         compute_dtype=f"{model.dtype};matmul={torch.get_float32_matmul_precision()}",
         kv_dtype=kv_dtype,
-        codec={"name": "none"},
+        codec=codec or {"name": "none"},
         layout=layout,
         layers=(0, kv_shape[0]),
         kv_heads=(0, kv_shape[1]),

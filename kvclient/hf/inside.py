@@ -19,6 +19,7 @@ from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.blocks.runs import Piece
 from kvclient.hf.blend import Blend, BlendLayer, Interior, decoder_layers
 from kvclient.hf.cache import Shape, as_array, replace_layers
+from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import probe_rope, rotated
@@ -62,7 +63,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, interior: Interior) -> float:
     for start, stop, away in STRETCHES:
         piece = Piece(_Stored(plain, interior, start, stop, away), 0, stop - start)
         segments.append(Segment(start, stop, APPROXIMATE, (piece,), start + away))
-    blend = Blend(interior, segments, 0, LENGTH, Clock())
+    blend = Blend(interior, segments, 0, LENGTH, Clock(), Form.of(kv))
     shape = Shape(1, kv.heads, kv.head_dim, kv.dtype, model.device, LENGTH)
     cache = DynamicCache(config=config)
     replace_layers(cache, [BlendLayer(blend, index, shape) for index in range(kv.layers)])

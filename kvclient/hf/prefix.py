@@ -18,6 +18,7 @@ from kvclient.blocks import meta
 from kvclient.blocks.runs import common_length
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
+from kvclient.hf.form import Form
 from kvclient.hf.prompt import Group
 
 
@@ -36,31 +37,13 @@ class Clock:
     publish_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """What one layer of a block of this model looks like. Ids of layouts are no help: a daemon numbers them
-    anew.
-    """
-
-    heads: int
-    head_dim: int
-    dtype: np.dtype
-
-    def fits(self, view: Any, tokens: int, layer: int) -> bool:
-        try:
-            array = view.layer(layer)
-        except (Closed, InvalidArgument):
-            return False
-        return array.dtype == self.dtype and array.shape == (2, self.heads, tokens, self.head_dim)
-
-
 @dataclass
 class Found:
     """The leading blocks of one group's chain."""
 
     group: Group
     chain: Any
-    shape: BlockShape
+    form: Form
     layers: int
     views: list[Any] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)  # what to release
@@ -113,7 +96,7 @@ class Found:
             if known is None or known.parent_key != self.chain[last]:
                 continue
             count = common_length(np.frombuffer(known.token_ids, np.int32), rest)
-            if count > self.part_tokens and self.shape.fits(view, view.tokens, self.layers - 1):
+            if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
                 self.part, self.part_tokens = view, count
 
     def drop_pending(self) -> None:
@@ -123,7 +106,7 @@ class Found:
 
     def confirmed(self, index: int, view: Any) -> bool:
         size = self.chain.block_tokens
-        if view.tokens != size or not self.shape.fits(view, size, self.layers - 1):
+        if view.tokens != size or not self.form.fits(view, size, self.layers - 1):
             return False
         wanted = self.group.tokens[index * size : (index + 1) * size].tobytes()
         known = meta.unpack(view.meta, view.tokens)
@@ -176,7 +159,7 @@ class Prefix:
         try:
             for index in sorted(found.pending):
                 found.views[index].wait_layer(layer, self._stall_s)
-                if not found.shape.fits(found.views[index], found.chain.block_tokens, layer):
+                if not found.form.fits(found.views[index], found.chain.block_tokens, layer):
                     raise Lost(f"block {index} has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
@@ -196,7 +179,7 @@ class Prefix:
                 if count <= 0 or view is None:
                     break
                 try:
-                    block = view.layer(layer) if on_cpu else view.tensor(layer)
+                    block = found.form.read(view, layer) if on_cpu else found.form.read_tensor(view, layer)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
                 target[:, row, :, start : start + count] = block if count == size else block[:, :, :count]

@@ -16,7 +16,9 @@ import torch
 from kvclient.blocks import meta
 from kvclient.errors import BlockLost
 from kvclient.hf.cache import as_array
+from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock
+from kvclient.kernels import NotQuantisable
 
 
 @dataclass
@@ -31,17 +33,20 @@ class Slot:
     stop: int
     layers: int = 0  # marked so far
     done: bool = False
+    broken: bool = False  # its codec cannot hold it
 
 
 class Publisher:
     """The writing side of one request."""
 
     def __init__(
-        self, client: Any, layout_id: int, layers: int, priority: int, ttl_s: float | None, clock: Clock
-    ):
+        self, client: Any, layout_id: int, layers: int, priority: int, ttl_s: float | None, clock: Clock,
+        form: Form,
+    ):  # fmt: skip
         self._client, self._layout_id, self._layers = client, layout_id, layers
         self._priority, self._ttl_s = priority, ttl_s
-        self._clock = clock
+        self._clock, self._form = clock, form
+        self.not_quantisable = 0
         self._slots: list[Slot] = []
         self.loaded = 0  # columns that the store's blocks fill: nobody tells of them
         self.published = 0
@@ -83,12 +88,28 @@ class Publisher:
             low, high = max(slot.start, start), min(slot.stop, stop)
             if low >= high or slot.done:
                 continue
-            target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
-            target[:, :, low - slot.start : high - slot.start] = source[:, slot.row, :, low:high]
+            if self._form.codec is not None:
+                if high < slot.stop or not self._quantised(slot, layer, storage):
+                    continue
+            else:
+                target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
+                target[:, :, low - slot.start : high - slot.start] = source[:, slot.row, :, low:high]
             if high == slot.stop:
                 slot.block.mark_layer(layer)
                 slot.layers += 1
         self._clock.publish_s += time.perf_counter() - began
+
+    def _quantised(self, slot: Slot, layer: int, storage: torch.Tensor) -> bool:
+        """Writes a whole layer of a block. False if its codec cannot hold it: then it is given up at the end.
+        """
+        if slot.broken:
+            return False
+        try:
+            self._form.write(slot.block, layer, storage[:, slot.row, :, slot.start : slot.stop])
+        except NotQuantisable:
+            slot.broken = True
+            self.not_quantisable += 1
+        return not slot.broken
 
     def seal(self) -> None:
         """Seals every block that is complete."""

@@ -35,6 +35,7 @@ class Report:
     write_bypassed: str | None = None  # why it was only read
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
+    not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
 
 
 class Totals:

@@ -18,9 +18,10 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.blend import Blend, BlendLayer, Interior
-from kvclient.hf.cache import Shape, StoreLayer, array_dtype, recycled, replace_layers
+from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
+from kvclient.hf.form import Form
 from kvclient.hf.memory import Memory
-from kvclient.hf.prefix import BlockShape, Clock, Found, Lost, Prefix
+from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
@@ -35,10 +36,7 @@ class Subject:
 
     identity: bytes
     layout_id: int | None  # None: this client may only read
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
+    form: Form  # how its K and V lie in blocks
     interior: Interior | None = None  # None: only prefixes are reused
 
 
@@ -154,18 +152,18 @@ class Request:
         self._publisher = Publisher(
             self._client,
             subject.layout_id if subject.layout_id is not None else -1,
-            subject.layers,
+            subject.form.layers,
             options.priority,
             options.ttl_s,
             self._clock,
+            subject.form,
         )
-        shape = BlockShape(subject.heads, subject.head_dim, array_dtype(subject.dtype))
         self._found = found = [
             Found(
                 group,
                 self._make_chain(subject.identity, group.tokens, options.block_tokens),
-                shape,
-                subject.layers,
+                subject.form,
+                subject.form.layers,
             )
             for group in self._prompt.groups
         ]
@@ -187,12 +185,14 @@ class Request:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
         self._publisher.loaded = columns
-        self._prefix = Prefix(found, columns, subject.layers, options.follow_timeout_s, self._clock)
+        self._prefix = Prefix(found, columns, subject.form.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
         if inside:
             assert subject.interior is not None
-            self._blend = Blend(subject.interior, inside, columns, self._prompt.length, self._clock)
+            self._blend = Blend(
+                subject.interior, inside, columns, self._prompt.length, self._clock, subject.form
+            )
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
@@ -220,7 +220,7 @@ class Request:
             segment
             for segment in self._plan
             if segment.kind == APPROXIMATE
-            and all(one.shape.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
+            and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
         ]
 
     def _claim(self, one: Found, read: bool, follow: bool, claimed: set[bytes], limit: int) -> None:
@@ -248,9 +248,11 @@ class Request:
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
         assert self._publisher is not None
-        size = self._options.block_tokens
-        if len(one.chain) and len(one.group.tokens) % size >= MIN_TAIL * size:
-            chain = self._make_chain(self._subject.identity, one.group.tokens, size, partial=True)
+        size, step = self._options.block_tokens, self._subject.form.step
+        left = len(one.group.tokens) % size // step * step
+        if len(one.chain) and left >= MIN_TAIL * size:
+            tokens = one.group.tokens[: len(one.chain) * size + left]
+            chain = self._make_chain(self._subject.identity, tokens, size, partial=True)
             rows, pad = one.group.rows, one.group.pad
             self._publisher.claim(chain, len(chain) - 1, rows[0], pad, self._options.priority // 2)
 
@@ -259,13 +261,14 @@ class Request:
         subject, length = self._subject, self._prompt.length
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         capacity = max(length, min(wanted, length + SPARE_TOKENS))
-        shape = Shape(self._prompt.rows, subject.heads, subject.head_dim, subject.dtype, device, capacity)
+        form = subject.form
+        shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
         written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
         self._layers = [
             StoreLayer(index, shape, self._prefix, written, memory)
             if self._blend is None
             else BlendLayer(self._blend, index, shape, self._prefix, written, memory)
-            for index, memory in enumerate(recycled(self._memory, shape, subject.layers))
+            for index, memory in enumerate(recycled(self._memory, shape, subject.form.layers))
         ]
         replace_layers(cache, self._layers)
 
@@ -321,6 +324,7 @@ class Request:
         assert self._publisher is not None
         self.report.published_blocks = self._publisher.published
         self.report.no_space = self._publisher.no_space
+        self.report.not_quantisable = self._publisher.not_quantisable
 
     def _give_back(self) -> None:
         if self._publisher is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
 
 STRATEGIES = ("none", "selective", "cacheblend")
-RATIOS = (0.05, 0.10, 0.15)  # tried by calibration, the cheapest first
+RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective": the cheapest first
 ROOM = 4  # prompts' worth of blocks a trial's store has room for
 
 
@@ -60,7 +60,7 @@ def calibrate(
 ) -> tuple[Verification, Interior | None]:
     """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused."""
     interior = examine_interior(model, kv._kv, kv.repair or Repair())
-    repairs = {
+    repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
     }
@@ -80,7 +80,8 @@ def _measure(
     was_training = model.training
     model.eval()
     try:
-        return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts)
+        codec = "none" if kv._form.codec is None else kv._form.codec.name
+        return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
     finally:
         model.train(was_training)
 
@@ -92,7 +93,9 @@ def _trial(
     from kvclient.testing import InMemoryClient
 
     size = block_tokens_for(prompts, kv._options.block_tokens)
-    layout = dataclasses.replace(kv._layout, block_tokens=size)
+    if kv._form.step > 1:
+        size = max(kv._form.step, size // kv._form.step * kv._form.step)
+    layout = kv._form.layout(size)
     longest = 1024 if prompts is None else max(map(len, prompts))
     options = dataclasses.replace(kv._options, block_tokens=size, follow=False, publish_generated=False)
     inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)

@@ -28,6 +28,7 @@ BLOCKS = 4  # a reused part has at least so many
 OWN_PROMPTS, OWN_TOKENS = 3, 320  # where the caller gives none: text the model writes itself
 MAX_MEAN_KL = 5e-3  # nats; what approximate reuse may cost to be switched on
 MAX_EXACT_KL = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+MAX_CODEC_KL = {"none": 0.0, "int8": 1e-4, "int4": 5e-3}  # of a prefix
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class _Seen:
     ttft_s: list[float] = field(default_factory=list)
     cold_s: list[float] = field(default_factory=list)
 
-    def outcome(self, strategy: str, limit: float) -> Outcome:
+    def outcome(self, strategy: str, codec: str, limit: float) -> Outcome:
         kl, diverged = torch.cat(self.kl), [torch.nonzero(~same) for same in self.same]
         return Outcome(
-            strategy, "none", mean(self.found), float(kl.mean()), float(kl.max()),
+            strategy, codec, mean(self.found), float(kl.mean()), float(kl.max()),
             float(torch.cat(self.same).float().mean()),
             min((int(where[0]) for where in diverged if len(where)), default=None),
             mean(self.ttft_s), mean(self.cold_s), limit,
@@ -97,8 +98,9 @@ Trial = Callable[[Repair | None, Callable[[], Any]], Report]
 
 
 def verify(
-    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]] | None
-) -> Verification:
+    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]] | None,
+    codec: str = "none",
+) -> Verification:  # fmt: skip
     """Measures prefix reuse and each of the repairs. Raises InvalidArgument for prompts too short to say
     anything.
     """
@@ -134,10 +136,9 @@ def verify(
             own.found.append((report.reused_tokens + report.approximate_tokens) / len(ids))
             own.ttft_s.append(kept["ttft_s"])
             own.cold_s.append(cold_s)
-    exact = MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16])
-    return Verification(
-        tuple(own.outcome(name, exact if name == PREFIX else MAX_MEAN_KL) for name, own in seen.items())
-    )
+    exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])
+    limits = {name: exact if name == PREFIX else MAX_MEAN_KL for name in seen}
+    return Verification(tuple(own.outcome(name, codec, limits[name]) for name, own in seen.items()))
 
 
 def block_tokens_for(prompts: Sequence[Sequence[int]] | None, block_tokens: int) -> int:

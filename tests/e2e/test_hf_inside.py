@@ -17,6 +17,7 @@ from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.blocks.runs import Piece
 from kvclient.errors import InvalidArgument
 from kvclient.hf.blend import Blend, Interior, decoder_layers
+from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import probe_rope, rotated
@@ -214,7 +215,8 @@ def test_planted_seams_are_found(model):
         Repair("cacheblend", ratio=0.04, sink_tokens=0, recency_tokens=0),
     )
     segment = Segment(10, 110, APPROXIMATE, (Piece(kv, 0, 100),), 10)
-    blend = Blend(interior, [segment], 0, 120, Clock())
+    form = Form(6, 2, 8, torch.float32)
+    blend = Blend(interior, [segment], 0, 120, Clock(), form)
     blend.check(1, kv.fresh)
     columns = blend.columns().tolist()
     assert [c - 10 for c in columns if 10 <= c < 110] == planted

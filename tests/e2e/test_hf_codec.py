@@ -1,0 +1,173 @@
+"""Quantised blocks: half or a quarter of the bytes, near what was computed, and never taken for another
+codec's.
+
+Tiny random models and the in-memory fake. The arithmetic is tests/kernels'; how near a real model's answers
+stay is test_hf_inside_smollm2.py's.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.blocks.codec import Kivi
+from kvclient.errors import InvalidArgument
+from kvclient.hf.form import Form
+from kvclient.kernels import NotQuantisable
+from tests.engines.zoo import build, generate, prompt
+
+BLOCK = 32
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", layers=2)
+
+
+def reference(x, bits, axis_groups):
+    """KIVI as the paper says it, in torch: [..., n] along the last axis, one scale and zero a group."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    codes = ((x - low) / scale.clamp_min(1e-30)).round().clamp(0, 2**bits - 1)
+    return codes * scale + low
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_comes_back_as_near_as_the_reference(bits, group, dtype):
+    form = Form(1, 3, 16, dtype, Kivi(bits, group))
+    source = torch.randn(2, 3, 128, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    size = form.codec.bytes_per_token(3, 16) * 128
+
+    class Block:
+        tokens = 128
+        memory = np.zeros(size, np.uint8)
+
+        def layer(self, _index):
+            return self.memory
+
+    block = Block()
+    form.write(block, 0, source)
+    assert form.fits(block, 128, 0)
+    got = form.read_tensor(block, 0).double()
+    keys = source[0].double().reshape(3, 128 // group, group, 16).transpose(2, 3)
+    wanted_k = reference(keys, bits, group).transpose(2, 3).reshape(3, 128, 16)
+    wanted_v = reference(source[1].double(), bits, 0)
+    step = 6.0 / (2**bits - 1)  # of values that span about that much
+    for ours, theirs, exact in ((got[0], wanted_k, source[0]), (got[1], wanted_v, source[1])):
+        error, best = (ours - exact.double()).abs(), (theirs - exact.double()).abs()
+        assert error.max() <= 1.2 * best.max() + 0.01
+        assert error.mean() <= 1.1 * best.mean() + 0.002 * step + (0.004 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "share"), [(8, 32, 0.55), (4, 32, 0.30), (8, 128, 0.53), (4, 128, 0.28)]
+)
+def test_bytes_per_token(bits, group, share):
+    assert Kivi(bits, group).bytes_per_token(3, 64) <= share * 2 * 3 * 64 * 2
+    small = Form(2, 3, 64, torch.bfloat16, Kivi(bits, group)).layout(128)
+    assert (
+        small.block_bytes()
+        <= (share + 0.05) * Form(2, 3, 64, torch.bfloat16).layout(128).block_bytes() + 4096
+    )
+    assert kvclient.Layout.from_blob(bytes(small)) == small
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_prefix_is_reused_near_what_was_computed(model, client, codec):
+    ids = prompt(101)
+    plain, plain_logits, _ = generate(model, ids)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec=codec, self_test=False) as kv:
+        cold, cold_logits, _ = generate(model, ids)
+        assert torch.equal(cold, plain) and torch.equal(cold_logits, plain_logits)  # storing changes nothing
+        assert kv.last.published_blocks == 3
+        _, logits, cache = generate(model, ids)
+        assert kv.last.reused_tokens == 96
+        with kv.bypass():
+            _, _, floor = generate(model, ids)
+    for ours, theirs in zip(cache.layers, floor.layers, strict=True):
+        far = (ours.keys[:, :, :96] - theirs.keys[:, :, :96]).norm() / theirs.keys[:, :, :96].norm()
+        assert 0 < far < (0.01 if codec == "int8" else 0.15)
+    difference = float((logits[0] - plain_logits[0]).abs().max() / plain_logits[0].abs().max())
+    assert difference < (0.1 if codec == "int8" else 1.5)
+
+
+def test_blocks_of_one_codec_do_not_serve_another(model, client):
+    identities = set()
+    for codec in (None, "int8", "int4", Kivi(8, 64), Kivi(4, 64)):
+        with kvclient.hf.attach(model, client, block_tokens=64, codec=codec, self_test=False) as kv:
+            identities.add(kv.identity)
+            generate(model, prompt(130))
+            assert kv.last.reused_tokens == 0
+            generate(model, prompt(130))
+            assert kv.last.reused_tokens == 128
+    assert len(identities) == 5
+
+
+def test_a_document_inside_a_prompt_is_found_and_moved(model, client):
+    document = prompt(100, seed=5)
+    with kvclient.hf.attach(
+        model, client, block_tokens=BLOCK, codec="int8", repair="none", self_test=False
+    ) as kv:
+        generate(model, torch.cat([prompt(21, seed=2), document, prompt(70, seed=3)], dim=1))
+        assert (
+            kv.last.published_blocks == 6
+        )  # 191 tokens: five whole ones, and none for the 31 that fill no group
+        ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
+        _, _, cache = generate(model, ids, 1)
+        assert kv.last.approximate_tokens == 100
+        with kv.bypass():
+            _, _, plain = generate(model, ids, 1)
+    far = (cache.layers[0].keys - plain.layers[0].keys).norm() / plain.layers[0].keys.norm()
+    assert 0 < far < 0.01  # in the first layer only the codec's error is left
+
+
+def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, monkeypatch):
+    def beyond(*_args):
+        raise NotQuantisable("beyond 65504")
+
+    monkeypatch.setattr(Form, "write", beyond)
+    plain, *_ = generate(model, prompt(101))
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int8", self_test=False) as kv:
+        tokens, *_ = generate(model, prompt(101))
+        assert kv.last.published_blocks == 0 and kv.last.not_quantisable == 3
+    assert torch.equal(tokens, plain)
+    assert client.stats()["blocks"] == client.stats()["pending"] == 0
+
+
+def test_generated_text_and_chunked_prefill_are_stored_whole(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int8", self_test=False) as kv:
+        tokens, *_ = generate(model, prompt(40), 60)
+        assert kv.last.published_blocks == 3
+        generate(model, prompt(101, seed=3), prefill_chunk_size=10)
+        assert kv.last.published_blocks == 3
+        generate(model, torch.cat([tokens, prompt(5)], dim=1))
+        assert kv.last.reused_tokens == 96
+
+
+def test_verify_says_which_codec_and_can_fail(model, client, monkeypatch):
+    prompts = [prompt(200, seed=seed)[0].tolist() for seed in (1, 2)]
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
+        outcome = kv.verify(prompts)["prefix"]
+        assert outcome.codec == "int4" and outcome.found > 0.8 and outcome.mean_kl > 1e-5
+        assert outcome.passed == (outcome.mean_kl <= 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [({"codec": "int3"}, "int3"), ({"codec": "int8", "block_tokens": 48}, "multiple")],
+)
+def test_wrong_arguments_are_named(model, client, wrong, word):
+    with pytest.raises(InvalidArgument, match=word):
+        kvclient.hf.attach(model, client, self_test=False, **wrong)
+    for values in ((5, 32), (8, 16)):
+        with pytest.raises(InvalidArgument):
+            Kivi(*values)
