@@ -287,3 +287,27 @@ TEST(gets_never_return_anothers_bytes) {
   daemon.rig.store->check_integrity();
   CHECK_EQ(daemon.stats().pins, 0u);
 }
+
+TEST(lists_and_tokens_change_while_clients_come_and_go) {
+  Daemon daemon;
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> known{0};
+  std::thread operators([&] {
+    for (uint32_t i = 0; !stop.load(); ++i) {
+      daemon.server->set_tenants({Tenant{.readers = {{i}, {}}, .writers = {{}, {i}}}});
+      known += daemon.server->token(std::vector<uint8_t>(kTokenBytes, static_cast<uint8_t>(i))).has_value();
+      std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < 50; ++i) {
+    auto client = daemon.client(64);
+    const std::vector<uint8_t> token = client->token();
+    const auto grant = daemon.server->token(token);
+    CHECK(grant && grant->name == "test" && !grant->read_only);
+    client->lookup(std::vector<Key>{key(1)});
+    client.reset();
+  }
+  stop = true;
+  operators.join();
+  CHECK_EQ(known.load(), 0u);
+}

@@ -101,6 +101,8 @@ def test_the_namespaces_salt_is_part_of_the_identity(client):
     assert reuse_of(build("llama"), client) == 64
     assert reuse_of(build("llama"), client, salt=b"own") == 0, "the caller's own salt counts beside it"
     model, ids = build("llama"), prompt(70)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        salted = kv.identity
     client.salt = None  # no daemon has said yet
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         seen = {None: kv.identity}
@@ -110,6 +112,7 @@ def test_the_namespaces_salt_is_part_of_the_identity(client):
             seen.setdefault(salt, kv.identity)
             assert kv.identity == seen[salt] or salt is None, salt
         assert seen[None] == seen[b""] and len(set(seen.values())) == 3
+        assert salted == seen[bytes(31) + b"1"], "it counts from the first moment"
 
 
 def test_what_cannot_matter_hits(client):
