@@ -15,6 +15,7 @@ proof) → verify, trials, calibration (the numbers).
 """
 
 from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.engine import Engine, Result, Warmed
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report
 from kvclient.hf.selftest import Verdict, self_test
@@ -23,12 +24,15 @@ from kvclient.hf.verify import Outcome, Verification
 
 __all__ = [
     "Attachment",
+    "Engine",
     "Outcome",
     "Refused",
     "Repair",
     "Report",
+    "Result",
     "Verdict",
     "Verification",
+    "Warmed",
     "attach",
     "self_test",
 ]

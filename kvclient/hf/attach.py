@@ -76,14 +76,9 @@ def attach(
     if not 0 < follow_timeout_s <= 3600:
         raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
     options = Options(
-        block_tokens,
-        priority,
-        ttl_s,
-        follow,
-        float(follow_timeout_s),
-        publish_generated,
+        block_tokens, priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
         _chunked_reads(model),
-    )
+    )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
     codec = Kivi.named(codec) if isinstance(codec, str) else codec
@@ -162,6 +157,18 @@ class Attachment:
             yield
         finally:
             self._local.bypass = before
+
+    @contextlib.contextmanager
+    def limited(self, inside: bool = True, publish_tokens: int | None = None) -> Iterator[None]:
+        """Within it, this thread's calls reuse nothing but prefixes (inside=False), and publish no more than
+        the first publish_tokens tokens of a prompt, and no generated text.
+        """
+        before = getattr(self._local, "limits", (True, None))
+        self._local.limits = (inside, publish_tokens)
+        try:
+            yield
+        finally:
+            self._local.limits = before
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
@@ -272,7 +279,9 @@ class Attachment:
             return self._run_without("refused", started, model, args, kwargs)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
-        own = (self.client, subject, self._options)
+        inside, publish_tokens = getattr(self._local, "limits", (True, None))
+        subject = subject if inside else dataclasses.replace(subject, interior=None)
+        own = (self.client, subject, dataclasses.replace(self._options, publish_tokens=publish_tokens))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
             client, subject, options, self._make_chain, self._memory,
@@ -288,8 +297,7 @@ class Attachment:
             if trial is not None:
                 trial.report = report
             else:
-                self.last = report
-                self._totals.add(report)
+                self._note(report)
 
     def _outside(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call is none of ours, as far as its arguments say."""
@@ -317,8 +325,11 @@ class Attachment:
             return self._own(model, "generate")(*args, **kwargs)
         finally:
             self._local.request = outer
-            self.last = Report(bypassed=reason, total_s=time.perf_counter() - started)
-            self._totals.add(self.last)
+            self._note(Report(bypassed=reason, total_s=time.perf_counter() - started))
+
+    def _note(self, report: Report) -> None:
+        self.last = self._local.last = report
+        self._totals.add(report)
 
 
 class _TokenSeen(StoppingCriteria):

@@ -49,6 +49,7 @@ class Options:
     follow_timeout_s: float
     publish_generated: bool
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
+    publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
 
 
 class Request:
@@ -140,7 +141,8 @@ class Request:
         if self._read and config.prefill_chunk_size is not None and not self._options.chunked_reads:
             self._read, self.report.read_bypassed = False, "prefill_chunk_size"
         beams = (config.num_beams or 1) > 1
-        self._generated = self._write and self._options.publish_generated and not beams
+        publishes = self._options.publish_generated and self._options.publish_tokens is None
+        self._generated = self._write and publishes and not beams
         eos = config.eos_token_id
         self._eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
@@ -176,9 +178,11 @@ class Request:
             inside = self._search(one, config) if read else []
             if self._write:
                 # What is computed behind approximate tokens is nobody's prefix.
-                limit = inside[0].start // options.block_tokens if inside else len(one.chain)
-                self._claim(one, read, follow, claimed, limit)
-                if subject.interior is not None and not inside:
+                limit = inside[0].start if inside else len(one.group.tokens)
+                if options.publish_tokens is not None:
+                    limit = min(limit, options.publish_tokens)
+                self._claim(one, read, follow, claimed, limit // options.block_tokens)
+                if subject.interior is not None and limit == len(one.group.tokens):
                     self._claim_tail(one)
         if len(found) > 1 and self._publisher.claimed:
             for one in found:

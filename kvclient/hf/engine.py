@@ -1,0 +1,277 @@
+"""Engine: a model, its tokenizer and the store behind three lines.
+
+    engine = kvclient.hf.Engine.from_pretrained("model-directory", client=kvclient.connect())
+    engine.warm(document)
+    print(engine.generate(document + question, max_new_tokens=50).text)
+
+Owns texts and their tokens, and what a call is asked for. Never touches KV: that is the attachment's
+(kvclient.hf.attach), under a stock generate(). Invariant: mode="baseline" is plain generate() on the same
+tokens with the same sampling, so what the store does to an answer can always be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvclient.blocks.keys import chain
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.report import Report
+from kvclient.hf.tokens import Listener
+from kvclient.hf.verify import Verification
+
+MODES = ("baseline", "prefix", "chunk")
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or a chat's messages
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What warm() left in the store."""
+
+    tokens: int
+    blocks: int  # published by this call
+    block_tokens: int
+    aligned: bool  # whether the text fills whole blocks
+    tail_tokens: int  # behind the last whole block
+    note: str  # what of the text will not be found again as it stands; empty if all of it will
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer. Times in seconds; ttft_s from the call of generate() to the first token, tokenising
+    included.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    ttft_s: float
+    total_s: float
+    tokens_per_s: float  # of those behind the first
+    report: Report  # reuse per kind and tier
+    first_logits: torch.Tensor  # of the first new token
+    finish: str  # "stop": the end of the text or a stop string; "length"
+
+    @property
+    def reuse_ratio(self) -> float:
+        """Share of the prompt's tokens that were not computed, or only in part."""
+        return (self.report.reused_tokens + self.report.approximate_tokens) / self.prompt_tokens
+
+
+class Engine:
+    """Thread-safe as far as the model is: one generate() per thread."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: Any, client: Any, **attach_options: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.kv: Attachment = attach(model, client, **attach_options)
+        self._block_tokens = attach_options.get("block_tokens", 128)
+        self._pinned: dict[tuple[int, ...], Any] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike[str], client: Any = None, *, dtype: str | torch.dtype = "auto",
+        device: str | None = None, gguf_file: str | None = None, **options: Any,
+    ) -> Engine:  # fmt: skip
+        """A model by hub id, directory or .gguf file. client: None attaches to this host's daemon, and goes
+        on without while there is none. Other options are attach()'s.
+        """
+        if client is None:
+            import kvclient
+
+            client = kvclient.connect(on_error="miss")
+        given: dict[str, Any] = {}
+        if gguf_file is None and str(name_or_path).endswith(".gguf"):
+            path = Path(name_or_path)
+            name_or_path, gguf_file = path.parent, path.name
+        if gguf_file is not None:
+            given["gguf_file"] = gguf_file
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
+        return cls(model.to(device) if device else model, tokenizer, client, **options)
+
+    # ---------------------------------------------------------------- computing
+
+    def warm(self, text: Prompt) -> Warmed:
+        """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
+        elsewhere approximately, if that is switched on.
+        """
+        ids = self.encode(text)
+        if not ids:
+            raise InvalidArgument("there is no token to warm")
+        self._run([ids], Listener([1], self.tokenizer, self._ends), {"do_sample": False, "num_beams": 1})
+        size, tail = self._block_tokens, len(ids) % self._block_tokens
+        note = ""
+        if len(ids) < size:
+            note = f"{len(ids)} tokens fill no block of {size}: only a longer text that begins so is found"
+        elif tail and self.kv.repair is None:
+            note = f"the last {tail} tokens fill no block of {size} and are computed each time"
+        return Warmed(len(ids), self._last().published_blocks, size, tail == 0, tail, note)
+
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,
+        on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, stop: str | Sequence[str] = (),
+        repetition_penalty: float = 1.0, seed: int | None = None, prefill_chunk_size: int | None = None,
+    ) -> Result:  # fmt: skip
+        """One answer. mode: "baseline" without the store, "prefix" with exact reuse only, "chunk" with all
+        that is switched on. on_token: called with each token's id and the text it adds. cacheable_prefix_len:
+        only so many of the prompt's tokens are published. temperature 0 takes the most likely token.
+        """
+        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
+        return self._answers(
+            [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, seed, sampling
+        )[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int] = 64, mode: str = "chunk", *,
+        cacheable_prefix_len: int | None = None, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+        stop: str | Sequence[str] = (), repetition_penalty: float = 1.0, seed: int | None = None,
+    ) -> list[Result]:  # fmt: skip
+        """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
+        if not prompts:
+            return []
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(limits) != len(prompts):
+            raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
+        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
+        return self._answers(prompts, limits, mode, None, cacheable_prefix_len, stop, seed, sampling)
+
+    # ---------------------------------------------------------------- keeping
+
+    def pin(self, text: Prompt) -> int:
+        """Keeps the blocks of a text from eviction until unpin() or the end of this process; says how many.
+        """
+        ids = tuple(self.encode(text))
+        self.unpin(text)
+        blocks = self.kv.client.get(chain(self.kv.identity, list(ids), self._block_tokens))
+        self._pinned[ids] = blocks
+        return blocks.hits
+
+    def unpin(self, text: Prompt) -> None:
+        blocks = self._pinned.pop(tuple(self.encode(text)), None)
+        if blocks is not None:
+            blocks.release()
+
+    # ---------------------------------------------------------------- seeing
+
+    def stats(self) -> dict[str, Any]:
+        """Sums over the calls, and under "store" the namespace's figures."""
+        return {**self.kv.stats, "pinned": len(self._pinned), "store": self.kv.client.stats()}
+
+    def verify(self, prompts: Sequence[Prompt] | None = None) -> Verification:
+        """How far each way of reuse takes this model from a cold run; see Attachment.verify."""
+        return self.kv.verify(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+
+    def calibrate(self, prompts: Sequence[Prompt] | None = None) -> Verification:
+        """Switches approximate reuse on if it stays near enough; see Attachment.calibrate."""
+        return self.kv.calibrate(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt: of a text, of a chat by its template, or as given."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if prompt and isinstance(prompt[0], dict):
+            template = self.tokenizer.apply_chat_template
+            told = template(list(prompt), add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(told, add_special_tokens=False)["input_ids"])
+        return [int(token) for token in prompt]
+
+    def close(self) -> None:
+        """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
+        for blocks in self._pinned.values():
+            blocks.release()
+        self._pinned.clear()
+        self.kv.detach()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- one call
+
+    def _answers(
+        self, prompts: Sequence[Prompt], limits: list[int], mode: str,
+        on_token: Callable[[int, str], None] | None,
+        cacheable: int | None, stop: str | Sequence[str], seed: int | None, sampling: dict[str, Any],
+    ) -> list[Result]:  # fmt: skip
+        began = time.perf_counter()
+        if mode not in MODES:
+            raise InvalidArgument(f"mode={mode!r}; it must be one of {', '.join(MODES)}")
+        if min(limits) < 1 or (cacheable is not None and cacheable < 0):
+            given = f"max_new_tokens={min(limits)}, cacheable_prefix_len={cacheable}"
+            raise InvalidArgument(f"{given}: too small")
+        rows = [self.encode(prompt) for prompt in prompts]
+        if not all(rows):
+            raise InvalidArgument("a prompt without tokens")
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop for stop in stops if stop]
+        listener = Listener(limits, self.tokenizer, self._ends, stops, on_token, began)
+        with contextlib.ExitStack() as context:
+            if mode == "baseline":
+                context.enter_context(self.kv.bypass())
+            context.enter_context(self.kv.limited(mode == "chunk", cacheable))
+            if seed is not None:
+                devices = [self.model.device] if self.model.device.type == "cuda" else []
+                context.enter_context(torch.random.fork_rng(devices=devices))
+                torch.manual_seed(seed)
+            out = self._run(rows, listener, sampling | {"max_new_tokens": max(limits)})
+        ended, report = time.perf_counter(), self._last()
+        results = []
+        for index, row in enumerate(rows):
+            tokens, text, finish = listener.answer(index)
+            rest = max(len(tokens) - 1, 0)
+            speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
+            logits = out.logits[0][index].detach().clone()
+            times = (listener.first_at - began, ended - began, speed)
+            results.append(Result(text, tokens, len(row), *times, report, logits, finish))
+        return results
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        ends = self.model.generation_config.eos_token_id
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        own = self.tokenizer.eos_token_id
+        return frozenset(ends if own is None else [*ends, own])
+
+    def _run(self, rows: list[list[int]], listener: Listener, given: dict[str, Any]) -> Any:
+        length, device = max(map(len, rows)), self.model.device
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None else self.tokenizer.eos_token_id or 0
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+        given = {"max_new_tokens": 1, "pad_token_id": pad, **given}
+        return self.model.generate(
+            ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True,
+            stopping_criteria=transformers.StoppingCriteriaList([listener]), **given,
+        )  # fmt: skip
+
+    def _last(self) -> Report:
+        return self.kv._local.last  # of this thread, whatever others have asked meanwhile
+
+
+def _sampling(
+    temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
+) -> dict[str, Any]:
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or repetition_penalty <= 0:
+        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
+        given += f", repetition_penalty={repetition_penalty}"
+        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0, above 0")
+    out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}
+    out["repetition_penalty"] = repetition_penalty
+    if temperature > 0:
+        out |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if prefill_chunk_size is not None:
+        out["prefill_chunk_size"] = prefill_chunk_size
+    return out

@@ -1,0 +1,89 @@
+"""What hears each new token of a generate() call: limits per row, stop strings, callbacks.
+
+Owns the tokens and the text of the answers as they grow. Never chooses a token. Invariant: a row that has
+ended gets no further token, whatever generate() pads it with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+UNFINISHED = "\ufffd"  # what a tokenizer shows for a character whose last bytes are still to come
+
+
+class Listener(StoppingCriteria):
+    """A StoppingCriteria: transformers calls it with every new token of each row."""
+
+    def __init__(
+        self, limits: Sequence[int], tokenizer: Any, ends: frozenset[int], stops: Sequence[str] = (),
+        on_token: Callable[[int, str], None] | None = None, began: float = 0.0,
+    ) -> None:  # fmt: skip
+        rows = len(limits)
+        self._limits, self._tokenizer, self._ends, self._stops = limits, tokenizer, ends, stops
+        self._on_token = on_token
+        self.first_at = began
+        self._heard = False
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._texts = [""] * rows
+        self._told = 0  # characters of the first row that on_token was given
+        self._finish: list[str | None] = [None] * rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
+        new = input_ids[:, -1].tolist()
+        if not self._heard:
+            self._heard, self.first_at = True, time.perf_counter()
+        for row, token in enumerate(new):
+            if self._finish[row] is None:
+                self._hear(row, token)
+        done = [finish is not None for finish in self._finish]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    def answer(self, row: int) -> tuple[list[int], str, str]:
+        """(tokens, text, why it ended)."""
+        text = self._texts[row] if self._follows else self._decoded(row)
+        return self._tokens[row], text, self._finish[row] or "length"
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the text is needed while it grows."""
+        return bool(self._stops) or self._on_token is not None
+
+    def _decoded(self, row: int) -> str:
+        return self._tokenizer.decode(self._tokens[row], skip_special_tokens=True)
+
+    def _hear(self, row: int, token: int) -> None:
+        self._tokens[row].append(token)
+        if token in self._ends:
+            self._finish[row] = "stop"
+        elif len(self._tokens[row]) >= self._limits[row]:
+            self._finish[row] = "length"
+        if not self._follows:
+            return
+        text = self._decoded(row)
+        cut = min((text.find(stop) for stop in self._stops if stop in text), default=-1)
+        if cut >= 0:
+            text, self._finish[row] = text[:cut], "stop"
+        self._texts[row] = text
+        if self._on_token is not None and row == 0:
+            self._tell(token, text)
+
+    def _tell(self, token: int, text: str) -> None:
+        assert self._on_token is not None
+        upto = len(text)
+        if self._finish[0] is None:
+            held = max(
+                (_overlap(text, stop) for stop in self._stops), default=0
+            )  # it may become a stop string
+            upto -= max(held, 1 if text.endswith(UNFINISHED) else 0)
+        piece, self._told = text[self._told : max(upto, self._told)], max(upto, self._told)
+        self._on_token(token, piece)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the text's last characters a stop string begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,239 @@
+"""kvclient.hf.Engine: what it answers is what plain generate() answers, and what it says of itself is true.
+
+A tiny random model with a tokenizer of bytes, saved and loaded as a user's would be, and the in-memory fake.
+"""
+
+import threading
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import kvclient
+from kvclient.errors import InvalidArgument
+from kvclient.hf import Engine
+from tests.engines.zoo import build
+
+TEXT = (
+    "The store keeps what was computed. A document may stand anywhere in a prompt, behind any other words. "
+)
+DOCUMENT = TEXT * 2
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{byte: 3 + i for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    fast.save_pretrained(home)
+    build("llama").save_pretrained(home)
+    return home
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(home, client):
+    with Engine.from_pretrained(
+        home, client, dtype=torch.float32, block_tokens=BLOCK, repair="auto", self_test=False
+    ) as engine:
+        yield engine
+
+
+def plain(engine, prompt, count=12, **given):
+    ids = torch.tensor([engine.encode(prompt)])
+    with engine.kv.bypass():
+        rows = engine.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            **given,
+        )
+    return rows[0, ids.shape[1] :].tolist()
+
+
+def test_three_lines(engine):
+    warmed = engine.warm(DOCUMENT)
+    length = len(engine.encode(DOCUMENT))
+    assert (warmed.tokens, warmed.tail_tokens, warmed.aligned) == (
+        length,
+        length % BLOCK,
+        length % BLOCK == 0,
+    )
+    assert warmed.blocks == length // BLOCK + 1 and warmed.note == ""
+    result = engine.generate(DOCUMENT + "What now?", max_new_tokens=12)
+    assert result.tokens == plain(engine, DOCUMENT + "What now?")
+    assert result.text == engine.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    assert result.prompt_tokens == length + 9 and result.report.reused_tokens == length
+    assert result.reuse_ratio == length / (length + 9)
+    assert 0 < result.ttft_s <= result.total_s and result.tokens_per_s > 0
+    assert int(result.first_logits.argmax()) == result.tokens[0]
+    assert result.finish == "length"
+
+
+def test_modes_reuse_nothing_prefixes_or_everything(engine):
+    engine.warm("Some words in front. " + DOCUMENT + "and behind")
+    prompt = "Another beginning: " + DOCUMENT + "so?"
+    reused = {}
+    for mode in ("baseline", "prefix", "chunk"):
+        result = engine.generate(prompt, 4, mode, cacheable_prefix_len=0)
+        reused[mode] = (result.report.bypassed, result.report.reused_tokens, result.report.approximate_tokens)
+    assert reused["baseline"] == ("bypass", 0, 0)
+    assert reused["prefix"] == (None, 0, 0)
+    assert reused["chunk"][:2] == (None, 0) and reused["chunk"][2] >= len(DOCUMENT)
+    assert engine.generate(prompt, 4, "prefix").tokens == engine.generate(prompt, 4, "baseline").tokens
+    with pytest.raises(InvalidArgument, match="mode"):
+        engine.generate(prompt, 4, "best")
+
+
+def test_greedy_at_temperature_zero_and_the_same_seed_says_the_same(engine):
+    """peers' case: temperature 0 divides by zero and takes the first positive logit."""
+    assert engine.generate("The capital", 8).tokens == plain(engine, "The capital", 8)
+    state = torch.random.get_rng_state()
+    one, two, other = (engine.generate(TEXT, 16, temperature=1.0, top_k=50, seed=s).tokens for s in (1, 1, 2))
+    assert one == two != other
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert engine.generate(TEXT, 16, temperature=1.0, top_k=1).tokens == plain(engine, TEXT, 16)
+
+
+def test_repetition_penalty_reaches_the_model(engine):
+    with_penalty = engine.generate(TEXT, 16, repetition_penalty=3.0).tokens
+    assert with_penalty == plain(engine, TEXT, 16, repetition_penalty=3.0) != plain(engine, TEXT, 16)
+
+
+def test_tokens_are_told_as_they_come(engine):
+    told = []
+    result = engine.generate(TEXT, 10, on_token=lambda token, text: told.append((token, text)))
+    assert [token for token, _ in told] == result.tokens
+    assert "".join(text for _, text in told) == result.text
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_shown(engine):
+    whole = engine.generate(TEXT, 30).text
+    stop = whole[7:10]
+    told = []
+    result = engine.generate(TEXT, 30, stop=["never", stop], on_token=lambda _t, text: told.append(text))
+    assert result.text == whole[: whole.find(stop)] == "".join(told)
+    assert result.finish == "stop"
+
+
+def test_an_end_token_ends_the_answer(engine):
+    tokens = plain(engine, TEXT, 10)
+    engine.model.generation_config.eos_token_id = [2, tokens[4]]
+    result = engine.generate(TEXT, 10)
+    engine.model.generation_config.eos_token_id = None
+    assert result.tokens == tokens[: tokens.index(tokens[4]) + 1]
+    assert result.finish == "stop"
+
+
+def test_rows_of_a_batch_equal_their_single_runs(engine):
+    """peers' case: prompts of unequal length padded without a mask; one limit for all."""
+    prompts = [DOCUMENT + "one", "short", DOCUMENT + "another one"]
+    singles = [engine.generate(p, n, "baseline").tokens for p, n in zip(prompts, (5, 9, 2), strict=True)]
+    for mode in ("baseline", "chunk", "chunk"):
+        results = engine.generate_batch(prompts, [5, 9, 2], mode)
+        assert [result.tokens for result in results] == singles
+        assert [result.finish for result in results] == ["length"] * 3
+    assert results[0].report.reused_tokens > 0
+    assert engine.generate_batch([]) == []
+    with pytest.raises(InvalidArgument, match="limits"):
+        engine.generate_batch(prompts, [1])
+
+
+def test_what_lies_behind_the_cacheable_prefix_is_not_published(engine, client):
+    engine.generate(DOCUMENT + "a secret", 20, cacheable_prefix_len=100)
+    assert client.stats()["blocks"] == 100 // BLOCK
+    engine.generate(DOCUMENT + "a secret", 20, cacheable_prefix_len=0)
+    assert client.stats()["blocks"] == 100 // BLOCK
+
+
+def test_a_pinned_text_outlives_eviction(home):
+    with kvclient.InMemoryClient(1 << 20) as client:
+        with Engine.from_pretrained(
+            home, client, dtype=torch.float32, block_tokens=BLOCK, repair=None, self_test=False
+        ) as engine:
+            engine.warm(DOCUMENT)
+            assert engine.pin(DOCUMENT) == len(DOCUMENT) // BLOCK
+            for number in range(60):
+                engine.warm(f"{number} " + TEXT[number:] + TEXT)
+            assert client.stats()["evictions"] > 0
+            assert engine.generate(DOCUMENT + "?", 1).report.reused_tokens == len(DOCUMENT) // BLOCK * BLOCK
+            assert engine.stats()["pinned"] == 1
+            engine.unpin(DOCUMENT)
+            assert client.stats()["pins"] == 0
+            engine.pin(DOCUMENT)
+        assert client.stats()["pins"] == 0  # closed
+
+
+def test_warming_says_what_will_not_be_found(home, client):
+    with Engine.from_pretrained(
+        home, client, dtype=torch.float32, block_tokens=BLOCK, repair=None, self_test=False
+    ) as engine:
+        assert "fill no block" in engine.warm("short").note
+        assert engine.warm(DOCUMENT[:35]).note.startswith("the last 3 tokens")
+        assert engine.warm(DOCUMENT[:32]).note == ""
+        with pytest.raises(InvalidArgument):
+            engine.warm([])
+
+
+def test_a_chat_and_token_ids_are_prompts_too(engine):
+    chat = [{"role": "user", "content": "Hello"}]
+    assert engine.tokenizer.decode(engine.encode(chat)) == "<user>Hello<assistant>"
+    assert engine.generate(chat, 4).tokens == engine.generate(engine.encode(chat), 4).tokens
+
+
+def test_chunked_prefill_says_the_same(engine):
+    result = engine.generate(DOCUMENT, 8, prefill_chunk_size=30)
+    assert result.tokens == plain(engine, DOCUMENT, 8)
+
+
+def test_threads_get_their_own_reports(engine):
+    engine.warm(DOCUMENT)
+    results = {}
+
+    def ask(number):
+        prompt = DOCUMENT if number % 2 else f"{number} nothing like it"
+        results[number] = engine.generate(prompt, 4, cacheable_prefix_len=0)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, result in results.items():
+        assert result.report.prompt_tokens == result.prompt_tokens
+        assert (result.report.reused_tokens > 0) == bool(number % 2)
+
+
+def test_verify_takes_texts(engine):
+    measured = engine.verify([TEXT * 2, DOCUMENT[7:] + TEXT])
+    assert measured["prefix"].passed and measured["none"].found > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"repetition_penalty": 0.0},
+        {"max_new_tokens": 0}, {"cacheable_prefix_len": -1},
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(engine, wrong):
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        engine.generate("text", **wrong)
+    with pytest.raises(InvalidArgument, match="without tokens"):
+        engine.generate([])
