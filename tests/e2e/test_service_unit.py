@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvclient.conformance.case import SMALL, fill, new_keys
 from kvstored.cli import parser
 from kvstored.config import load
 from kvstored.v1 import admin_pb2
@@ -88,8 +89,10 @@ def test_the_unit_starts_what_exists_and_the_example_loads(installed):
     assert config.stat().st_mode & 0o777 == 0o640
     assert load({"dir": "/tmp"}, {}, str(config)).config.metrics_port == 9464
     text = config.read_text()
+    text = text.replace("/etc/kvstored/metrics.token", str(installed / "kvstored/metrics.token"))
+    (installed / "kvstored/metrics.token").write_text("0123456789abcdef" * 2)
+    (installed / "kvstored/metrics.token").chmod(0o600)
     config.write_text(re.sub(r"^# (\w+ = |\[)", r"\1", text, flags=re.MULTILINE))
-    assert config.read_text() != text
     load({"dir": "/tmp"}, {}, str(config))  # what is commented out is valid too
 
 
@@ -106,11 +109,14 @@ def test_an_operators_configuration_is_not_overwritten(installed, tmp_path):
 @needs_systemd
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make the unit's file system")
 @pytest.mark.parametrize("pool", ["shm", "memfd"])
-def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool):
+def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool, wait_until):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    one = daemon(memory="64MiB", args=("--metrics-port", str(port), "--pool", pool), start=False)
+    args = ("--metrics-port", str(port), "--pool", pool, "--disk-quota", "64MiB")
+    one = daemon(memory="64MiB", args=args, start=False)
+    one.args += ["--disk", str(one.dir / "disk")]
+    one.start().stop()  # outside, to compare
     unit = installed / "systemd/system/kvstored.service"
     one.command = [
         sys.executable, str(ROOT / "tests/e2e/sandbox.py"), str(unit), str(one.dir), "--", sys.executable,
@@ -122,11 +128,18 @@ def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool):
         calls.put("a")
         assert calls.get("a") == [content("a")]
         calls.admin.Integrity(admin_pb2.IntegrityRequest(), timeout=CALL_S)
-        assert calls.scrub()[-1].computed == 1
+        scrubbed = calls.scrub()[-1]
+        assert (scrubbed.verified + scrubbed.computed, scrubbed.corrupt) == (1, 0)
     with one.connect() as client:
         assert client.stats()["blocks"] == 1
+        layout = client.register_layout(SMALL.to_blob())
+        with client.create(new_keys(1), layout, priority=100) as writer:
+            fill(writer[0])
+    wait_until(lambda: list((one.dir / "disk").rglob("*.kv")), "the block is written to disk")
+    outside, inside = re.findall(r" info disk .* engine=(\w+) ", one.log())
+    assert outside == inside, one.log()
     with socket.create_connection(("127.0.0.1", port)) as web:
         web.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert web.recv(100).startswith(b"HTTP/1.1 200 ")
     assert one.stop() == 0
-    assert "call_failed" not in one.log() and "problem" not in one.log(), one.log()
+    assert not re.search("call_failed|problem|degraded", one.log()), one.log()
