@@ -2,11 +2,13 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from kvclient.conformance.case import BIG, SMALL
 from tests.fault.children import Children, eventually
+from tests.fault.disk import DiskRig
 
 
 @pytest.fixture
@@ -49,3 +51,17 @@ def nothing_leaks(integrity) -> Callable[..., None]:
 def layouts() -> Callable[..., tuple[int, int]]:
     """`layouts(client)`: ids of the small layout (8 KiB a block) and the big one (1 MiB)."""
     return lambda client: (client.register_layout(SMALL.to_blob()), client.register_layout(BIG.to_blob()))
+
+
+@pytest.fixture
+def rig(daemon, tmp_path) -> Iterator[Callable[..., DiskRig]]:
+    """`rig(faults)`: a daemon with a disk tier whose calls fail on that schedule."""
+    made: list[DiskRig] = []
+
+    def make(faults: str = "", **options: Any) -> DiskRig:
+        made.append(DiskRig(daemon, tmp_path / "disk", faults, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.drop_client()

@@ -16,10 +16,8 @@
 namespace kv {
 namespace {
 
-constexpr size_t kMaxQueue = 4096;       // loads that wait
-constexpr uint32_t kRemovalsATurn = 64;  // so that reading goes on between them
-constexpr uint64_t kFirstPauseMs = 1000, kLongestPauseMs = 60'000;
-constexpr uint32_t kErrorsToPause = 3;
+constexpr size_t kMaxQueue = 4096;                     // loads that wait
+constexpr uint32_t kRemovalsATurn = 64;                // so that reading goes on between them
 constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was loaded
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;     // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
@@ -187,6 +185,7 @@ bool DiskTier::turn() {
   remove_doomed();
   reap();
   submit_waiting();
+  probe();
   start_loads();
   start_writes();
   tell_speed();
@@ -237,7 +236,7 @@ void DiskTier::remove_file(const Key& key, uint8_t directory) {
   const int error = places_[directory].at.files->remove(path_of(key, fanout_));
   if (error == 0) removed_.fetch_add(1);
   if (error != 0 && error != -ENOENT) {
-    went_wrong(directory, -error, "removing a file");
+    went_wrong(directory, -error, true, "removing a file");
     stubborn_.emplace_back(key, directory);
     return;
   }
@@ -251,7 +250,7 @@ void DiskTier::remove_doomed() {
   if (deleted.all) forget_all();
   for (const Key& key : deleted.keys) forget(key);
   std::vector<std::pair<Key, uint8_t>> now;
-  std::vector<std::pair<std::string, uint8_t>> leftovers;
+  std::vector<Leftover> leftovers;
   if (!stubborn_.empty() && well(stubborn_.front().second)) now.swap(stubborn_);
   {
     std::lock_guard lock(mutex_);
@@ -272,7 +271,18 @@ void DiskTier::remove_doomed() {
     }
   }
   for (auto& [key, directory] : now) remove_file(key, directory);
-  for (auto& [path, directory] : leftovers) places_[directory].at.files->remove(path);
+  for (Leftover& leftover : leftovers) remove_leftover(std::move(leftover));
+}
+
+// Its bytes count until it is gone.
+void DiskTier::remove_leftover(Leftover leftover) {
+  const int error = well(leftover.directory) ? places_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
+  if (error != 0 && error != -ENOENT && error != -EAGAIN) went_wrong(leftover.directory, -error, true, "removing a file");
+  std::lock_guard lock(mutex_);
+  if (error == 0 || error == -ENOENT)
+    reserved_bytes_ -= leftover.bytes;
+  else
+    leftovers_.push_back(std::move(leftover));
 }
 
 // Removes files until `bytes` more fit under the quota. False if that cannot be.
@@ -296,36 +306,6 @@ bool DiskTier::make_quota_room(uint64_t bytes) {
     store_.drop_disk(key);
     evicted_.fetch_add(1);
   }
-}
-
-// ---------------------------------------------------------------- how the directories fare
-
-bool DiskTier::well(uint8_t directory) const { return now_ms() >= places_[directory].paused_until_ms; }
-
-// A directory that fails again and again is left alone for a while; the next use after that is the probe.
-void DiskTier::went_wrong(uint8_t directory, int error, const char* doing) {
-  Place& place = places_[directory];
-  place.errors += 1;
-  const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
-  if (!at_once && place.errors < kErrorsToPause) return;
-  const uint32_t doublings = std::min(place.errors - (at_once ? 1 : kErrorsToPause), 10u);
-  place.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
-  place.state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
-  place.text = errno_text(std::string(doing) + " in " + place.at.path, error);
-  std::lock_guard lock(mutex_);
-  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
-  conditions_.push_back({place.at.path, place.state, place.text});
-}
-
-// A read that succeeds says nothing about writing.
-void DiskTier::went_well(uint8_t directory, bool writing) {
-  Place& place = places_[directory];
-  if (!writing && !place.state.empty() && place.state != "failed") return;
-  place.errors = 0;
-  if (place.state.empty()) return;
-  place.state.clear(), place.paused_until_ms = 0;
-  std::lock_guard lock(mutex_);
-  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
 }
 
 // ---------------------------------------------------------------- layouts, speed

@@ -3,7 +3,7 @@
 // them; changes blocks only through the store's own operations.
 //
 // tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a
-// block into a file. tier_scan.cc: what lay there at start.
+// block into a file. tier_scan.cc: what lay there at start. tier_places.cc: how the directories fare.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
 // files, those being written included, never exceed the quota; nobody waits for this thread.
@@ -31,13 +31,14 @@
 
 namespace kv {
 
-#define KV_DISK_COUNTERS(X)                                                                                                \
-  X(loaded)                                                                                                                \
-  X(load_bytes)                                                                                                            \
-  X(load_errors)                                                                                                           \
-  X(load_misses)                                                                                                           \
-  X(load_no_space) X(corrupt) X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) X(writes_too_large) \
-      X(removed) X(evicted) X(strays)
+#define KV_DISK_COUNTERS(X) \
+  X(loaded)                 \
+  X(load_bytes)             \
+  X(load_errors)            \
+  X(load_misses)            \
+  X(load_no_space)          \
+  X(corrupt)                \
+  X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(strays)
 
 class DiskTier final : public LowerTier {
  public:
@@ -87,6 +88,8 @@ class DiskTier final : public LowerTier {
     Directory at;
     uint32_t errors = 0;  // in a row
     uint64_t paused_until_ms = 0;
+    uint64_t probe_bytes = kPageBytes;  // what it last had no room for
+    bool reading = false;               // what failed
     std::string state, text;
   };
   struct alignas(kPageBytes) Page {
@@ -100,6 +103,11 @@ class DiskTier final : public LowerTier {
     Write* write = nullptr;
     uint32_t first_layer = 0, end_layer = 0;
     bool done = false;
+  };
+  struct Leftover {  // a temporary file
+    std::string path;
+    uint8_t directory;
+    uint64_t bytes;
   };
   struct KnownLayout {
     Layout layout;
@@ -118,12 +126,10 @@ class DiskTier final : public LowerTier {
   bool submit(Step& step, uint8_t directory);
   void submit_waiting();
   void remove_doomed();
+  void remove_leftover(Leftover leftover);
   void remove_file(const Key& key, uint8_t directory);
   bool make_quota_room(uint64_t bytes);
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
-  bool well(uint8_t directory) const;
-  void went_wrong(uint8_t directory, int error, const char* doing);
-  void went_well(uint8_t directory, bool writing);
   const KnownLayout* known_layout(uint32_t id);
   std::optional<uint32_t> layout_by_digest(const Key& digest);
   void learn_layouts();
@@ -149,6 +155,13 @@ class DiskTier final : public LowerTier {
   bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
   void write_done(Write& write);
   void end_write(Write& write, bool written);
+
+  // tier_places.cc
+  bool well(uint8_t directory) const;
+  void went_wrong(uint8_t directory, int error, bool writing, const char* doing);
+  void went_well(uint8_t directory, bool writing);
+  void end_condition(Place& place);
+  void probe();
 
   // tier_scan.cc
   void scan();
@@ -186,16 +199,16 @@ class DiskTier final : public LowerTier {
   };
   std::map<std::pair<uint32_t, uint64_t>, Wanted> queue_;  // (highest priority first, order of arrival) -> what to load
   std::unordered_set<Key, KeyHash> queued_;
-  std::unordered_set<Key, KeyHash> loading_, writing_;      // keys of loads_ and writes_
-  std::unordered_set<Key, KeyHash> cancelled_;              // of those, the ones that were deleted meanwhile
-  std::vector<Key> doomed_;                                 // to be removed
-  std::unordered_set<Key, KeyHash> doomed_unknown_;         // of those, the ones that are not in the index (yet)
-  std::vector<std::pair<std::string, uint8_t>> leftovers_;  // temporary files of a daemon that is gone
-  std::unordered_map<Key, uint64_t, KeyHash> in_vain_;      // key -> until when asking again starts no load (ms)
-  bool sweep_ = false;                                      // entries that are doomed stand anywhere in the index
+  std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
+  std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
+  std::vector<Key> doomed_;                             // to be removed
+  std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  std::vector<Leftover> leftovers_;                     // temporary files to be removed; in reserved_bytes_ until they are
+  std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
+  bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   uint64_t arrivals_ = 0;
-  uint64_t reserved_bytes_ = 0;  // of files being written
+  uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;
   std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, listed_{0};
   std::vector<Condition> conditions_;

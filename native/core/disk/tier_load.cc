@@ -52,7 +52,7 @@ void DiskTier::start_loads() {
     if (started.fd == -ENOENT || started.fd == -ELOOP || started.fd == -ENXIO) {
       end_load(started, Outcome::Missing);
     } else if (started.fd < 0) {
-      went_wrong(started.directory, -started.fd, "opening a file");
+      went_wrong(started.directory, -started.fd, false, "opening a file");
       end_load(started, Outcome::Failed);
     } else if (started.file_bytes <= kBlockFileHeaderBytes || started.file_bytes % kPageBytes) {
       end_load(started, Outcome::Corrupt);
@@ -97,7 +97,7 @@ void DiskTier::load_step_done(Step& step) {
   if (step.transfer.result < 0) {
     load.wrong = Outcome::Failed;
     if (step.transfer.result != -EFAULT)  // that is the pool's fault: a client cut it
-      went_wrong(load.directory, static_cast<int>(-step.transfer.result), "reading a file");
+      went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
   } else if (step.transfer.result != wanted && load.wrong == Outcome::Loaded) {
     load.wrong = Outcome::Corrupt;  // shorter than it was when it was opened
   }

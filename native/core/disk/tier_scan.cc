@@ -15,11 +15,11 @@ void DiskTier::scan() {
   for (uint8_t d = 0; d < places_.size() && !stop_.load(); ++d) {
     Visitor visitor;
     visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(d, found); };
-    visitor.stray = [&](Stray kind, const std::string& path, uint64_t) {
+    visitor.stray = [&](Stray kind, const std::string& path, uint64_t bytes) {
       if (kind == Stray::Aside) return;
       std::lock_guard lock(mutex_);
-      if (kind == Stray::Temp)
-        leftovers_.emplace_back(path, d);  // nothing is written before the listing ends
+      if (kind == Stray::Temp)  // of a daemon that is gone: nothing is written before the listing ends
+        leftovers_.push_back({path, d, bytes}), reserved_bytes_ += bytes;
       else
         strays_ += 1;  // not ours to remove
     };

@@ -70,7 +70,9 @@ void DiskTier::start_write(const WriteJob& job) {
   writes_.emplace(job.key, std::move(write));
   started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
   if (started.fd < 0) {
-    went_wrong(started.directory, -started.fd, "making a file");
+    started.temp.clear();
+    places_[started.directory].probe_bytes = started.bytes;
+    went_wrong(started.directory, -started.fd, true, "making a file");
     write_errors_ += 1;
     return end_write(started, false);
   }
@@ -112,7 +114,7 @@ bool DiskTier::describe_block(Write& write, const WriteJob& job, const KnownLayo
 void DiskTier::write_done(Write& write) {
   const int64_t result = write.step.transfer.result;
   if (result != static_cast<int64_t>(write.bytes)) {
-    if (result != -EFAULT) went_wrong(write.directory, result < 0 ? static_cast<int>(-result) : EIO, "writing a file");
+    if (result != -EFAULT) went_wrong(write.directory, result < 0 ? static_cast<int>(-result) : EIO, true, "writing a file");
     write_errors_ += 1;
     return end_write(write, false);
   }
@@ -123,7 +125,7 @@ void DiskTier::write_done(Write& write) {
   }
   if (cancelled) return end_write(write, false);
   if (const int error = places_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
-    went_wrong(write.directory, -error, "naming a file");
+    went_wrong(write.directory, -error, true, "naming a file");
     write_errors_ += 1;
     return end_write(write, false);
   }
@@ -136,7 +138,6 @@ void DiskTier::end_write(Write& write, bool written) {
   Files& files = *places_[write.directory].at.files;
   const WriteJob job = write.job;
   if (write.fd >= 0) files.close(write.fd);
-  if (!write.temp.empty()) files.remove(write.temp);
   if (written) {
     const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
     if (std::exchange(day_, today) != today) written_today_.store(0);
@@ -154,11 +155,12 @@ void DiskTier::end_write(Write& write, bool written) {
       KV_INVARIANT(entry != nullptr);  // make_quota_room() left a place
       entry->expiry_s = job.expiry_s;
     }
-    reserved_bytes_ -= write.bytes;
+    if (write.temp.empty()) reserved_bytes_ -= write.bytes;
     writing_.erase(job.key);
     if (!loading_.contains(job.key)) cancelled_.erase(job.key);
   }
   const uint8_t directory = write.directory;
+  if (!write.temp.empty()) remove_leftover({write.temp, directory, write.bytes});
   writes_.erase(job.key);  // `write` is gone
   if (store_.end_write(job.handle, keep) || !written) return;
   writes_cancelled_ += 1;

@@ -1,0 +1,101 @@
+"""Goal: a daemon that is killed at any step of writing, naming, loading or removing a file, or whose machine
+loses power, leaves nothing that its successor could hand out wrongly, lose track of or count wrongly (design
+§3.4, peers' case 6). Method: SIGKILL from inside, at a step of the schedule; then another daemon on the same
+directory, with the pool it left and without.
+"""
+
+import random
+
+import pytest
+
+from tests.fault.disk import DiskRig, tolerated
+
+WRITE_STEPS = ["create", "write", "done", "publish"]
+LOAD_STEPS = ["open", "read", "done"]
+
+
+def write_and_die(rig, step: str, call: int) -> DiskRig:
+    disk = rig(f"{step}_kill=@{call}")
+    keys = disk.put(8)
+    with tolerated():
+        disk.client.touch(keys)
+    disk.was_killed()
+    return disk
+
+
+@pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
+@pytest.mark.parametrize("step", WRITE_STEPS)
+def test_killed_while_writing(rig, integrity, step, memory_too):
+    disk = write_and_die(rig, step, call=6)
+    there = {path.stem for path in disk.files()}
+    assert not memory_too or len(there) <= 8
+    disk.restart(memory_too=memory_too)
+    hits = disk.sound(integrity)
+    assert hits == 8 if not memory_too else hits == len(there), "what had its name is found, nothing else"
+
+
+@pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
+@pytest.mark.parametrize("step", LOAD_STEPS)
+def test_killed_while_loading(rig, integrity, step, memory_too):
+    disk = rig()
+    keys = disk.put_on_disk(8)
+    disk.evict()
+    disk.restart(f"{step}_kill=@5")
+    with tolerated():
+        disk.load(keys)
+    disk.was_killed()
+    disk.restart(memory_too=memory_too)
+    assert disk.sound(integrity) == 8
+
+
+@pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
+@pytest.mark.parametrize("resident", [False, True], ids=["on disk", "in memory"])
+def test_killed_while_removing(rig, integrity, resident, memory_too):
+    disk = rig("remove_kill=@3")
+    keys = disk.put_on_disk(8)
+    if not resident:
+        disk.evict()
+    with tolerated():
+        disk.client.delete(keys)
+    disk.was_killed()
+    disk.restart(memory_too=memory_too)
+    disk.sound(integrity)
+
+
+@pytest.mark.parametrize("steps", [3, 9, 17, 30, 47])
+def test_power_loss(rig, integrity, steps):
+    """What was not flushed is dropped, emptied, cut or torn; the machine's memory is gone."""
+    disk = rig(f"seed={steps},power_loss_after={steps}")
+    keys = disk.put(16)
+    with tolerated():
+        disk.client.touch(keys)
+        disk.settled()
+        disk.evict()
+        disk.load(keys)
+    if disk.daemon.process.poll() is None:
+        disk.daemon.kill()
+    disk.restart(memory_too=True)
+    disk.sound(integrity)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(4))
+def test_power_losses_in_a_row(rig, integrity, seed):
+    """The directory keeps what the losses before made of it."""
+    choose = random.Random(seed)
+    disk = rig()
+    for round_ in range(40):
+        faults = f"seed={choose.randrange(1 << 30)},power_loss_after={choose.randrange(1, 90)}"
+        disk.restart(faults, memory_too=True)
+        with tolerated():
+            keys = disk.put(16)
+            disk.client.touch(keys)
+            disk.load(choose.sample(disk.keys, min(20, len(disk.keys))))
+            disk.evict()
+            disk.load(choose.sample(disk.keys, min(20, len(disk.keys))))
+        if disk.daemon.process.poll() is None:
+            disk.daemon.kill()
+        assert round_ < 40
+    disk.restart(memory_too=True)
+    disk.sound(integrity)
