@@ -77,6 +77,19 @@ def test_what_may_change_changes_and_the_rest_is_named(configured):
     assert "max_pins  1000" in text and "after a restart" in text and "log_level" not in text
 
 
+def test_the_quota_of_the_disk_changes_at_once(daemon, tmp_path):
+    file = tmp_path / "kvstored.toml"
+    text = f'disk = ["{tmp_path}/disk"]\ndisk_quota = "%dMiB"\n'
+    file.write_text(text % 64)
+    one = daemon("64MiB", ("--config", str(file)))
+    with Calls(one.dir) as calls:
+        assert calls.stats()["disk_quota_bytes"] == 64 << 20
+        file.write_text(text % 32)
+        code, said = reload(one)
+        assert code == Exit.DONE and "disk_quota  64MiB   32MiB  applied" in said, said
+        assert calls.stats()["disk_quota_bytes"] == 32 << 20
+
+
 @pytest.mark.parametrize(
     "text", ["max_leases = 0\nlog_level = 'debug'\n", "nonsense", "no_such_field = 1\n", None]
 )

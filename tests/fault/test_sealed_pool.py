@@ -160,6 +160,21 @@ def test_another_geometry_gives_the_old_memory_back_to_the_supervisor(supervised
     put(client, keys, small)
 
 
+def test_from_sealed_to_named_memory_and_back_leaves_nothing(supervised, layouts):
+    one = supervised.daemon
+    client = one.connect()
+    small, _ = layouts(client)
+    for kind, other in (("memfd", "shm"), ("shm", "memfd")):
+        keys, prefix = new_keys(3), prefix_of(one)
+        put(client, keys, small)
+        one.args[one.args.index(kind)] = other
+        supervised.restart()
+        assert client.lookup(keys).resident == 0
+        assert not list(Path("/dev/shm").glob(prefix + "*")), "the old memory is gone"
+        supervised.wait(lambda: not any(name.startswith(prefix) for name, _ in supervised._store))
+    assert len(supervised.kept()) == 3
+
+
 def unsealed(size):
     fd = os.memfd_create("x")
     os.ftruncate(fd, size)
