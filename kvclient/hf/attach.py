@@ -24,7 +24,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
-from kvclient.hf import calibration, trials
+from kvclient.hf import attention, calibration, trials
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
 from kvclient.hf.inside import examine_interior
@@ -56,6 +56,7 @@ def attach(
     codec: str | Kivi | None = None,
     weights_digest: bytes | None = None,
     self_test: bool = True,
+    in_place: bool = False,
 ) -> Attachment:
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
     served right.
@@ -67,8 +68,10 @@ def attach(
     or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes only, which
     are exact. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
     "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
-    then is near what was computed. weights_digest: 32 bytes to stand for the weights, for models too large to
-    be digested at every start (1.3 GB/s a core).
+    then is near what was computed. in_place: attend to blocks where they lie, with the native kernels
+    (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
+    made. weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every
+    start (1.3 GB/s a core).
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -77,16 +80,28 @@ def attach(
         raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
     options = Options(
         block_tokens, priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
+        in_place,
         _chunked_reads(model),
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
     codec = Kivi.named(codec) if isinstance(codec, str) else codec
-    attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec)
-    if self_test:
-        from kvclient.hf.selftest import self_test as run_self_test
+    if in_place and attention.backend_of(model).path is None:
+        raise InvalidArgument("in_place=True: the backend torch cannot read blocks where they lie")
+    brought = in_place and attention.installed(model) is None
+    if brought:
+        attention.install(model)
+    try:
+        attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec)
+        attachment._brought_attention = brought
+        if self_test:
+            from kvclient.hf.selftest import self_test as run_self_test
 
-        attachment.padded = run_self_test(model).padded
+            attachment.padded = run_self_test(model, in_place).padded
+    except BaseException:
+        if brought:
+            attention.uninstall(model)
+        raise
     attachment._install(model)
     return attachment
 
@@ -105,6 +120,7 @@ class Attachment:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
+        self._brought_attention = False
         self._make_chain = chain
         self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
         self._codec = codec
@@ -120,6 +136,14 @@ class Attachment:
     @property
     def stats(self) -> dict[str, Any]:
         return self._totals.snapshot()
+
+    @property
+    def backend(self) -> str:
+        """What computes the model's attention: a name of kvclient.hf.attention, or the model's own."""
+        model = self._model
+        if model is None:
+            raise Closed("this attachment was detached")
+        return attention.installed(model) or str(model.config._attn_implementation)
 
     @property
     def identity(self) -> bytes:
@@ -179,6 +203,8 @@ class Attachment:
         """Gives the model its own generate() back. Idempotent; the client stays open."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
+            if self._brought_attention:
+                attention.uninstall(model)
             del model.__dict__[PLACE]
             for name, before in self._before.items():
                 if before is None:

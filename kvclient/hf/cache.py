@@ -56,14 +56,17 @@ class StoreLayer(DynamicLayer):
         index: int,
         shape: Shape,
         source: Source | None = None,
-        written: Callable[[int, int, int, torch.Tensor], None] | None = None,
+        written: Callable[[int, int, int, torch.Tensor, int], None] | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.index = index
         self.shape = shape
+        self.origin = 0  # the column that the first token of `storage` stands in
         self._source = source
-        self.written = written  # called with (layer, first new column, end, storage) after each update
+        self.written = (
+            written  # called with (layer, first new column, end, storage, origin) after each update
+        )
         self._memory = memory  # [2, rows, heads, capacity, head_dim] to begin with, if there is any
         self._storage: torch.Tensor | None = None
         self._length = source.columns if source is not None else 0
@@ -84,7 +87,7 @@ class StoreLayer(DynamicLayer):
         storage[1, :, :, start:stop] = value_states
         self._show(stop)
         if self.written is not None:
-            self.written(self.index, start, stop, storage)
+            self.written(self.index, start, stop, storage, self.origin)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -123,7 +126,7 @@ class StoreLayer(DynamicLayer):
 
     @property
     def storage(self) -> torch.Tensor | None:
-        """[2, rows, heads, capacity, head_dim], of which get_seq_length() tokens count; None before."""
+        """[2, rows, heads, capacity, head_dim], columns `origin` to get_seq_length(); None before."""
         return self._storage
 
     def detach_store(self) -> None:

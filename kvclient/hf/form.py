@@ -78,6 +78,13 @@ class Form:
         self.codec.decode(stored, out)
         return out
 
+    def in_place(self, view: Any, layer: int) -> tuple[Any, Any]:
+        """K and V of that layer where they lie, for kvclient.kernels.segment()."""
+        stored = view.layer(layer)
+        if self.codec is None:
+            return stored[0], stored[1]
+        return self.codec.views(stored, view.tokens, self.heads, self.head_dim)
+
     def read_tensor(self, view: Any, layer: int) -> torch.Tensor:
         if self.codec is None:
             return view.tensor(layer)

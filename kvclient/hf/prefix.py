@@ -8,6 +8,7 @@ either fills every column it promised or raises Lost; there is no third outcome.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,12 +146,41 @@ class Prefix:
         return sum(max(0, self.columns - f.group.pad) * len(f.group.rows) for f in self.found)
 
     def load(self, layer: int, storage: torch.Tensor) -> None:
+        """Copies the blocks to where a dense cache has them."""
+        on_cpu = storage.device.type == "cpu"
+        target = as_array(storage) if on_cpu else storage
         for found in self.found:
-            if found.pending:
-                self._wait(found, layer)
+            self._await(found, layer)
             started = time.perf_counter()
-            self._load(found, layer, storage)
+            pad = min(found.group.pad, self.columns)
+            if pad:
+                target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
+            read = found.form.read if on_cpu else found.form.read_tensor
+            for row, start, block, count in self._blocks(found, layer, read):
+                own = block if count == found.chain.block_tokens else block[:, :, :count]
+                target[:, row, :, start : start + count] = own
             self._clock.load_s += time.perf_counter() - started
+        self._loaded(layer)
+
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int]]:
+        """The blocks where they lie: (row, first column, (K, V) as Form.in_place gives them, tokens to use).
+
+        Each array holds its block's pin, also after release().
+        """
+        all_blocks = []
+        for found in self.found:
+            self._await(found, layer)
+            started = time.perf_counter()
+            all_blocks += self._blocks(found, layer, found.form.in_place)
+            self._clock.load_s += time.perf_counter() - started
+        self._loaded(layer)
+        return all_blocks
+
+    def _await(self, found: Found, layer: int) -> None:
+        if found.pending:
+            self._wait(found, layer)
+
+    def _loaded(self, layer: int) -> None:
         if layer == self._layers - 1:
             self._finish()
 
@@ -166,23 +196,21 @@ class Prefix:
         finally:
             self._clock.wait_s += time.perf_counter() - started
 
-    def _load(self, found: Found, layer: int, storage: torch.Tensor) -> None:
+    def _blocks(
+        self, found: Found, layer: int, read: Callable[[Any, int], Any]
+    ) -> Iterator[tuple[int, int, Any, int]]:
         pad, size = found.group.pad, found.chain.block_tokens
-        on_cpu = storage.device.type == "cpu"
-        target = as_array(storage) if on_cpu else storage
         for row in found.group.rows:
-            if pad:
-                target[:, row, :, : min(pad, self.columns)] = 0  # attended to by nobody, but 0 x NaN is NaN
             for index, view in enumerate([*found.views, found.part]):
                 start = pad + index * size
                 count = min(size, self.columns - start)
                 if count <= 0 or view is None:
                     break
                 try:
-                    block = found.form.read(view, layer) if on_cpu else found.form.read_tensor(view, layer)
+                    block = read(view, layer)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
-                target[:, row, :, start : start + count] = block if count == size else block[:, :, :count]
+                yield row, start, block, count
 
     def _finish(self) -> None:
         """All layers are here. Followed blocks could not be confirmed before."""

@@ -75,8 +75,10 @@ class Publisher:
         self.no_space += writer.results.count("no_space")
         return writer.results
 
-    def written(self, layer: int, start: int, stop: int, storage: torch.Tensor) -> None:
-        """Columns start..stop of that layer are new: copies those that belong to granted blocks."""
+    def written(self, layer: int, start: int, stop: int, storage: torch.Tensor, origin: int) -> None:
+        """Columns start..stop of that layer are new, and stand in `storage` from column `origin` on: copies
+        those that belong to granted blocks.
+        """
         if not self._slots:
             return
         began = time.perf_counter()
@@ -89,23 +91,25 @@ class Publisher:
             if low >= high or slot.done:
                 continue
             if self._form.codec is not None:
-                if high < slot.stop or not self._quantised(slot, layer, storage):
+                if high < slot.stop or not self._quantised(slot, layer, storage, origin):
                     continue
             else:
                 target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
-                target[:, :, low - slot.start : high - slot.start] = source[:, slot.row, :, low:high]
+                own = source[:, slot.row, :, low - origin : high - origin]
+                target[:, :, low - slot.start : high - slot.start] = own
             if high == slot.stop:
                 slot.block.mark_layer(layer)
                 slot.layers += 1
         self._clock.publish_s += time.perf_counter() - began
 
-    def _quantised(self, slot: Slot, layer: int, storage: torch.Tensor) -> bool:
+    def _quantised(self, slot: Slot, layer: int, storage: torch.Tensor, origin: int) -> bool:
         """Writes a whole layer of a block. False if its codec cannot hold it: then it is given up at the end.
         """
         if slot.broken:
             return False
         try:
-            self._form.write(slot.block, layer, storage[:, slot.row, :, slot.start : slot.stop])
+            own = storage[:, slot.row, :, slot.start - origin : slot.stop - origin]
+            self._form.write(slot.block, layer, own)
         except NotQuantisable:
             slot.broken = True
             self.not_quantisable += 1
@@ -127,14 +131,16 @@ class Publisher:
         self._slots = [slot for slot in self._slots if not slot.done]
         self._clock.publish_s += time.perf_counter() - began
 
-    def publish(self, chain: Any, first: int, row: int, pad: int, storages: list[torch.Tensor]) -> None:
-        """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`, one per
-        layer.
+    def publish(
+        self, chain: Any, first: int, row: int, pad: int, storages: list[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`: the
+        memory and the origin of each layer.
         """
         self.claim(chain, first, row, pad)
         start, stop = pad + first * chain.block_tokens, pad + len(chain) * chain.block_tokens
-        for layer, storage in enumerate(storages):
-            self.written(layer, start, stop, storage)
+        for layer, (storage, origin) in enumerate(storages):
+            self.written(layer, start, stop, storage, origin)
         self.seal()
 
     def abort(self) -> None:

@@ -8,6 +8,7 @@ one; and after finish(), however the call ended, no pin and no unsealed block of
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
+from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
+from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.blend import Blend, BlendLayer, Interior
 from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
 from kvclient.hf.form import Form
@@ -48,6 +51,7 @@ class Options:
     follow: bool
     follow_timeout_s: float
     publish_generated: bool
+    in_place: bool  # the model's attention reads blocks where they lie
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
 
@@ -127,6 +131,7 @@ class Request:
         for layer in self._layers:
             layer.detach_store()
         self._layers = []
+        forget_pending()
         if self._prompt is None and self.report.bypassed is None:
             self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
         self.report.publish_s = self._clock.publish_s
@@ -265,16 +270,32 @@ class Request:
         subject, length = self._subject, self._prompt.length
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         capacity = max(length, min(wanted, length + SPARE_TOKENS))
+        in_place = self._in_place(device)
+        if in_place and self._prefix is not None:
+            capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         form = subject.form
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
         written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
+        make: Callable[..., StoreLayer] = StoreLayer
+        if self._blend is not None:
+            make = functools.partial(BlendLayer, self._blend)
+        elif in_place:
+            forget_pending()
+            pads = [pad for _, pad in sorted((row, g.pad) for g in self._prompt.groups for row in g.rows)]
+            make = functools.partial(InPlaceLayer, pads=pads, left=count_fallback)
         self._layers = [
-            StoreLayer(index, shape, self._prefix, written, memory)
-            if self._blend is None
-            else BlendLayer(self._blend, index, shape, self._prefix, written, memory)
-            for index, memory in enumerate(recycled(self._memory, shape, subject.form.layers))
+            make(index, shape, self._prefix, written, memory)
+            for index, memory in enumerate(recycled(self._memory, shape, form.layers))
         ]
         replace_layers(cache, self._layers)
+
+    def _in_place(self, device: torch.device) -> bool:
+        if not self._options.in_place or self._blend is not None or device.type != "cpu":
+            return False
+        if any(one.part is not None for one in self._found):
+            count_fallback("part")  # its tokens go into a block together with what follows
+            return False
+        return True
 
     # ---------------------------------------------------------------- after it
 
@@ -315,10 +336,10 @@ class Request:
                 if stop > columns:
                     continue
                 self._next_block[row] += 1
-                storages = [layer.storage for layer in self._layers]
+                storages = [(layer.storage, layer.origin) for layer in self._layers]
                 tokens = input_ids[row, group.pad : stop].to("cpu", torch.int32).numpy()
                 ended = any(int(token) in self._eos for token in tokens[len(group.tokens) :])
-                if ended or any(s is None or s.shape[1] != self._prompt.rows for s in storages):
+                if ended or any(s is None or s.shape[1] != self._prompt.rows for s, _ in storages):
                     continue  # behind the end of its text, or the cache is no longer row by row ours
                 chain = self._make_chain(self._subject.identity, tokens, size)
                 self._publisher.publish(chain, len(chain) - 1, row, group.pad, storages)

@@ -36,6 +36,10 @@ class Quantised:
     group: int
 
     @property
+    def tokens(self) -> int:
+        return self.codes.shape[1]
+
+    @property
     def head_dim(self) -> int:
         return self.codes.shape[2] * (2 if self.bits == 4 else 1)
 

@@ -10,6 +10,6 @@ kernels over tensors) and plain (the same in torch, where the kernels cannot) â†
 """
 
 from kvclient.hf.attention.backends import available_backends
-from kvclient.hf.attention.registered import fallbacks, install, installed, uninstall
+from kvclient.hf.attention.registered import backend_of, fallbacks, install, installed, uninstall
 
-__all__ = ["available_backends", "fallbacks", "install", "installed", "uninstall"]
+__all__ = ["available_backends", "backend_of", "fallbacks", "install", "installed", "uninstall"]

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, plain
 from kvclient.hf.attention.backends import Backend
+from kvclient.hf.attention.layer import layer_of
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -53,13 +54,20 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
         raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
     if not type(model)._can_set_attn_implementation():
         raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    chosen = backends.choose(model.device, model.dtype, head_dim, backend)
+    chosen = backend_of(model, backend)
     before = {name: part.config._attn_implementation for name, part in _configured(model)}
     model.set_attn_implementation(register(chosen))
     model.__dict__[PLACE] = before
     return chosen.name
+
+
+def backend_of(model: torch.nn.Module, name: str | None = None) -> Backend:
+    """The backend that this model has, or that install() would give it."""
+    if (own := installed(model)) is not None:
+        return backends.backend(own)
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return backends.choose(model.device, model.dtype, head_dim, name)
 
 
 def uninstall(model: torch.nn.Module) -> None:
@@ -139,11 +147,17 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
     starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
+    layer = layer_of(key)
     reason = _unfit(backend, query, key, value, attention_mask, starts, dropout, position_bias, kwargs)
-    if reason is None:
+    if layer is not None:
+        if reason is None and causal:
+            return layer.attend(query, s_aux, scale, cap, window, backend.path), None
+        layer.become_dense(reason or "not_causal")
+        key, value = layer.keys, layer.values
+    elif reason is None:
         run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
         return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
-    if backend.path is not None:
+    if backend.path is not None and layer is None:
         count_fallback(reason)
     if attention_mask is not None and attention_mask.ndim == 4:
         seen = attention_mask[..., : key.shape[2]]

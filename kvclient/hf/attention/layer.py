@@ -1,0 +1,255 @@
+"""A cache layer whose first tokens are attended to in the daemon's blocks, where they lie.
+
+Owns the arrays that map those blocks (each holds its block's pin for as long as this layer lives) and the
+memory of the tail: the tokens computed since. Never copies a block, unless somebody asks for what only one
+tensor can give (`keys`, reordering, cropping): then the layer becomes an ordinary StoreLayer, and that is
+counted. Invariant: update() hands out a handle, and the attention that follows must bring it back; whatever
+lost it on the way (a model that works on its keys after the cache) raises: it would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from ctypes import addressof, byref
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvclient import kernels
+from kvclient.hf.attention import dense
+from kvclient.hf.cache import GROWTH, Shape, StoreLayer, as_array
+from kvclient.kernels import contract
+
+HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
+_pending = threading.local()  # the layer whose attention has not been asked for yet
+
+
+class Blocks(Protocol):
+    """Where the first tokens lie."""
+
+    columns: int
+
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int]]:
+        """(row, first column, K and V of a block, how many of its tokens), in order of columns."""
+
+
+class InPlaceLayer(StoreLayer):
+    """`pads`: per row, the columns of padding at its left. shape.capacity counts the tail's tokens only."""
+
+    def __init__(
+        self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
+        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._prefix: list[tuple[int, int, Any, int]] | None = [] if source is None else None
+        self._call: tuple[Any, ...] | None = None
+        self._dense = False
+        self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        super().__init__(index, shape, source, written, memory)
+        self.origin = self._length
+        self._pads, self._left = pads, left
+
+    # ---------------------------------------------------------------- what the model calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_gradient = torch.is_grad_enabled() and key_states.requires_grad
+        if not self._dense and (wants_gradient or key_states.device.type != "cpu"):
+            self.become_dense("training" if wants_gradient else "device")
+        if self._dense:
+            return super().update(key_states, value_states, *args, **kwargs)
+        expect_nothing()
+        start = self._length
+        stop = start + key_states.shape[-2]
+        tail = self._tail(stop, key_states)
+        low, high = start - self.origin, stop - self.origin
+        tail[0, :, :, low:high] = key_states
+        tail[1, :, :, low:high] = value_states
+        self._length, self.is_initialized = stop, True
+        if self.written is not None:
+            self.written(self.index, start, stop, tail, self.origin)
+        handle = tail[0, :, :, low:high]
+        setattr(handle, HANDLE, self)
+        _pending.layer = self
+        return handle, tail[1, :, :, low:high]
+
+    def crop(self, count: int) -> None:
+        self.become_dense("crop")
+        super().crop(count)
+
+    def reset(self) -> None:
+        super().reset()
+        self._prefix, self._call, self._dense, self.origin = [], None, False, 0
+
+    def detach_store(self) -> None:
+        super().detach_store()
+        if self._prefix is None:  # never asked for
+            self._prefix, self._length, self.origin = [], 0, 0
+
+    # DynamicLayer's attributes: whoever reads them makes the layer dense.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        if not self._dense and self._storage is not None:
+            self.become_dense("read")
+        return self._given[0]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._given = (value, self._given[1])
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        if not self._dense and self._storage is not None:
+            self.become_dense("read")
+        return self._given[1]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._given = (self._given[0], value)
+
+    # ---------------------------------------------------------------- memory
+
+    def become_dense(self, reason: str) -> None:
+        """One tensor of all tokens, as StoreLayer has it."""
+        if self._dense:
+            return
+        self._open_blocks()
+        tail, length, self._dense, self._call = self._storage, self._length, True, None
+        prefix, self._prefix = self._prefix or [], []
+        if tail is None and not prefix:
+            return
+        self._left(reason)
+        rows = self.shape.rows if tail is None else tail.shape[1]
+        self._storage = self._allocate(rows, max(length, self.origin + self.shape.capacity))
+        whole = as_array(self._storage)
+        whole[:, :, :, : self.origin] = 0
+        for row, start, block, count in prefix:
+            for own, place in zip(block, whole[:, row, :, start : start + count], strict=True):
+                if isinstance(own, kernels.Quantised):
+                    own = kernels.dequantise(
+                        own, np.empty((place.shape[0], own.tokens, own.head_dim), place.dtype)
+                    )
+                place[:] = own[:, :count]
+        if tail is not None:
+            whole[:, :, :, self.origin : length] = as_array(tail)[:, :, :, : length - self.origin]
+        self.origin = 0
+        self._show(length)
+
+    def _open(self, like: torch.Tensor | None = None, tokens: int = 0) -> None:
+        if self._dense:
+            super()._open(like, tokens)
+
+    def _rows(self, change: Any, plain: Any, argument: Any) -> None:
+        self.become_dense("rows")
+        super()._rows(change, plain, argument)
+
+    def _open_blocks(self) -> None:
+        if self._prefix is None:
+            source, self._source = self._source, None
+            self._prefix = source.arrays(self.index)
+
+    def _tail(self, stop: int, like: torch.Tensor) -> torch.Tensor:
+        self._open_blocks()
+        wanted = (self.shape.heads, self.shape.head_dim, self.dtype)
+        if (like.shape[1], like.shape[-1], like.dtype) != wanted:
+            raise RuntimeError(
+                f"layer {self.index} computes {list(like.shape)} of {like.dtype}; stored: {wanted}"
+            )
+        tokens = stop - self.origin
+        if self._storage is None:
+            given, self._memory = self._memory, None
+            fits = given is not None and given.shape[1] == like.shape[0] and given.shape[3] >= tokens
+            self._storage = given if fits else self._allocate(like.shape[0], max(tokens, self.shape.capacity))
+        elif tokens > self._storage.shape[3]:
+            grown = self._allocate(self._storage.shape[1], max(tokens, int(self._storage.shape[3] * GROWTH)))
+            grown[:, :, :, : self._length - self.origin] = self._storage[
+                :, :, :, : self._length - self.origin
+            ]
+            self._storage, self._call = grown, None
+        return self._storage
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the cache: they point to their own memory."""
+        return {**self.__dict__, "_call": None, "written": None, "_left": _nobody}
+
+    # ---------------------------------------------------------------- attention
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        window: int,
+        path: int,
+    ) -> torch.Tensor:
+        """[B, T, heads, D] of the newest T tokens over all."""
+        batch, heads, tokens, head_dim = query.shape
+        query = dense.heads_together(query)
+        out = query.new_empty((batch, tokens, heads, head_dim))
+        position = torch.arange(self._length - tokens, self._length).expand(batch, tokens).contiguous()
+        args = dense.arguments(query, out, self.shape.heads, position, scale, path)
+        args.softcap, args.window = softcap, window
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+            args.sinks = sinks.data_ptr()
+        if self._call is None:
+            self._call = self._prepare()
+        sequences = self._call[0]
+        for row, pad in enumerate(self._pads):
+            sequences[row].tail.tokens = max(0, self._length - max(pad, self.origin))
+        args.sequences = addressof(sequences)
+        dense.workspace(args)
+        contract.check(contract.cpu().kvk_attend(byref(args)))
+        return out
+
+    def _prepare(self) -> tuple[Any, ...]:
+        """The segments of every row, as C sees them: made once for as long as the tail stays where it is."""
+        assert self._storage is not None
+        rows = self._storage.shape[1]
+        parts: list[list[Any]] = [[] for _ in range(rows)]
+        for row, start, (keys, values), count in self._prefix or []:
+            parts[row].append(kernels.segment(keys, values, start, tokens=count).struct)
+        lists = [(contract.Segment * len(own))(*own) for own in parts]
+        sequences = (contract.Sequence * rows)()
+        for row, pad in enumerate(self._pads):
+            sequences[row].segments, sequences[row].count = addressof(lists[row]), len(lists[row])
+            start = max(pad, self.origin)
+            sequences[row].tail = dense.dense_segment(
+                self._storage[0], self._storage[1], row, start - self.origin, start
+            )
+        return sequences, lists
+
+
+def _nobody(reason: str) -> None:
+    """Copies count nowhere."""
+
+
+def layer_of(key: torch.Tensor) -> InPlaceLayer | None:
+    """The layer that these keys are a handle of. Raises RuntimeError if a handle was lost on the way."""
+    layer, expected = getattr(key, HANDLE, None), getattr(_pending, "layer", None)
+    _pending.layer = None
+    if expected is not None and layer is not expected:
+        raise RuntimeError(
+            f"the model changed the keys of layer {expected.index} after its cache had them: attention would "
+            "miss what the store holds; attach with in_place=False"
+        )
+    return layer
+
+
+def expect_nothing() -> None:
+    """Raises RuntimeError if a handle was given out and never came back."""
+    expected, _pending.layer = getattr(_pending, "layer", None), None
+    if expected is not None:
+        raise RuntimeError(
+            f"the attention of layer {expected.index} was computed by none of the registered functions; "
+            "attach with in_place=False"
+        )
+
+
+def forget_pending() -> None:
+    """A call begins, or has ended: what an earlier one left behind is nobody's."""
+    _pending.layer = None
