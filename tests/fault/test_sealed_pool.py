@@ -171,7 +171,7 @@ def test_from_sealed_to_named_memory_and_back_leaves_nothing(supervised, layouts
         supervised.restart()
         assert client.lookup(keys).resident == 0
         assert not list(Path("/dev/shm").glob(prefix + "*")), "the old memory is gone"
-        supervised.wait(lambda: not any(name.startswith(prefix) for name, _ in supervised._store))
+        supervised.wait(lambda old=prefix: not any(name.startswith(old) for name in supervised.kept()))
     assert len(supervised.kept()) == 3
 
 
