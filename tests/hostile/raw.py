@@ -15,8 +15,10 @@ from pathlib import Path
 
 MAGIC = 0x3153564B
 VERSION = 2
-ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE, TOUCH, STATS, TOKEN = range(1, 11)
-OPS = range(1, 11)
+ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE, TOUCH, STATS, TOKEN, PROMOTE, SUSPECT = range(
+    1, 13
+)
+OPS = range(1, 13)
 HEAD = struct.Struct("<IHHII")
 ATTACHED = struct.Struct("<IIQQQQQ16s32s")
 PINS_OFFSET = 8192
@@ -38,6 +40,10 @@ def create_body(
 ) -> bytes:
     head = struct.pack("<IIII", layout, 35, 0, len(seals) if seal_count is None else seal_count & 0xFFFFFFFF)
     return head + b"".join(seals) + b"".join(struct.pack("<32sQIIII", key, 0, 16, 0, 0, 0) for key in keys)
+
+
+def promote_body(keys: list[bytes], priority: int = 35) -> bytes:
+    return struct.pack("<II", priority, 0) + b"".join(keys)
 
 
 def block_item(record: int, generation: int) -> bytes:

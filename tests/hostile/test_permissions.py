@@ -15,12 +15,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvclient.conformance.case import SMALL, new_keys
+from kvclient.conformance.case import SMALL, fill, new_keys
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import DaemonFailed
 from tests.e2e.grpc_calls import CALL_S
-from tests.fault.children import as_user
+from tests.fault.children import as_user, eventually
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 GUEST, GROUP, STRANGER = 12_401, 12_451, 12_402
@@ -83,6 +83,20 @@ def test_modes_of_all_that_is_made(daemon, column, kind):
     prefix = next(iter(one._prefixes))
     ours = [path for path in set(Path("/dev/shm").iterdir()) - before if prefix in path.name]
     assert len(ours) == 4, "table, progress, pool, one session's page"
+
+
+def test_modes_of_what_is_made_on_disk(daemon, tmp_path):
+    """The disk tier's directories are 0700 and its files 0600, whoever may use the namespaces."""
+    disk = ("--disk", str(tmp_path / "a" / "disk"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
+    one = daemon(memory="8MiB", args=("--namespaces", f"default=0.5:writers={GUEST},other", *disk))
+    for namespace in ("default", "other"):
+        client = one.connect(namespace=namespace)
+        with client.create(new_keys(3), client.register_layout(SMALL.to_blob())) as writer:
+            for index in writer.granted:
+                fill(writer[index])
+    eventually(lambda: len(list(tmp_path.rglob("*.kv"))) == 6, "all blocks lie on disk")
+    found = {(path.is_dir(), mode(path)) for path in (tmp_path / "a").rglob("*")}
+    assert found == {(True, "0700"), (False, "0600")}
 
 
 @needs_root

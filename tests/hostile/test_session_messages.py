@@ -45,6 +45,8 @@ def good_messages(layout: int, granted: tuple[int, int], key: bytes) -> list[byt
         request(raw.TOUCH, 2, b"".join(keys)),
         request(raw.STATS, 0),
         request(raw.TOKEN, 0),
+        request(raw.PROMOTE, 2, raw.promote_body(keys)),
+        request(raw.SUSPECT, 2, b"".join(keys)),
     ]
 
 

@@ -38,6 +38,15 @@ def tenants(daemon):
     return daemon(memory="16MiB", args=("--namespaces", LISTS))
 
 
+@pytest.fixture
+def with_disk(daemon, tmp_path):
+    """What is sealed is written to disk at once."""
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
+    one = daemon(memory="16MiB", args=("--namespaces", LISTS, *disk))
+    one.disk = tmp_path / "disk"
+    return one
+
+
 def put(client, keys):
     layout = client.register_layout(SMALL.to_blob())
     with client.create(keys, layout) as writer:
@@ -115,7 +124,12 @@ def test_a_reader_writes_nothing(tenants, fork):
                 request(raw.DELETE, 1, keys[0]),
             ):
                 assert session.ask(packet)[0] == NOT_PERMITTED, packet[4]
-            for packet in (request(raw.LOOK_UP, 1, keys[0]), request(raw.TOUCH, 1, keys[0])):
+            for packet in (
+                request(raw.LOOK_UP, 1, keys[0]),
+                request(raw.TOUCH, 1, keys[0]),
+                request(raw.PROMOTE, 1, raw.promote_body(keys[:1])),
+                request(raw.SUSPECT, 1, keys[0]),  # the daemon looks itself before it drops anything
+            ):
                 assert session.ask(packet)[0] == 0, packet[4]
 
     def by_memory() -> None:
@@ -188,12 +202,14 @@ def test_what_one_may_not_see_answers_like_what_does_not_exist(tenants, fork):
     assert not [name for name in left if name.startswith(segments[0][:20])], left
 
 
-def test_keys_of_another_namespace_are_nothing(tenants, fork):
+def test_keys_of_another_namespace_are_nothing(with_disk, fork):
     """Sealed there, being written there, never seen: the same bytes come back, and both may create
     the key."""
+    tenants = with_disk
     owner = tenants.connect(namespace="other")
     sealed, unsealed, absent = new_keys(1)[0], new_keys(1)[0], new_keys(1)[0]
     layout = put(owner, [sealed])
+    eventually(lambda: list(tenants.disk.rglob("*.kv")), "it lies on disk too")
     pending = owner.create([unsealed], layout)
     assert pending.results == ["granted"]
     with RawSession(tenants.socket_path) as session:
@@ -205,8 +221,11 @@ def test_keys_of_another_namespace_are_nothing(tenants, fork):
                 # The token of a session of another namespace resumes nothing here.
                 assert mine.attach(session=theirs[0], token=theirs[1])[0] == 0
                 assert len(mine.fds) == 4, "a new session, not theirs"
-                for op in (raw.LOOK_UP, raw.DELETE, raw.TOUCH):
-                    answers = {key: mine.ask(request(op, 1, key)) for key in (sealed, unsealed, absent)}
+                for op in (raw.LOOK_UP, raw.DELETE, raw.TOUCH, raw.SUSPECT, raw.PROMOTE):
+                    head = raw.promote_body([]) if op == raw.PROMOTE else b""
+                    answers = {
+                        key: mine.ask(request(op, 1, head + key)) for key in (sealed, unsealed, absent)
+                    }
                     assert len(set(answers.values())) == 1, op
                 for item in (block_item(0, 1), block_item(1, 1)):
                     assert mine.ask(request(raw.SEAL, 1, item)) == mine.ask(
