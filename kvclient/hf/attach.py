@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf import attention, calibration, trials
+from kvclient.hf.criterion import POSITIONAL, TokenSeen, with_criterion
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
 from kvclient.hf.inside import examine_interior
@@ -36,7 +36,6 @@ from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_struct
 from kvclient.hf.verify import Verification
 from kvclient.hf.watch import Watch
 
-POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
 CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
 PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 
@@ -313,7 +312,7 @@ class Attachment:
             client, subject, options, self._make_chain, self._memory,
             not no_read, not no_write, self.padded, started,
         )  # fmt: skip
-        args, kwargs = _with_criterion(args, kwargs, _TokenSeen(request))
+        args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
         outer, self._local.request = getattr(self._local, "request", None), request
         try:
             return self._own(model, "generate")(*args, **kwargs)
@@ -356,31 +355,6 @@ class Attachment:
     def _note(self, report: Report) -> None:
         self.last = self._local.last = report
         self._totals.add(report)
-
-
-class _TokenSeen(StoppingCriteria):
-    """Stops nothing: transformers calls it with every new token."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._none: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
-        self._request.token(input_ids)
-        if self._none is None or self._none.shape[0] != input_ids.shape[0]:
-            self._none = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._none
-
-
-def _with_criterion(
-    args: tuple[Any, ...], kwargs: dict[str, Any], criterion: StoppingCriteria
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    place = POSITIONAL.index("stopping_criteria")
-    users = args[place] if len(args) > place else kwargs.get("stopping_criteria")
-    criteria = StoppingCriteriaList([*(users or []), criterion])
-    if len(args) > place:
-        return (*args[:place], criteria, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "stopping_criteria": criteria}
 
 
 # Bound to the instance, so that a deep copy of the model is bound to the copy, which is not attached. Named

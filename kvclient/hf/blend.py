@@ -202,7 +202,7 @@ class BlendLayer(StoreLayer):
         storage[1][:, :, columns] = value_states
         self._show(blend.length)
         if self.written is not None:
-            self.written(self.index, blend.exact, blend.length, storage)
+            self.written(self.index, blend.exact, blend.length, storage, self.origin)
         return self.keys, self.values
 
 
