@@ -103,8 +103,10 @@ def test_a_user_has_the_right_of_the_lists(tenants, fork, uid, gid, groups, want
     fork(as_user(uid, work, gid, groups)).finish()
 
 
-def test_a_reader_writes_nothing(tenants, fork):
+@pytest.mark.parametrize("pool", ["shm", "memfd"])
+def test_a_reader_writes_nothing(daemon, fork, pool):
     """Neither by messages nor by memory: every op that changes something, every way to a writable map."""
+    tenants = daemon(memory="16MiB", args=("--namespaces", LISTS, "--pool", pool))
     owner = tenants.connect()
     keys = new_keys(2)
     layout = put(owner, keys)
