@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases bench lint format asan clean native
+.PHONY: help build demo model test test-all releases bench lint format asan fuzz clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -55,6 +55,11 @@ $(VENV)/.dev: $(VENV)/.run
 $(VENV)/.hf: $(VENV)/.run
 	@echo "installing torch and transformers"
 	@$(call install,hf model)
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.run
+	@echo "installing atheris"
+	@$(call install,fuzz)
 	@touch $@
 
 # Generated beside its package, as an installed wheel has it; not committed.
@@ -104,6 +109,9 @@ lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@$(VENV)/bin/ruff check --quiet --select I --fix .
 	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format -i
+
+fuzz: build $(VENV)/.fuzz ## fuzz what decodes foreign bytes, FUZZ_SECONDS=30 each
+	@mkdir -p build && flock build/fuzz.lock .ci/fuzz
 
 asan: $(VENV)/.run ## the C++ tests under ASan/UBSan and under TSan
 	@mkdir -p build && flock build/asan.lock .ci/sanitize address build/asan

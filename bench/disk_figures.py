@@ -2,10 +2,11 @@
 
     python -m bench.disk_figures [--json FILE] [--quick] [--directory DIR]
 
-One file per block, direct I/O, four in flight, warm metadata, checksums on; three contenders alternate: ours,
-fio as it is, and fio with shared memory as ours (its own memory is by chance contiguous, which is worth much to
-a virtual disk). Files lie under build/ and are removed at the end: ext4 without a journal is slow to make files
-where some were just removed. No store and no policy in it. Prints JSON. Never judges: the reach stands beside.
+One file per block, direct I/O, four in flight, warm metadata, checksums on; three contenders alternate:
+ours, fio as it is, and fio with shared memory as ours (its own memory is by chance contiguous, which is
+worth much to a virtual disk). Files lie under build/ and are removed at the end: ext4 without a journal
+is slow to make files where some were just removed. No store and no policy in it. Prints JSON. Never
+judges: the reach stands beside.
 """
 
 import argparse

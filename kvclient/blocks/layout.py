@@ -79,7 +79,7 @@ class Layout:
             self.meta_fixed,
             self.meta_per_token,
             sizes,
-            self.name.encode(),
+            self.name.encode(errors="surrogateescape"),
         )
         geometry.check()
         return geometry
@@ -100,7 +100,7 @@ class Layout:
             g.meta_fixed,
             g.meta_per_token,
             sizes,
-            g.name.decode(),
+            g.name.decode(errors="surrogateescape"),  # opaque: another client may have written any bytes
             g.codec,
         )
 

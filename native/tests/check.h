@@ -62,6 +62,7 @@ bool report_eq(const A& a, const B& b, const char* file, int line, const char* t
   static const bool added_##name = (::kv::test::cases().push_back({#name, test_##name}), true); \
   static void test_##name()
 
+#ifndef KV_FUZZ  // a fuzzer that uses the fixtures has a main of its own
 int main(int argc, char** argv) {
   int ran = 0;
   for (const auto& test : ::kv::test::cases()) {
@@ -75,3 +76,4 @@ int main(int argc, char** argv) {
   std::printf("%d tests, %d failed checks\n", ran, ::kv::test::failures.load());
   return ran == 0 || ::kv::test::failures != 0;
 }
+#endif

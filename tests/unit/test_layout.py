@@ -55,6 +55,12 @@ def test_a_blob_tells_the_layout(layout):
     assert bytes(Layout.from_blob(bytes(layout))) == bytes(layout)
 
 
+def test_a_name_may_be_any_bytes():
+    """Another client registered it: reading it must not fail, and must give the same bytes back."""
+    blob = bytes(Layout(1, 1, 1, "uint8", 1, name="x"))[:-1] + bytes(range(256))
+    assert bytes(Layout.from_blob(blob)) == blob
+
+
 def test_the_blob_byte_by_byte():
     layout = Layout(num_layers=2, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=128, name="x")
     words = struct.pack("<9I", 2, 2, 3, 64, 2, 128, 0, 80, 12) + struct.pack("<2I", 768, 768)

@@ -25,9 +25,10 @@ bool all_zero(const void* data, size_t n) {
 
 // Empty if the table of layer sizes is one that describe() could have written.
 std::string_view wrong_layers(const FileHeader& h) {
+  static_assert(kMaxLayerSizes == 1 + UINT8_MAX);  // an index cannot lead beyond the table
   uint32_t sizes = 0;
   for (uint32_t i = 0; i < h.layers; ++i) {
-    if (h.layer_size_index[i] > sizes || h.layer_size_index[i] >= kMaxLayerSizes) return "a layer has no size";
+    if (h.layer_size_index[i] > sizes) return "a layer has no size";
     if (h.layer_size_index[i] == sizes) ++sizes;
   }
   for (uint32_t i = 0; i < sizes; ++i)
