@@ -1,5 +1,5 @@
-"""atheris: the bytes of a gRPC request to the Store service. Each is no message, or is answered, or refused with
-a status of the table; INTERNAL would be a bug. `make fuzz` runs it.
+"""atheris: the bytes of a gRPC request to the Store service. Each is no message, or is answered, or refused
+with a status of the table; INTERNAL would be a bug. `make fuzz` runs it.
 
 The service is the real one over a real store in this process; only the sockets are missing.
 """
