@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases bench lint format asan fuzz clean native
+.PHONY: help build demo model test test-all releases bench bench-reuse lint format asan fuzz clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -99,6 +99,9 @@ releases: model ## kvclient.hf under the oldest and the newest transformers 5 (d
 
 bench: model ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
+
+bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate(), with SmolLM2 (10 minutes)
+	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .

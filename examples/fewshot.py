@@ -1,0 +1,28 @@
+"""Few-shot: the same examples before every input, computed once. Only the examples are published, not the
+inputs.
+"""
+
+from side_by_side import engine, text_of
+
+INPUTS = ["the disk is full", "the daemon answers", "a key is missing"]
+
+
+def main() -> None:
+    with engine(__doc__, repair=None) as llm:
+        lines = [line for line in text_of("docs/log.md", 6000).splitlines() if line.startswith("- **")]
+        judged = zip(lines, ["good", "bad"] * len(lines), strict=False)
+        shots = "".join(f"Text: {line[4:90]}\nVerdict: {verdict}\n\n" for line, verdict in judged)
+        prefix = len(llm.encode(shots))
+        llm.warm(shots)
+        for text in INPUTS:
+            prompt = f"{shots}Text: {text}\nVerdict:"
+            baseline = llm.generate(prompt, 2, "baseline")
+            result = llm.generate(prompt, 2, cacheable_prefix_len=prefix)
+            print(
+                f"{text:20} {result.prompt_tokens:5} tokens   baseline {baseline.ttft_s:.2f} s   "
+                f"with the store {result.ttft_s:.2f} s   exact {result.report.reused_tokens:5}"
+            )
+
+
+if __name__ == "__main__":
+    main()
