@@ -46,8 +46,9 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
     for (const FoundFile& file : found) {
       if (doomed_unknown_.contains(file.key)) continue;
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
-      FileIndex::Entry* entry = index_.add(file.key, pages, directory, file.written_s);
-      if (!entry) {  // more than the index may hold: gone, or the quota would not know of it
+      // Longer than all may be together: no block, however little of it is there. Counted, it would push out all others.
+      FileIndex::Entry* entry = file.bytes > quota_bytes_ ? nullptr : index_.add(file.key, pages, directory, file.written_s);
+      if (!entry) {  // that, or more than the index may hold: gone, or the quota would not know of it
         doomed_unknown_.insert(file.key);
         doomed_.push_back(file.key);
       } else if (doom_what_is_found_) {

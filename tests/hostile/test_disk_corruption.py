@@ -1,0 +1,60 @@
+"""Goal: whatever is wrong with a block's file, the daemon hands out a miss, forgets the file and serves its
+neighbours. Method: a real daemon's own files, each damaged in another way of tests/hostile/block_damages.py,
+while it runs or before another one indexes them; blocks whose bytes follow from their keys.
+"""
+
+import pytest
+
+from tests.fault.conftest import integrity, rig  # noqa: F401  (fixtures)
+from tests.fault.disk import BLOCK
+from tests.hostile.block_damages import SPECIAL, data_damages, header_damages
+
+LAYER_BYTES = 32 << 10
+HEADER_BYTES = 4096
+TAIL = HEADER_BYTES + BLOCK.num_layers * LAYER_BYTES
+SIZE = HEADER_BYTES + BLOCK.length(BLOCK.block_tokens)
+STARTS = [HEADER_BYTES + layer * LAYER_BYTES for layer in range(BLOCK.num_layers)]
+DAMAGES = {**header_damages(), **data_damages(STARTS, TAIL, SIZE), **SPECIAL}
+GOOD = 4  # blocks that nobody touches
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["while it runs", "before it starts"])
+def test_no_damage_is_served(rig, integrity, running):  # noqa: F811
+    disk = rig()
+    keys: list[bytes] = []
+    while len(keys) < len(DAMAGES) + GOOD:
+        keys += disk.put_on_disk(8)
+    disk.evict()
+    disk.settled()
+    if not running:
+        disk.daemon.stop()
+    assert disk.file_of(keys[0]).stat().st_size == SIZE
+    for key, damage in zip(keys, DAMAGES.values(), strict=False):
+        damage(disk.file_of(key))
+    if not running:
+        disk.restart(memory_too=True)
+    disk.settled()
+    served = disk.load(keys)
+    names = [*DAMAGES, *["good"] * (len(keys) - len(DAMAGES))]
+    assert [name for name, hit in zip(names, served, strict=True) if hit] == names[len(DAMAGES) :]
+    disk.settled()
+    left = {path.name for path in disk.files()}
+    stays = [name for name, key in zip(DAMAGES, keys, strict=False) if f"{key.hex()}.kv" in left]
+    assert set(stays) <= set(SPECIAL)  # at start a link is a stray: reported, never touched
+    integrity(disk.daemon)
+    disk.serves()
+
+
+def test_swapped_files_are_two_misses(rig, integrity):  # noqa: F811
+    disk = rig()
+    keys = disk.put_on_disk(3)
+    disk.evict()
+    disk.settled()
+    first, second = disk.file_of(keys[0]), disk.file_of(keys[1])
+    spare = disk.directory / "spare"
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+    assert disk.load(keys) == [False, False, True]
+    assert disk.counters()["disk_corrupt"] == 2
+    disk.sound(integrity)
