@@ -1,0 +1,40 @@
+"""Goal: what a daemon leaves on its disk is what docs/formats.md says, and `kvstored fsck` agrees with it.
+Method: a real daemon's files read by the reference reader in plain Python, and checked by the command while
+the daemon runs and after it.
+"""
+
+from hashlib import sha256
+
+from kvclient.conformance.case import pattern
+from kvstored.cli import main
+from kvstored.errors import Exit
+from tests.fault.conftest import rig  # noqa: F401  (a fixture)
+from tests.fault.disk import BLOCK
+from tests.golden import reference_block_file as reference
+
+
+def test_the_reference_reads_what_a_daemon_wrote(rig):  # noqa: F811
+    disk = rig()
+    for key in disk.put_on_disk(2):
+        fields, layers = reference.read(disk.file_of(key).read_bytes())
+        assert fields["key"] == key
+        assert fields["layout"] == sha256(BLOCK.to_blob()).digest()
+        assert (fields["tokens"], fields["layers"]) == (BLOCK.block_tokens, BLOCK.num_layers)
+        for layer, found in enumerate(layers):
+            assert found == pattern(key, layer, BLOCK.layer_shape(layer, BLOCK.block_tokens)).tobytes()
+
+
+def test_fsck_agrees(rig, capsys):  # noqa: F811
+    disk = rig()
+    keys = disk.put_on_disk(4)
+    assert main(["fsck", str(disk.directory)]) == Exit.DONE
+    assert "4 blocks" in capsys.readouterr().out
+    assert main(["fsck", "--repair", str(disk.directory)]) == Exit.REFUSED
+    assert "in use" in capsys.readouterr().err
+    disk.daemon.stop()
+    path = disk.file_of(keys[0])
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert main(["fsck", "--repair", str(disk.directory)]) == Exit.DONE
+    disk.restart(memory_too=True)
+    disk.settled()
+    assert disk.load(keys) == [False, True, True, True]
