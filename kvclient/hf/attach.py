@@ -29,6 +29,7 @@ from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
 from kvclient.hf.inside import examine_interior
 from kvclient.hf.memory import Memory
+from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
@@ -126,6 +127,7 @@ class Attachment:
         self._model: torch.nn.Module | None = model
         self._totals = Totals()
         self._memory = Memory()
+        self._pace = Pace()
         self._local = threading.local()
         self._lock = threading.Lock()
         self._examine(model)
@@ -309,7 +311,7 @@ class Attachment:
         own = (self.client, subject, dataclasses.replace(self._options, publish_tokens=publish_tokens))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
-            client, subject, options, self._make_chain, self._memory,
+            client, subject, options, self._make_chain, self._memory, self._pace,
             not no_read, not no_write, self.padded, started,
         )  # fmt: skip
         args, kwargs = with_criterion(args, kwargs, TokenSeen(request))

@@ -20,7 +20,10 @@ from kvclient.blocks.runs import common_length
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
 from kvclient.hf.form import Form
+from kvclient.hf.pace import Pace
 from kvclient.hf.prompt import Group
+
+RESIDENT, ON_DISK = 2, 3  # a look-up's states
 
 
 class Lost(Exception):
@@ -49,6 +52,7 @@ class Found:
     views: list[Any] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)  # what to release
     pending: set[int] = field(default_factory=set)  # indices of views that were still being written
+    disk_tokens: int = 0  # of the views: what this request had loaded
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
 
@@ -61,8 +65,30 @@ class Found:
         start = len(self.views)
         if start >= stop:
             return
+        self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
+
+    def extend_from_disk(self, client: Any, follow: bool, pace: Pace, block_bytes: int) -> bool:
+        """Has what lies on disk behind the last block loaded, and takes it, if that is sooner than computing
+        it. False if it was not."""
+        start, size = len(self.views), self.chain.block_tokens
+        if self.pending or start == len(self.chain):
+            return True
+        states = client.lookup(self.chain[start:]).states
+        count = next((i for i, state in enumerate(states) if state not in (RESIDENT, ON_DISK)), len(states))
+        on_disk = states[:count].count(ON_DISK)
+        if not on_disk:
+            return True
+        wait_s = pace.patience_s(client, count * size, on_disk * block_bytes)
+        if wait_s == 0:
+            return False
+        stop = start + count
+        self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
+        taken = len(self.views) - start
+        self.disk_tokens += size * states[:taken].count(ON_DISK)
+        return True
+
+    def _take(self, blocks: Any, start: int, stop: int) -> None:
         self.part, self.part_tokens = None, 0
-        blocks = client.get(self.chain[start:stop], follow=follow)
         self.handles.append(blocks)
         for offset in range(stop - start):
             try:

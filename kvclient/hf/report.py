@@ -36,6 +36,7 @@ class Report:
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
     not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
+    disk_refused: int = 0  # rows whose blocks on disk were not waited for: computing them was sooner
 
 
 class Totals:
@@ -43,7 +44,7 @@ class Totals:
 
     _SUMMED = (
         "prompt_tokens", "reused_tokens", "approximate_tokens", "recomputed_tokens", "followed_tokens",
-        "published_blocks", "followed_lost", "no_space",
+        "published_blocks", "followed_lost", "no_space", "disk_refused",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 

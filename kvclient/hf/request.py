@@ -24,6 +24,7 @@ from kvclient.hf.blend import Blend, BlendLayer, Interior
 from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
 from kvclient.hf.form import Form
 from kvclient.hf.memory import Memory
+from kvclient.hf.pace import Pace
 from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
@@ -61,7 +62,7 @@ class Request:
 
     def __init__(
         self, client: Any, subject: Subject, options: Options, make_chain: Callable[..., Any], memory: Memory,
-        read: bool, write: bool, padded: bool, started: float,
+        pace: Pace, read: bool, write: bool, padded: bool, started: float,
     ) -> None:  # fmt: skip
         self.report = Report()
         self._client, self._subject, self._options, self._make_chain = client, subject, options, make_chain
@@ -69,6 +70,7 @@ class Request:
         if write and not self._write:
             self.report.write_bypassed = "not_permitted"
         self._memory = memory
+        self._pace = pace
         self._padded = padded
         self._started = started
         self._clock = Clock()
@@ -178,6 +180,8 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
+                if not one.extend_from_disk(self._client, follow, self._pace, self._subject.form.layout(self._options.block_tokens).block_bytes()):
+                    self.report.disk_refused += 1
             if read and subject.interior is not None:
                 one.extend_part(self._client)
             inside = self._search(one, config) if read else []
@@ -306,11 +310,15 @@ class Request:
         report.load_s, report.wait_s = clock.load_s, clock.wait_s
         report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
         if self._prefix is not None:
-            report.reused_tokens = report.reused_by_tier["shm"] = self._prefix.tokens
+            report.reused_tokens = self._prefix.tokens
+            from_disk = min(self._prefix.tokens, sum(f.disk_tokens * len(f.group.rows) for f in self._found))
+            report.reused_by_tier.update(shm=self._prefix.tokens - from_disk, disk=from_disk)
             report.followed_tokens = self._prefix.followed_tokens
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
+        else:
+            self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
             self._generated = False  # what follows approximate tokens is nobody's prefix
         for one in self._found:
             one.release()

@@ -363,6 +363,7 @@ class Store {
   uint64_t created_ = 0, quarantined_ = 0;
   uint32_t next_session_ = 1;
   uint32_t scrub_at_ = 0;
+  uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
   bool draining_ = false;
   uint64_t use_tick_ns_ = 0;  // the moment use_value_ was computed for
   double use_value_ = 1;

@@ -1,6 +1,8 @@
 // Bytes copied in and out for those without shared memory, and the checksums' upkeep. A read in flight counts as a pin; the pool
 // is touched only through Pool::read and Pool::write, which answer false where a client has truncated it.
 
+#include <time.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -13,7 +15,8 @@
 namespace kv {
 namespace {
 constexpr uint64_t kPiece = 1ull << 20;
-}
+constexpr uint64_t kSuspectBytesPerS = 64ull << 20;
+}  // namespace
 
 // Holds a block against reuse while the daemon itself reads it, outside the lock.
 class Store::Reading {
@@ -215,13 +218,19 @@ ScrubResult Store::scrub(uint64_t limit_bytes) {
   return result;
 }
 
-// A client found a block's checksums wrong. It is not believed: this looks itself.
+// A client found a block's checksums wrong. It is not believed: this looks itself. At most so many bytes a second, because it is
+// the session thread that looks, and others wait for it; what is more is left to `scrub`.
 bool Store::drop_if_corrupt(const Key& key) {
   Lock lock = enter();
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent || control(record).state() != State::Sealed || !(control(record).flags() & kFlagChecksummed))
     return false;
-  return verify_one(lock, record).corrupt;
+  const auto second = static_cast<uint64_t>(::time(nullptr));
+  if (std::exchange(suspects_second_, second) != second) suspects_bytes_ = 0;
+  if (suspects_bytes_ > kSuspectBytesPerS) return false;
+  const Verdict verdict = verify_one(lock, record);
+  suspects_bytes_ += verdict.bytes;
+  return verdict.corrupt;
 }
 
 }  // namespace kv

@@ -145,7 +145,7 @@ class DiskTier final : public LowerTier {
   bool begin_data(Load& load);
   void plan_steps(Load& load, const Layout& layout);
   void verify_ready(Load& load);
-  bool finish_data(Load& load);
+  void finish_data(Load& load);
   void end_load(Load& load, Outcome outcome);
 
   // tier_write.cc

@@ -107,7 +107,8 @@ void DiskTier::load_step_done(Step& step) {
     verify_ready(load);
   }
   if (load.in_flight) return;
-  end_load(load, load.wrong == Outcome::Loaded && !finish_data(load) ? Outcome::Corrupt : load.wrong);
+  if (load.wrong == Outcome::Loaded) finish_data(load);
+  end_load(load, load.wrong);
 }
 
 // Believes the header, or says in load.wrong why not.
@@ -155,64 +156,72 @@ bool DiskTier::begin_data(Load& load) {
   return true;
 }
 
-// Pieces of whole pages, each up to the end of a layer and a little beyond, in the order of the layers.
+// What is behind the layers first: who follows the block wants its token ids before its first layer. Then pieces of whole pages,
+// each up to the end of a layer and a little beyond, in the order of the layers.
 void DiskTier::plan_steps(Load& load, const Layout& layout) {
+  const uint64_t tail = layout.layers_bytes(load.tokens) / kPageBytes * kPageBytes;
   const uint64_t piece = std::max(kPieceBytes, load.extent.length / kMostPieces);
+  auto add = [&](uint64_t from, uint64_t to, uint32_t first, uint32_t end) {
+    Step& step = load.steps.emplace_back();
+    step.load = &load;
+    step.first_layer = first, step.end_layer = end;
+    step.transfer.fd = load.fd;
+    step.transfer.offset = kBlockFileHeaderBytes + from;
+    step.transfer.parts[0] = {pool_.data() + load.extent.offset + from, to - from};
+    step.transfer.count = 1;
+    load.in_flight += 1;
+  };
+  if (load.extent.length < 2 * piece) return add(0, load.extent.length, 0, layout.num_layers());
+  add(tail, load.extent.length, 0, 0);
+  const uint64_t layers_end = round_up(layout.layers_bytes(load.tokens), kPageBytes);
   uint64_t at = 0;
-  uint32_t layer = 0;
-  while (at < load.extent.length) {
+  for (uint32_t layer = 0; layer < layout.num_layers();) {
     const uint32_t first = layer;
     uint64_t end = at;
     while (layer < layout.num_layers() && end - at < piece)
       end = round_up(layout.layer_offset(layer, load.tokens) + layout.layer_bytes(layer, load.tokens), kPageBytes), ++layer;
-    if (layer == layout.num_layers() || load.extent.length - end < piece / 2)
-      end = load.extent.length, layer = layout.num_layers();
-    Step& step = load.steps.emplace_back();
-    step.load = &load;
-    step.first_layer = first, step.end_layer = layer;
-    step.transfer.fd = load.fd;
-    step.transfer.offset = kBlockFileHeaderBytes + at;
-    step.transfer.parts[0] = {pool_.data() + load.extent.offset + at, end - at};
-    step.transfer.count = 1;
-    load.in_flight += 1;
+    if (layers_end - end < piece / 2) end = layers_end, layer = layout.num_layers();
+    add(at, end, first, layer);
     at = end;
   }
 }
 
+// Layers that are there with all before them, and with what is behind the layers.
 void DiskTier::verify_ready(Load& load) {
   const std::byte* block = pool_.data() + load.extent.offset;
+  const Layout& layout = load.layout->layout;
   const uint32_t before = load.layers_verified;
   for (const Step& step : load.steps) {
     if (!step.done) break;
     for (; load.layers_verified < step.end_layer; ++load.layers_verified)
-      if (!layer_matches(*load.header, load.layers_verified,
-                         block + load.layout->layout.layer_offset(load.layers_verified, load.tokens))) {
-        load.wrong = Outcome::Corrupt;
-        return;
-      }
+      if (!layer_matches(*load.header, load.layers_verified, block + layout.layer_offset(load.layers_verified, load.tokens)))
+        return (void)(load.wrong = Outcome::Corrupt);
+    const bool tail_is_there = &step != &load.steps.front();  // the header's step is the first, the tail is in the second
+    if (tail_is_there && !load.tail_verified &&
+        !(load.tail_verified = tail_matches(*load.header, block + layout.layers_bytes(load.tokens))))
+      return (void)(load.wrong = Outcome::Corrupt);
   }
+  if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);  // a client cut the pool under us
   if (load.layers_verified > before) store_.mark_layer(load.handle, load.layers_verified);
 }
 
-// All layers are there and verified: what is behind them as well, then the block is sealed.
-bool DiskTier::finish_data(Load& load) {
+// All is there and verified: the checksums that the header has go where a client looks for them, and the block is sealed.
+void DiskTier::finish_data(Load& load) {
   const Layout& layout = load.layout->layout;
   std::byte* block = pool_.data() + load.extent.offset;
-  if (!tail_matches(*load.header, block + layout.layers_bytes(load.tokens)) || pool_hit_.load()) return false;
+  KV_INVARIANT(load.tail_verified && load.layers_verified == layout.num_layers());
   std::memcpy(block + layout.checksums_offset(load.tokens), load.header->layer_checksums, 4 * layout.num_layers());
   {
     std::lock_guard lock(mutex_);
-    if (cancelled_.contains(load.key)) return load.wrong = Outcome::Cancelled, true;
+    if (cancelled_.contains(load.key)) return (void)(load.wrong = Outcome::Cancelled);
     if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = realtime_s();
   }
   const Seal seal{load.handle, true};
   store_.seal(owner_, {&seal, 1});
   load.created = false;
-  return true;
 }
 
 void DiskTier::end_load(Load& load, Outcome outcome) {
-  if (outcome == Outcome::Loaded) outcome = load.wrong;
   if (load.fd >= 0) places_[load.directory].at.files->close(load.fd);
   const bool gone = outcome == Outcome::Corrupt || outcome == Outcome::Expired || outcome == Outcome::Missing;
   bool cancelled;

@@ -25,6 +25,7 @@ struct DiskTier::Load {
   std::list<Step> steps;
   uint32_t in_flight = 0;
   uint32_t layers_verified = 0;
+  bool tail_verified = false;       // what is behind the layers
   Outcome wrong = Outcome::Loaded;  // what the first thing that went wrong makes of it
 };
 

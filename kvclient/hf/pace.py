@@ -1,0 +1,44 @@
+"""Whether to wait for the disk or to compute: what prefill takes here, against what the daemon says a load
+would take.
+
+Owns the measured speed of prefill, one number per attachment, shared by its threads. Never loads anything.
+Invariant: what was never measured is no reason to refuse; the first load and the first prefill measure both.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+MIN_TOKENS = 32  # a prefill of fewer says little about speed
+WEIGHT = 0.3  # of the newest measurement
+UNMEASURED_WAIT_S = 2.0  # the longest wait for a load while nothing is known about prefill
+
+
+class Pace:
+    """Seconds of prefill per token, as a moving average."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token_s: float | None = None
+
+    def note(self, tokens: int, prefill_s: float) -> None:
+        """So many tokens were computed in so many seconds."""
+        if tokens < MIN_TOKENS or prefill_s <= 0:
+            return
+        with self._lock:
+            new = prefill_s / tokens
+            self._token_s = new if self._token_s is None else self._token_s + WEIGHT * (new - self._token_s)
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """What computing so many tokens would take; None: nothing was computed yet."""
+        return None if self._token_s is None else self._token_s * tokens
+
+    def patience_s(self, client: Any, tokens: int, length_bytes: int) -> float:
+        """How long to wait for blocks of so many tokens and bytes to come from disk. 0: computing them is
+        sooner."""
+        compute_s = self.prefill_s(tokens)
+        load_s = client.load_estimate_s(length_bytes)
+        if compute_s is None:
+            return UNMEASURED_WAIT_S
+        return 0.0 if load_s is not None and load_s >= compute_s else compute_s

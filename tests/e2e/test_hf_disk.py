@@ -1,0 +1,108 @@
+"""kvclient.hf and the disk tier: a prompt's blocks come from disk if that is sooner than computing them.
+
+Tiny random models. What is sooner is decided by two measured numbers; the tests set one of them, and no test
+depends on how fast this machine is.
+"""
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.hf.pace import UNMEASURED_WAIT_S, Pace
+from tests.e2e.test_disk_tier import files
+from tests.engines.zoo import build, generate, prompt
+
+BLOCK = 16
+
+
+@pytest.fixture
+def served(daemon, tmp_path):
+    return daemon(
+        memory="16MiB",
+        args=(
+            *("--disk", str(tmp_path / "blocks"), "--disk-quota", "1GiB", "--disk-write-priority", "0"),
+            "--fresh",
+        ),
+    )
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A tiny model computes its prompt in a millisecond: nobody would wait for a disk on a busy machine."""
+    monkeypatch.setattr(Pace, "patience_s", lambda self, client, tokens, length_bytes: 30.0)
+
+
+@pytest.fixture
+def model():
+    model = build("llama")
+    kvclient.hf.self_test(model)
+    return model
+
+
+def test_a_prompt_comes_back_from_disk_after_a_cold_restart(served, model, patient, wait_until, tmp_path):
+    ids = prompt(70)
+    plain, *_ = generate(model, ids)
+    with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
+        served.restart()
+        wait_until(lambda: client.stats()["on_disk"] == 4, "the directory is indexed")
+        tokens, *_ = generate(model, ids)
+        assert torch.equal(tokens, plain)
+        assert kv.last.reused_tokens == kv.last.reused_by_tier["disk"] == 64
+        assert kv.last.reused_by_tier["shm"] == 0
+        tokens, *_ = generate(model, ids)
+        assert torch.equal(tokens, plain)
+        assert kv.last.reused_by_tier == {"shm": 64, "disk": 0, "peer": 0}
+
+
+def test_a_load_that_is_slower_than_prefill_is_not_taken(served, model, wait_until, tmp_path, monkeypatch):
+    ids = prompt(70)
+    with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        plain, *_ = generate(model, ids)
+        wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
+        served.restart()
+        monkeypatch.setattr(Pace, "prefill_s", lambda self, tokens: 1e-9)
+        monkeypatch.setattr(type(client), "load_estimate_s", lambda self, length_bytes: 1.0)
+        tokens, *_ = generate(model, ids)
+        assert torch.equal(tokens, plain)
+        assert kv.last.disk_refused == 1
+        assert kv.last.reused_tokens == 0
+
+
+def test_blocks_that_vanished_from_disk_are_computed(served, model, patient, wait_until, tmp_path):
+    ids = prompt(70)
+    plain, *_ = generate(model, ids)
+    with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
+        served.restart()
+        wait_until(lambda: client.stats()["on_disk"] == 4, "the directory is indexed")
+        first, second, *_ = files(tmp_path)
+        first.write_bytes(first.read_bytes()[:-100])
+        second.unlink()
+        tokens, *_ = generate(model, ids)
+        assert torch.equal(tokens, plain)
+        assert kv.last.reused_tokens < 64
+
+
+def test_pace_measures_prefill():
+    class Client:
+        estimate = None
+
+        def load_estimate_s(self, length_bytes):
+            return self.estimate
+
+    pace, client = Pace(), Client()
+    assert pace.patience_s(client, 1000, 1 << 20) == UNMEASURED_WAIT_S
+    pace.note(100, 1.0)
+    assert pace.patience_s(client, 1000, 1 << 20) == pytest.approx(10)  # the daemon has loaded nothing yet
+    client.estimate = 11.0
+    assert pace.patience_s(client, 1000, 1 << 20) == 0
+    client.estimate = 9.0
+    assert pace.patience_s(client, 1000, 1 << 20) == pytest.approx(10)
+    pace.note(100, 0.1)
+    assert pace.prefill_s(100) == pytest.approx(0.73)
+    pace.note(3, 100.0)  # too few to say anything
+    assert pace.prefill_s(100) == pytest.approx(0.73)
