@@ -180,7 +180,8 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
-                if not one.extend_from_disk(self._client, follow, self._pace, self._subject.form.layout(self._options.block_tokens).block_bytes()):
+                block_bytes = subject.form.layout(options.block_tokens).block_bytes()
+                if not one.extend_from_disk(self._client, follow, self._pace, block_bytes):
                     self.report.disk_refused += 1
             if read and subject.interior is not None:
                 one.extend_part(self._client)
