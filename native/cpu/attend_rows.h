@@ -42,7 +42,7 @@ struct Ahead {
   uint32_t each;
 
   void step() {
-    for (uint32_t i = 0; i < each; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    for (uint32_t i = 0; i < each; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
   }
 };
 
@@ -62,6 +62,15 @@ inline Ahead ahead_of(const Tile& tile, bool values, uint32_t bytes, uint32_t st
   const uint32_t lines = static_cast<uint32_t>((left < kTile ? left : kTile) * token_stride / 64);
   return {static_cast<const char*>(at(values ? s->v : s->k, tile.kv_head * head_stride + tile.next_start * token_stride)),
           (lines + steps - 1) / steps};
+}
+
+// `count` rows of keys or values from `token` of the tile on; behind the tile's last one `beyond`, or that last one again.
+inline void rows_from(const Tile& tile, bool values, uint32_t token, uint32_t count, const uint8_t* beyond, const uint8_t** row) {
+  const int64_t stride = values ? tile.segment->v_token_stride : tile.segment->k_token_stride;
+  const uint8_t* at_row = values ? value_row(tile, token) : key_row(tile, token);
+  const uint32_t there = tile.count - token < count ? tile.count - token : count;
+  for (uint32_t i = 0; i < there; ++i, at_row += stride) row[i] = at_row;
+  for (uint32_t i = there; i < count; ++i) row[i] = beyond != nullptr ? beyond : row[there - 1];
 }
 
 inline bool quantised(uint32_t codec) { return codec == KVK_INT8 || codec == KVK_INT4; }

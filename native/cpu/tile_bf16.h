@@ -95,7 +95,7 @@ inline void scores_bf16(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
   const uint32_t columns = round_up(tile.count, 16), depth = (head_dim + 1) / 2;
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
   const uint8_t* row[kTile];
-  for (uint32_t t = 0; t < columns; ++t) row[t] = key_row(tile, t < tile.count ? t : tile.count - 1);
+  rows_from(tile, false, 0, columns, nullptr, row);
   for (uint32_t t = 0; t < columns; t += 16) {
     transpose(row + t, 2 * head_dim, keys + t, kTile);
   }
@@ -109,16 +109,17 @@ inline void scores_bf16(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
 // quarters of a register, leaves the channels in order.
 inline void pack_values_bf16(const Tile& tile, uint32_t head_dim, uint32_t width, uint32_t* out) {
   const __m512i places = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  alignas(64) static constexpr uint8_t kNothing[2 * KVK_MAX_HEAD_DIM] = {};
   for (uint32_t t = 0; t < tile.count; t += 2, out += width) {
-    const uint8_t *one = value_row(tile, t), *other = value_row(tile, t + 1 < tile.count ? t + 1 : t);
-    const bool alone = t + 1 == tile.count;
+    const uint8_t* row[2];
+    rows_from(tile, true, t, 2, kNothing, row);
     for (uint32_t i = 0; i < head_dim; i += 32) {
       const uint32_t left = head_dim - i;
       const __mmask32 read = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-      const __m512i a = _mm512_permutexvar_epi64(places, _mm512_maskz_loadu_epi16(read, one + 2 * i));
-      const __m512i b = _mm512_permutexvar_epi64(places, _mm512_maskz_loadu_epi16(alone ? 0 : read, other + 2 * i));
+      const __m512i a = _mm512_permutexvar_epi64(places, _mm512_maskz_loadu_epi16(read, row[0] + 2 * i));
+      const __m512i b = _mm512_permutexvar_epi64(places, _mm512_maskz_loadu_epi16(read, row[1] + 2 * i));
       _mm512_store_si512(out + i, _mm512_unpacklo_epi16(a, b));
-      if (i + 16 < width) _mm512_store_si512(out + i + 16, _mm512_unpackhi_epi16(a, b));
+      if (left > 16) _mm512_store_si512(out + i + 16, _mm512_unpackhi_epi16(a, b));
     }
   }
 }

@@ -60,28 +60,33 @@ template <uint32_t kHigh, bool kAdd>
 inline void multiply_codes_rows(const uint8_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                 const float* step, const float* shift, float* out, uint32_t out_stride, uint32_t columns,
                                 Ahead& ahead) {
-  constexpr uint32_t kWide = kHigh <= 2 ? 4 : 2;
+  constexpr uint32_t kWide = kHigh <= 2 ? 4 : 2;  // what the registers hold
   uint32_t j = 0;
-  for (; j + kWide * 16 <= columns; j += kWide * 16)
+  for (; j + 16 * kWide <= columns; j += 16 * kWide)
     multiply_codes_panel<kHigh, kWide, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
   for (; j < columns; j += 16)
     multiply_codes_panel<kHigh, 1, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+}
+
+inline uint32_t rows_at_once(uint32_t left) { return left == 3 ? 3 : left == 1 ? 1 : 2; }
+
+inline uint32_t code_steps(uint32_t rows, uint32_t depth, uint32_t columns) {
+  return (rows + 1) / 2 * ((columns + 63) / 64) * depth;
 }
 
 template <bool kAdd>
 inline void multiply_codes(const uint8_t* a, uint32_t a_stride, uint32_t rows, const uint32_t* b, uint32_t b_stride,
                            uint32_t depth, const float* step, const float* shift, float* out, uint32_t out_stride,
                            uint32_t columns, Ahead ahead) {
-  uint32_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    multiply_codes_rows<4, kAdd>(a + 2 * r * a_stride, a_stride, b, b_stride, depth, step + r, shift + r, out + r * out_stride,
-                                 out_stride, columns, ahead);
-  a += 2 * r * a_stride, step += r, shift += r, out += r * out_stride;
-  switch (rows - r) {
-    case 3: return multiply_codes_rows<3, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
-    case 2: return multiply_codes_rows<2, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
-    case 1: return multiply_codes_rows<1, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
-    default: return;
+  for (uint32_t r = 0; r < rows;) {
+    const uint32_t high = rows_at_once(rows - r);
+    if (high == 3)
+      multiply_codes_rows<3, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
+    else if (high == 2)
+      multiply_codes_rows<2, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
+    else
+      multiply_codes_rows<1, kAdd>(a, a_stride, b, b_stride, depth, step, shift, out, out_stride, columns, ahead);
+    r += high, a += 2 * high * a_stride, step += high, shift += high, out += high * out_stride;
   }
 }
 
@@ -162,24 +167,24 @@ inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     }
     for (uint32_t t = done; t < stop; t += 16) {
       const uint8_t* row[16];
-      for (uint32_t i = 0; i < 16; ++i) row[i] = key_row(tile, t + i < tile.count ? t + i : tile.count - 1);
+      rows_from(tile, false, t, 16, nullptr, row);
       transpose(row, bytes, keys + t, kTile);
       if (segment.codec == KVK_INT4) spread_columns((bytes + 3) / 4, t, keys);
     }
     const uint32_t columns = round_up(stop - done, 16);
     multiply_codes<false>(s.query, width, rows, keys + done, kTile, depth, s.step, s.shift, s.scores + done, kTile, columns,
-                          ahead_of(tile, false, bytes, steps_of(rows, depth, tile.count, 4, 32)));
+                          ahead_of(tile, false, bytes, code_steps(rows, depth, tile.count)));
     done = stop;
   }
 }
 
 // 64 channels of a token as bytes, put where unpacking, which works inside quarters of a register, leaves them in order.
-inline __m512i value_codes(const uint8_t* row, uint32_t codec, uint32_t start, uint32_t head_dim, bool there) {
+template <uint32_t kCodec>
+inline __m512i value_codes(const uint8_t* row, uint32_t start, uint32_t left) {
   const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const uint32_t left = there ? head_dim - start : 0;
-  if (codec == KVK_INT8) {
-    const __mmask64 read = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
-    return _mm512_permutexvar_epi32(places, _mm512_maskz_loadu_epi8(read, row + start));
+  if (kCodec == KVK_INT8) {
+    if (left >= 64) return _mm512_permutexvar_epi32(places, _mm512_loadu_si512(row + start));
+    return _mm512_permutexvar_epi32(places, _mm512_maskz_loadu_epi8((__mmask64{1} << left) - 1, row + start));
   }
   const __mmask32 read = left >= 64 ? ~__mmask32{0} : (__mmask32{1} << left / 2) - 1;
   const __m512i wide = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(read, row + start / 2));
@@ -187,22 +192,23 @@ inline __m512i value_codes(const uint8_t* row, uint32_t codec, uint32_t start, u
   return _mm512_permutexvar_epi32(places, bytes);
 }
 
-// Four tokens' codes beside each other, [count / 4][width] of four bytes.
+// Four tokens' codes beside each other, [count / 4][width] of four bytes. A token behind the last counts as 0.
+template <uint32_t kCodec>
 inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width, uint32_t* out) {
+  alignas(64) static constexpr uint8_t kNothing[KVK_MAX_HEAD_DIM] = {};
   for (uint32_t t = 0; t < tile.count; t += 4, out += width) {
+    const uint8_t* row[4];
+    rows_from(tile, true, t, 4, kNothing, row);
     for (uint32_t i = 0; i < head_dim; i += 64) {
-      __m512i row[4];
-#pragma GCC unroll 4
-      for (uint32_t j = 0; j < 4; ++j) {
-        const bool there = t + j < tile.count;
-        row[j] = value_codes(value_row(tile, there ? t + j : t), tile.segment->codec, i, head_dim, there);
-      }
-      const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), low2 = _mm512_unpacklo_epi8(row[2], row[3]);
-      const __m512i high = _mm512_unpackhi_epi8(row[0], row[1]), high2 = _mm512_unpackhi_epi8(row[2], row[3]);
+      const uint32_t left = head_dim - i;
+      const __m512i a = value_codes<kCodec>(row[0], i, left), b = value_codes<kCodec>(row[1], i, left);
+      const __m512i c = value_codes<kCodec>(row[2], i, left), d = value_codes<kCodec>(row[3], i, left);
+      const __m512i low = _mm512_unpacklo_epi8(a, b), low2 = _mm512_unpacklo_epi8(c, d);
+      const __m512i high = _mm512_unpackhi_epi8(a, b), high2 = _mm512_unpackhi_epi8(c, d);
       _mm512_store_si512(out + i, _mm512_unpacklo_epi16(low, low2));
-      if (i + 16 < width) _mm512_store_si512(out + i + 16, _mm512_unpackhi_epi16(low, low2));
-      if (i + 32 < width) _mm512_store_si512(out + i + 32, _mm512_unpacklo_epi16(high, high2));
-      if (i + 48 < width) _mm512_store_si512(out + i + 48, _mm512_unpackhi_epi16(high, high2));
+      if (left > 16) _mm512_store_si512(out + i + 16, _mm512_unpackhi_epi16(low, low2));
+      if (left > 32) _mm512_store_si512(out + i + 32, _mm512_unpacklo_epi16(high, high2));
+      if (left > 48) _mm512_store_si512(out + i + 48, _mm512_unpackhi_epi16(high, high2));
     }
   }
 }
@@ -229,10 +235,13 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
               step + r, shift + r);
   }
   auto* values = reinterpret_cast<uint32_t*>(s.values);
-  pack_values_vnni(tile, head_dim, width, values);
-  multiply_codes<true>(s.weight, kTile, rows, values, width, (tile.count + 3) / 4, step, shift, s.sum, width, width,
-                       ahead_of(tile, true, segment.codec == KVK_INT8 ? head_dim : head_dim / 2,
-                                steps_of(rows, (tile.count + 3) / 4, width, 4, 32)));
+  if (segment.codec == KVK_INT8)
+    pack_values_vnni<KVK_INT8>(tile, head_dim, width, values);
+  else
+    pack_values_vnni<KVK_INT4>(tile, head_dim, width, values);
+  multiply_codes<true>(
+      s.weight, kTile, rows, values, width, (tile.count + 3) / 4, step, shift, s.sum, width, width,
+      ahead_of(tile, true, segment.codec == KVK_INT8 ? head_dim : head_dim / 2, code_steps(rows, (tile.count + 3) / 4, width)));
 }
 
 }  // namespace

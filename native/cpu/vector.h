@@ -99,8 +99,13 @@ inline void transpose(const uint8_t* const* rows, uint32_t bytes, uint32_t* out,
     const uint32_t left = bytes - start;
     const __mmask64 read = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
     __m512i a[16], b[16];
+    if (left >= 64) {
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi8(read, rows[i] + start);
+      for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + start);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi8(read, rows[i] + start);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
       b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
