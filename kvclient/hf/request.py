@@ -318,9 +318,9 @@ class Request:
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
+            self._generated = False  # what follows approximate tokens is nobody's prefix
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
-            self._generated = False  # what follows approximate tokens is nobody's prefix
         for one in self._found:
             one.release()
         self._release_plan()

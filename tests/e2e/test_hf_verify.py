@@ -67,13 +67,13 @@ def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
 def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
     from kvclient.hf import prefix
 
-    honest = prefix.Prefix._load
+    honest = prefix.Prefix.load
 
-    def wrong(self, found, layer, storage):
-        honest(self, found, layer, storage)
+    def wrong(self, layer, storage):
+        honest(self, layer, storage)
         storage[1, :, :, 5] += 1
 
-    monkeypatch.setattr(prefix.Prefix, "_load", wrong)
+    monkeypatch.setattr(prefix.Prefix, "load", wrong)
     assert not kv.verify(PROMPTS)["prefix"].passed
 
 
