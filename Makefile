@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases bench bench-reuse lint format asan fuzz clean native
+.PHONY: help build demo model test test-all releases bench bench-kernels bench-reuse lint format asan fuzz clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -99,6 +99,10 @@ releases: model ## kvclient.hf under the oldest and the newest transformers 5 (d
 
 bench: model ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
+
+bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
+	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json
+	@$(PY) -m bench.in_place_ttft --json bench/out/in_place_ttft.json
 
 bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate(), with SmolLM2 (10 minutes)
 	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json

@@ -83,11 +83,11 @@ def load(dtype: str):
 class Contenders:
     """The four ways to a first token. Each answers (CPU seconds, wall seconds, token)."""
 
-    def __init__(self, model, client) -> None:
+    def __init__(self, model, client, **options) -> None:
         import kvclient.hf
 
         self.model = model
-        self.kv = kvclient.hf.attach(model, client)
+        self.kv = kvclient.hf.attach(model, client, **options)
         self.plain = lambda *args, **given: type(model).generate(model, *args, **given)
 
     def hf(self, ids) -> tuple[float, float, int]:

@@ -1,0 +1,204 @@
+"""The CPU kernels beside torch: decode, append, prefill. `python -m bench.attention [--quick] [--json FILE]`
+
+All contenders of a row alternate within one process, on one thread; CPU time of that thread; medians over the
+rounds. Read bandwidth is a read-only reduction over as many bytes as the row's keys and values have, in the
+same rounds. Prints a table and, with --json, writes every number. Owns nothing that lasts; never judges: the
+reach stands beside the number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from bench.machine import describe, sentence
+from kvclient import kernels
+
+KV_HEADS, GROUP, HEAD_DIM, BLOCK = 8, 4, 128, 128
+CONTEXT = 16_384
+FORMS = {  # bits and tokens that share a scale of K
+    "bf16": (0, 0), "int8 g128": (8, 128), "int8 g32": (8, 32), "int4 g128": (4, 128), "int4 g32": (4, 32),
+}  # fmt: skip
+REACH = {"bf16": (3, 1.3), "int8": (6, 2.5), "int4": (6, 3.5)}  # times HF's default, times torch's best
+Timed = dict[str, Callable[[], object]]
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+class Problem:
+    """bf16 keys and values of `context` tokens, and `tokens` queries behind them."""
+
+    def __init__(self, tokens: int, context: int, kv_heads: int = KV_HEADS) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> np.ndarray:
+            return (
+                torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+                .view(torch.int16)
+                .numpy()
+                .view(np.uint16)
+            )
+
+        self.keys, self.values = (noise(kv_heads, context, HEAD_DIM) for _ in range(2))
+        self.q = noise(1, kv_heads * GROUP, tokens, HEAD_DIM)
+        self.position = np.arange(context - tokens, context, dtype=np.int64)[None]
+        self.torch_q, self.torch_k, self.torch_v = (
+            as_torch(self.q), as_torch(self.keys)[None], as_torch(self.values)[None],
+        )  # fmt: skip
+
+    def segments(self, stop: int, bits: int = 0, group: int = 128) -> tuple[list[kernels.Segment], int]:
+        """Blocks of 128 tokens, each in memory of its own as in the pool; and their bytes."""
+        parts, size = [], 0
+        for start in range(0, stop, BLOCK):
+            k, v = (np.ascontiguousarray(x[:, start : start + BLOCK]) for x in (self.keys, self.values))
+            if bits:
+                k, v = kernels.quantise(k, bits, group), kernels.quantise(v, bits, 0)
+            size += sum(x.codes.nbytes + x.scale.nbytes + x.zero.nbytes if bits else x.nbytes for x in (k, v))
+            parts.append(kernels.segment(k, v, start))
+        return parts, size
+
+    def ours(self, parts: list[kernels.Segment], tail: kernels.Segment | None = None) -> Callable[[], object]:
+        out = np.empty_like(self.q)
+        return kernels.prepare(self.q, self.position, [parts], HEAD_DIM**-0.5, tails=[tail], out=out).run
+
+
+def rounds(calls: Timed, count: int) -> dict[str, float]:
+    """Medians of thread CPU seconds, all calls alternating."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(count + 1):
+        for name, call in calls.items():
+            began = time.thread_time()
+            call()
+            if number:  # the first round warms up
+                taken[name].append(time.thread_time() - began)
+    return {name: median(times) for name, times in taken.items()}
+
+
+def reader(size: int) -> Callable[[], object]:
+    memory = torch.full((size // 8,), 3, dtype=torch.int64)
+    return memory.sum
+
+
+def decode(count: int) -> dict:
+    """One token over 16k: HF's default call, torch's best layout for it (packed GQA), and ours in place."""
+    problem = Problem(1, CONTEXT)
+    q, k, v = problem.torch_q, problem.torch_k, problem.torch_v
+    packed = q.view(1, KV_HEADS, GROUP, HEAD_DIM)
+    calls: Timed = {
+        "hf": lambda: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "torch best": lambda: functional.scaled_dot_product_attention(packed, k, v),
+    }
+    sizes = {}
+    for name, (bits, group) in FORMS.items():
+        parts, sizes[name] = problem.segments(CONTEXT, bits, group)
+        calls[name] = problem.ours(parts)
+        calls["read " + name] = reader(sizes[name])
+    return {"seconds": rounds(calls, count), "bytes": sizes}
+
+
+def append(count: int, tokens: int) -> dict:
+    """A hit's suffix: `tokens` over a 16k prefix in int8, in place; torch dequantises first and masks."""
+    problem = Problem(tokens, CONTEXT + tokens, 2)
+    parts, _ = problem.segments(CONTEXT, 8)
+    plain, _ = problem.segments(CONTEXT)
+    tail = kernels.segment(
+        np.ascontiguousarray(problem.keys[:, CONTEXT:]),
+        np.ascontiguousarray(problem.values[:, CONTEXT:]),
+        CONTEXT,
+    )
+    k, v = (x.repeat_interleave(GROUP, 1) for x in (problem.torch_k, problem.torch_v))
+    seen = torch.arange(CONTEXT + tokens) <= torch.arange(CONTEXT, CONTEXT + tokens)[:, None]
+
+    def dequantise() -> None:
+        for part in parts:
+            place = slice(part.struct.base_position, part.struct.base_position + BLOCK)
+            kernels.dequantise(part.alive[0], problem.keys[:, place])
+            kernels.dequantise(part.alive[1], problem.values[:, place])
+
+    def torch_after() -> None:
+        dequantise()
+        functional.scaled_dot_product_attention(problem.torch_q, k, v, seen[None, None])
+
+    calls = {"dequantise + torch": torch_after}
+    calls |= {"int8": problem.ours(parts, tail), "bf16": problem.ours(plain, tail)}
+    return {"seconds": rounds(calls, count)}
+
+
+def prefill(count: int, tokens: int) -> dict:
+    problem = Problem(tokens, tokens, 2)
+    k, v = (x.repeat_interleave(GROUP, 1) for x in (problem.torch_k, problem.torch_v))
+    call = functional.scaled_dot_product_attention
+    calls = {
+        "torch": lambda: call(problem.torch_q, k, v, is_causal=True),
+        "torch gqa": lambda: call(
+            problem.torch_q, problem.torch_k, problem.torch_v, is_causal=True, enable_gqa=True
+        ),
+        "bf16": problem.ours([kernels.segment(problem.keys, problem.values, 0)]),
+    }
+    return {"seconds": rounds(calls, count)}
+
+
+def table(results: dict) -> list[tuple[str, str, str]]:
+    """(what, reach, measured)."""
+    seconds, sizes = results["decode"]["seconds"], results["decode"]["bytes"]
+    rows = []
+    for name in FORMS:
+        default, best = REACH[name.split()[0]]
+        own, rate = seconds[name], sizes[name] / seconds[name] / 1e9
+        read = sizes[name] / seconds["read " + name] / 1e9
+        reach = f"≥ {default} × HF, ≥ {best} × torch's best" + ", ≥ 0.7 × read" * name.startswith("int8")
+        got = (
+            f"{own * 1e3:.2f} ms: {seconds['hf'] / own:.1f} × HF, {seconds['torch best'] / own:.1f} × torch's"
+        )
+        got += f" best, {rate:.1f} of {read:.1f} GB/s read ({rate / read:.2f} ×)"
+        rows.append((f"decode {name}, in place", reach, got))
+    for tokens, result in results["append"].items():
+        s = result["seconds"]
+        got = f"{s['int8'] * 1e3:.0f} ms: {s['dequantise + torch'] / s['int8']:.1f} ×"
+        got += f"; bf16 in place {s['bf16'] * 1e3:.0f} ms"
+        rows.append((f"append {tokens} over 16k, int8 in place", "≥ 1.5 × dequantise + SDPA", got))
+    for tokens, result in results["prefill"].items():
+        s = result["seconds"]
+        got = f"{s['bf16'] * 1e3:.0f} ms: {min(s['torch'], s['torch gqa']) / s['bf16']:.1f} ×"
+        rows.append((f"prefill {tokens}, bf16", "≥ 1.0 × torch SDPA", got))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    count = 3 if args.quick else 9
+    results = {"machine": describe(), "path": kernels.auto_path(), "decode": decode(count)}
+    results["append"] = {n: append(max(2, count // 3), n) for n in ((512,) if args.quick else (256, 2048))}
+    results["prefill"] = {
+        n: prefill(max(2, count // 2), n) for n in ((1024,) if args.quick else (1024, 4096))
+    }
+    print(f"{sentence(results['machine'])} Path {results['path']}.\n")
+    print("| what | reach | measured |\n|---|---|---|")
+    for row in table(results):
+        print("| " + " | ".join(row) + " |")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
