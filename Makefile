@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases bench bench-kernels bench-reuse lint format asan fuzz clean native
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -96,6 +96,10 @@ test-all: model ## also the slow tests and other releases of transformers
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
 	@$(PY) -m pytest -q -m engines tests/engines/test_releases.py
+
+MINUTES ?= 5
+soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
+	@$(PY) -m tests.soak --minutes $(MINUTES)
 
 bench: model ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench

@@ -59,7 +59,8 @@ def rig(daemon, tmp_path) -> Iterator[Callable[..., DiskRig]]:
     made: list[DiskRig] = []
 
     def make(faults: str = "", **options: Any) -> DiskRig:
-        made.append(DiskRig(daemon, tmp_path / "disk", faults, **options))
+        directory = options.pop("directory", None) or tmp_path / f"disk{len(made)}"
+        made.append(DiskRig(daemon, directory, faults, **options))
         return made[-1]
 
     yield make

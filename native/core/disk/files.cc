@@ -84,7 +84,11 @@ int RealFiles::open_read(const std::string& path, uint64_t* bytes) {
   constexpr int kFlags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW;
   int fd = open_beneath(path, kFlags | O_NOATIME | direct_);
   if (fd == -EPERM) fd = open_beneath(path, kFlags | direct_);  // only its owner may read a file without a trace
-  if (fd == -EINVAL && Fd(open_beneath(path, kFlags | O_DIRECTORY))) return -ENXIO;  // no direct I/O on a directory
+  if (fd == -EINVAL) {                                          // no direct I/O on a directory or a FIFO
+    struct stat other;
+    const Fd named(open_beneath(path, O_PATH | O_NOFOLLOW));
+    if (named && ::fstat(named.get(), &other) == 0 && !S_ISREG(other.st_mode)) return -ENXIO;
+  }
   if (fd < 0) return fd;
   struct stat about;
   const int problem = ::fstat(fd, &about) != 0 ? -errno : S_ISREG(about.st_mode) ? 0 : -ENXIO;

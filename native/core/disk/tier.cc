@@ -235,7 +235,8 @@ void DiskTier::submit_waiting() {
 void DiskTier::remove_file(const Key& key, uint8_t directory) {
   const int error = places_[directory].at.files->remove(path_of(key, fanout_));
   if (error == 0) removed_.fetch_add(1);
-  if (error != 0 && error != -ENOENT) {
+  if (error == -EISDIR) strays_ += 1;  // a directory has its name: not ours to remove, and no failure of the disk
+  if (error != 0 && error != -ENOENT && error != -EISDIR) {
     went_wrong(directory, -error, true, "removing a file");
     stubborn_.emplace_back(key, directory);
     return;

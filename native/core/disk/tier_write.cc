@@ -125,7 +125,7 @@ void DiskTier::write_done(Write& write) {
   }
   if (cancelled) return end_write(write, false);
   if (const int error = places_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
-    went_wrong(write.directory, -error, true, "naming a file");
+    if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");  // that name only is taken
     write_errors_ += 1;
     return end_write(write, false);
   }
