@@ -6,6 +6,7 @@ the daemon that wrote it and by the next one.
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,15 @@ TAIL = PAGE + LAYER_BYTES * BLOCK.num_layers
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["same daemon", "next daemon"])
 def test_every_damage_is_the_same_miss_every_time(rig, integrity, restarted):
-    """Peers' cases 3, 4 and 5, and the corruption matrix: header, layers, lengths, what is no file."""
+    """Peers' cases 3, 4 and 5: a page overwritten, a file cut, lengths that are absurd, what is no file. The
+    whole matrix, asked for once, is tests/hostile/test_disk_corruption.py."""
     kv = rig(quota="128MiB", args=("--log-level", "warning"))
-    size = None
     damaged: dict[str, bytes] = {}
     good = kv.put_on_disk(6)
     size = kv.file_of(good[0]).stat().st_size
-    damages = {**header_damages(), **data_damages(STARTS, TAIL, size), **SPECIAL}
+    every = {**header_damages(), **data_damages(STARTS, TAIL, size)}
+    damages = {name: do for name, do in every.items() if re.search("zeroed|^cut|huge|longer", name)} | SPECIAL
+    assert len(damages) > 30
     names = list(damages)
     for at in range(0, len(names), 12):
         part = names[at : at + 12]
@@ -79,22 +82,6 @@ def put_away(path: Path) -> None:
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
-
-
-def test_swapped_files(rig, integrity):
-    kv = rig()
-    keys = kv.put_on_disk(6)
-    kv.evict()
-    one, two = kv.file_of(keys[0]), kv.file_of(keys[1])
-    other = one.with_suffix(".other")
-    one.rename(other)
-    two.rename(one)
-    other.rename(two)
-    three, four = kv.file_of(keys[2]), kv.file_of(keys[3])
-    three.write_bytes(four.read_bytes())
-    assert kv.load(keys) == [False, False, False, True, True, True]
-    assert kv.load(keys) == [False, False, False, True, True, True]
-    kv.sound(integrity)
 
 
 def test_a_key_is_never_poisoned_by_a_crash_before_its_name(rig, integrity):
