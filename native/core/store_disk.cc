@@ -65,7 +65,8 @@ void Store::forget_wish(uint32_t record) {
 
 std::optional<WriteJob> Store::begin_write() {
   Lock lock = enter();
-  if (wishes_.empty()) return std::nullopt;
+  // What was deleted goes first: told later, the tier would take it for the deletion of a block put since.
+  if (wishes_.empty() || !deleted_.keys.empty() || deleted_.all) return std::nullopt;
   const uint32_t record = std::prev(wishes_.end())->second;
   wishes_.erase(std::prev(wishes_.end()));
   const Control now = control(record);

@@ -140,7 +140,7 @@ DiskTier::Stats DiskTier::stats() {
   s.quota_bytes = quota_bytes_;
   s.loads_waiting = queue_.size();
   s.loads_in_flight = loading_.size();
-  s.writes_in_flight = writing_.size();
+  s.writes_in_flight = writing_.size() + starting_.load();
   s.written_today_bytes = written_today_.load();
   s.listed = listed_.load();
   s.indexing = !scanned_;

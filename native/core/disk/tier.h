@@ -210,6 +210,7 @@ class DiskTier final : public LowerTier {
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;
+  std::atomic<uint32_t> starting_{0};  // writes between the store's queue and writing_
   std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, listed_{0};
   std::vector<Condition> conditions_;
 #define X(name) std::atomic<uint64_t> name##_{0};

@@ -28,12 +28,14 @@ bool DiskTier::may_write() const {
 void DiskTier::start_writes() {
   while (writes_.size() < kWritesAtOnce && waiting_steps_.empty() && !stop_.load() && may_write()) {
     std::optional<WriteJob> job;
+    starting_.store(1);  // before it leaves the store's queue: whoever counts sees it in one place at least
     try {
       job = store_.begin_write();
     } catch (const Error&) {  // fenced: nothing of this namespace is written any more
     }
+    if (job) start_write(*job);
+    starting_.store(0);
     if (!job) return;
-    start_write(*job);
   }
 }
 
