@@ -144,13 +144,20 @@ def found_of(subject: Subject, prompt: list[int], size: int) -> float:
 
 
 def swapped(subject: Subject) -> Iterator[dict[str, Any]]:
-    """Two documents, in the other order."""
-    text, other, licence = subject.texts[0], subject.texts[2], subject.texts[3]
-    one, two, behind = other[200:800], text[300:900], text[900:]
-    with fresh(subject):
-        subject.generate(licence[:40] + one + two + licence[100:160])
-        rows = subject.measured(licence[200:233] + two + one + behind[:QUESTION], behind[QUESTION:])
-    yield from averaged("two documents of 600, swapped", rows)
+    """Two documents, in the other order; the continuation is that of the one that now comes last."""
+    design, _, tour, licence = subject.texts
+    pairs = {
+        "two documents of 600, swapped: a licence and code": (licence, 600, subject.code, 5000, tour),
+        "two documents of 600, swapped: of one project": (tour, 200, design, 300, licence),
+    }
+    for name, (last, start, other, other_start, around) in pairs.items():
+        one, two = last[start : start + 600], other[other_start : other_start + 600]
+        behind = last[start + 600 :]
+        with fresh(subject):
+            subject.generate(around[:40] + one + two + around[100:160])
+            prompt = around[200:233] + two + one + behind[:QUESTION]
+            rows = subject.measured(prompt, behind[QUESTION:])
+        yield from averaged(name, rows)
 
 
 def conversation(subject: Subject) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
+from kvclient.hf.sinks import SinkForm
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
 from kvclient.hf.verify import Verification
 from kvclient.hf.watch import Watch
@@ -107,9 +108,7 @@ def attach(
 
 
 class Attachment:
-    """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all
-    calls.
-    """
+    """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
 
     def __init__(
         self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
@@ -201,7 +200,7 @@ class Attachment:
             self._examine(self._attached_model())
 
     def detach(self) -> None:
-        """Gives the model its own generate() back. Idempotent; the client stays open."""
+        """Gives the model its own generate() back. Idempotent."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
             if self._brought_attention:
@@ -252,9 +251,8 @@ class Attachment:
         if repair == CALIBRATED:
             repair = calibration.load(self._unsalted())
         interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        self._subject = Subject(
-            reuse_identity(self._dimensions), layout_id, self._form, interior
-        )
+        sinks = SinkForm.of(self.client, self._form, self._dimensions)
+        self._subject = Subject(reuse_identity(self._dimensions), layout_id, self._form, interior, sinks)
         self._refusal: str | None = None
 
     def _current(self, model: torch.nn.Module) -> Subject | None:
@@ -279,7 +277,9 @@ class Attachment:
             return
         self._namespace_salt = now
         self._dimensions = dataclasses.replace(self._dimensions, salt=salted(now, self._salt))
-        self._subject = dataclasses.replace(self._subject, identity=reuse_identity(self._dimensions))
+        sinks = SinkForm.of(self.client, self._form, self._dimensions)
+        own = reuse_identity(self._dimensions)
+        self._subject = dataclasses.replace(self._subject, identity=own, sinks=sinks)
 
     # ---------------------------------------------------------------- inside generate()
 

@@ -55,6 +55,7 @@ class Found:
     disk_tokens: int = 0  # of the views: what this request had loaded
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
+    sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
 
     @property
     def tokens(self) -> int:
@@ -141,7 +142,7 @@ class Found:
 
     def release(self) -> None:
         self.views.clear()
-        self.part, self.part_tokens = None, 0
+        self.part, self.part_tokens, self.sinks = None, 0, None
         for handle in self.handles:
             handle.release()
         self.handles.clear()
@@ -185,8 +186,18 @@ class Prefix:
             for row, start, block, count in self._blocks(found, layer, read):
                 own = block if count == found.chain.block_tokens else block[:, :, :count]
                 target[:, row, :, start : start + count] = own
+            self._place_sinks(found, layer, storage)
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
+
+    def _place_sinks(self, found: Found, layer: int, storage: torch.Tensor) -> None:
+        if found.sinks is None:
+            return
+        view, form = found.sinks
+        pad = found.group.pad
+        stop = min(pad + view.tokens, self.columns)
+        own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
+        storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
 
     def arrays(self, layer: int) -> list[tuple[int, int, Any, int]]:
         """The blocks where they lie: (row, first column, (K, V) as Form.in_place gives them, tokens to use).

@@ -29,6 +29,7 @@ from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
+from kvclient.hf.sinks import SinkForm, Sinks
 
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
@@ -42,6 +43,7 @@ class Subject:
     layout_id: int | None  # None: this client may only read
     form: Form  # how its K and V lie in blocks
     interior: Interior | None = None  # None: only prefixes are reused
+    sinks: SinkForm | None = None  # None: blocks hold what was computed
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Request:
         self._found: list[Found] = []
         self._prefix: Prefix | None = None
         self._publisher: Publisher | None = None
+        self._sinks: Sinks | None = None
         self._plan: Plan | None = None
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
@@ -158,15 +161,10 @@ class Request:
         assert self._prompt is not None
         began = time.perf_counter()
         subject, options = self._subject, self._options
-        self._publisher = Publisher(
-            self._client,
-            subject.layout_id if subject.layout_id is not None else -1,
-            subject.form.layers,
-            options.priority,
-            options.ttl_s,
-            self._clock,
-            subject.form,
-        )
+        self._publisher = self._make_publisher(subject.layout_id, subject.form)
+        if subject.sinks is not None:
+            own = self._make_publisher(subject.sinks.layout_id, subject.sinks.form)
+            self._sinks = Sinks(subject.sinks, self._client, self._make_chain, own)
         self._found = found = [
             Found(
                 group,
@@ -185,6 +183,8 @@ class Request:
                     self.report.disk_refused += 1
             if read and subject.interior is not None:
                 one.extend_part(self._client)
+            if self._sinks is not None:
+                self._sinks.open(one, self._write and options.publish_tokens is None)
             inside = self._search(one, config) if read else []
             if self._write:
                 # What is computed behind approximate tokens is nobody's prefix.
@@ -209,6 +209,26 @@ class Request:
             )
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
+
+    def _make_publisher(self, layout_id: int | None, form: Form) -> Publisher:
+        layout_id = -1 if layout_id is None else layout_id
+        options = self._options
+        return Publisher(
+            self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
+        )
+
+    def _written(self) -> Callable[..., None] | None:
+        """Who is told of new columns."""
+        both = [self._publisher, self._sinks.publisher if self._sinks is not None else None]
+        told = [publisher.written for publisher in both if publisher is not None and publisher.claimed]
+        if len(told) < 2:
+            return told[0] if told else None
+
+        def written(*columns: Any) -> None:
+            for tell in told:
+                tell(*columns)
+
+        return written
 
     def _search(self, one: Found, config: Any) -> list[Segment]:
         """Stretches behind the prefix that are stored, but were computed behind other tokens."""
@@ -280,7 +300,7 @@ class Request:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         form = subject.form
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
-        written = self._publisher.written if self._publisher is not None and self._publisher.claimed else None
+        written = self._written()
         make: Callable[..., StoreLayer] = StoreLayer
         if self._blend is not None:
             make = functools.partial(BlendLayer, self._blend)
@@ -325,6 +345,8 @@ class Request:
             one.release()
         self._release_plan()
         self._publisher.seal()
+        if self._sinks is not None:
+            self._sinks.publisher.seal()
         self._note_published()
         for layer in self._layers:
             layer.written = None
@@ -363,6 +385,8 @@ class Request:
     def _give_back(self) -> None:
         if self._publisher is not None:
             self._publisher.abort()
+        if self._sinks is not None:
+            self._sinks.publisher.abort()
         for one in self._found:
             one.release()
         self._release_plan()

@@ -41,7 +41,9 @@ class Trial:
         self.report = Report()
 
     def on(self, subject: Subject) -> tuple[Any, Subject, Options]:
-        own = dataclasses.replace(subject, layout_id=self._layout_id, interior=self._interior)
+        sinks = subject.sinks.elsewhere(self._client) if subject.sinks is not None else None
+        changed = {"layout_id": self._layout_id, "interior": self._interior, "sinks": sinks}
+        own = dataclasses.replace(subject, **changed)
         return self._client, own, self._options
 
 

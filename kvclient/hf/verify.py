@@ -26,7 +26,7 @@ LEAD, TAIL = 16, 20  # tokens of a prompt before and behind the part that is reu
 MIN_TOKENS = 96
 BLOCKS = 4  # a reused part has at least so many
 OWN_PROMPTS, OWN_TOKENS = 3, 320  # where the caller gives none: text the model writes itself
-MAX_MEAN_KL = 5e-3  # nats; what approximate reuse may cost to be switched on
+MAX_MEAN_KL = 1e-2  # nats; what approximate reuse may cost to be switched on
 MAX_EXACT_KL = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 MAX_CODEC_KL = {"none": 0.0, "int8": 1e-4, "int4": 5e-3}  # of a prefix
 

@@ -140,7 +140,49 @@ def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, mon
         tokens, *_ = generate(model, prompt(101))
         assert kv.last.published_blocks == 0 and kv.last.not_quantisable == 3
     assert torch.equal(tokens, plain)
-    assert client.stats()["blocks"] == client.stats()["pending"] == 0
+    assert (client.stats()["blocks"], client.stats()["pending"]) == (1, 0)  # the sinks, as computed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_tokens_stay_as_computed(client, dtype):
+    model, ids = build("llama", dtype=dtype, layers=2), prompt(101)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
+        generate(model, ids)
+        assert client.stats()["blocks"] == 4  # three, and the sinks
+        other = torch.cat([ids[:, :64], prompt(30, seed=2)], dim=1)
+        for asked in (ids, other):
+            _, _, cache = generate(model, asked, 1)
+            assert kv.last.reused_tokens >= 64
+            with kv.bypass():
+                _, _, plain = generate(model, asked, 1)
+            for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+                assert torch.equal(ours.keys[:, :, :4], theirs.keys[:, :, :4])
+                assert torch.equal(ours.values[:, :, :4], theirs.values[:, :, :4])
+                assert not torch.equal(ours.keys[:, :, 4:32], theirs.keys[:, :, 4:32])
+        padded = torch.cat(
+            [torch.cat([torch.zeros(1, 7, dtype=torch.int64), ids], dim=1), prompt(108, seed=4)]
+        )
+        mask = torch.ones_like(padded)
+        mask[0, :7] = 0
+        generate(model, padded, 1, attention_mask=mask)
+        _, _, cache = generate(model, padded, 1, attention_mask=mask)
+        assert kv.last.reused_tokens > 96
+        with kv.bypass():
+            _, _, plain = generate(model, padded, 1, attention_mask=mask)
+        torch.testing.assert_close(cache.layers[0].keys[0, :, 7:11], plain.layers[0].keys[0, :, 7:11])
+
+
+def test_sinks_are_stored_only_by_who_computed_them(model, client):
+    ids = prompt(101)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
+        generate(model, ids)
+        sinks = kv._subject.sinks
+        key = kvclient.chain(sinks.identity, ids[0, :4].tolist(), 4)
+        assert client.delete(key) == 1
+        generate(model, ids)
+        assert kv.last.reused_tokens == 96
+        assert client.lookup(key).resident == 0  # its own first tokens came quantised
+        assert client.stats()["pins"] == client.stats()["pending"] == 0
 
 
 def test_generated_text_and_chunked_prefill_are_stored_whole(model, client):
