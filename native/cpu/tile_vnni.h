@@ -91,9 +91,9 @@ inline void multiply_codes(const uint8_t* a, uint32_t a_stride, uint32_t rows, c
 }
 
 // x[0..vectors) as 16-bit integers with one step, each in two bytes [high][stride], [low][stride]. `bias` is what the caller
-// adds to every product anyway; returned with what the integers lose against codes around `centre`.
-inline void split_row(const __m512* x, uint32_t vectors, bool interleave, float centre, float bias, uint8_t* out, uint32_t stride,
-                      float* step, float* shift) {
+// adds to every product anyway; it is returned, summed, with what the integers lose against codes around `centre`.
+inline void split_row(const __m512* x, uint32_t vectors, bool interleave, float centre, __m512 bias, uint8_t* out,
+                      uint32_t stride, float* step, float* shift) {
   __m512 largest = _mm512_setzero_ps(), sum = _mm512_setzero_ps();
   for (uint32_t i = 0; i < vectors; ++i) {
     largest = _mm512_max_ps(largest, _mm512_abs_ps(x[i]));
@@ -108,13 +108,29 @@ inline void split_row(const __m512* x, uint32_t vectors, bool interleave, float 
     whole_sum = _mm512_add_epi32(whole_sum, whole);
     if (interleave) whole = _mm512_permutexvar_epi32(by_eights, whole);
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-    const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+    // The low byte is that of the whole: what the high one was rounded by is a multiple of 256.
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + stride + 16 * i), _mm512_cvtepi32_epi8(low));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + stride + 16 * i), _mm512_cvtepi32_epi8(whole));
   }
   *step = most / kLargest;
-  const float stood_for = *step * static_cast<float>(_mm512_reduce_add_epi32(whole_sum));
-  *shift = bias + centre * (_mm512_reduce_add_ps(sum) - stood_for);
+  const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole_sum), _mm512_set1_ps(*step), sum);
+  *shift = _mm512_reduce_add_ps(_mm512_fmadd_ps(lost, _mm512_set1_ps(centre), bias));
+}
+
+// Asks for the scales of the tile that comes next; its codes are asked for while this one is multiplied.
+inline void ask_for_scales(const Tile& tile, uint32_t head_dim) {
+  const kvk_segment* s = tile.next_segment;
+  if (s == nullptr || !quantised(s->codec) || tile.next_start >= s->first + s->tokens) return;
+  const auto ask = [](const uint16_t* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_T0);
+  };
+  const int64_t k = tile.kv_head * s->k_scale_head_stride, v = tile.kv_head * s->v_scale_head_stride;
+  if (tile.next_start % s->k_group == 0) {
+    const uint64_t start = uint64_t{tile.next_start / s->k_group} * head_dim;
+    const int64_t bytes = int64_t{2} * head_dim * (s->k_group < kTile ? kTile / s->k_group : 1);
+    ask(at(s->k_scale, k) + start, bytes), ask(at(s->k_zero, k) + start, bytes);
+  }
+  ask(at(s->v_scale, v) + tile.next_start, 2 * kTile), ask(at(s->v_zero, v) + tile.next_start, 2 * kTile);
 }
 
 // The queries with one group's scales of K in them: s.query, s.step, s.shift.
@@ -136,8 +152,8 @@ inline void fold_queries(const Tile& tile, uint32_t group, uint32_t rows, uint32
       folded[i] = _mm512_mul_ps(x, scales[i]);
       bias = _mm512_fmadd_ps(x, zeros[i], bias);
     }
-    split_row(folded, width / 16, segment.codec == KVK_INT4, middle(segment.codec), _mm512_reduce_add_ps(bias),
-              s.query + uint64_t{2} * r * width, width, s.step + r, s.shift + r);
+    split_row(folded, width / 16, segment.codec == KVK_INT4, middle(segment.codec), bias, s.query + uint64_t{2} * r * width,
+              width, s.step + r, s.shift + r);
   }
 }
 
@@ -157,6 +173,7 @@ inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
   const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2;
   const uint32_t depth = segment.codec == KVK_INT8 ? (bytes + 3) / 4 : 2 * ((bytes + 3) / 4);
+  ask_for_scales(tile, head_dim);
   for (uint32_t done = 0; done < tile.count;) {
     const uint32_t group = (tile.start + done) / segment.k_group;
     const uint32_t stop =
@@ -231,8 +248,7 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
       folded[i] = _mm512_mul_ps(weight, scales[i]);
       bias = _mm512_fmadd_ps(weight, zeros[i], bias);
     }
-    split_row(folded, vectors, false, middle(segment.codec), _mm512_reduce_add_ps(bias), s.weight + 2 * r * kTile, kTile,
-              step + r, shift + r);
+    split_row(folded, vectors, false, middle(segment.codec), bias, s.weight + 2 * r * kTile, kTile, step + r, shift + r);
   }
   auto* values = reinterpret_cast<uint32_t*>(s.values);
   if (segment.codec == KVK_INT8)
