@@ -72,7 +72,7 @@ def main() -> int:
                 end=" ",
             )
             print(
-                f"the dense path's floor {floor:.1f}, the dense path {copied:.1f}: {own / floor:.2f} × the floor"
+                f"floor of the dense path {floor:.1f}, dense path {copied:.1f}: {own / floor:.2f} × the floor"
             )
     if args.json:
         args.json.write_text(

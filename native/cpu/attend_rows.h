@@ -34,15 +34,17 @@ inline const uint8_t* value_row(const Tile& tile, uint32_t token) {
   return static_cast<const uint8_t*>(at(s.v, tile.kv_head * s.v_head_stride + (tile.start + token) * s.v_token_stride));
 }
 
-// Asks for the bytes of the tile that comes next while this one is multiplied: `each` cache lines at every step of a product, so
+// Asks for the bytes of the tile that comes next while this one is packed and multiplied: a few cache lines at every step, so
 // that memory and arithmetic are busy at the same time. The processor's own prefetching does not see through the reordering
 // of rows.
 struct Ahead {
   const char* next;
-  uint32_t each;
+  uint32_t of_pack, of_product;  // lines at every step
 
-  void step() {
-    for (uint32_t i = 0; i < each; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+  void packing() { ask(of_pack); }
+  void multiplying() { ask(of_product); }
+  void ask(uint32_t lines) {
+    for (uint32_t i = 0; i < lines; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
   }
 };
 
@@ -51,17 +53,18 @@ inline uint32_t steps_of(uint32_t rows, uint32_t depth, uint32_t columns, uint32
   return (rows + high - 1) / high * ((columns + wide - 1) / wide) * depth;
 }
 
-// The keys, or the values, of the next tile, whose rows have `bytes`; over `steps` steps.
-inline Ahead ahead_of(const Tile& tile, bool values, uint32_t bytes, uint32_t steps) {
+// The keys, or the values, of the next tile, whose rows have `bytes`: a third while packing, the rest while multiplying.
+inline Ahead ahead_of(const Tile& tile, bool values, uint32_t bytes, uint32_t packs, uint32_t steps) {
   const kvk_segment* s = tile.next_segment;
   const int64_t token_stride = s == nullptr ? 0 : values ? s->v_token_stride : s->k_token_stride;
   if (s == nullptr || tile.next_start >= s->first + s->tokens || token_stride < bytes || token_stride >= 2 * int64_t{bytes})
-    return {nullptr, 0};
+    return {nullptr, 0, 0};
   const uint32_t left = s->first + s->tokens - tile.next_start;
   const int64_t head_stride = values ? s->v_head_stride : s->k_head_stride;
   const uint32_t lines = static_cast<uint32_t>((left < kTile ? left : kTile) * token_stride / 64);
+  const uint32_t of_pack = (lines / 3 + packs - 1) / packs, rest = lines > of_pack * packs ? lines - of_pack * packs : 0;
   return {static_cast<const char*>(at(values ? s->v : s->k, tile.kv_head * head_stride + tile.next_start * token_stride)),
-          (lines + steps - 1) / steps};
+          of_pack, (rest + steps - 1) / steps};
 }
 
 // `count` rows of keys or values from `token` of the tile on; behind the tile's last one `beyond`, or that last one again.

@@ -21,7 +21,7 @@ inline void multiply_pairs_panel(const int32_t* a, uint32_t a_stride, const uint
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = kAdd ? _mm512_loadu_ps(out + r * out_stride + j * 16) : _mm512_setzero_ps();
   for (uint32_t k = 0; k < depth; ++k, b += b_stride) {
-    ahead.step();
+    ahead.multiplying();
     __m512bh column[kWide];
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = as_pairs(_mm512_load_si512(b + j * 16));
@@ -50,7 +50,7 @@ inline void multiply_pairs_rows(const int32_t* a, uint32_t a_stride, const uint3
 
 template <bool kAdd>
 inline void multiply_pairs(const void* a, uint32_t a_stride, uint32_t rows, const void* b, uint32_t b_stride, uint32_t depth,
-                           float* out, uint32_t out_stride, uint32_t columns, Ahead ahead) {
+                           float* out, uint32_t out_stride, uint32_t columns, Ahead& ahead) {
   const auto* left = static_cast<const int32_t*>(a);
   const auto* right = static_cast<const uint32_t*>(b);
   uint32_t r = 0;
@@ -96,23 +96,26 @@ inline void scores_bf16(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
   const uint8_t* row[kTile];
   rows_from(tile, false, 0, columns, nullptr, row);
+  Ahead ahead = ahead_of(tile, false, 2 * head_dim, columns / 16, steps_of(rows, depth, columns, 6, 64));
   for (uint32_t t = 0; t < columns; t += 16) {
+    ahead.packing();
     transpose(row + t, 2 * head_dim, keys + t, kTile);
   }
-  multiply_pairs<false>(s.query, width, rows, keys, kTile, depth, s.scores, kTile, columns,
-                        ahead_of(tile, false, 2 * head_dim, steps_of(rows, depth, columns, 6, 64)));
-  if (held.group != 0)
-    multiply_pairs<true>(s.query + 2 * width, width, rows, keys, kTile, depth, s.scores, kTile, columns, Ahead{});
+  multiply_pairs<false>(s.query, width, rows, keys, kTile, depth, s.scores, kTile, columns, ahead);
+  if (held.group == 0) return;
+  ahead = {};
+  multiply_pairs<true>(s.query + 2 * width, width, rows, keys, kTile, depth, s.scores, kTile, columns, ahead);
 }
 
 // Two tokens' values beside each other, [count / 2][width] pairs. The words are first put where unpacking, which works inside
 // quarters of a register, leaves the channels in order.
-inline void pack_values_bf16(const Tile& tile, uint32_t head_dim, uint32_t width, uint32_t* out) {
+inline void pack_values_bf16(const Tile& tile, uint32_t head_dim, uint32_t width, Ahead& ahead, uint32_t* out) {
   const __m512i places = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   alignas(64) static constexpr uint8_t kNothing[2 * KVK_MAX_HEAD_DIM] = {};
   for (uint32_t t = 0; t < tile.count; t += 2, out += width) {
     const uint8_t* row[2];
     rows_from(tile, true, t, 2, kNothing, row);
+    ahead.packing();
     for (uint32_t i = 0; i < head_dim; i += 32) {
       const uint32_t left = head_dim - i;
       const __mmask32 read = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
@@ -130,9 +133,10 @@ inline void values_bf16(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     for (uint32_t i = 0; i < columns; i += 16)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weight + (r * kTile + i) * 2),
                           narrow(_mm512_loadu_ps(s.scores + r * kTile + i)));
-  pack_values_bf16(tile, head_dim, width, reinterpret_cast<uint32_t*>(s.values));
-  multiply_pairs<true>(s.weight, kTile / 2, rows, s.values, width, (tile.count + 1) / 2, s.sum, width, width,
-                       ahead_of(tile, true, 2 * head_dim, steps_of(rows, (tile.count + 1) / 2, width, 6, 64)));
+  const uint32_t depth = (tile.count + 1) / 2;
+  Ahead ahead = ahead_of(tile, true, 2 * head_dim, depth, steps_of(rows, depth, width, 6, 64));
+  pack_values_bf16(tile, head_dim, width, ahead, reinterpret_cast<uint32_t*>(s.values));
+  multiply_pairs<true>(s.weight, kTile / 2, rows, s.values, width, depth, s.sum, width, width, ahead);
 }
 
 }  // namespace

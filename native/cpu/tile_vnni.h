@@ -30,7 +30,7 @@ inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint
     for (uint32_t j = 0; j < kWide; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
   const auto* bytes = reinterpret_cast<const int32_t*>(a);
   for (uint32_t k = 0; k < depth; ++k, b += b_stride) {
-    ahead.step();
+    ahead.multiplying();
     __m512i column[kWide];
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = _mm512_load_si512(b + j * 16);
@@ -64,6 +64,10 @@ inline void multiply_codes_rows(const uint8_t* a, uint32_t a_stride, const uint3
   uint32_t j = 0;
   for (; j + 16 * kWide <= columns; j += 16 * kWide)
     multiply_codes_panel<kHigh, kWide, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+  if (kWide == 4 && j + 32 <= columns) {
+    multiply_codes_panel<kHigh, 2, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+    j += 32;
+  }
   for (; j < columns; j += 16)
     multiply_codes_panel<kHigh, 1, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
 }
@@ -77,7 +81,7 @@ inline uint32_t code_steps(uint32_t rows, uint32_t depth, uint32_t columns) {
 template <bool kAdd>
 inline void multiply_codes(const uint8_t* a, uint32_t a_stride, uint32_t rows, const uint32_t* b, uint32_t b_stride,
                            uint32_t depth, const float* step, const float* shift, float* out, uint32_t out_stride,
-                           uint32_t columns, Ahead ahead) {
+                           uint32_t columns, Ahead& ahead) {
   for (uint32_t r = 0; r < rows;) {
     const uint32_t high = rows_at_once(rows - r);
     if (high == 3)
@@ -174,6 +178,7 @@ inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
   const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2;
   const uint32_t depth = segment.codec == KVK_INT8 ? (bytes + 3) / 4 : 2 * ((bytes + 3) / 4);
   ask_for_scales(tile, head_dim);
+  Ahead ahead = ahead_of(tile, false, bytes, (tile.count + 15) / 16, code_steps(rows, depth, tile.count));
   for (uint32_t done = 0; done < tile.count;) {
     const uint32_t group = (tile.start + done) / segment.k_group;
     const uint32_t stop =
@@ -185,12 +190,13 @@ inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     for (uint32_t t = done; t < stop; t += 16) {
       const uint8_t* row[16];
       rows_from(tile, false, t, 16, nullptr, row);
+      ahead.packing();
       transpose(row, bytes, keys + t, kTile);
       if (segment.codec == KVK_INT4) spread_columns((bytes + 3) / 4, t, keys);
     }
     const uint32_t columns = round_up(stop - done, 16);
     multiply_codes<false>(s.query, width, rows, keys + done, kTile, depth, s.step, s.shift, s.scores + done, kTile, columns,
-                          ahead_of(tile, false, bytes, code_steps(rows, depth, tile.count)));
+                          ahead);
     done = stop;
   }
 }
@@ -211,11 +217,12 @@ inline __m512i value_codes(const uint8_t* row, uint32_t start, uint32_t left) {
 
 // Four tokens' codes beside each other, [count / 4][width] of four bytes. A token behind the last counts as 0.
 template <uint32_t kCodec>
-inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width, uint32_t* out) {
+inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width, Ahead& ahead, uint32_t* out) {
   alignas(64) static constexpr uint8_t kNothing[KVK_MAX_HEAD_DIM] = {};
   for (uint32_t t = 0; t < tile.count; t += 4, out += width) {
     const uint8_t* row[4];
     rows_from(tile, true, t, 4, kNothing, row);
+    ahead.packing();
     for (uint32_t i = 0; i < head_dim; i += 64) {
       const uint32_t left = head_dim - i;
       const __m512i a = value_codes<kCodec>(row[0], i, left), b = value_codes<kCodec>(row[1], i, left);
@@ -251,13 +258,13 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     split_row(folded, vectors, false, middle(segment.codec), bias, s.weight + 2 * r * kTile, kTile, step + r, shift + r);
   }
   auto* values = reinterpret_cast<uint32_t*>(s.values);
+  const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2, depth = (tile.count + 3) / 4;
+  Ahead ahead = ahead_of(tile, true, bytes, depth, code_steps(rows, depth, width));
   if (segment.codec == KVK_INT8)
-    pack_values_vnni<KVK_INT8>(tile, head_dim, width, values);
+    pack_values_vnni<KVK_INT8>(tile, head_dim, width, ahead, values);
   else
-    pack_values_vnni<KVK_INT4>(tile, head_dim, width, values);
-  multiply_codes<true>(
-      s.weight, kTile, rows, values, width, (tile.count + 3) / 4, step, shift, s.sum, width, width,
-      ahead_of(tile, true, segment.codec == KVK_INT8 ? head_dim : head_dim / 2, code_steps(rows, (tile.count + 3) / 4, width)));
+    pack_values_vnni<KVK_INT4>(tile, head_dim, width, ahead, values);
+  multiply_codes<true>(s.weight, kTile, rows, values, width, depth, step, shift, s.sum, width, width, ahead);
 }
 
 }  // namespace
