@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstored import __version__
-from kvstored.config import Config, default_dir
+from kvstored.config import Config
 from kvstored.errors import ConfigError, Exit, StartupError
+from kvstored.sources import default_dir
 
 _EXIT_HELP = """exit codes:
   0 done   1 the answer is no   2 wrong arguments or configuration   3 no daemon answers
@@ -275,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(given: argparse.Namespace, started_ns: int) -> int:
-    from kvstored.config import load
+    from kvstored.sources import load
 
     flags = {
         about.name: value

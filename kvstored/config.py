@@ -1,17 +1,14 @@
 """The daemon's configuration: one frozen object, every field with a meaning, a unit, a default and bounds.
 
-Owns the field table and the order file (TOML) < environment (KVSTORED_<FIELD>) < flag (--<field>). Never
-opens a socket or a segment. Invariant: a Config that exists is within all bounds; everything else is a
-ConfigError that names field, value, limit and source.
+Owns the field table and the bounds. Never reads a file or the environment: that is sources.py. Invariant: a
+Config that exists is within all bounds; everything else is a ConfigError that names field, value and limit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvstored.errors import ConfigError
@@ -27,7 +24,6 @@ from kvstored.namespaces import Namespace
 from kvstored.namespaces import parse as parse_namespaces
 from kvstored.units import format_size, parse_size
 
-ENVIRONMENT_PREFIX = "KVSTORED_"
 MIN_PART_BYTES = 2 << 20  # of a namespace, in memory and on disk
 # A Unix socket's address holds 107 bytes; the longest name in the directory is "kvstored.sock".
 MAX_DIR_BYTES = 107 - len("/kvstored.sock")
@@ -122,6 +118,10 @@ class Config:
     keep_corrupt: bool = _field(
         "whether a file that does not match its checksums is moved to aside/ instead of removed",
         False, _yes, show=lambda yes: "yes" if yes else "no",
+    )  # fmt: skip
+    scrub_rate: int = _field(
+        "bytes of memory a second whose checksums are verified in the background; 0: only on request",
+        0, parse_size, unit="bytes", high=1 << 34, show=format_size,
     )  # fmt: skip
     state_dir: str = _field(
         "directory for what must outlive a reboot, as the disk tier does: generated salts. Default: "
@@ -295,103 +295,3 @@ def _check(about: dataclasses.Field[Any], value: Any) -> None:
             raise ConfigError(
                 f"{about.name}: {value}{unit} is out of bounds, the {word} is {limit}{unit}{shown}"
             )
-
-
-@dataclass(frozen=True)
-class Sourced:
-    """A configuration and, per field, where its value came from: default, file, environment or flag."""
-
-    config: Config
-    sources: dict[str, str]
-    flags: Mapping[str, Any] = field(default_factory=dict)  # as given, and the file's path: to load again
-    file: str = ""
-
-    def entries(self) -> list[dict[str, str]]:
-        """For print-config and Admin.Config: name, value, source, unit, doc."""
-        found = []
-        for about in dataclasses.fields(Config):
-            value = getattr(self.config, about.name)
-            rows = [(about.name, about.metadata["show"](value))]
-            if about.name == "namespaces":
-                rows = [(f"namespaces.{one.name}", one.shown()) for one in value]
-            for name, shown in rows:
-                found.append(
-                    {
-                        "name": name,
-                        "value": shown,
-                        "source": self.sources[about.name],
-                        "unit": about.metadata["unit"],
-                        "doc": about.metadata["doc"],
-                    }
-                )
-        return found
-
-
-def default_dir(environ: Mapping[str, str]) -> str:
-    """The runtime directory when nobody names one."""
-    if named := environ.get("KVSTORED_DIR"):
-        return _path(named)
-    # As a system service the directory exists already; root may make it.
-    system = "/run/kvstored"
-    if os.access(system if os.path.isdir(system) else "/run", os.W_OK | os.X_OK):
-        return system
-    if user := environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(_path(user), "kvstored")
-    raise ConfigError("dir: no runtime directory: give --dir, or set KVSTORED_DIR or XDG_RUNTIME_DIR")
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    import tomllib  # most daemons start without a file
-
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"configuration file {path!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path!r}: {error}") from error
-    known = {about.name for about in dataclasses.fields(Config)}
-    for name in table:
-        if name not in known:
-            raise ConfigError(
-                f"configuration file {path!r}: unknown field {name!r}; known are {', '.join(sorted(known))}"
-            )
-    return table
-
-
-def _check_secrecy(path: str) -> None:
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    if mode & stat.S_IROTH:
-        raise ConfigError(
-            f"configuration file {path!r} holds a salt and has mode {mode:04o}: everybody may read it; "
-            "chmod o-r, or write file:<path> or generated"
-        )
-
-
-def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Sourced:
-    """Merges the sources. `flags` holds only what was given. Raises ConfigError."""
-    file = file or environ.get(ENVIRONMENT_PREFIX + "CONFIG") or None
-    layers = [("file", _read_file(file) if file else {}), ("environment", {}), ("flag", dict(flags))]
-    for about in dataclasses.fields(Config):
-        if (text := environ.get(ENVIRONMENT_PREFIX + about.name.upper())) is not None and text != "":
-            layers[1][1][about.name] = text
-    values: dict[str, Any] = {}
-    sources = {about.name: "default" for about in dataclasses.fields(Config)}
-    for about in dataclasses.fields(Config):
-        for source, given in layers:
-            if about.name not in given:
-                continue
-            try:
-                values[about.name] = about.metadata["parse"](given[about.name])
-            except (ValueError, TypeError, OverflowError) as error:
-                # A namespace's table may hold a secret: its errors name what is wrong in it themselves.
-                value = "" if about.name == "namespaces" else f"{given[about.name]!r} "
-                raise ConfigError(f"{about.name}: {value}({source}): {error}") from None
-            sources[about.name] = source
-    if not values.get("dir"):
-        values["dir"] = default_dir(environ)
-    if not values.get("state_dir"):
-        values["state_dir"] = environ.get("STATE_DIRECTORY", "").split(":")[0] or values["dir"]
-    if file and any(one.salt.startswith("text:") for one in values.get("namespaces", ())):
-        _check_secrecy(file)
-    return Sourced(Config(**values), sources, dict(flags), file or "")

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstored import log
-from kvstored.config import Config, Sourced, load
+from kvstored.config import Config
 from kvstored.degraded import Degraded
 from kvstored.errors import ConfigError, FailedPrecondition
 from kvstored.notify import notify
+from kvstored.sources import Sourced, load
 
 Apply = Callable[[Config], None]
 Part = Callable[[Any, Any], Any]

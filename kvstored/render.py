@@ -111,6 +111,13 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
             )
         )
     )
+    if one["disk_quota_bytes"]:
+        lines.append(
+            f"  disk      {of('disk_files', 0)} files, {approximate_size(of('disk_bytes', 0))}, "
+            f"{of('disk_loaded', 0)} loaded, {of('disk_written', 0)} written, "
+            f"{of('pending_writes', 0)} waiting, {of('disk_corrupt', 0)} corrupt"
+            + (", being listed" if of("disk_indexing", 0) else "")
+        )
     if rates is not None:
         lines.append(
             "  a second  "

@@ -20,7 +20,7 @@ import grpc
 from kvstored import __version__, _core, access, log, rundir
 from kvstored.admin import AdminService
 from kvstored.calls import CallCounts, Decoding, Threads
-from kvstored.config import Config, Sourced
+from kvstored.config import Config
 from kvstored.doors import Door, GuestsDoor, OwnersDoor
 from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.events import Event, Events
@@ -34,6 +34,7 @@ from kvstored.reflection import LazyReflection
 from kvstored.reload import Reload
 from kvstored.segments import Geometry, Pool, Segments
 from kvstored.service import StoreService
+from kvstored.sources import Sourced
 from kvstored.tiers import Tiers
 from kvstored.transfer import TransferService
 from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
@@ -120,7 +121,7 @@ class Daemon:
             loop.add_signal_handler(number, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         servers = await self._start()
-        self._watch.start()
+        self._watch.start(lambda: self._reload.config.scrub_rate)
         for name in self._stores:
             self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)
         notify(f"READY=1\nSTATUS=serving {self._reload.config.dir}\nMAINPID={os.getpid()}")
@@ -146,7 +147,7 @@ class Daemon:
     def _allow_changes(self) -> None:
         """What `kvstored reload` may change; everything else is of the start."""
         can = self._reload.can
-        can("drain_timeout_s")  # read when it is used
+        can("drain_timeout_s", "scrub_rate")  # read when they are used
         can("log_level", apply=lambda config: log.set_level(config.log_level))
         can("disk_quota", apply=self._tiers.resize)
         can("max_leases", apply=lambda config: self._leases.limit(config.max_leases))

@@ -31,6 +31,7 @@ from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
 CREATED, SEALED = block_pb2.BLOCK_STATE_CREATED, block_pb2.BLOCK_STATE_SEALED
+MAX_WAIT_MS = 60_000
 DEFAULT_PRIORITY = 35
 MAX_TTL_MS = 10 * 365 * 86_400_000
 # The store's answer to create -> the message's.
@@ -129,6 +130,13 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Touch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         _, store = self._door.admit(context, request.namespace)
         return store_pb2.TouchResponse(count=store.touch(packed(request.keys)))
+
+    @answered
+    async def Prefetch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        _, store = self._door.admit(context, request.namespace)
+        keys = packed(request.keys)
+        states = await self._threads.run(store.await_blocks, keys, min(request.priority, 100), 0)
+        return store_pb2.PrefetchResponse(coming=len(states) - states.count(0))
 
     # ---- writing
 
@@ -279,6 +287,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
         chunk = request.chunk_bytes or CHUNK_BYTES
         if not 4096 <= chunk <= CHUNK_BYTES:
             raise InvalidArgument(f"chunk_bytes is {chunk}, the limits are 4096 and {CHUNK_BYTES}")
+        if request.wait_ms > MAX_WAIT_MS:
+            raise InvalidArgument(f"wait_ms is {request.wait_ms}, the limit is {MAX_WAIT_MS}")
+        if request.wait_ms:
+            _, store = self._door.admit(context, request.namespace)
+            keys = packed(request.keys)
+            await self._threads.wait(store.await_blocks, keys, DEFAULT_PRIORITY, request.wait_ms)
         for index, key in enumerate(request.keys):
             _, store = self._door.admit(context, request.namespace)
             async for message in self._read(store, index, key, chunk):

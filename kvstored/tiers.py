@@ -68,11 +68,6 @@ class Tiers:
         for name, disk in self._disk.items():
             disk.set_quota(config.disk_bytes(name))
 
-    def promote(self, namespace: str, packed_keys: bytes, priority: int) -> list[tuple[int, int]] | None:
-        """Per key (presence, estimated wait in microseconds); None without a disk tier."""
-        disk = self._disk.get(namespace)
-        return disk.promote(packed_keys, priority) if disk else None
-
     def stats(self, namespace: str) -> dict[str, Any]:
         """Figures that stand beside the store's, {} without a disk tier."""
         disk = self._disk.get(namespace)

@@ -7,6 +7,7 @@ change. Changes no store.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from kvstored import log
@@ -19,6 +20,7 @@ from kvstored.tiers import Tiers
 
 PROBLEM_LOOK_S = 1.0
 PROBE_S = 5.0
+SCRUB_S = 0.25
 
 
 class Watch:
@@ -33,9 +35,11 @@ class Watch:
         self._threads = threads
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
+    def start(self, scrub_rate: Callable[[], int]) -> None:
+        """scrub_rate: bytes a second, asked each time."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._look_for_problems()), loop.create_task(self._probe())]
+        loops = (self._look_for_problems(), self._probe(), self._scrub(scrub_rate))
+        self._tasks = [loop.create_task(one) for one in loops]
         if watchdog_interval_s():
             self._tasks.append(loop.create_task(self._feed_watchdog()))
 
@@ -65,6 +69,17 @@ class Watch:
                 self.degraded.put(bool(problem) and not fenced, "pool_cannot_grow", name, problem)
             self._tiers.watch(self.degraded)
             await asyncio.sleep(PROBLEM_LOOK_S)
+
+    async def _scrub(self, scrub_rate: Callable[[], int]) -> None:
+        """Verifies checksums in the background, so many bytes a second of all namespaces together."""
+        while True:
+            await asyncio.sleep(SCRUB_S)
+            share = int(scrub_rate() * SCRUB_S) // len(self._stores)
+            for name, store in self._stores.items() if share else ():
+                corrupt = (await self._threads.run(store.scrub, share))["corrupt"]
+                if corrupt:
+                    self._events.publish(Event("CORRUPTION", name, {"corrupt": corrupt}))
+                    log.error("corrupt_blocks", namespace=name, count=corrupt)
 
     async def _probe(self) -> None:
         """Looks only: a probe that writes is for those who ask."""

@@ -184,6 +184,16 @@ nb::dict scrub(Store& store, uint64_t limit) {
   return out;
 }
 
+nb::bytes await_blocks(Store& store, const nb::bytes& packed, uint32_t priority, uint32_t timeout_ms) {
+  const std::vector<Key> keys = keys_of(packed);
+  std::vector<uint8_t> out;
+  {
+    nb::gil_scoped_release release;
+    out = store.await_blocks(keys, std::min(priority, kv::kMaxPriority), timeout_ms);
+  }
+  return to_bytes(out);
+}
+
 int touch(Store& store, const nb::bytes& packed) {
   int count = 0;
   for (const Key& key : keys_of(packed)) count += store.touch(key);
@@ -258,6 +268,7 @@ void bind_store(nb::module_& m) {
              return out;
            })
       .def("touch", &touch)
+      .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
       .def("stats", &stats)

@@ -102,27 +102,6 @@ std::vector<std::tuple<std::string, std::string, std::string>> conditions(Tier& 
   return out;
 }
 
-std::vector<kv::Key> keys_of(const nb::bytes& packed) {
-  if (packed.size() % kv::kKeyBytes)
-    throw kv::Error(kv::Code::InvalidArgument,
-                    "packed keys have " + std::to_string(packed.size()) + " bytes, must be a multiple of 32");
-  std::vector<kv::Key> keys(packed.size() / kv::kKeyBytes);
-  if (!keys.empty()) std::memcpy(keys.data(), packed.data(), packed.size());
-  return keys;
-}
-
-// (presence, wait in microseconds) of each key.
-std::vector<std::pair<int, uint32_t>> promote(Tier& self, const nb::bytes& packed, uint32_t priority) {
-  const std::vector<kv::Key> keys = keys_of(packed);
-  nb::gil_scoped_release release;
-  std::vector<std::pair<int, uint32_t>> out;
-  for (const kv::Key& key : keys) {
-    const auto promise = self.tier->promote(key, std::min(priority, kv::kMaxPriority));
-    out.emplace_back(static_cast<int>(promise.presence), promise.wait_us);
-  }
-  return out;
-}
-
 }  // namespace
 
 void bind_tier(nb::module_& m) {
@@ -157,7 +136,6 @@ void bind_tier(nb::module_& m) {
       .def("start", [](Tier& self) { self.tier->start(); })
       .def(
           "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def("promote", promote, nb::arg("packed_keys"), nb::arg("priority") = kv::kDefaultPriority)
       .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
       .def("stats", stats)
       .def("latencies", latencies)

@@ -176,6 +176,7 @@ class Store {
   // The same of one block found earlier, sealed or still being written; counts no use. Nothing: it is another block by now.
   std::optional<std::vector<uint8_t>> read_at(Handle handle, uint64_t offset, uint64_t length);
   // Waits until so many layers are ready. Returns how many are: fewer after the time. Throws BlockLost if the writer gave it up.
+  std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
   ScrubResult scrub(uint64_t limit_bytes);

@@ -18,6 +18,7 @@ namespace {
 constexpr uint64_t kOneQueue = 0;         // on_disk_ has one queue: no record in it occupies memory
 constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
 static_assert(kUnknownLayout >= kMaxLayouts);
+constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
 
 void Store::attach_disk(int wake, LowerTier* tier) {
@@ -203,6 +204,37 @@ void Store::tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64
   header.load_bytes_per_s.store(bytes_per_s, std::memory_order_relaxed);
   header.load_waiting_bytes.store(waiting_bytes, std::memory_order_relaxed);
   header.load_latency_us.store(latency_us, std::memory_order_relaxed);
+}
+
+// Has what lies below loaded, and waits until every key is in memory, or hopeless, or the time is over. A Presence each.
+std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
+  auto look = [&](const Key& key) {
+    const Presence here = lookup(key).presence;
+    LowerTier* below = lower();
+    if (here == Presence::Resident || here == Presence::Pending || !below) return here;
+    return below->promote(key, priority).presence;
+  };
+  std::vector<uint8_t> out;
+  for (const Key& key : keys) out.push_back(static_cast<uint8_t>(look(key)));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    for (;;) {
+      const uint64_t seen = ended.load(std::memory_order_acquire);
+      const Presence now = look(keys[i]);
+      out[i] = static_cast<uint8_t>(now);
+      const auto left = end - std::chrono::steady_clock::now();
+      if (now == Presence::Resident || now == Presence::Missing || left <= left.zero()) break;
+      // In slices: the seal of somebody's block wakes its own progress word, not this one.
+      const auto slice = std::chrono::duration_cast<std::chrono::nanoseconds>(std::min<decltype(left)>(left, kWaitSlice));
+      timespec until;
+      ::clock_gettime(CLOCK_MONOTONIC, &until);
+      const uint64_t ns = static_cast<uint64_t>(until.tv_nsec) + static_cast<uint64_t>(slice.count());
+      until.tv_sec += static_cast<time_t>(ns / 1'000'000'000), until.tv_nsec = static_cast<long>(ns % 1'000'000'000);
+      futex_wait(ended, static_cast<uint32_t>(seen), until);
+    }
+  }
+  return out;
 }
 
 void Store::load_ended() {

@@ -291,3 +291,39 @@ def test_a_lost_load_is_an_error_to_who_follows(disk, wait_until, tmp_path):
         blocks.release()
         assert client.lookup(keys).states == b"\0"
         wait_until(lambda: not path.exists(), "the file is gone")
+
+
+def test_grpc_waits_for_what_lies_on_disk(disk, wait_until, tmp_path):
+    """The door of those without shared memory: Prefetch, and Get with wait_ms."""
+    from kvstored.v1 import store_pb2
+    from tests.e2e.grpc_calls import Calls
+
+    server = disk()
+    with server.connect() as client, Calls(server.dir) as calls:
+        keys = new_keys(6)
+        put(client, keys, BIG)
+        wait_until(lambda: len(files(tmp_path)) >= 6, "six files")
+        evict(client, keys)
+        found = {
+            message.index: message.found
+            for message in calls.store.Get(store_pb2.GetRequest(keys=keys[:3] + new_keys(1), wait_ms=10_000))
+            if message.last
+        }
+        assert found == {0: True, 1: True, 2: True, 3: False}
+        assert calls.store.Prefetch(store_pb2.PrefetchRequest(keys=keys[3:] + new_keys(2))).coming == 3
+        wait_until(lambda: client.lookup(keys[3:]).resident == 3, "all are loaded")
+
+
+def test_the_background_scrub_drops_what_changed_in_memory(disk, wait_until):
+    with disk("--scrub-rate", "64MiB").connect() as client:
+        key = new_keys(1)[0]
+        layout_id = client.register_layout(SMALL.to_blob())
+        with client.create([key], layout_id, priority=10) as writer:
+            for layer in range(SMALL.num_layers):
+                shape = writer[0].layer(layer).shape
+                writer[0].copy_layer(layer, pattern(key, layer, shape))
+            kept = writer[0].layer(2)
+        assert client.lookup([key]).resident == 1
+        kept[1, 0, 3, 2] += 1
+        wait_until(lambda: client.lookup([key]).states == b"\0", "the block is dropped")
+        assert client.stats()["corrupt"] == 1

@@ -17,7 +17,7 @@ import pytest
 
 from kvclient.conformance.case import SMALL, fill, new_keys
 from kvstored.cli import parser
-from kvstored.config import load
+from kvstored.sources import load
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls, content
 

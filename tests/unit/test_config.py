@@ -8,8 +8,9 @@ import os
 
 import pytest
 
-from kvstored.config import MAX_DIR_BYTES, Config, default_dir, load
+from kvstored.config import MAX_DIR_BYTES, Config
 from kvstored.errors import ConfigError
+from kvstored.sources import default_dir, load
 from kvstored.units import approximate_size, format_duration, format_size, parse_size
 
 
