@@ -5,8 +5,8 @@ kvclient.kernels'. Never decides what is quantised. Invariant: a group never cro
 tokens takes n times bytes_per_token, so n is a multiple of the group.
 
     layer of n tokens:  codes of K [heads, n, head_dim x bits / 8] | codes of V, the same
-                        K: scale, zero, each float16 [heads, n / group, head_dim] | V: scale, zero, each
-                        float16 [heads, n]
+                        K: scale, zero, each float16 [heads, n / group, head_dim]
+                        V: scale, zero, each float16 [heads, n]
 """
 
 from __future__ import annotations

@@ -64,13 +64,16 @@ class Blend:
         self._fresh = interior.repair.fresh(segments, length)
         self.found = sum(len(segment) for segment in segments)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
-        self.cut = min(interior.repair.full_layers, len(interior.decoder))
+        # The first layer that only chosen rows go through. K and V of all are looked at there.
+        checks, last = interior.repair.checks, len(interior.decoder) - 1
+        self.cut = min(interior.repair.check_layer, last) if checks else 0
+        self.looking = False  # while all rows enter that layer, for their K and V only
         self._rows: torch.Tensor | None = (
             None  # of this pass's tokens, that go through the layers from `cut` on
         )
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
-        if self.cut == 0:
+        if not checks:
             self._choose(self._fresh)
 
     @property
@@ -81,7 +84,7 @@ class Blend:
     # ---------------------------------------------------------------- the layers' side
 
     def columns(self) -> torch.Tensor:
-        assert self._rows is not None, "rows are chosen in the layer before the first that is cut"
+        assert self._rows is not None, "rows are chosen before the first layer that is cut"
         return self._rows + self.exact
 
     def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
@@ -97,7 +100,7 @@ class Blend:
         self._clock.load_s += time.perf_counter() - began
 
     def check(self, layer: int, storage: torch.Tensor) -> None:
-        """All K and V of the last full layer are there: chooses the rows for the layers behind."""
+        """All K and V of a layer are there: chooses the rows that go on into it."""
         low = min(segment.start for segment in self._segments)
         high = max(segment.stop for segment in self._segments)
         stored = torch.empty_like(storage[:, :1, :, low:high])
@@ -129,8 +132,14 @@ class Blend:
             hook.remove()
         self._hooks.clear()
 
-    def cut_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index < self.cut or self.whole:
+    def cut_inputs(
+        self, index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if index < self.cut or self.looking:
+            return None
+        if self._rows is None:
+            self._look(module, args, kwargs)
+        if self.whole:
             return None
         rows, total = self._rows, self.length - self.exact
         assert rows is not None
@@ -150,6 +159,19 @@ class Blend:
             kwargs["position_embeddings"] = tuple(t[..., rows, :] for t in kwargs["position_embeddings"])
         return args, kwargs
 
+    def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Lets all rows into a layer, up to where it hands K and V to its cache: the rest of it is not
+        computed.
+        """
+        self.looking = True
+        try:
+            module(*args, **kwargs)
+        except _Seen:
+            return
+        finally:
+            self.looking = False
+        raise Refused(f"{type(module).__name__} hands no K and V to its cache")
+
     def _masked(self, mask: Any, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             return mask[:, :, rows]
@@ -164,16 +186,20 @@ class Blend:
         return self._mask
 
 
+class _Seen(Exception):
+    """K and V of all rows of a layer are there. Internal: ends the look."""
+
+
 class _Hook:
     """Cuts the inputs of one layer, in the thread that runs the pass."""
 
     def __init__(self, blend: Blend, index: int, thread: int) -> None:
         self._blend, self._index, self._thread = blend, index, thread
 
-    def __call__(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             return None  # another request on the same model
-        return self._blend.cut_inputs(self._index, args, kwargs)
+        return self._blend.cut_inputs(self._index, module, args, kwargs)
 
 
 class BlendLayer(StoreLayer):
@@ -182,22 +208,26 @@ class BlendLayer(StoreLayer):
     def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
         super().__init__(index, shape, *args, **kwargs)
         self._blend: Blend | None = blend
+        self._looked = False  # all its columns hold fresh K and V
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        blend, self._blend = self._blend, None
-        if blend is None:
+        blend = self._blend
+        if blend is not None and blend.looking:
+            storage = self._room(blend.length, key_states)
+            storage[0, :, :, blend.exact : blend.length] = key_states
+            storage[1, :, :, blend.exact : blend.length] = value_states
+            self._looked = True
+            blend.check(self.index, storage)
+            raise _Seen
+        self._blend = None
+        if blend is None or self.index < blend.cut or blend.whole:
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.index < blend.cut or blend.whole:
-            out = super().update(key_states, value_states, *args, **kwargs)
-            if self.index == blend.cut - 1:
-                assert self.storage is not None
-                blend.check(self.index, self.storage)
-            return out
         storage = self._room(blend.length, key_states)
         columns = blend.columns().to(storage.device)
-        blend.load(self.index, storage)
+        if not self._looked:
+            blend.load(self.index, storage)
         storage[0][:, :, columns] = key_states
         storage[1][:, :, columns] = value_states
         self._show(blend.length)

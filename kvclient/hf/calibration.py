@@ -4,8 +4,7 @@ Owns the file: one per reuse identity without its salt, `calibration/<64 hex>.js
 does). Invariant: a file that is damaged, of another version or of another identity counts as none, so
 approximate reuse stays off.
 
-    {"version": 1, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 0.0024, "top1":
-    0.98}
+    {"version": 1, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 2e-3, "top1": 0.98}
 """
 
 from __future__ import annotations

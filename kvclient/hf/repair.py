@@ -3,10 +3,10 @@
 Owns the strategies and the choice of tokens. Knows no model and no store. Invariant: live tokens are always
 computed; at ratio 1.0 every token is.
 
-    none        nothing but the sinks and the recency below selective   the first seam_tokens behind each
-    seam: what stood before them is what changed most cacheblend  full layers up to check_layer; there K and V
-    of the reused tokens are compared with the fresh ones,
-                and the fraction `ratio` that deviates most is computed in the layers behind
+    none        nothing but the sinks and the recency below
+    selective   the first seam_tokens behind each seam: what stood before them is what changed most
+    cacheblend  full layers before check_layer; there K and V of the reused tokens are compared with the
+                fresh ones, and only the fraction `ratio` that deviates most is computed from there on
     auto        cacheblend on approximate chunks; exact ones stay untouched under every strategy
 """
 
@@ -46,9 +46,9 @@ class Repair:
             raise InvalidArgument(f"min_tokens={self.min_tokens!r}; it must be at least 1")
 
     @property
-    def full_layers(self) -> int:
-        """How many of the first layers see every token."""
-        return self.check_layer + 1 if self.method in ("cacheblend", "auto") else 0
+    def checks(self) -> bool:
+        """Whether tokens are chosen by their deviation."""
+        return self.method in ("cacheblend", "auto")
 
     def fresh(self, segments: Sequence[Segment], length: int) -> torch.Tensor:
         """Which of the `length` columns are computed in every layer, whatever deviates: bool."""

@@ -12,15 +12,13 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient import kernels
 from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.blocks.runs import Piece
-from kvclient.errors import InvalidArgument
 from kvclient.hf.blend import Blend, Interior, decoder_layers
 from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock
 from kvclient.hf.repair import Repair
-from kvclient.hf.rope import probe_rope, rotated
+from kvclient.hf.rope import probe_rope
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -237,6 +235,25 @@ class Planted:
         return self._stored.numpy()
 
 
+def test_only_chosen_rows_go_through_the_layers(attach, model):
+    """The layer before the check sees all rows; the check itself and those behind compute the chosen ones."""
+    kv = attach(Repair("cacheblend", ratio=0.1, sink_tokens=0, recency_tokens=0))
+    seen = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape[1]))
+        for layer in model.model.layers
+    ]
+    kv._watch = type(kv._watch)(model)  # these hooks are no change of the model
+    try:
+        generate(model, asked(13), 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    total, chosen = 13 + 100 + 9, 13 + 10 + 9
+    assert kv.last.approximate_tokens == 100
+    assert seen[:6] == [total, chosen, chosen, chosen, chosen, chosen]
+
+
 def test_sinks_and_recency_are_fresh():
     segments = [Segment(0, 40, APPROXIMATE, (), 500), Segment(50, 90, APPROXIMATE, (), 1)]
     repair = Repair("none", sink_tokens=4, recency_tokens=5)
@@ -323,63 +340,3 @@ def test_a_block_evicted_between_is_computed(attach, model, client):
     client.delete(chain)
     generate(model, asked(5))
     assert kv.last.approximate_tokens == 0
-
-
-# ---------------------------------------------------------------- refused
-
-
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        ("gpt2", "learned"),
-        ("opt", "learned"),
-        ("bloom", "ALiBi"),
-        ("mpt", "ALiBi"),
-        ("falcon_alibi", "ALiBi"),
-    ],
-)
-def test_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(client, name, word):
-    model = build(name)
-    with pytest.raises(kvclient.hf.Refused, match=word):
-        kvclient.hf.attach(model, client, block_tokens=BLOCK, repair="auto")
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:  # prefixes are still served
-        generate(model, prompt(40))
-        generate(model, prompt(40))
-        assert kv.last.reused_tokens == 32
-
-
-def test_a_wrong_convention_is_refused(model, client, monkeypatch):
-    """The proof at attach fails if keys are turned wrongly, or if rows see what they must not."""
-    from kvclient.hf import blend, rope
-
-    turn = rope.Rope.turn
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            rope.Rope, "turn", lambda self, layer, keys, shift, out: turn(self, layer, keys, shift + 1, out)
-        )
-        with pytest.raises(kvclient.hf.Refused, match="some rows"):
-            kvclient.hf.attach(model, client, repair="auto", self_test=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(blend.Blend, "_masked", lambda self, mask, hidden, rows: None)
-        with pytest.raises(kvclient.hf.Refused, match="some rows"):
-            kvclient.hf.attach(model, client, repair="auto", self_test=False)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"method": "best"}, {"ratio": 1.5}, {"sink_tokens": -1}, {"min_tokens": 0}, {"check_layer": -1}],
-)
-def test_wrong_arguments_are_named(wrong):
-    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
-        Repair(**wrong)
-
-
-@pytest.mark.parametrize("convention", ["half", "interleaved"])
-def test_the_native_turn_is_the_definition(convention):
-    keys = torch.randn(3, 17, 16, generator=torch.Generator().manual_seed(1))
-    inv_freq = (10_000.0 ** -(np.arange(0, 8, 2) / 8)).astype(np.float32)
-    for shift in (1, -1, 300, -4000):
-        out = np.empty(keys.shape, np.float32)
-        kernels.rotate(keys.numpy(), kernels.turn(inv_freq, shift), convention, out=out)
-        wanted = rotated(keys, inv_freq, shift, convention)
-        torch.testing.assert_close(torch.from_numpy(out).double(), wanted, rtol=0, atol=2e-6)
