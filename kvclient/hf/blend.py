@@ -20,6 +20,8 @@ import torch
 
 from kvclient.blocks.cover import Segment
 from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.attention.backends import NAMES
+from kvclient.hf.attention.registered import PREFIX
 from kvclient.hf.cache import Shape, StoreLayer, as_array
 from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock, Lost
@@ -27,7 +29,8 @@ from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope, turned_tensor
 from kvclient.hf.structure import Refused
 
-MASKED = ("sdpa", "eager")  # attention implementations that take a mask of rows and columns
+# Attention implementations that take a mask of rows and columns; ours hand such calls to torch, counted.
+MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
 PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
 
 

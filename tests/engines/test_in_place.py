@@ -148,6 +148,24 @@ def test_quantised_blocks_are_read_as_they_are(codec, client, left):
     assert left() == {}
 
 
+def test_reuse_inside_a_prompt_goes_on_under_the_kernels(client, left):
+    """Rows that do not follow each other bring a mask of their own: torch answers those calls, rightly."""
+    model = known("llama")
+    document, ids = prompt(64, seed=4), prompt(90, seed=5)
+    ids[0, 11:75] = document
+    answers = []
+    for in_place in (False, True):
+        options = {"block_tokens": BLOCK, "repair": "selective", "in_place": in_place}
+        with kvclient.hf.attach(model, client, **options) as kv:
+            generate(model, document)
+            answers.append(generate(model, ids, 4))
+            assert kv.last.approximate_tokens >= 32
+    (plain, logits, _), (tokens, found, _) = answers
+    assert torch.equal(tokens, plain)
+    assert near(found, logits, 1e-4)
+    assert "mask" in left()
+
+
 def test_what_is_read_is_what_lies_there(client):
     """Other bytes in the blocks give other logits: the blocks are read at every step, not once."""
     model, ids = known("llama"), prompt(61)
