@@ -1,0 +1,169 @@
+"""AWQ checkpoints ("gemm" version, 4 bits) straight from safetensors, without any AWQ package.
+
+    model = kvclient.hf.awq.from_pretrained(directory)
+
+Owns the packing of words, AwqLinear, and the loading. Never changes a transformers class: the model is built
+from its configuration without the quantisation, and the linear layers that the checkpoint quantises are
+replaced. Never guesses: another version, other bits or a tensor without a place is an error that names it.
+Invariant: a weight is (q - z) * s, whatever computes with it.
+
+A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
+[in / group, out]; nibble i of word j is column 8j + ORDER[i].
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from kvclient.errors import InvalidArgument
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+BITS = 4
+LEVELS = 15
+ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
+STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, n / 8] to uint8 [rows, n], the columns in order."""
+    shifts = torch.arange(0, 32, BITS, device=words.device, dtype=torch.int32)
+    nibbles = (words[:, :, None] >> shifts) & LEVELS
+    places = torch.tensor(ORDER, device=words.device).argsort()
+    return nibbles[:, :, places].reshape(words.shape[0], -1).to(torch.uint8)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of unpack(): integers 0..15 [rows, n] to int32 [rows, n / 8]."""
+    nibbles = codes.reshape(codes.shape[0], -1, 8)[:, :, list(ORDER)].to(torch.int64)
+    words = (nibbles << torch.arange(0, 32, BITS)).sum(2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(qweight, qzeros, scales) of a linear layer's weight [out, in], to nearest, in groups of its inputs."""
+    rows = weight.t().float().reshape(-1, group, weight.shape[0])  # [groups, group, out]
+    low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
+    scales = ((high - low) / LEVELS).clamp(min=1e-6).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(0, LEVELS)
+    codes = (rows / scales.float()[:, None] + zeros[:, None]).round().clamp(0, LEVELS)
+    return pack(codes.reshape(-1, weight.shape[0])), pack(zeros), scales
+
+
+class AwqLinear(torch.nn.Module):
+    """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies."""
+
+    def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        if inputs % group or outputs % 8:
+            raise InvalidArgument(f"[{inputs}, {outputs}] fits no groups of {group} and words of 8 columns")
+        self.in_features, self.out_features, self.group = inputs, outputs, group
+        self.register_buffer("qweight", torch.zeros((inputs, outputs // 8), dtype=torch.int32))
+        self.register_buffer("qzeros", torch.zeros((inputs // group, outputs // 8), dtype=torch.int32))
+        self.register_buffer("scales", torch.zeros((inputs // group, outputs), dtype=torch.float16))
+        own = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
+        self.bias = own if bias else None
+
+    def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Columns start..stop, multiples of 8, as [in, stop - start]."""
+        words = slice(start // 8, stop // 8)
+        codes = unpack(self.qweight[:, words]).reshape(-1, self.group, stop - start)
+        zeros, scales = unpack(self.qzeros[:, words]), self.scales[:, start:stop]
+        centred = codes.to(torch.int16) - zeros[:, None].to(torch.int16)
+        return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // max(1, self.in_features)
+        step = self.out_features
+        if rows <= ROWS_AT_ONCE:
+            step = max(8, min(step, STRIPE_BYTES // (4 * self.in_features) // 8 * 8))
+        parts = [
+            x @ self.weights(start, min(start + step, self.out_features), x.dtype)
+            for start in range(0, self.out_features, step)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """The causal model of an AWQ checkpoint in eval mode, on the CPU. Raises InvalidArgument with what is
+    wrong with it. dtype: what it computes in; default: the configuration's.
+    """
+    home = Path(directory)
+    config = AutoConfig.from_pretrained(home, local_files_only=True)
+    group = _group_of(getattr(config, "quantization_config", None))
+    del config.quantization_config
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    tensors = _tensors(home)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _replace(model, tensors, group, dtype)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    own = model.state_dict(keep_vars=True)
+    places = Counter(value.data_ptr() for value in own.values())
+    tied = {name for name in missing if places[own[name].data_ptr()] > 1}
+    if lost := sorted(set(missing) - tied) + sorted(unexpected):
+        raise InvalidArgument(f"{home.name}: tensors without a counterpart: {', '.join(lost[:5])}")
+    if (home / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
+    return model.eval()
+
+
+def _group_of(quantisation: Any) -> int:
+    found = quantisation if isinstance(quantisation, dict) else getattr(quantisation, "to_dict", dict)()
+    method, version = found.get("quant_method"), str(found.get("version", "gemm")).lower()
+    if str(method).lower().rpartition(".")[2] != "awq":
+        raise InvalidArgument(f"quant_method={method!r}; this reads awq")
+    if version != "gemm" or found.get("bits") != BITS or not found.get("zero_point", True):
+        kind = f"version={version!r}, bits={found.get('bits')!r}, zero_point={found.get('zero_point')!r}"
+        raise InvalidArgument(f"AWQ {kind}; this reads version 'gemm', 4 bits, with zero points")
+    group = found.get("group_size")
+    if not isinstance(group, int) or group <= 0:
+        raise InvalidArgument(f"group_size={group!r}; it must be a positive number")
+    return group
+
+
+def _tensors(home: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    index = home / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    if any(Path(name).name != name for name in names):
+        raise InvalidArgument(f"{index.name} names a file outside of the checkpoint")
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensors.update(load_file(home / name))
+    return tensors
+
+
+def _replace(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], group: int, dtype: torch.dtype
+) -> None:
+    for name in [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            parent = model.get_submodule(owner)
+            linear = getattr(parent, attribute)
+        except AttributeError:
+            raise InvalidArgument(f"the checkpoint quantises {name}, which the model has not") from None
+        if not isinstance(linear, torch.nn.Linear):
+            raise InvalidArgument(f"the checkpoint quantises {name}, a {type(linear).__name__}")
+        packed = AwqLinear(linear.in_features, linear.out_features, group, linear.bias is not None, dtype)
+        for part in ("qweight", "qzeros", "scales"):
+            found, wanted = tensors.get(f"{name}.{part}"), getattr(packed, part)
+            if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+                what = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
+                raise InvalidArgument(f"{name}.{part} is {what}; expected {wanted.dtype}{list(wanted.shape)}")
+        setattr(parent, attribute, packed)
+

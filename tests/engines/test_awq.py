@@ -1,0 +1,124 @@
+"""Proves that AWQ "gemm" checkpoints load straight from safetensors and compute what their words stand for.
+
+Method: a packer written from the format makes small checkpoints of tiny random models; the model
+that holds the dequantised weights in ordinary linear layers is the oracle. The order of nibbles is checked
+against the published one; every wrong checkpoint is refused with what is wrong about it.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf import awq
+from tests.engines.zoo import build, generate, prompt
+
+GROUP = 16
+QUANTISATION = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
+
+
+def write(home, model, quantisation=QUANTISATION, change=None):
+    """An AWQ checkpoint of `model`, whose linear layers then hold what the checkpoint's stand for."""
+    tensors = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            words = dict(
+                zip(("qweight", "qzeros", "scales"), awq.quantise(module.weight, GROUP), strict=True)
+            )
+            del tensors[f"{name}.weight"]
+            tensors.update({f"{name}.{part}": value for part, value in words.items()})
+            twin = awq.AwqLinear(module.in_features, module.out_features, GROUP, False, module.weight.dtype)
+            twin.load_state_dict(words)
+            with torch.no_grad():
+                module.weight.copy_(twin.weights(0, module.out_features, module.weight.dtype).t())
+    if change is not None:
+        change(tensors)
+    save_file(
+        {name: value.clone().contiguous() for name, value in tensors.items()}, home / "model.safetensors"
+    )
+    config = model.config.to_dict() | {"quantization_config": quantisation, "dtype": "float32"}
+    (home / "config.json").write_text(json.dumps(config, default=str))
+    model.generation_config.save_pretrained(home)
+    return home
+
+
+def test_a_word_holds_its_columns_in_the_published_order():
+    codes = torch.arange(8, dtype=torch.uint8)[None]
+    word = int(awq.pack(codes)[0, 0]) & 0xFFFFFFFF
+    assert [word >> 4 * i & 15 for i in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert torch.equal(awq.unpack(awq.pack(codes)), codes)
+
+
+def test_packing_round_trips():
+    codes = torch.randint(0, 16, (33, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    assert torch.equal(awq.unpack(awq.pack(codes)), codes)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_computes_with_its_weights(rows, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(72, 64, generator=generator)
+    layer = awq.AwqLinear(64, 72, GROUP, True, dtype)
+    layer.qweight, layer.qzeros, layer.scales = awq.quantise(weight, GROUP)
+    layer.bias.data = torch.randn(72, generator=generator).to(dtype)
+    x = torch.randn(rows, 64, generator=generator).to(dtype)
+    codes = awq.unpack(layer.qweight).double() - awq.unpack(layer.qzeros).double().repeat_interleave(GROUP, 0)
+    exact = codes * layer.scales.double().repeat_interleave(GROUP, 0)
+    assert float((exact.t() - weight).abs().max()) <= float(layer.scales.max()) * 0.51
+    wanted = x.double() @ exact + layer.bias.double()
+    bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * float(wanted.abs().max())
+    assert float((layer(x).double() - wanted).abs().max()) <= bound
+    monkeypatch.setattr(awq, "STRIPE_BYTES", 4 * 64 * 24)  # three stripes
+    assert float((layer(x).double() - wanted).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "gemma"])
+def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
+    model = build(name)
+    if model is None:
+        pytest.skip(f"this transformers has no {name}")
+    home, ids = write(tmp_path, model), prompt(40)
+    loaded = awq.from_pretrained(home)
+    packed = [module for module in loaded.modules() if isinstance(module, awq.AwqLinear)]
+    assert len(packed) >= 3 * 4
+    tokens, logits, _ = generate(model, ids)
+    found, values, _ = generate(loaded, ids)
+    assert torch.equal(found, tokens)
+    assert float((values - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "change", "words"),
+    [
+        ({"version": "gemv"}, None, "version='gemv'"),
+        ({"bits": 8}, None, "bits=8"),
+        ({"zero_point": False}, None, "zero_point=False"),
+        ({"quant_method": "gptq"}, None, "gptq"),
+        ({"group_size": -1}, None, "group_size=-1"),
+        ({}, lambda t: t.pop("model.layers.0.self_attn.q_proj.scales"), "q_proj.scales is missing"),
+        ({}, lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+        ({}, lambda t: t.update({"model.stray": torch.zeros(1)}), "model.stray"),
+        (
+            {},
+            lambda t: t.update({"model.ghost.qweight": torch.zeros(1, 1)}),
+            "model.ghost, which the model has not",
+        ),
+        ({}, lambda t: t.update({"model.norm.qweight": torch.zeros(1, 1)}), "model.norm, a LlamaRMSNorm"),
+    ],
+)
+def test_what_is_wrong_is_refused(quantisation, change, words, tmp_path):
+    home = write(tmp_path, build("llama"), QUANTISATION | quantisation, change)
+    with pytest.raises(InvalidArgument, match=words):
+        awq.from_pretrained(home)
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path):
+    home = write(tmp_path, build("llama"))
+    (home / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "../model.safetensors"}})
+    )
+    with pytest.raises(InvalidArgument, match="outside"):
+        awq.from_pretrained(home)
