@@ -100,11 +100,12 @@ class Engine:
 
     # ---------------------------------------------------------------- computing
 
-    def warm(self, text: Prompt) -> Warmed:
+    def warm(self, text: Prompt, before: Prompt = "") -> Warmed:
         """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
-        elsewhere approximately, if that is switched on.
+        elsewhere approximately, if that is switched on. before: what it will probably stand behind: the
+        nearer to that it was computed, the less there is to repair.
         """
-        ids = self.encode(text)
+        ids = [*(self.encode(before) if before else ()), *self.encode(text)]
         if not ids:
             raise InvalidArgument("there is no token to warm")
         self._run([ids], Listener([1], self.tokenizer, self._ends), {"do_sample": False, "num_beams": 1})

@@ -86,6 +86,16 @@ def test_three_lines(engine):
     assert result.finish == "length"
 
 
+def test_a_text_is_warmed_behind_what_it_will_stand_behind(engine):
+    before = "You are a careful engineer. "
+    warmed = engine.warm(DOCUMENT, before=before)
+    assert warmed.tokens == len(before) + len(DOCUMENT)
+    exact = engine.generate(before + DOCUMENT + "?", 2, cacheable_prefix_len=0).report
+    assert exact.reused_tokens == warmed.tokens
+    moved = engine.generate("You are a hasty one. " + DOCUMENT + "?", 2).report
+    assert moved.approximate_tokens >= len(DOCUMENT)
+
+
 def test_modes_reuse_nothing_prefixes_or_everything(engine):
     engine.warm("Some words in front. " + DOCUMENT + "and behind")
     prompt = "Another beginning: " + DOCUMENT + "so?"
