@@ -39,6 +39,11 @@ struct Handle {
   uint64_t generation;
 };
 
+// Keys are digests.
+struct KeyHash {
+  size_t operator()(const Key& key) const { return key.words[0]; }
+};
+
 struct Seal {
   Handle handle;
   bool checksummed = false;  // the writer left the layers' checksums behind them
@@ -193,6 +198,7 @@ class Store {
   // Records a block that lies only on disk. False: no record is free, or the key is known.
   bool add_disk(const Key& key, uint32_t expiry_s);
   void drop_disk(const Key& key);                                // its file is gone
+  void file_gone(const Key& key);                                // of a block that was deleted
   std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
   void load_ended();                                             // wakes those who wait for loads
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
@@ -284,9 +290,11 @@ class Store {
   void set_flags(uint32_t record, uint8_t on, uint8_t off);
   void wake_disk();
   void file_must_go(const Key& key);
+  void remember_file(uint32_t record, const Key& key);
   void drop_disk_record(uint32_t record, Event event);
+  void delete_disk_record(uint32_t record);
   bool demote(uint32_t record);
-  void adopt_disk_record(uint32_t record);
+  bool adopt_disk_record(uint32_t record);
 
   // store_reclaim.cc
   void make_room(uint64_t length, size_t count);
@@ -350,10 +358,12 @@ class Store {
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
-  std::unordered_map<uint32_t, IoPin> io_pins_;   // record -> the daemon's own reads in flight
-  EvictionPolicy<Places> on_disk_;                // the DISK records, in one queue: the least valuable goes first
-  std::set<std::pair<double, uint32_t>> wishes_;  // (score, record) of blocks that wait to be written
-  Deleted deleted_;                               // files the disk tier has not yet been told to remove
+  std::unordered_map<uint32_t, IoPin> io_pins_;       // record -> the daemon's own reads in flight
+  EvictionPolicy<Places> on_disk_;                    // the DISK records, in one queue: the least valuable goes first
+  std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written
+  Deleted deleted_;                                   // files the disk tier has not yet been told to remove
+  std::unordered_map<Key, uint32_t, KeyHash> going_;  // files that must go, and the DISK record that remembers each, if one does
+  uint64_t tombstones_ = 0;                           // of those, the ones with a record
   int wake_disk_ = -1;
   std::atomic<LowerTier*> lower_{nullptr};
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks

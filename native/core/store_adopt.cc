@@ -222,11 +222,7 @@ bool Store::adopt_record(uint32_t record) {
   const Shape shape = shape_of(record);
   const Key key = key_of(record);
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
-  if (found.state() == State::Disk) {
-    if (!options_.disk || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
-    adopt_disk_record(record);
-    return true;
-  }
+  if (found.state() == State::Disk) return adopt_disk_record(record);
   if (shape.layout >= layouts_.size() || shape.tokens == 0 || shape.tokens > layouts_[shape.layout]->block_tokens ||
       extent.length != layouts_[shape.layout]->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
     return false;

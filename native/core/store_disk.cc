@@ -101,11 +101,33 @@ bool Store::end_write(Handle handle, bool written) {
 
 // ---------------------------------------------------------------- files that must go
 
-// At most one key per file there is, and the tier takes them whenever it wakes.
+// Until the file is gone a record remembers it (a DISK record that nobody finds), so that the next daemon does not take what was
+// deleted for a block. At most one key per file there is; the tier takes them whenever it wakes.
 void Store::file_must_go(const Key& key) {
   if (!options_.disk) return;
+  going_.try_emplace(key, Index::kAbsent);
   deleted_.keys.push_back(key);
   wake_disk();
+}
+
+void Store::remember_file(uint32_t record, const Key& key) {
+  set_flags(record, kFlagDeleted, kFlagOnDisk | kFlagQueued);
+  going_[key] = record;
+  tombstones_ += 1;
+}
+
+void Store::file_gone(const Key& key) {
+  Lock lock(mutex_);
+  const auto going = going_.find(key);
+  if (going == going_.end()) return;
+  const uint32_t record = going->second;
+  going_.erase(going);
+  if (record == Index::kAbsent) return;
+  tombstones_ -= 1;
+  transition(record, Event::Delete, State::Free, 0);
+  records_used_ -= 1;
+  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
 }
 
 Deleted Store::take_deleted() {
@@ -164,11 +186,31 @@ void Store::drop_disk_record(uint32_t record, Event event) {
   free_head_ = record;
 }
 
-// A zombie whose memory is free and whose bytes lie on disk: its record stays. False if there is no such thing to keep.
+// A DISK record whose file must go: found by nobody from here on.
+void Store::delete_disk_record(uint32_t record) {
+  const Key key = key_of(record);
+  on_disk_.remove(kOneQueue, record);
+  index_.erase(key, record);
+  file_must_go(key);
+  remember_file(record, key);
+}
+
+// A zombie whose memory is free and whose bytes lie on disk, or must go from there: its record stays. False if there is no such
+// thing to keep.
 bool Store::demote(uint32_t record) {
   const Control now = control(record);
   Record& r = index_.record(record);
   const Key key = key_of(record);
+  if (const auto going = going_.find(key);
+      now.flags() & kFlagDeleted && going != going_.end() && going->second == Index::kAbsent) {
+    {
+      Writing writing(r.sequence);
+      r.extent.store(0, std::memory_order_relaxed);
+    }
+    transition(record, Event::Demote, State::Disk, 0);
+    remember_file(record, key);
+    return true;
+  }
   if (!options_.disk || !(now.flags() & kFlagOnDisk) || expired(r.expiry_s.load(std::memory_order_relaxed)) ||
       index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record))
     return false;
@@ -182,11 +224,22 @@ bool Store::demote(uint32_t record) {
 }
 
 // The file is looked at when the block is asked for, and when the tier has listed its directories.
-void Store::adopt_disk_record(uint32_t record) {
+bool Store::adopt_disk_record(uint32_t record) {
+  const Key key = key_of(record);
+  if (!options_.disk) return false;
+  if (control(record).flags() & kFlagDeleted) {
+    if (going_.contains(key)) return false;
+    file_must_go(key);
+    remember_file(record, key);
+    records_used_ += 1;
+    return true;
+  }
+  if (index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
   if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.record(record).rank.store(0);
   on_disk_.insert(kOneQueue, record, rank(record));
   remember_expiry(record);
   records_used_ += 1;
+  return true;
 }
 
 std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
@@ -194,6 +247,7 @@ std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
   std::vector<Key> out;
   for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked) {
     const Control now = control(record);
+    if (now.flags() & kFlagDeleted) continue;
     if (now.state() == State::Disk || (now.state() == State::Sealed && now.flags() & kFlagOnDisk)) out.push_back(key_of(record));
   }
   return out;

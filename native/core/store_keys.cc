@@ -33,8 +33,7 @@ bool Store::remove_here(const Key& key) {
   if (state != State::Sealed && state != State::Disk) return false;
   const bool late = expired(index_.record(record).expiry_s.load(std::memory_order_relaxed));
   if (state == State::Disk) {
-    file_must_go(key);
-    drop_disk_record(record, Event::Delete);
+    delete_disk_record(record);
   } else {
     to_zombie(record, late ? Event::Evict : Event::Delete);
   }
@@ -61,8 +60,8 @@ uint64_t Store::flush() {
     ++count;
   }
   count += on_disk_.size();
-  while (on_disk_.size()) drop_disk_record(on_disk_.least().record, Event::Delete);
-  deleted_ = {.keys = {}, .all = true};
+  while (on_disk_.size()) delete_disk_record(on_disk_.least().record);
+  deleted_.all = true;
   wake_disk();
   counters_.deletes += count;
   return count;

@@ -22,7 +22,7 @@ Stats Store::stats() {
   s.quarantined = quarantined_;
   s.on_disk = on_disk_.size();
   s.pending_writes = wishes_.size();
-  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk;
+  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_;
   s.max_blocks = options_.max_blocks;
   s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
   s.fenced = !fence_.empty();
@@ -57,7 +57,7 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
   for (uint64_t i = uint64_t{after} + 1; i <= index_.max_blocks() && out.size() < limit; ++i) {
     const auto record = static_cast<uint32_t>(i - 1);
     const Control c = control(record);
-    if (c.state() == State::Free) continue;
+    if (c.state() == State::Free || (c.state() == State::Disk && c.flags() & kFlagDeleted)) continue;
     const Key key = key_of(record);
     const auto* bytes = reinterpret_cast<const uint8_t*>(&key);
     if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
@@ -76,17 +76,25 @@ void Store::check_integrity() {
   auto expect = [](bool good, const std::string& what) {
     if (!good) throw Error(Code::Integrity, what);
   };
-  uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0;
+  uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0,
+           tombstones = 0;
   std::vector<Extent> extents;
   for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
     const State state = control(record).state();
     const std::string here = "record " + std::to_string(record) + " (" + std::string(kv::name(state)) + ")";
     expect((index_.record(record).sequence.load() & 1) == 0, here + " has an odd sequence");
+    const bool tombstone = state == State::Disk && control(record).flags() & kFlagDeleted;
     const uint32_t indexed = state == State::Free ? Index::kAbsent : index_.find_exclusive(key_of(record));
-    expect((indexed == record) == (state == State::Sealed || state == State::Created || state == State::Disk),
+    expect((indexed == record) == (state == State::Sealed || state == State::Created || (state == State::Disk && !tombstone)),
            here + " is wrongly indexed");
     if (state == State::Free) continue;
     records += 1;
+    if (tombstone) {
+      tombstones += 1;
+      const auto going = going_.find(key_of(record));
+      expect(going != going_.end() && going->second == record, here + " remembers no file");
+      continue;
+    }
     if (state == State::Disk) {
       on_disk += 1;
       expect(on_disk_.contains(0, record), here + " is in no queue");
@@ -107,8 +115,8 @@ void Store::check_integrity() {
   expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
   for (auto& [id, session] : sessions_) unsealed += session->unsealed.size();
   expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
-  expect(records == records_used_ && on_disk == on_disk_.size() && created == created_ && quarantined == quarantined_ &&
-             zombies == zombies_.size(),
+  expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_ && created == created_ &&
+             quarantined == quarantined_ && zombies == zombies_.size(),
          "a count of records is wrong");
   expect(policy_.size() == sealed,
          "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");

@@ -241,7 +241,7 @@ void Store::expire() {
     expiries_.pop_back();
     if (!expires_at(record, second)) continue;
     if (control(record).state() == State::Disk)
-      file_must_go(key_of(record)), drop_disk_record(record, Event::Evict);
+      delete_disk_record(record);
     else
       to_zombie(record, Event::Evict);
     counters_.expired += 1;

@@ -324,6 +324,43 @@ TEST(it_works_without_direct_io_and_on_tmpfs) {
   CHECK(rig.right(1));
 }
 
+// Between a delete and the removal of its file the daemon may die: the next one goes on with it.
+TEST(a_delete_survives_the_daemon) {
+  test::Rig rig(1024 * kPageBytes, 600, true);
+  auto put_with_file = [&](uint64_t i) {
+    CHECK_EQ(rig.put(i, 2, 0, kMaxPriority), Grant::Granted);
+    const auto job = rig.store->begin_write();
+    CHECK(job && job->key == key(i));
+    CHECK(job && rig.store->end_write(job->handle, true));
+  };
+  for (uint64_t i = 0; i < 3; ++i) put_with_file(i);
+  CHECK(rig.store->remove(key(0)));  // in memory and on disk
+  rig.store->settle();
+  CHECK_EQ(rig.store->take_deleted().keys.size(), 1u);
+  put_with_file(0);  // the same key again, while its old file is about to go
+  CHECK(rig.store->remove(key(0)));
+  rig.store->settle();
+  CHECK(rig.store->remove(key(1)));
+  rig.store->check_integrity();
+  rig.restart();
+  CHECK_EQ(rig.presence(0), Presence::Missing);
+  CHECK_EQ(rig.presence(1), Presence::Missing);
+  CHECK(rig.resident(2));
+  CHECK_EQ(rig.store->stats().used_bytes, 2 * kPageBytes);
+  CHECK_EQ(rig.store->stats().blocks, 1u);
+  rig.store->check_integrity();
+  std::vector<Key> going = rig.store->take_deleted().keys;
+  CHECK_EQ(going.size(), 2u);
+  for (const Key& gone : going) rig.store->file_gone(gone);
+  rig.store->check_integrity();
+  CHECK_EQ(rig.store->list(0, 100, {}).size(), 1u);
+  CHECK(rig.store->remove(key(2)));
+  rig.store->settle();
+  rig.store->file_gone(key(2));
+  rig.restart();
+  CHECK(rig.store->take_deleted().keys.empty());
+}
+
 TEST(the_least_valuable_pending_write_is_dropped) {
   test::Rig rig(1024 * kPageBytes, 600, true);
   for (uint64_t i = 0; i < 300; ++i) CHECK_EQ(rig.put(i, 2, 0, kMaxPriority), Grant::Granted);

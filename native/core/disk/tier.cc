@@ -232,24 +232,28 @@ void DiskTier::submit_waiting() {
 // ---------------------------------------------------------------- removing
 
 // A file's name goes before its entry, and its entry before the key can be found again.
-void DiskTier::remove_file(const Key& key, uint8_t directory) {
+bool DiskTier::remove_file(const Key& key, uint8_t directory) {
   const int error = places_[directory].at.files->remove(path_of(key, fanout_));
   if (error == 0) removed_.fetch_add(1);
   if (error == -EISDIR) strays_ += 1;  // a directory has its name: not ours to remove, and no failure of the disk
   if (error != 0 && error != -ENOENT && error != -EISDIR) {
     went_wrong(directory, -error, true, "removing a file");
     stubborn_.emplace_back(key, directory);
-    return;
+    return false;
   }
   std::lock_guard lock(mutex_);
   index_.erase(key);
   if (scanned_) doomed_unknown_.erase(key);  // until then its name may still come up
+  return true;
 }
 
 void DiskTier::remove_doomed() {
   Deleted deleted = store_.take_deleted();
   if (deleted.all) forget_all();
-  for (const Key& key : deleted.keys) forget(key);
+  for (const Key& key : deleted.keys) {
+    forget(key);
+    tell_if_gone(key);
+  }
   std::vector<std::pair<Key, uint8_t>> now;
   std::vector<Leftover> leftovers;
   if (!stubborn_.empty() && well(stubborn_.front().second)) now.swap(stubborn_);
@@ -271,7 +275,10 @@ void DiskTier::remove_doomed() {
       sweep_ = !doomed_.empty() && stubborn_.empty();
     }
   }
-  for (auto& [key, directory] : now) remove_file(key, directory);
+  for (size_t i = 0; i < now.size(); ++i) {
+    const bool last = i + 1 == now.size() || !(now[i + 1].first == now[i].first);  // of the directories it may be in
+    if (remove_file(now[i].first, now[i].second) && last) store_.file_gone(now[i].first);
+  }
   for (Leftover& leftover : leftovers) remove_leftover(std::move(leftover));
 }
 
@@ -284,6 +291,15 @@ void DiskTier::remove_leftover(Leftover leftover) {
     reserved_bytes_ -= leftover.bytes;
   else
     leftovers_.push_back(std::move(leftover));
+}
+
+// A deleted block of which there is no file, and none on its way: the store need not remember it.
+void DiskTier::tell_if_gone(const Key& key) {
+  {
+    std::lock_guard lock(mutex_);
+    if (index_.find(key) || doomed_unknown_.contains(key) || writing_.contains(key)) return;
+  }
+  store_.file_gone(key);
 }
 
 // Removes files until `bytes` more fit under the quota. False if that cannot be.

@@ -114,9 +114,6 @@ class DiskTier final : public LowerTier {
     Key digest;
   };
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
-  struct KeyHash {
-    size_t operator()(const Key& key) const { return key.words[0]; }
-  };
 
   // tier.cc
   void run();
@@ -127,7 +124,8 @@ class DiskTier final : public LowerTier {
   void submit_waiting();
   void remove_doomed();
   void remove_leftover(Leftover leftover);
-  void remove_file(const Key& key, uint8_t directory);
+  bool remove_file(const Key& key, uint8_t directory);  // false: it is tried again
+  void tell_if_gone(const Key& key);
   bool make_quota_room(uint64_t bytes);
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
   const KnownLayout* known_layout(uint32_t id);

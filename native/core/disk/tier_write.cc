@@ -164,10 +164,13 @@ void DiskTier::end_write(Write& write, bool written) {
   const uint8_t directory = write.directory;
   if (!write.temp.empty()) remove_leftover({write.temp, directory, write.bytes});
   writes_.erase(job.key);  // `write` is gone
-  if (store_.end_write(job.handle, keep) || !written) return;
-  writes_cancelled_ += 1;
-  forget(job.key);  // deleted meanwhile: gone before it can be found
-  remove_file(job.key, directory);
+  if (store_.end_write(job.handle, keep)) return;
+  if (written) {  // deleted meanwhile: gone before it can be found
+    writes_cancelled_ += 1;
+    forget(job.key);
+    remove_file(job.key, directory);
+  }
+  tell_if_gone(job.key);
 }
 
 }  // namespace kv
