@@ -9,17 +9,10 @@
 #include "core/copy.h"
 #include "core/error.h"
 #include "core/futex.h"
+#include "core/meta.h"
 
 namespace kv {
 namespace {
-
-// The head of a block's meta area (kvclient/blocks/meta.py). Token ids and extra ids follow.
-struct MetaHead {
-  uint32_t magic, tokens, extra_words, zero;
-  Key parent, content;
-};
-static_assert(sizeof(MetaHead) == 80);
-constexpr uint32_t kMetaMagic = 0x314d564b;  // "KVM1"
 
 bool passed(const timespec& deadline) {
   timespec now;

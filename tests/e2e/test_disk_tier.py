@@ -14,6 +14,8 @@ import pytest
 
 from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
 from kvclient.errors import BlockLost
+from kvstored.v1 import admin_pb2, store_pb2
+from tests.e2e.grpc_calls import Calls
 
 ON_DISK, RESIDENT = 3, 2
 
@@ -22,7 +24,7 @@ ON_DISK, RESIDENT = 3, 2
 def disk(tmp_path, daemon):
     """A factory of daemons with a disk tier in one directory of this test."""
 
-    def make(*args: str, memory: str = "16MiB", quota: str = "1GiB", **more):
+    def make(*args: str, memory: str = "48MiB", quota: str = "1GiB", **more):
         given = ("--disk", str(tmp_path / "blocks"), "--disk-quota", quota, "--disk-write-priority", "50")
         return daemon(memory=memory, args=(*given, *args), **more)
 
@@ -122,7 +124,7 @@ def test_a_warm_restart_has_memory_and_disk(disk, wait_until, tmp_path, kill):
 
 
 def test_a_reader_follows_a_load_by_layers(disk, wait_until, tmp_path):
-    with disk(memory="64MiB").connect() as client:
+    with disk().connect() as client:
         keys = new_keys(3)
         put(client, keys, BIG)
         wait_until(lambda: len(files(tmp_path)) >= 3, "three files")
@@ -158,6 +160,9 @@ def test_many_who_ask_share_one_load(disk, wait_until, tmp_path):
         for thread in threads:
             thread.join()
         assert not errors, errors
+        with Calls(server.dir) as calls:
+            counters = calls.admin.Stats(admin_pb2.StatsRequest()).namespaces[0].counters
+            assert counters["disk_loaded"] == 6
 
 
 def test_prefetch_is_a_hint_and_get_finds_the_blocks(disk, wait_until, tmp_path):
@@ -274,7 +279,7 @@ def test_the_quota_of_the_configuration_holds(disk, wait_until, tmp_path):
 
 
 def test_a_lost_load_is_an_error_to_who_follows(disk, wait_until, tmp_path):
-    with disk(memory="64MiB").connect() as client:
+    with disk().connect() as client:
         keys = new_keys(1)
         put(client, keys, BIG)
         wait_until(lambda: len(files(tmp_path)) >= 1, "a file")
@@ -295,9 +300,6 @@ def test_a_lost_load_is_an_error_to_who_follows(disk, wait_until, tmp_path):
 
 def test_grpc_waits_for_what_lies_on_disk(disk, wait_until, tmp_path):
     """The door of those without shared memory: Prefetch, and Get with wait_ms."""
-    from kvstored.v1 import store_pb2
-    from tests.e2e.grpc_calls import Calls
-
     server = disk()
     with server.connect() as client, Calls(server.dir) as calls:
         keys = new_keys(6)

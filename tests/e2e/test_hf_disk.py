@@ -46,6 +46,9 @@ def test_a_prompt_comes_back_from_disk_after_a_cold_restart(served, model, patie
     with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         generate(model, ids)
         wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
+        chain = kvclient.chain(kv.identity, ids[0].tolist(), BLOCK)
+        content_keys = {path.read_bytes()[48:80] for path in files(tmp_path)}  # docs/formats.md §6
+        assert content_keys == set(chain.content_keys)
         served.restart()
         wait_until(lambda: client.stats()["on_disk"] == 4, "the directory is indexed")
         tokens, *_ = generate(model, ids)

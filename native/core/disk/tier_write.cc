@@ -8,6 +8,7 @@
 #include "core/checksum.h"
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
+#include "core/meta.h"
 #include "core/polling.h"
 
 namespace kv {
@@ -106,6 +107,11 @@ bool DiskTier::describe_block(Write& write, const WriteJob& job, const KnownLayo
   else
     for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
       header.layer_checksums[layer] = crc32c(block + layout.layer_offset(layer, tokens), layout.layer_bytes(layer, tokens));
+  if (layout.meta_bytes(tokens) >= sizeof(MetaHead)) {
+    MetaHead meta;
+    std::memcpy(&meta, block + layout.meta_offset(tokens), sizeof meta);
+    if (meta.magic == kMetaMagic) header.content_key = meta.content;
+  }
   const uint64_t tail = layout.layers_bytes(tokens);
   header.tail_checksum = crc32c(block + tail, header.data_bytes - tail);
   encode(header, std::span<std::byte, kBlockFileHeaderBytes>(write.page->bytes));
