@@ -141,7 +141,7 @@ def test_quantised_blocks_are_read_as_they_are(codec, client, left):
             assert kv.last.reused_tokens == 96
             if not in_place:
                 wanted = found
-    assert near(found, wanted, 1e-3)
+    assert near(found, wanted, 1e-2)  # integers of 16 bits against fp32, through three layers
     assert all(
         isinstance(k, kernels.Quantised) for layer in cache.layers for _, _, (k, _), _ in layer._prefix
     )

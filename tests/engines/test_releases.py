@@ -16,7 +16,9 @@ RELEASES = {"oldest": ["transformers==5.0.0", "tokenizers<=0.23.0"], "newest": [
 INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 600, 900
 TESTS = [
     "tests/engines/test_architectures.py",
+    "tests/engines/test_awq.py",
     "tests/engines/test_backends.py",
+    "tests/engines/test_in_place.py",
     "tests/e2e/test_hf_generate.py",
     "tests/e2e/test_hf_modes.py",
 ]
