@@ -324,6 +324,24 @@ TEST(it_works_without_direct_io_and_on_tmpfs) {
   CHECK(rig.right(1));
 }
 
+// A writer may cut named memory at any moment. The namespace ends; the program and the files do not.
+TEST(a_truncated_pool_costs_no_file) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 10; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  const size_t before = rig.files().size();
+  CHECK_EQ(::ftruncate(rig.segments.pool.get(), 64 * 1024), 0);
+  for (uint64_t i = 1; i <= 10; ++i) rig.tier->promote(key(i), 35);
+  CHECK(eventually([&] { return !rig.busy(); }));
+  rig.store->tick();
+  for (uint64_t i = 1; i <= 10; ++i) rig.tier->promote(key(i), 35);
+  CHECK(eventually([&] { return !rig.busy(); }));
+  CHECK(!rig.store->problem().empty());
+  CHECK_EQ(rig.tier->stats().corrupt, 0u);
+  CHECK_EQ(rig.files().size(), before);
+  rig.stop();
+}
+
 // Between a delete and the removal of its file the daemon may die: the next one goes on with it.
 TEST(a_delete_survives_the_daemon) {
   test::Rig rig(1024 * kPageBytes, 600, true);

@@ -195,14 +195,15 @@ void DiskTier::verify_ready(Load& load) {
     if (!step.done) break;
     for (; load.layers_verified < step.end_layer; ++load.layers_verified)
       if (!layer_matches(*load.header, load.layers_verified, block + layout.layer_offset(load.layers_verified, load.tokens)))
-        return (void)(load.wrong = Outcome::Corrupt);
+        return (void)(load.wrong = pool_hit_.load() ? Outcome::Failed : Outcome::Corrupt);
     const bool tail_is_there = &step != &load.steps.front();  // the header's step is the first, the tail is in the second
     if (tail_is_there && !load.tail_verified &&
         !(load.tail_verified = tail_matches(*load.header, block + layout.layers_bytes(load.tokens))))
-      return (void)(load.wrong = Outcome::Corrupt);
+      return (void)(load.wrong = pool_hit_.load() ? Outcome::Failed : Outcome::Corrupt);
   }
   if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);  // a client cut the pool under us
-  if (load.layers_verified > before) store_.mark_layer(load.handle, load.layers_verified);
+  if (load.layers_verified > before && !accepted([&] { store_.mark_layer(load.handle, load.layers_verified); }))
+    load.wrong = Outcome::Failed;
 }
 
 // All is there and verified: the checksums that the header has go where a client looks for them, and the block is sealed.
@@ -217,7 +218,7 @@ void DiskTier::finish_data(Load& load) {
     if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = realtime_s();
   }
   const Seal seal{load.handle, true};
-  store_.seal(owner_, {&seal, 1});
+  if (!accepted([&] { store_.seal(owner_, {&seal, 1}); })) return (void)(load.wrong = Outcome::Failed);
   load.created = false;
 }
 
@@ -232,8 +233,9 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
     if (FileIndex::Entry* entry = index_.find(load.key); entry && gone) entry->doomed = true;
   }
   if (gone || cancelled) store_.drop_disk(load.key);
-  if (cancelled && outcome == Outcome::Loaded) store_.remove_here(load.key);  // deleted in the moment it was sealed
-  if (load.created) store_.abort(owner_, load.handle), store_.settle();
+  if (cancelled && outcome == Outcome::Loaded)
+    accepted([&] { store_.remove_here(load.key); });  // deleted in the moment it was sealed
+  if (load.created) accepted([&] { store_.abort(owner_, load.handle), store_.settle(); });
   if (gone && outcome == Outcome::Corrupt && keep_corrupt_) places_[load.directory].at.files->aside(path_of(load.key, fanout_));
   if (gone) remove_file(load.key, load.directory);
   if (outcome == Outcome::Loaded) {

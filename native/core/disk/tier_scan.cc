@@ -62,7 +62,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   // A record for each, while there are free ones; the others are found by their paths.
   for (const Key& key : fresh) {
     if (table_full_) break;
-    table_full_ = !store_.add_disk(key, 0);
+    table_full_ = !accepted([&] { table_full_ = !store_.add_disk(key, 0); }) || table_full_;
   }
   return !stop_.load();
 }
@@ -71,7 +71,8 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
 void DiskTier::prune() {
   constexpr uint32_t kAtOnce = 4096;
   for (uint32_t record = 0; record < store_.options().max_blocks && !stop_.load();) {
-    const std::vector<Key> keys = store_.disk_keys(record, kAtOnce);
+    std::vector<Key> keys;
+    if (!accepted([&] { keys = store_.disk_keys(record, kAtOnce); })) return;
     std::vector<Key> absent;
     {
       std::lock_guard lock(mutex_);

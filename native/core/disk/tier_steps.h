@@ -4,8 +4,21 @@
 #include <list>
 
 #include "core/disk/tier.h"
+#include "core/error.h"
 
 namespace kv {
+
+// Runs what changes the store. False: it refused, because its namespace was fenced meanwhile; then nobody is waiting for this any
+// more.
+template <class F>
+bool accepted(F&& change) {
+  try {
+    change();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
 
 struct DiskTier::Load {
   Key key;
