@@ -23,6 +23,18 @@ NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
 # In transformers 5.0 these made their masks by themselves, which only torch reads.
 MASKS_OF_THEIR_OWN = ("opt", "stablelm") if transformers.__version__.startswith("5.0.") else ()
 BACKENDS = ["cpu_avx512", "cpu_avx2", "torch"]
+TELLING = (
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "gpt2",
+    "mistral_sliding",
+)  # softcap, sinks, windows; the rest is slow
+PAIRS = [
+    pytest.param(name, backend, marks=[] if backend == BACKENDS[0] or name in TELLING else pytest.mark.slow)
+    for name in NAMES
+    for backend in BACKENDS
+]
 
 
 def known(name: str, dtype: torch.dtype = torch.float32):
@@ -61,8 +73,7 @@ def padded_rows():
     return ids, mask
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_equals_the_models_own_attention(name, backend, counts):
     model, ids = known(name), prompt(61)
     rows, mask = padded_rows()
@@ -81,8 +92,7 @@ def test_equals_the_models_own_attention(name, backend, counts):
     assert torch.equal(generate(model, ids)[1], logits)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_in_bfloat16_to_rounding(name, backend):
     model, (rows, mask) = known(name, torch.bfloat16), padded_rows()
     _, wanted, _ = generate(model, rows, 1, attention_mask=mask)
