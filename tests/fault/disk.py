@@ -58,7 +58,7 @@ class DiskRig:
             for prefix in self.daemon._prefixes:
                 for segment in Path("/dev/shm").glob(prefix + "*"):
                     segment.unlink()
-            (self.daemon.dir / "state.json").unlink()
+            (self.daemon.dir / "state.json").unlink(missing_ok=True)
         self.daemon.env["KVSTORED_FAULTS"] = faults
         self.daemon.start()
         return self

@@ -174,7 +174,7 @@ class SoakClient:
             return
         for number in numbers:
             self._ledger.is_gone(number)
-        if self._ledger.lives() != lives:  # too late: the daemon that said so is gone
+        if self._ledger.lives() != lives:  # too late: the memory of that is gone
             for number in numbers:
                 self._ledger.may_be_found(number)
 

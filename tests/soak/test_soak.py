@@ -60,11 +60,11 @@ def test_a_leak_is_seen(rig):
     assert len(set(universe.keys)) == len(universe.keys) == 4 * len(MODELS)
     assert len(universe.numbers(0, 0)[SHARED]) == 2 and block_bytes(MODELS[0]) == 4096
     kv.drop_client()
-    account = Account(kv.daemon, kv.directory, universe)
-    assert account.settle(lambda: None, wait_s=1.0) == 0 and not account.problems
+    account = Account(kv.daemon.dir, kv.directory, universe)
+    assert account.settle(wait_s=1.0) == 0 and not account.problems
     kv.put_on_disk(2)
     kv.drop_client()
-    assert account.settle(lambda: None, wait_s=1.0) > 0
+    assert account.settle(wait_s=1.0) > 0
     assert any("in use after deleting all" in problem for problem in account.problems), account.problems
     assert any("files are left" in problem for problem in account.problems), account.problems
 

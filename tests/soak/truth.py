@@ -107,7 +107,7 @@ class Ledger:
         all_words = np.frombuffer(self._memory, np.uint64)
         self._counts = all_words[: clients * len(Count)].view(np.int64).reshape(clients, len(Count))
         self._until = all_words[clients * len(Count) : -1].view(np.float64)
-        self._lives = all_words[-1:]  # of the daemon
+        self._lives = all_words[-1:]  # of the memory
 
     def add(self, client: int, count: Count, by: int = 1) -> None:
         self._counts[client, count] += by
@@ -125,7 +125,7 @@ class Ledger:
         return int(self._lives[0])
 
     def forget_deletions(self) -> None:
-        """The daemon is gone: files that it had not removed yet may be found again."""
+        """The memory is lost: files that the daemon had not removed yet may be found again."""
         self._lives[0] += 1
         self._until[self._until == 0] = self.MAY
 
