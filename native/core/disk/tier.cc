@@ -21,6 +21,7 @@ constexpr uint32_t kRemovalsATurn = 64;                // so that reading goes o
 constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was loaded
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;     // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
+constexpr uint64_t kLastRemovalsMs = 1000;
 constexpr int kNice = 5;  // a session's answer comes before a file's
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -177,6 +178,13 @@ void DiskTier::run() {
     submit_waiting();
     reap();
     if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
+  }
+  // What was deleted until now. What is not done in time the next daemon does, if the memory is still there.
+  const uint64_t end_ms = now_ms() + kLastRemovalsMs;
+  for (bool more = true; more && now_ms() < end_ms;) {
+    remove_doomed();
+    std::lock_guard lock(mutex_);
+    more = sweep_ || !doomed_.empty();
   }
 }
 
