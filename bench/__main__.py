@@ -21,6 +21,7 @@ SCRIPTS = {
     "reuse": ["bench.reuse_ttft", "bench.peers.kvboost"],
     "daemon": ["bench.daemon_figures"],
     "disk": ["bench.disk_figures"],
+    "tier": ["bench.disk_daemon"],
 }
 BUDGET_S = 0.3  # of one contender in one round
 
@@ -93,9 +94,8 @@ def run_scripts(rows: list[Row], columns: list[str], quick: bool, installed: Ins
             if column in installed.absent:
                 run["absent"].append({"column": column, "reason": installed.absent[column]})
                 continue
-            answer = run_script(
-                module, column, quick, {"KVBENCH_KVBOOST": installed.kvboost_path, "OMP_NUM_THREADS": "1"}
-            )
+            env = {"KVBENCH_KVBOOST": installed.kvboost_path, "KVBENCH_LMCACHE": installed.lmcache}
+            answer = run_script(module, column, quick, {**env, "OMP_NUM_THREADS": "1"})
             merge_rows(found, answer["rows"])
             if column == "kvboost" and answer["rows"]:
                 run["versions"]["kvboost"] = "KVBoost 0.9.0"
@@ -121,7 +121,7 @@ def measure(chosen, run: dict) -> None:
     """Fill `run` row by row: what was measured before an interrupt is kept."""
     rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
     columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
-    installed = install(set(columns))
+    installed = install(set(columns) if any(row.id == "tier" for row in rows) else set(columns) - {"lmcache"})
     for session in ("index", "bulk"):
         mine = [row for row in rows if SESSION_OF.get(row.session) == session]
         if mine:

@@ -24,6 +24,45 @@ PYTHON_PEERS = {
     "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"],
     "stores": ["lmdb==3.0.0", "hiredis==3.5.0"],
 }
+LMCACHE = ["torch==2.13.0", "lmcache==0.5.6"]  # without what only its GPU parts need
+LMCACHE_NEEDS = [
+    "numpy<=2.2.6",
+    "numba",
+    "aiofile",
+    "aiofiles",
+    "blake3",
+    "aiohttp",
+    "cryptography",
+    "fastapi",
+    "httpx",
+    "msgspec",
+    "opentelemetry-api<=1.40.0",
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp",
+    "opentelemetry-exporter-prometheus<=0.61b0",
+    "prometheus_client<=0.24.1",
+    "psutil",
+    "py-cpuinfo",
+    "pyyaml",
+    "pyzmq",
+    "grpcio>=1.78",
+    "grpcio-observability==1.78.0",
+    "protobuf<7",
+    "redis",
+    "safetensors",
+    "setuptools<81",
+    "sortedcontainers",
+    "uvicorn",
+    "httptools",
+    "cachetools",
+    "nvtx",
+    "typing_extensions",
+    "filelock",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "fsspec",
+]
 REDIS_DEBS = [
     "redis-tools",
     "redis-server",
@@ -46,6 +85,7 @@ class Installed:
     library_path: str = ""
     copy_library: str = ""
     kvboost_path: str = ""
+    lmcache: str = ""
     absent: dict[str, str] = field(default_factory=dict)
 
 
@@ -102,6 +142,16 @@ def kvboost_tree() -> str:
             PIP_TIMEOUT_S,
         )
     return str(home)
+
+
+def lmcache_program() -> str:
+    """Its command, in an environment of its own (1.4 GB)."""
+    python = python_environment("lmcache", LMCACHE_NEEDS)
+    program = Path(python).with_name("lmcache")
+    if not program.exists():
+        progress(f"installing {', '.join(LMCACHE)} --no-deps")
+        _run([python, "-m", "pip", "install", "-q", "--no-deps", *LMCACHE], PIP_TIMEOUT_S)
+    return str(program)
 
 
 def debian_packages(names: list[str]) -> None:
@@ -172,4 +222,6 @@ def install(columns: set[str]) -> Installed:
         done.copy_library = _try(done, "non-temporal copy", compile_copy)
     if "kvboost" in columns:
         done.kvboost_path = _try(done, "kvboost", kvboost_tree)
+    if "lmcache" in columns:
+        done.lmcache = _try(done, "lmcache", lmcache_program)
     return done

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CYCLE_BYTES = 2 * GIB
 INDEX_BLOCKS = 500_000
-COLUMNS = ["kvstored", "limit", "vineyard", "redis", "lmdb", "mooncake", "kvboost"]
+COLUMNS = ["kvstored", "limit", "vineyard", "redis", "lmdb", "mooncake", "kvboost", "lmcache"]
 LIMITS = ["memcpy", "memcpy, tuned", "non-temporal"]
 
 
@@ -127,4 +127,5 @@ ROWS = [
     Row("reuse", "TTFT with and without the store (bench/reuse_ttft.py), KVBoost beside it", "", "script"),
     Row("daemon", "the daemon's own figures (bench/daemon_figures.py)", "", "script"),
     Row("disk", "blocks to and from files, without the daemon (bench/disk_figures.py)", "", "script"),
+    Row("tier", "the disk tier through the daemon, LMCache beside it (bench/disk_daemon.py)", "", "script"),
 ]

@@ -20,6 +20,7 @@ SCRIPT_TIMEOUT_S = {
     "bench.reuse_ttft": 420,
     "bench.daemon_figures": 180,
     "bench.disk_figures": 300,
+    "bench.disk_daemon": 420,
     "bench.peers.kvboost": 240,
 }
 

@@ -11,6 +11,7 @@ HEADINGS = {column: column for column in COLUMNS} | {
     "lmdb": "LMDB",
     "mooncake": "Mooncake",
     "kvboost": "KVBoost",
+    "lmcache": "LMCache",
 }
 SHOWN_SERVER_SHARE = 0.05  # below it the server has no part in the operation
 LESS_IS_MORE = ("us", "ms", "MB", "%", "B")

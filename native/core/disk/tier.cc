@@ -168,6 +168,7 @@ double DiskTier::thread_cpu_s() const {
 // ---------------------------------------------------------------- the thread
 
 void DiskTier::run() {
+  ::pthread_setname_np(::pthread_self(), "kv-disk");
   ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
   while (!stop_.load()) {
     const bool more = turn();

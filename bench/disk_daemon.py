@@ -1,0 +1,275 @@
+"""The disk tier through the daemon: loads and writes beside fio, puts during writing, eviction, restarts.
+
+    python -m bench.disk_daemon [--json FILE] [--quick] [--directory DIR] [--only PART] [--memory GIB]
+
+Method: `kvstored serve --disk` as a process, a client in this one, fio and LMCache in theirs, in turns; a
+ratio is taken round by round. CPU is that of the daemon's disk thread alone, from the scheduler. Blocks
+have 32 layers and keep their writer's checksums; they are loaded into a pool that is full, so each load
+evicts. Everything lies below --directory and is removed at the end. Prints JSON. Never judges: the reach
+stands beside.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench.disk_figures import find_fio, fio
+from bench.disk_restart import restart_rows, warm_rows
+from bench.disk_session import MIB, NOT_WRITTEN, WAIT_S, WRITTEN, Session, new_keys, pools
+from bench.figures import absent_cell, percentile
+from bench.install import ROOT, progress
+from bench.lmcache_disk import find_lmcache, lmcache
+
+BYTES, BYTES_QUICK = 512 * MIB, 256 * MIB  # of one contender in one round
+ROUNDS, ROUNDS_QUICK = 5, 3
+WINDOW_S, WINDOWS, WINDOWS_QUICK = 0.5, 10, 6
+ON_DISK = 3  # a state that look-ups answer
+FIO = {"fio": "malloc", "fio, shared memory": "mmapshared"}
+COLUMN = {
+    "ours": ("kvstored", ""),
+    "ours, huge pages": ("kvstored", "huge pages"),
+    "fio": ("limit", "fio"),
+    "fio, shared memory": ("limit", "fio, shared memory"),
+    "LMCache": ("lmcache", "fs_native, O_DIRECT"),
+}
+
+
+def written(one: Session, keys: list[bytes], layout: int, source: np.ndarray) -> dict:
+    before, cpu, began = one.figures()["disk_written"], one.cpu_s(), time.perf_counter()
+    one.put(keys, layout, source)
+    one.wait_written(before + len(keys))
+    took = time.perf_counter() - began
+    return {"gb_s": len(keys) * source.nbytes / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
+
+
+def loaded(one: Session, keys: list[bytes], size: int) -> dict:
+    if (there := one.client.lookup(keys).states.count(ON_DISK)) != len(keys):
+        raise RuntimeError(f"{there} of {len(keys)} blocks lie on disk only")
+    cpu, began = one.cpu_s(), time.perf_counter()
+    one.client.prefetch(keys)
+    with one.client.get(keys, wait_s=WAIT_S) as blocks:
+        took = time.perf_counter() - began
+        if blocks.hits != len(keys):
+            raise RuntimeError(f"{blocks.hits} of {len(keys)} blocks were loaded: {one.figures()}")
+    return {"gb_s": len(keys) * size / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
+
+
+class Contenders:
+    """Who writes and reads blocks of one size in turns: daemons with pools of small and of huge pages,
+    fio, LMCache."""
+
+    def __init__(self, home: Path, size: int, total: int, rounds: int, stack: contextlib.ExitStack) -> None:
+        self.home, self.size, self.blocks, self.rounds = home, size, total // size, rounds
+        self.source = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+        self.sessions: dict[str, Session] = {}
+        self.layouts: dict[str, int] = {}
+        self.keys: dict[str, list[list[bytes]]] = {}
+        self.absent: dict[str, str] = {}
+        self.programs: dict[str, str] = {}
+        self.lmcache: dict[int, dict] = {}
+        for name, pages in (("ours", ""), ("ours, huge pages", "huge")):
+            self._attempt(
+                [name], lambda name=name, pages=pages: self._serve(name, pages, total * 3 // 2, stack)
+            )
+        self._attempt([*FIO], lambda: self.programs.update(dict.fromkeys(FIO, find_fio())))
+        self._attempt(["LMCache"], lambda: self.programs.update({"LMCache": find_lmcache()}))
+
+    def _attempt(self, names: list[str], step: Callable[[], object]) -> None:
+        try:
+            step()
+        except RuntimeError as failure:
+            self.absent |= dict.fromkeys(names, str(failure))
+
+    def _serve(self, name: str, pages: str, pool: int, stack: contextlib.ExitStack) -> None:
+        place = self.home / (pages or "small")
+        place.mkdir()
+        options = stack.enter_context(pools(place, pages, 2 * pool))
+        one = self.sessions[name] = stack.enter_context(Session(place, pool, *options))
+        one.daemon.wait_faulted()
+        self.layouts[name] = one.layout(self.size)
+        self.keys[name] = [new_keys(self.blocks) for _ in range(self.rounds)]
+
+    def run(self, name: str, what: str, number: int) -> dict:
+        if name in FIO:
+            there = self.home / f"fio-{number}"
+            there.mkdir(exist_ok=True)
+            return fio(self.programs[name], there, what, self.size, self.blocks, FIO[name])
+        if name == "LMCache":  # writes and reads in one process, which takes seconds to start
+            if number not in self.lmcache:
+                there = self.home / f"lmcache-{number}"
+                self.lmcache[number] = lmcache(self.programs[name], there, self.size, self.blocks)
+            return self.lmcache[number][what]
+        one, keys = self.sessions[name], self.keys[name][number]
+        if what == "write":
+            return written(one, keys, self.layouts[name], self.source)
+        return loaded(one, keys, self.size)
+
+
+def transfer_rows(home: Path, size: int, quick: bool) -> list[dict]:
+    """In each round all write anew, then in each round all read a round's blocks: ours have gone by then."""
+    total, rounds = (BYTES_QUICK, ROUNDS_QUICK) if quick else (BYTES, ROUNDS)
+    taken: dict[str, dict[str, list]] = {"write": {}, "read": {}}
+    with contextlib.ExitStack() as stack:
+        all_of = Contenders(home, size, total, rounds, stack)
+        names = [*all_of.sessions, *all_of.programs]
+        for what, found in taken.items():
+            found |= {name: [] for name in names}
+            for number in range(rounds):
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    found[name].append(all_of.run(name, what, number))
+                now = ", ".join(f"{name} {runs[-1]['gb_s']:.2f}" for name, runs in found.items())
+                progress(f"{size // MIB} MiB {what}, GB/s: {now}")
+    least = 0.9 if size > MIB else 0.85
+    kinds = [("read", "loaded, checksums on", "≥ 0.9 × fio, CPU ≤ 20 %; ≥ 1.3 × LMCache"),
+             ("write", "written behind", f"≥ {least} × fio, CPU ≤ 15 %")]  # fmt: skip
+    return [
+        {
+            "id": f"diskd_{what}{size // MIB}m",
+            "title": f"disk tier: blocks of {size // MIB} MiB {title}",
+            "reach": reach,
+            "cells": [cell_of(name, taken[what]) for name in names]
+            + [absent_cell(*COLUMN[name], reason) for name, reason in all_of.absent.items()],
+        }
+        for what, title, reach in kinds
+    ]
+
+
+def cell_of(name: str, taken: dict[str, list]) -> dict:
+    """Ratios are medians over rounds, as only neighbours in time compare."""
+    runs, (column, variant) = taken[name], COLUMN[name]
+    ratios = {
+        other: median(own["gb_s"] / theirs["gb_s"] for own, theirs in zip(runs, taken[other], strict=True))
+        for other in ("fio", "LMCache")
+        if other in taken and other != name
+    }
+    notes = [f"{ratios['LMCache']:.2f} × LMCache"] if "LMCache" in ratios and column == "kvstored" else []
+    if "cpu" in runs[0]:
+        notes.append(f"{100 * median(one['cpu'] for one in runs):.0f} % of a core")
+        notes.append(f"{1000 * median(one['cpu'] / one['gb_s'] for one in runs):.0f} ms a GB")
+    return {
+        "column": column,
+        "variant": variant,
+        "unit": "GB/s",
+        "value": round(median(one["gb_s"] for one in runs), 2),
+        "rounds": [round(one["gb_s"], 2) for one in runs],
+        "note": ", ".join(notes),
+    } | ({"ratio": round(ratios["fio"], 2), "ratio_of": "fio"} if "fio" in ratios else {})
+
+
+def put_rows(home: Path, quick: bool) -> list[dict]:
+    """create + seal while blocks are written behind and while none is, in the same daemon, in turns."""
+    source = np.zeros(MIB, dtype=np.uint8)
+    took: dict[int, list[list[float]]] = {WRITTEN: [], NOT_WRITTEN: []}
+    with Session(home / "puts", 512 * MIB) as one:
+        one.daemon.wait_faulted()
+        layout = one.layout(MIB)
+        one.put(new_keys(1024), layout, source, NOT_WRITTEN)
+        gc.disable()
+        for _ in range(WINDOWS_QUICK if quick else WINDOWS):
+            for priority, windows in took.items():
+                window, until = [], time.monotonic() + WINDOW_S
+                while time.monotonic() < until:
+                    window += one.put(new_keys(8), layout, source, priority)
+                windows.append(window)
+                one.wait(lambda: one.client.stats()["pending_writes"] == 0, "nothing waits to be written")
+        gc.enable()
+        count = one.figures()["disk_written"]
+    p99 = {priority: [1e6 * percentile(w, 0.99) for w in windows] for priority, windows in took.items()}
+    ratio = median(busy / idle for busy, idle in zip(p99[WRITTEN], p99[NOT_WRITTEN], strict=True))
+    middle = {priority: 1e6 * median(chain.from_iterable(windows)) for priority, windows in took.items()}
+    cell = {
+        "column": "kvstored", "variant": "", "unit": "us", "value": round(median(p99[WRITTEN]), 1),
+        "rounds": [round(one, 1) for one in p99[WRITTEN]], "ratio": round(ratio, 2), "ratio_of": "without",
+        "note": f"median {middle[WRITTEN]:.1f} against {middle[NOT_WRITTEN]:.1f} µs, {count} written",
+    }  # fmt: skip
+    title = "disk tier: p99 of create + seal, 1 MiB, during write behind"
+    return [{"id": "diskd_p99", "title": title, "reach": "≤ 1.5 × without", "cells": [cell]}]
+
+
+def storm_rows(home: Path, quick: bool) -> list[dict]:
+    """Puts at memory speed into an empty pool, then on into the full one; every block is to be written."""
+    rows, size = [], MIB
+    pool, rounds = 256 * MIB, 5 if quick else 9
+    source = np.zeros(size, dtype=np.uint8)
+    with Session(home / "storm", pool) as one:
+        one.daemon.wait_faulted()
+        layout, rates, longest, refused = one.layout(size), {"empty": [], "full": []}, 0.0, 0
+        for _ in range(rounds):
+            keys = new_keys(4 * pool // size)
+            room = one.client.stats()["capacity_bytes"] * 7 // 8 // size
+            for name, part in (("empty", keys[:room]), ("full", keys[pool // size :])):
+                before = one.client.stats()["no_space"]
+                began = time.perf_counter()
+                took = one.put(part, layout, source)
+                rates[name].append(len(part) * size / (time.perf_counter() - began) / 1e9)
+                refused += one.client.stats()["no_space"] - before
+                longest = max(longest, *took)
+                if name == "empty":
+                    one.put(keys[room : pool // size], layout, source)
+            one.wait(lambda: one.client.stats()["pending_writes"] == 0, "nothing waits to be written")
+            one.client.delete(keys)
+            one.wait(lambda: one.figures()["disk_files"] == 0, "no file is left", 0.02)
+            figures = one.figures()
+    ratio = median(full / empty for full, empty in zip(rates["full"], rates["empty"], strict=True))
+    cell = {
+        "column": "kvstored", "variant": "", "unit": "GB/s", "value": round(median(rates["full"]), 2),
+        "rounds": [round(rate, 2) for rate in rates["full"]],
+        "ratio": round(ratio, 2), "ratio_of": "empty pool",
+        "note": f"longest create + seal {1e3 * longest:.1f} ms, {refused} refused, "
+        f"{figures['disk_written']} of {figures['creates']} written, the others evicted before",
+    }  # fmt: skip
+    title = "disk tier: puts of 1 MiB at memory speed into a full pool"
+    rows.append({"id": "diskd_storm", "title": title, "reach": "≥ 0.8 × into an empty pool", "cells": [cell]})
+    return rows
+
+
+PARTS: dict[str, Callable[[Path, bool, int], list[dict]]] = {
+    "transfer1": lambda home, quick, memory: transfer_rows(home, MIB, quick),
+    "transfer8": lambda home, quick, memory: transfer_rows(home, 8 * MIB, quick),
+    "puts": lambda home, quick, memory: put_rows(home, quick),
+    "storm": lambda home, quick, memory: storm_rows(home, quick),
+    "restart": lambda home, quick, memory: restart_rows(home, quick),
+    "warm": lambda home, quick, memory: warm_rows(home, memory),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.disk_daemon", description=__doc__)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there instead of printing them"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, fewer bytes")
+    parser.add_argument("--only", choices=list(PARTS), action="append", help="this part; may be repeated")
+    parser.add_argument(
+        "--memory", type=int, metavar="GIB", help="pool of the warm restart; default 8, quick 2"
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=ROOT / "build", metavar="DIR", help="on the disk to measure"
+    )
+    chosen = parser.parse_args()
+    found: dict = {"rows": [], "absent": []}
+    memory_bytes = (chosen.memory or (2 if chosen.quick else 8)) << 30
+    for part in chosen.only or PARTS:
+        progress(f"disk tier: {part}")
+        with tempfile.TemporaryDirectory(prefix="disk-daemon-", dir=chosen.directory) as home:
+            found["rows"] += PARTS[part](Path(home), chosen.quick, memory_bytes)
+    text = json.dumps(found, indent=1)
+    if chosen.json:
+        chosen.json.write_text(text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
