@@ -11,28 +11,35 @@
 The only package that imports transformers. Reading order: attach (the hooks) → request (the steps of one
 call) → prompt, prefix, cache, publish (what the steps use) → structure, dimensions, selftest (what is known
 of a model). Inside a prompt: repair (which tokens) → blend (the pass) → rope (moving keys) → inside (the
-proof) → verify, trials, calibration (the numbers).
+proof) → verify, trials, calibration (the numbers). Long conversations: window (the cache) →
+conversation_state (in the store) → conversation (the turns).
 """
 
 from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.conversation import Conversation, Turn
 from kvclient.hf.engine import Engine, Result, Warmed
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report
 from kvclient.hf.selftest import Verdict, self_test
 from kvclient.hf.structure import Refused
 from kvclient.hf.verify import Outcome, Verification
+from kvclient.hf.window import Held, Window
 
 __all__ = [
     "Attachment",
+    "Conversation",
     "Engine",
+    "Held",
     "Outcome",
     "Refused",
     "Repair",
     "Report",
     "Result",
+    "Turn",
     "Verdict",
     "Verification",
     "Warmed",
+    "Window",
     "attach",
     "self_test",
 ]

@@ -25,9 +25,12 @@ import transformers
 from kvclient.blocks.keys import chain
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
+from kvclient.hf.conversation import Conversation
+from kvclient.hf.conversation_state import Shelf
 from kvclient.hf.report import Report
 from kvclient.hf.tokens import Listener
 from kvclient.hf.verify import Verification
+from kvclient.hf.window import Window
 
 MODES = ("baseline", "prefix", "chunk")
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or a chat's messages
@@ -145,6 +148,18 @@ class Engine:
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
         return self._answers(prompts, limits, mode, None, cacheable_prefix_len, stop, seed, sampling)
+
+    def conversation(
+        self, name: str, system: Prompt = "", window: Window | None = None, priority: int = 50
+    ) -> Conversation:
+        """A conversation in bounded memory; goes on where one of that name, under the same window, was left
+        by any process with this model. system: kept in full for as long as it lasts. priority: of its state
+        in the store.
+        """
+        window = Window() if window is None else window
+        shelf = Shelf(self.kv.client, self.kv.identity, name, window, priority)
+        ids = self.encode(system) if system else []
+        return Conversation(self.model, self.tokenizer, shelf, window, ids, self._ends)
 
     # ---------------------------------------------------------------- keeping
 

@@ -1,0 +1,152 @@
+"""A conversation that goes on in bounded memory, and that another process can take over.
+
+    talk = engine.conversation("alice", system="You are brief.", window=Window(recent=512, older=2048))
+    print(talk.say("Hello!").text, talk.held.saved_bytes)
+
+Owns the order of a turn: catch up with the store, compute, choose, save. Never keeps the words: they are the
+application's. Invariant: after say() the store holds the whole state, or `saved` says that it does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.hf.conversation_state import Shelf, State
+from kvclient.hf.tokens import Listener
+from kvclient.hf.window import Held, Window, WindowCache
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer."""
+
+    text: str
+    tokens: list[int]
+    ttft_s: float
+    total_s: float
+    finish: str  # "stop": the end of the text or a stop string; "length"
+    held: Held
+    saved: bool  # whether the store holds the conversation as it is now
+    taken_over: bool  # whether this turn went on where another process had left off
+
+
+class Conversation:
+    """Made by Engine.conversation(). One thread at a time, and one process at a time: each say() begins with
+    the newest state in the store.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, tokenizer: Any, shelf: Shelf, window: Window, system: Sequence[int],
+        ends: frozenset[int],
+    ) -> None:  # fmt: skip
+        self._model, self._tokenizer, self._shelf, self._ends = model, tokenizer, shelf, ends
+        self._window, self._system = window, list(system)
+        self._state = State()
+        self._cache = self._begun()
+        self._catch_up()
+
+    @property
+    def turn(self) -> int:
+        """Turns so far; above 0 in a new object if a conversation of this name is in the store."""
+        return self._state.turn
+
+    @property
+    def held(self) -> Held:
+        """What is held now; live during on_token too."""
+        return self._cache.held
+
+    def say(
+        self, text: str | Sequence[int], max_new_tokens: int = 64, *,
+        on_token: Callable[[int, str], None] | None = None, stop: str | Sequence[str] = (),
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+    ) -> Turn:  # fmt: skip
+        """Computes `text` behind all that was said, and an answer. temperature 0 takes the most likely token.
+        The text is taken as it stands: roles and their marks are the application's. An end token is part of
+        the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
+        from what the store holds.
+        """
+        began = time.perf_counter()
+        if max_new_tokens < 1:
+            raise InvalidArgument(f"max_new_tokens={max_new_tokens}; it must be 1 at least")
+        taken_over = self._catch_up()
+        new = self._encode(text)
+        if not new:
+            raise InvalidArgument("there is nothing to say: a text without tokens")
+        warpers = _warpers(temperature, top_p, top_k)
+        stops = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+        listener = Listener([max_new_tokens], self._tokenizer, self._ends, stops, on_token, began)
+        fed = [*([self._state.pending] if self._state.pending >= 0 else []), *new]
+        fed = [*self._system, *fed] if not self._cache.tokens else fed
+        self._cache.check_room(len(fed) + max_new_tokens)
+        done = False
+        try:
+            while not done:
+                logits = self._cache.feed(fed)
+                fed = [_chosen(logits, warpers)]
+                done = bool(listener(torch.tensor([fed]), None)[0])
+        except BaseException:
+            self._state, self._cache = State(), self._begun()  # half a turn is none: back to what is stored
+            raise
+        self._state = State(self._state.turn + 1, fed[0])
+        saved = self._saved()
+        tokens, answer, finish = listener.answer(0)
+        total = time.perf_counter() - began
+        return Turn(answer, tokens, listener.first_at - began, total, finish, self.held, saved, taken_over)
+
+    def forget(self) -> None:
+        """Deletes the conversation from the store, and begins anew."""
+        self._shelf.forget()
+        self._state, self._cache = State(), self._begun()
+
+    def _begun(self) -> WindowCache:
+        cache = WindowCache(self._model, self._window)
+        cache.head_tokens = max(len(self._system), self._window.sink_tokens)
+        return cache
+
+    def _catch_up(self) -> bool:
+        """Takes what the store has if that is newer than what is here."""
+        if self._shelf.newest() <= self._state.turn:
+            return False
+        cache = self._begun()
+        state = self._shelf.load(cache)
+        if state is None:
+            return False
+        self._cache, self._state = cache, state
+        return True
+
+    def _saved(self) -> bool:
+        try:
+            return self._shelf.save(self._cache, self._state)
+        except (NotPermitted, ConnectionError):
+            return False
+
+    def _encode(self, text: str | Sequence[int]) -> list[int]:
+        if isinstance(text, str):
+            return list(self._tokenizer(text, add_special_tokens=not self._cache.tokens)["input_ids"])
+        return [int(token) for token in text]
+
+
+def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any] | None:
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
+        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0")
+    if not temperature:
+        return None
+    more = [TopKLogitsWarper(top_k)] if top_k else []
+    return [TemperatureLogitsWarper(temperature), *more, TopPLogitsWarper(top_p)]
+
+
+def _chosen(logits: torch.Tensor, warpers: list[Any] | None) -> int:
+    if warpers is None:
+        return int(logits.argmax())
+    scores = logits[None].float()
+    for warper in warpers:
+        scores = warper(None, scores)
+    return int(torch.multinomial(scores.softmax(-1), 1))
