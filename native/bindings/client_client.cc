@@ -61,8 +61,7 @@ Lookup lookup(Client& client, nb::handle source) {
 
 nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bool verify) {
   const KeysArgument keys(source);
-  if (client.door() == Client::Door::SharedMemory && wait_s <= 0 && !verify)
-    return make_blocks(client.get(keys.keys(), follow));
+  if (client.door() == Client::Door::SharedMemory && wait_s <= 0 && !verify) return make_blocks(client.get(keys.keys(), follow));
   std::shared_ptr<Batch> batch;
   {
     nb::gil_scoped_release release;
