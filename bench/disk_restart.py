@@ -59,10 +59,12 @@ def warm_rows(home: Path, memory_bytes: int) -> list[dict]:
     size = 8 * MIB
     with Session(home / "warm", memory_bytes) as one:
         one.daemon.wait_faulted()
-        layout, keys = one.layout(size), new_keys(memory_bytes // size - 16)
+        layout, keys = one.layout(size), new_keys(memory_bytes // 4 * 3 // size)
         for key in keys:
             one.client.create([key], layout, priority=NOT_WRITTEN).__enter__().__exit__(None, None, None)
         held, times = one.client.lookup(keys).resident, []
+        if held != len(keys):
+            raise RuntimeError(f"{held} of {len(keys)} blocks are in memory")
         for _ in range(5):
             one.daemon.end(signal.SIGKILL)
             began = time.monotonic()

@@ -12,6 +12,7 @@
 
 #include <bit>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -201,6 +202,7 @@ class Store {
   void file_gone(const Key& key);                                // of a block that was deleted
   std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
   void load_ended();                                             // wakes those who wait for loads
+  void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
   const Pool& pool() const { return pool_; }
@@ -305,6 +307,10 @@ class Store {
   void free_zombie(uint32_t record);
   void scan_zombies();
   std::vector<uint32_t> pinned_records();
+  struct Fresh {
+    Handle block;
+    uint64_t bytes, since_ns;
+  };
   template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
   void each_pin(F&& f) {
     for (auto& [id, session] : sessions_)
@@ -358,7 +364,9 @@ class Store {
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
-  std::unordered_map<uint32_t, IoPin> io_pins_;       // record -> the daemon's own reads in flight
+  std::unordered_map<uint32_t, IoPin> io_pins_;  // record -> the daemon's own reads in flight
+  std::deque<Fresh> fresh_;                      // blocks just loaded, the oldest first
+  uint64_t fresh_bytes_ = 0;
   EvictionPolicy<Places> on_disk_;                    // the DISK records, in one queue: the least valuable goes first
   std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written
   Deleted deleted_;                                   // files the disk tier has not yet been told to remove

@@ -11,12 +11,14 @@
 
 #include "core/error.h"
 #include "core/futex.h"
+#include "core/polling.h"
 #include "core/store.h"
 
 namespace kv {
 namespace {
 constexpr uint64_t kOneQueue = 0;         // on_disk_ has one queue: no record in it occupies memory
 constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
+constexpr size_t kMostFresh = 256;        // blocks just loaded that are passed over by eviction
 static_assert(kUnknownLayout >= kMaxLayouts);
 constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
@@ -289,6 +291,16 @@ std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t pri
     }
   }
   return out;
+}
+
+// Somebody asked for it and has not pinned it yet. In a pool full of blocks that were used more often each load would push out
+// the one before, over and over.
+void Store::keep_loaded(Handle handle) {
+  Lock lock(mutex_);
+  fresh_.push_back({handle, extent_of(handle.record).length, monotonic_ns()});
+  fresh_bytes_ += fresh_.back().bytes;
+  for (; fresh_.size() > kMostFresh || fresh_bytes_ > options_.capacity_bytes / 2; fresh_.pop_front())
+    fresh_bytes_ -= fresh_.front().bytes;
 }
 
 void Store::load_ended() {

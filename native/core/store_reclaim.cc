@@ -8,6 +8,7 @@
 #include "core/atomics.h"
 #include "core/error.h"
 #include "core/futex.h"
+#include "core/polling.h"
 #include "core/store.h"
 
 namespace kv {
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
+constexpr uint64_t kFreshNs = 1'000'000'000;
 
 bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
   return std::binary_search(sorted.begin(), sorted.end(), value);
@@ -24,12 +26,16 @@ bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
 
 // ---------------------------------------------------------------- pins
 
-// Records whose block is pinned at this moment: poor victims. Sorted.
+// Records whose block is pinned at this moment, or was loaded for somebody who has had no time to pin it: poor victims. Sorted.
 std::vector<uint32_t> Store::pinned_records() {
   std::vector<uint32_t> out;
-  each_pin([&](uint32_t record, uint64_t generation) {
+  auto add = [&](uint32_t record, uint64_t generation) {
     if (control(record).generation() == generation) out.push_back(record);
-  });
+  };
+  each_pin(add);
+  const uint64_t now = monotonic_ns();
+  for (; !fresh_.empty() && now - fresh_.front().since_ns > kFreshNs; fresh_.pop_front()) fresh_bytes_ -= fresh_.front().bytes;
+  for (const Fresh& one : fresh_) add(one.block.record, one.block.generation);
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());
   return out;
@@ -144,6 +150,9 @@ void Store::make_room(uint64_t length, size_t count) {
   if (arena_.has_room(length)) return;
   reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY, pinned);
   scan_zombies();
+  if (reserved_ || fresh_.empty()) return;
+  fresh_.clear(), fresh_bytes_ = 0;  // better than no room
+  make_room(length, count);
 }
 
 // Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.

@@ -1,0 +1,49 @@
+// Goal: what was loaded from disk is still there when the one who asked comes for it, also in a pool full of better blocks, and
+// takes no room from anybody who finds none.
+//
+// Proven by removal (in a copy of the tree): a load does not call keep_loaded(): 19 failed checks.
+#include "check.h"
+#include "tier_fixture.h"
+
+namespace kv {
+namespace {
+
+using test::DiskRig;
+using test::eventually;
+using test::key;
+
+// All others in the pool are worth more: without a moment's grace each load would evict the one before.
+TEST(loads_do_not_evict_each_other) {
+  DiskRig rig;
+  for (uint64_t i = 0; i < 28; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  for (uint64_t i = 0; i < 28; ++i) CHECK_EQ(rig.presence(i), Presence::OnDisk);
+  for (uint64_t i = 0; i < 28; ++i) rig.tier->promote(key(i), 35);
+  CHECK(eventually([&] { return !rig.busy(); }));
+  for (uint64_t i = 0; i < 28; ++i) CHECK_EQ(rig.presence(i), Presence::Resident);
+  CHECK_EQ(rig.tier->stats().loaded, 28u);
+  rig.store->check_integrity();
+}
+
+// The grace ends where there would be no room otherwise.
+TEST(blocks_just_loaded_make_room_if_nothing_else_can) {
+  DiskRig rig;
+  CHECK(rig.put_on_disk(1));
+  rig.fill(1000);
+  CHECK(rig.load(1));
+  std::vector<Handle> held;
+  for (uint64_t i = 2000; i < 2100; ++i) {  // unsealed blocks cannot be evicted
+    const CreateItem item{.key = key(i), .fingerprint = i, .tokens = 1, .base_position = 5, .parent = 9};
+    const Granted granted = rig.store->create({rig.owner, rig.layout, 35, 0, {&item, 1}})[0];
+    if (granted.status != Grant::Granted) break;
+    held.push_back(granted.handle);
+  }
+  CHECK_EQ(rig.presence(1), Presence::OnDisk);
+  CHECK(held.size() >= 32);
+  for (const Handle handle : held) rig.store->abort(rig.owner, handle);
+  rig.store->settle();
+  rig.store->check_integrity();
+}
+
+}  // namespace
+}  // namespace kv
