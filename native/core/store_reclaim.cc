@@ -225,9 +225,9 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
 
 // True if this entry of the heap is about the block that lies in the record now.
 bool Store::expires_at(uint32_t record, uint32_t second) const {
-  const State state = control(record).state();
-  return (state == State::Sealed || state == State::Disk) &&
-         index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
+  const Control now = control(record);
+  const bool kept = now.state() == State::Disk && !(now.flags() & kFlagDeleted);  // a deleted one only waits for its file to go
+  return (now.state() == State::Sealed || kept) && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
 }
 
 // Entries outlive their blocks: what has piled up is thrown out when there are a quarter more than there can be blocks.

@@ -133,3 +133,22 @@ def test_power_losses_in_a_row(rig, integrity, seed):
             disk.daemon.kill()
     disk.restart(memory_too=True)
     disk.sound(integrity)
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["on disk", "in memory"])
+def test_the_time_of_a_deleted_block_ends_while_its_file_stays(rig, integrity, resident):
+    """Found by the soak: the daemon took the end of its time for a second deletion, and stopped."""
+    disk = rig()
+    keys = disk.put(4, ttl_s=2)
+    disk.client.touch(keys)
+    disk.settled()
+    if not resident:
+        disk.evict()
+    disk.restart("remove_eio=@1+")
+    assert disk.delete(keys) == 4
+    witness = disk.put(1, ttl_s=3)
+    eventually(lambda: disk.load(witness, wait_s=0) == [False], "a block of a longer time is over")
+    integrity(disk.daemon)
+    disk.restart()
+    eventually(lambda: not disk.files(), "their files go")
+    disk.sound(integrity)

@@ -87,7 +87,10 @@ class Soak:
         if self.daemon.process.poll() is not None:
             self.survived["daemon deaths in the middle of a step"] += 1
             if self.daemon.process.returncode != -signal.SIGKILL:
-                self.problems.append(f"the daemon ended with {self.daemon.process.returncode}")
+                status, schedule = self.daemon.process.returncode, self.daemon.env["KVSTORED_FAULTS"]
+                self.problems.append(
+                    f"the daemon ended with {status} ({schedule})\n{self.daemon.log()[-2000:]}"
+                )
         elif self.choose.random() < 0.7:
             self.daemon.kill()
             self.survived["daemons killed"] += 1
