@@ -26,6 +26,8 @@ from bench.reuse_ttft import ROOT, daemon, say
 
 POSITIONS = 64  # that KL is taken over
 QUESTION = 20  # tokens behind a document
+WINDOW_POSITIONS = 16  # of each turn, fed one by one
+CHUNKERS = (("fixed", 0), *((name, n) for name in ("sentence", "paragraph") for n in (0, 64)))
 SHIFTS = (1, 37, 64, 127)
 
 
@@ -47,8 +49,8 @@ class Subject:
         transformers.logging.disable_progress_bar()
         home = example_model.ensure()
         self.torch, self.client = torch, client
-        tokenizer = transformers.AutoTokenizer.from_pretrained(home)
-        self.encode = tokenizer.encode
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+        self.encode = self.tokenizer.encode
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(home, dtype=getattr(torch, dtype)).eval()
         self.repairs, self.cases = repairs, 0
@@ -208,7 +210,58 @@ def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
     yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)}
 
 
+def window(subject: Subject) -> Iterator[dict[str, Any]]:
+    """A long text fed by turns of 200 tokens into bounded memory, against all of it in full."""
+    from kvclient.hf.window import Window, WindowCache
+
+    torch, text, turns = subject.torch, subject.texts[1][:1600], range(200, 1600, 200)
+    with torch.no_grad():
+        rows = [i for start in turns for i in range(start - 1, start + WINDOW_POSITIONS - 1)]
+        cold = subject.model(torch.tensor([text])).logits[0, rows].log_softmax(-1)
+    for recent, older in ((128, 1536), (128, 512), (128, 0)):
+        cache = WindowCache(subject.model, Window(recent=recent, older=older))
+        far: list[float] = []
+        sizes, fed = [], 0
+        for start in turns:
+            said = [cache.feed(text[fed:start])]
+            fed = start + WINDOW_POSITIONS - 1
+            said += [cache.feed([token]) for token in text[start:fed]]
+            true = cold[len(far) * WINDOW_POSITIONS :][:WINDOW_POSITIONS]
+            own = torch.stack(said).log_softmax(-1)
+            far.append(float((true.exp() * (true - own)).sum(-1).mean()))
+            sizes.append(cache.held)
+        yield {
+            "case": f"window {recent}+{older}", "kl_of_turns": " ".join(f"{kl:.1e}" for kl in far),
+            "kib_of_turns": " ".join(str(held.bytes >> 10) for held in sizes),
+            "dropped": sizes[-1].dropped_tokens, "full_kib": sizes[-1].full_bytes >> 10,
+        }  # fmt: skip
+
+
+def chunkers(subject: Subject) -> Iterator[dict[str, Any]]:
+    """A document of 1,000 tokens warmed by each chunker, then behind another preamble."""
+    from kvclient.hf import Engine
+
+    text, other = subject.texts[0], subject.texts[2]
+    body, behind = text[300:1300], text[1300:]
+    for chunker, overlap in CHUNKERS:
+        with fresh(subject):
+            subject.kv.detach()
+            engine = Engine(
+                subject.model, subject.tokenizer, subject.client, repair=subject.kv.repair, self_test=False,
+                salt=f"{chunker} {overlap}", weights_digest=bytes(32),
+            )  # fmt: skip
+            subject.kv = engine.kv
+            parts = engine.warm(body, chunker=chunker, overlap_tokens=overlap).parts
+            prompts = [other[50 : 50 + s] + body + behind[:QUESTION] for s in (37, 127)]
+            rows = [row for prompt in prompts for row in subject.measured(prompt, behind[QUESTION:])]
+            found = mean(found_of(subject, prompt, len(body)) for prompt in prompts)
+        for row in averaged(f"{chunker}, overlap {overlap}", rows):
+            yield row | {"parts": parts, "document_found": found}
+
+
 CASES = {
+    "window": window,
+    "chunkers": chunkers,
     "document": document,
     "swapped": swapped,
     "conversation": conversation,

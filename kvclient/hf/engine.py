@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvclient.blocks.chunker import cuts
 from kvclient.blocks.keys import chain
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
@@ -46,6 +47,7 @@ class Warmed:
     aligned: bool  # whether the text fills whole blocks
     tail_tokens: int  # behind the last whole block
     note: str  # what of the text will not be found again as it stands; empty if all of it will
+    parts: int  # that it was computed in; alignment and note are the last one's
 
 
 @dataclass(frozen=True)
@@ -103,22 +105,36 @@ class Engine:
 
     # ---------------------------------------------------------------- computing
 
-    def warm(self, text: Prompt, before: Prompt = "") -> Warmed:
+    def warm(
+        self, text: Prompt, before: Prompt = "", *, chunker: str = "fixed", overlap_tokens: int = 0
+    ) -> Warmed:
         """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
         elsewhere approximately, if that is switched on. before: what it will probably stand behind: the
-        nearer to that it was computed, the less there is to repair.
+        nearer to that it was computed, the less there is to repair. chunker: "fixed" computes it whole;
+        "sentence", "paragraph" and "document" (kvclient.blocks.chunker) each part for itself, for prompts
+        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it.
         """
-        ids = [*(self.encode(before) if before else ()), *self.encode(text)]
+        if overlap_tokens < 0:
+            raise InvalidArgument(f"overlap_tokens={overlap_tokens}; it must be 0 at least")
+        first, ids = self.encode(before) if before else [], self.encode(text)
         if not ids:
             raise InvalidArgument("there is no token to warm")
-        self._run([ids], Listener([1], self.tokenizer, self._ends), {"do_sample": False, "num_beams": 1})
-        size, tail = self._block_tokens, len(ids) % self._block_tokens
-        note = ""
-        if len(ids) < size:
-            note = f"{len(ids)} tokens fill no block of {size}: only a longer text that begins so is found"
+        size, start, blocks = self._block_tokens, 0, 0
+        told = [] if chunker == "fixed" else [self.tokenizer.decode([token]) for token in ids]
+        stops = cuts(told or [""] * len(ids), chunker, size)
+        for stop in stops:
+            part = [*(ids[max(0, start - overlap_tokens) : start] if start else first), *ids[start:stop]]
+            ends = Listener([1], self.tokenizer, self._ends)
+            # Parts read nothing: what is computed behind approximate tokens would not be published.
+            with self.kv.bypass(write=False) if len(stops) > 1 else contextlib.nullcontext():
+                self._run([part], ends, {"do_sample": False, "num_beams": 1})
+            start, blocks = stop, blocks + self._last().published_blocks
+        tail, note = len(part) % size, ""
+        if len(part) < size:
+            note = f"{len(part)} tokens fill no block of {size}: only a longer text that begins so is found"
         elif tail and self.kv.repair is None:
             note = f"the last {tail} tokens fill no block of {size} and are computed each time"
-        return Warmed(len(ids), self._last().published_blocks, size, tail == 0, tail, note)
+        return Warmed(len(first) + len(ids), blocks, size, tail == 0, tail, note, len(stops))
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,

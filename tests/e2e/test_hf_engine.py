@@ -247,3 +247,27 @@ def test_wrong_arguments_are_named(engine, wrong):
         engine.generate("text", **wrong)
     with pytest.raises(InvalidArgument, match="without tokens"):
         engine.generate([])
+
+
+PARAGRAPHS = f"{TEXT}\n\n{TEXT[::-1].strip()}\n\n{TEXT.swapcase()}"
+
+
+def test_a_text_is_warmed_in_parts_and_found_in_any_order(engine):
+    warmed = engine.warm(PARAGRAPHS, chunker="paragraph")
+    assert warmed.parts == 3 and warmed.tokens == len(PARAGRAPHS)
+    one, two, three = PARAGRAPHS.split("\n\n")
+    report = engine.generate(f"Swapped: {three}. {one}, {two}?", 2, cacheable_prefix_len=0).report
+    assert report.approximate_tokens >= len(one + two + three) - BLOCK
+    exact = engine.generate(f"{two}\n\n?", 2, cacheable_prefix_len=0).report
+    assert exact.reused_tokens == len(two) + 2
+    with pytest.raises(InvalidArgument, match="chunker"):
+        engine.warm(PARAGRAPHS, chunker="best")
+
+
+def test_parts_are_computed_behind_the_true_tokens_before_them(engine):
+    with pytest.raises(InvalidArgument, match="overlap_tokens"):
+        engine.warm(PARAGRAPHS, chunker="paragraph", overlap_tokens=-1)
+    engine.warm(PARAGRAPHS, chunker="paragraph", overlap_tokens=24)
+    first = len(TEXT) + 2
+    behind = PARAGRAPHS[first - 24 :]
+    assert engine.generate(behind + "?", 2, cacheable_prefix_len=0).report.reused_tokens >= 24 + len(TEXT)

@@ -279,3 +279,15 @@ def test_sampling_and_stop_strings(engine):
     stop = greedy.text[9:13]
     stopped = engine.conversation("stop", window=SMALL).say(ids(20), 12, stop=stop)
     assert stopped.finish == "stop" and stopped.text == greedy.text[: greedy.text.find(stop)]
+
+
+def test_without_a_daemon_it_goes_on_and_says_that_nothing_is_saved(engine, tmp_path):
+    wanted = engine.conversation("alone", window=SMALL)
+    with (
+        kvclient.connect(dir=tmp_path, on_error="miss") as client,
+        Engine(build("llama", layers=2), Words(), client, repair=None, self_test=False) as other,
+    ):
+        talk = other.conversation("alone", window=SMALL)
+        for turn in range(3):
+            answer = talk.say(ids(30, seed=turn), 10)
+            assert answer.tokens == wanted.say(ids(30, seed=turn), 10).tokens and not answer.saved
