@@ -1,6 +1,16 @@
 #include "core/block.h"
 
+#include <sys/random.h>
+
+#include "core/error.h"
+
 namespace kv {
+
+uint64_t key_hash_seed() {
+  uint64_t seed;
+  KV_INVARIANT(::getrandom(&seed, sizeof seed, 0) == sizeof seed);
+  return seed;
+}
 
 std::string_view name(State state) {
   switch (state) {

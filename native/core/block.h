@@ -82,6 +82,19 @@ struct Key {
 };
 static_assert(sizeof(Key) == kKeyBytes);
 
+// For tables of this process alone. Keys are digests, but a client may choose others: a seed of this process keeps them from
+// meeting in one place. Murmur3's finaliser.
+uint64_t key_hash_seed();
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    static const uint64_t seed = key_hash_seed();
+    uint64_t h = key.words[0] ^ key.words[3] ^ seed;
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdull;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return h ^ h >> 33;
+  }
+};
+
 // ---------------------------------------------------------------- control word of a record
 
 // generation:40 | unused:8 | flags:8 | state:8. One release store of this word commits a transition; a reader that

@@ -40,11 +40,6 @@ struct Handle {
   uint64_t generation;
 };
 
-// Keys are digests.
-struct KeyHash {
-  size_t operator()(const Key& key) const { return key.words[0]; }
-};
-
 struct Seal {
   Handle handle;
   bool checksummed = false;  // the writer left the layers' checksums behind them

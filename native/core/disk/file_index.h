@@ -62,7 +62,7 @@ class FileIndex {
  private:
   static constexpr size_t kSample = 16;
   static constexpr uint32_t kEmpty = 0;
-  size_t home(const Key& key) const { return key.words[3] & mask_; }
+  size_t home(const Key& key) const { return KeyHash{}(key)&mask_; }
   size_t slot_of(const Key& key) const;  // where it is, or the empty slot where it would be
   uint64_t next_random();
 
