@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -22,7 +21,6 @@ constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was lo
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;     // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
 constexpr uint64_t kLastRemovalsMs = 1000;
-constexpr int kNice = 5;  // a session's answer comes before a file's
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -169,7 +167,6 @@ double DiskTier::thread_cpu_s() const {
 
 void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
-  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
   while (!stop_.load()) {
     const bool more = turn();
     wait(more ? 0 : kIdleMs);
