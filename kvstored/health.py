@@ -90,7 +90,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._socket_path = socket_path
         self._degraded = degraded
         self._watchers = 0
-        self._running: dict[str, asyncio.Future[None]] = {}
+        self._running: dict[str, tuple[asyncio.Future[None], tuple[Any, ...]]] = {}  # and its arguments
         self._seals: dict[str, int] = {}  # per namespace, at its last probe
         self._fresh_until = 0.0
         # Its own threads, one per probe: a store that hangs must cost nobody else a thread.
@@ -137,14 +137,17 @@ class Health(health_pb2_grpc.HealthServicer):
         self._seals[name] = seals
 
     async def _probe(self, name: str, probe: Callable[..., None], *args: Any) -> str:
-        """What is wrong, or nothing. One that still runs from before is waited for, not repeated."""
-        running = self._running.get(name)
-        if running is None or running.done():
-            running = asyncio.get_running_loop().run_in_executor(self._threads, probe, *args)
-            running.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps unawaited
-            self._running[name] = running
+        """What is wrong, or nothing. One that still runs from before is waited for, and not repeated if it
+        says as much: one that writes does."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
+                running, given = self._running.get(name, (None, ()))
+                if running is not None and not running.done() and given != args and True not in given:
+                    await asyncio.wait([running])
+                if running is None or running.done():
+                    running = asyncio.get_running_loop().run_in_executor(self._threads, probe, *args)
+                    running.add_done_callback(lambda done: done.cancelled() or done.exception())
+                    self._running[name] = (running, args)
                 await asyncio.shield(running)
         except TimeoutError:
             return f"no answer in {PROBE_TIMEOUT_S:g} s"
