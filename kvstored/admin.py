@@ -98,7 +98,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
             figures = await self._threads.run(store.stats) | self._tiers.stats(name)
             for counter, value in figures.items():
-                one.counters[counter] = int(value)
+                if isinstance(value, int):  # seconds of CPU are in the metrics
+                    one.counters[counter] = value
         return reply
 
     @answered

@@ -200,7 +200,6 @@ class Store {
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
-  const Pool& pool() const { return pool_; }
 
   // ---- sessions
   struct SessionInfo {

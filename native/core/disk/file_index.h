@@ -50,7 +50,6 @@ class FileIndex {
     return oldest;
   }
 
-  const Entry* last() const { return entries_.empty() ? nullptr : &entries_.back(); }
   template <class F>
   void each(F&& f) {
     for (Entry& entry : entries_) f(entry);

@@ -189,7 +189,7 @@ class DiskTier final : public LowerTier {
   uint64_t day_ = 0;
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
 
-  mutable std::mutex mutex_;  // guards all that follows; never held over a system call or a call of the store
+  mutable std::mutex mutex_;  // guards all that follows; never held over I/O or a call of the store
   FileIndex index_;
   struct Wanted {
     Key key;
@@ -205,6 +205,7 @@ class DiskTier final : public LowerTier {
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
+  bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;

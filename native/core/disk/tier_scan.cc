@@ -23,12 +23,19 @@ void DiskTier::scan() {
       else
         strays_ += 1;  // not ours to remove
     };
+    std::string wrong;
     try {
-      kv::scan(places_[d].at.path, fanout_, visitor);
+      const Scanned scanned = kv::scan(places_[d].at.path, fanout_, visitor);
+      if (scanned.errors)
+        wrong = errno_text(std::to_string(scanned.errors) + " places below " + places_[d].at.path + " cannot be listed",
+                           scanned.first_error);
     } catch (const Error& error) {
-      std::lock_guard lock(mutex_);
-      conditions_.push_back({places_[d].at.path, "failed", error.what()});
+      wrong = error.what();
     }
+    if (wrong.empty()) continue;
+    std::lock_guard lock(mutex_);
+    unlisted_ = true;
+    conditions_.push_back({places_[d].at.path, "failed", wrong + ": nothing is written, because the quota is not known"});
   }
   if (stop_.load()) return;
   prune();

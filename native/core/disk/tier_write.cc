@@ -23,7 +23,7 @@ bool DiskTier::may_write() const {
   bool any_well = false;
   for (uint8_t d = 0; d < places_.size(); ++d) any_well |= well(d);
   std::lock_guard lock(mutex_);
-  return scanned_ && queue_.empty() && any_well && !spent && !sweep_;
+  return scanned_ && !unlisted_ && queue_.empty() && any_well && !spent && !sweep_;
 }
 
 void DiskTier::start_writes() {
