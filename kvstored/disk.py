@@ -10,12 +10,11 @@ changes anything in them.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
 
 from aiofiles import os as files
 
-from kvstored import _core
+from kvstored import _core, rundir
 from kvstored.errors import StartupError, StoreError
 
 ASIDE = "aside"
@@ -29,12 +28,13 @@ class Directories:
         self._locks: list[int] = []
         try:
             for directory in configured:
-                _prepare(directory)
+                os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
                 path = os.path.join(directory, namespace)
-                _prepare(path)
+                for one in (directory, path):
+                    rundir.prepare(one, "disk directory")
                 self._locks.append(_core.lock_directory(path))
                 self.paths.append(path)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             self.close()
             raise StartupError(f"disk: {error}") from error
         except BaseException:
@@ -61,22 +61,3 @@ class Directories:
                 count += 1
                 size_bytes += found.st_size
         return count, size_bytes
-
-
-def _prepare(path: str) -> None:
-    """Makes the directory, mode 0700, or checks the one that is there: ours, and writable by nobody else."""
-    try:
-        os.makedirs(path, 0o700, exist_ok=True)
-        found = os.lstat(path)
-    except OSError as error:
-        raise StartupError(f"disk: {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise StartupError(f"disk: {path} is no directory")
-    if found.st_uid != os.geteuid():
-        raise StartupError(
-            f"disk: {path} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}"
-        )
-    if found.st_mode & 0o022:
-        raise StartupError(
-            f"disk: {path} has mode {found.st_mode & 0o7777:04o}: others may write to it; chmod go-w"
-        )

@@ -19,7 +19,7 @@ from kvstored.errors import StartupError
 MAX_JSON_BYTES = 1 << 20
 
 
-def prepare(path: str) -> bool:
+def prepare(path: str, what: str = "runtime directory") -> bool:
     """Makes the directory, mode 0700, or checks the one that is there: ours, and writable by nobody else.
     Whether it was made."""
     made = True
@@ -28,18 +28,18 @@ def prepare(path: str) -> bool:
     except FileExistsError:
         made = False
     except OSError as error:
-        raise StartupError(f"runtime directory {path!r}: {error.strerror}") from error
+        raise StartupError(f"{what} {path!r}: {error.strerror}") from error
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
-        raise StartupError(f"runtime directory {path!r} is no directory")
+        raise StartupError(f"{what} {path!r} is no directory")
     if found.st_uid != os.geteuid():
         raise StartupError(
-            f"runtime directory {path!r} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}"
+            f"{what} {path!r} belongs to user {found.st_uid}, the daemon runs as {os.geteuid()}"
         )
     if found.st_mode & 0o022:
         raise StartupError(
-            f"runtime directory {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
-            "which would let them replace its sockets; chmod go-w"
+            f"{what} {path!r} has mode {found.st_mode & 0o7777:04o}: others may write to it, "
+            "which would let them replace what the daemon keeps there; chmod go-w"
         )
     return made
 

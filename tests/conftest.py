@@ -229,3 +229,34 @@ def wait_until() -> Callable[..., None]:
             pause_s = min(pause_s * 2, 0.05)
 
     return wait
+
+
+@pytest.fixture
+def integrity() -> Callable[..., None]:
+    """`integrity(daemon)`: the daemon's tables agree with each other."""
+
+    def check(daemon) -> None:
+        from kvstored.v1 import admin_pb2
+        from tests.conformance.grpc_door import GrpcClient
+
+        with GrpcClient(str(daemon.dir / "grpc.sock")) as door:
+            door.admin.Integrity(admin_pb2.IntegrityRequest(namespace="default"), timeout=30)
+
+    return check
+
+
+@pytest.fixture
+def rig(daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[..., object]]:
+    """`rig(faults)`: a daemon with a disk tier whose calls fail on that schedule."""
+    from tests.fault.disk import DiskRig  # not at import: most tests need neither it nor NumPy
+
+    made: list[DiskRig] = []
+
+    def make(faults: str = "", **options: object) -> DiskRig:
+        directory = options.pop("directory", None) or tmp_path / f"disk{len(made)}"
+        made.append(DiskRig(daemon, directory, faults, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.drop_client()

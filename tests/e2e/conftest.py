@@ -1,4 +1,4 @@
-"""What the tests of the daemon's doors share."""
+"""What the tests of whole processes share."""
 
 import pytest
 
@@ -15,3 +15,26 @@ def calls(daemon):
         yield services
         if one.process.poll() is None:
             services.admin.Integrity(admin_pb2.IntegrityRequest(), timeout=CALL_S)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A tiny random model with a tokenizer of bytes, saved as a user's would be."""
+    import transformers  # most tests here have no model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tests.engines.zoo import build
+
+    home = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{byte: 3 + i for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    fast.save_pretrained(home)
+    build("llama").save_pretrained(home)
+    return home

@@ -8,12 +8,11 @@ from hashlib import sha256
 from kvclient.conformance.case import pattern
 from kvstored.cli import main
 from kvstored.errors import Exit
-from tests.fault.conftest import rig  # noqa: F401  (a fixture)
 from tests.fault.disk import BLOCK
 from tests.golden import reference_block_file as reference
 
 
-def test_the_reference_reads_what_a_daemon_wrote(rig):  # noqa: F811
+def test_the_reference_reads_what_a_daemon_wrote(rig):
     disk = rig()
     for key in disk.put_on_disk(2):
         fields, layers = reference.read(disk.file_of(key).read_bytes())
@@ -24,7 +23,7 @@ def test_the_reference_reads_what_a_daemon_wrote(rig):  # noqa: F811
             assert found == pattern(key, layer, BLOCK.layer_shape(layer, BLOCK.block_tokens)).tobytes()
 
 
-def test_fsck_agrees(rig, capsys):  # noqa: F811
+def test_fsck_agrees(rig, capsys):
     disk = rig()
     keys = disk.put_on_disk(4)
     assert main(["fsck", str(disk.directory)]) == Exit.DONE

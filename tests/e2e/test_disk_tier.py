@@ -64,8 +64,8 @@ def test_blocks_come_back_from_disk_byte_for_byte(disk, wait_until, tmp_path):
     with disk().connect() as client:
         keys = new_keys(20)
         put(client, keys, BIG)
-        written_files = lambda: {path.stem for path in files(tmp_path)}  # noqa: E731
-        wait_until(lambda: {key.hex() for key in keys} <= written_files(), "all are written")
+        names = {key.hex() for key in keys}
+        wait_until(lambda: names <= {path.stem for path in files(tmp_path)}, "all are written")
         evict(client, keys)
         assert client.lookup(keys).on_disk == len(keys)
         assert client.get(keys).hits == 0  # a get that does not wait
@@ -251,7 +251,10 @@ def test_two_directories_share_the_blocks(daemon, wait_until, tmp_path):
     keys = new_keys(40)
     with server.connect() as client:
         put(client, keys)
-        count = lambda name: len(list((tmp_path / name).rglob("*.kv")))  # noqa: E731
+
+        def count(name):
+            return len(list((tmp_path / name).rglob("*.kv")))
+
         wait_until(lambda: count("a") + count("b") == 40, "40 files")
         assert min(count("a"), count("b")) > 5
     server.restart()
@@ -273,7 +276,10 @@ def test_a_directory_has_one_daemon(disk, daemon, tmp_path):
 def test_the_quota_of_the_configuration_holds(disk, wait_until, tmp_path):
     with disk(quota="4MiB").connect() as client:
         put(client, new_keys(30), BIG)
-        used = lambda: sum(path.stat().st_size for path in files(tmp_path))  # noqa: E731
+
+        def used():
+            return sum(path.stat().st_size for path in files(tmp_path))
+
         wait_until(lambda: client.stats()["pending_writes"] == 0, "nothing waits")
         wait_until(lambda: 0 < used() <= 4 << 20, "the files fit")
 

@@ -7,36 +7,16 @@ import threading
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
-from tests.engines.zoo import build
 
 TEXT = (
     "The store keeps what was computed. A document may stand anywhere in a prompt, behind any other words. "
 )
 DOCUMENT = TEXT * 2
 BLOCK = 16
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{byte: 3 + i for i, byte in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    fast.save_pretrained(home)
-    build("llama").save_pretrained(home)
-    return home
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_hf_engine import home  # noqa: F401 (a fixture: the tiny model with its tokenizer)
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # name -> (lines that must tell of reuse, of what kind)
 WANTED = {
@@ -25,7 +23,7 @@ WANTED = {
 
 @pytest.mark.slow  # a process or three each
 @pytest.mark.parametrize("name", WANTED)
-def test_it_reuses(name, home):  # noqa: F811
+def test_it_reuses(name, home):
     done = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", "--model", home, "--tokens", "4"],
         capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,

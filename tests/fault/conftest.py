@@ -2,13 +2,11 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from kvclient.conformance.case import BIG, SMALL
 from tests.fault.children import Children, eventually
-from tests.fault.disk import DiskRig
 
 
 @pytest.fixture
@@ -17,20 +15,6 @@ def fork() -> Iterator[Children]:
     children = Children()
     yield children
     children.end()
-
-
-@pytest.fixture
-def integrity() -> Callable[..., None]:
-    """`integrity(daemon)`: the daemon's tables agree with each other."""
-
-    def check(daemon) -> None:
-        from kvstored.v1 import admin_pb2
-        from tests.conformance.grpc_door import GrpcClient
-
-        with GrpcClient(str(daemon.dir / "grpc.sock")) as door:
-            door.admin.Integrity(admin_pb2.IntegrityRequest(namespace="default"), timeout=30)
-
-    return check
 
 
 @pytest.fixture
@@ -51,18 +35,3 @@ def nothing_leaks(integrity) -> Callable[..., None]:
 def layouts() -> Callable[..., tuple[int, int]]:
     """`layouts(client)`: ids of the small layout (8 KiB a block) and the big one (1 MiB)."""
     return lambda client: (client.register_layout(SMALL.to_blob()), client.register_layout(BIG.to_blob()))
-
-
-@pytest.fixture
-def rig(daemon, tmp_path) -> Iterator[Callable[..., DiskRig]]:
-    """`rig(faults)`: a daemon with a disk tier whose calls fail on that schedule."""
-    made: list[DiskRig] = []
-
-    def make(faults: str = "", **options: Any) -> DiskRig:
-        directory = options.pop("directory", None) or tmp_path / f"disk{len(made)}"
-        made.append(DiskRig(daemon, directory, faults, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.drop_client()

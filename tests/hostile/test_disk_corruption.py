@@ -5,7 +5,6 @@ while it runs or before another one indexes them; blocks whose bytes follow from
 
 import pytest
 
-from tests.fault.conftest import integrity, rig  # noqa: F401  (fixtures)
 from tests.fault.disk import BLOCK
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages
 
@@ -19,7 +18,7 @@ GOOD = 4  # blocks that nobody touches
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["while it runs", "before it starts"])
-def test_no_damage_is_served(rig, integrity, running):  # noqa: F811
+def test_no_damage_is_served(rig, integrity, running):
     disk = rig()
     keys: list[bytes] = []
     while len(keys) < len(DAMAGES) + GOOD:
@@ -45,7 +44,7 @@ def test_no_damage_is_served(rig, integrity, running):  # noqa: F811
     disk.serves()
 
 
-def test_swapped_files_are_two_misses(rig, integrity):  # noqa: F811
+def test_swapped_files_are_two_misses(rig, integrity):
     disk = rig()
     keys = disk.put_on_disk(3)
     disk.evict()
