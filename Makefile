@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native cuda cuda-release
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -74,6 +74,13 @@ build: build/.proto native ## build the native part and the protocol code into t
 native: $(VENV)/.run
 	@$(LOCK) .ci/native
 
+KV_CUDA_ARCHS ?= 90a-real
+cuda: $(VENV)/.run ## build the CUDA kernels for KV_CUDA_ARCHS=90a-real into this checkout; needs nvcc, no GPU
+	@$(LOCK) .ci/cuda build/cuda "$(KV_CUDA_ARCHS)"
+
+cuda-release: $(VENV)/.run ## the same for every architecture (many minutes)
+	@$(LOCK) .ci/cuda build/cuda-release "75-real;80-real;86-real;89-real;90-real;90a-real;90-virtual"
+
 clean: ## remove everything that was built, the virtual environment included
 	rm -rf build $(VENV) kvstored/_core*.so kvclient/_core*.so kvstored/v1 .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvstored kvclient tests bench examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -113,13 +120,13 @@ bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain gen
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
-	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
+	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m pytest -q tests/unit/test_tidy.py
 
 format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@$(VENV)/bin/ruff check --quiet --select I --fix .
-	@git ls-files -z 'native/*.cc' 'native/*.h' | xargs -0 $(VENV)/bin/clang-format -i
+	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' | xargs -0 $(VENV)/bin/clang-format -i
 
 fuzz: build $(VENV)/.fuzz ## fuzz what decodes foreign bytes, FUZZ_SECONDS=30 each
 	@mkdir -p build && flock build/fuzz.lock .ci/fuzz

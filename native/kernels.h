@@ -26,7 +26,8 @@ enum kvk_status {
   KVK_INVALID = 1,     /* an argument is out of its bounds, or the struct is of another version */
   KVK_UNSUPPORTED = 2, /* right, but not by this library or on this machine */
   KVK_WORKSPACE = 3,   /* the workspace is too small */
-  KVK_RANGE = 4        /* a value to quantise is not finite or beyond fp16; what was written is of no use */
+  KVK_RANGE = 4,       /* a value to quantise is not finite or beyond fp16; what was written is of no use */
+  KVK_DEVICE = 5       /* CUDA refused; the text is its own */
 };
 
 /* How elements of K and V are held. Quantised: asymmetric, x = code * scale + zero, scale and zero in fp16; codes
@@ -152,6 +153,9 @@ enum kvk_cpu_path { KVK_CPU_AUTO = 0, KVK_CPU_REFERENCE = 1, KVK_CPU_AVX2 = 2, K
 KVK_EXPORT uint32_t kvk_cpu_auto(void);
 /* NULL if this machine can run `path`, else a sentence that says what it lacks. */
 KVK_EXPORT const char* kvk_cpu_lacks(uint32_t path);
+
+/* The CUDA library: NULL if it can run on that device of this process, else a sentence that says what is lacking. */
+KVK_EXPORT const char* kvk_cuda_lacks(int device);
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvclient.errors import InvalidArgument
 
 ABI = 1
-OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE = range(5)
+OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
 F32, F16, BF16, INT8, INT4 = range(5)
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
 PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni")
