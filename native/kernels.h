@@ -112,8 +112,9 @@ struct kvk_conversion {
   uint16_t* scale; /* K: [head][group][head_dim], V: [head][token]; fp16 */
   uint16_t* zero;  /* the same */
   int64_t scale_head_stride;
-  uint32_t path; /* CPU: kvk_cpu_path */
+  uint32_t path; /* CPU: kvk_cpu_path; CUDA: KVK_CPU_REFERENCE for the naive kernel, else 0 */
   void* stream;
+  uint32_t* status; /* CUDA, quantising: becomes KVK_RANGE, on the device, if a value cannot be held; NULL: not said */
 };
 /* Quantising, of the values that share a scale: zero is their minimum rounded down to fp16, scale (maximum - zero) / 255 or 15
  * rounded up, code the nearest whole number to (x - zero) / scale, half to even; codes are 0 where scale is. So what comes
@@ -129,7 +130,76 @@ struct kvk_rotation {
   void* out;
   int64_t out_head_stride, out_token_stride;
   const float* turn; /* cos, then sin, rotary_dim / 2 each */
-  uint32_t path;     /* CPU: kvk_cpu_path */
+  uint32_t path;     /* as in kvk_conversion */
+  void* stream;
+};
+
+/* What follows is the CUDA library's alone. Lists are arrays that the device reads, so they and what they point to are
+ * device memory or registered host memory; `path` is as in kvk_conversion. */
+
+/* The segments of one layer, dequantised, turned forward by `turn`, into a dense cache: one launch. */
+struct kvk_loading {
+  uint32_t size, abi;
+  uint32_t heads, head_dim, dtype, rope, rotary_dim;
+  uint32_t count;       /* segments */
+  uint32_t most_tokens; /* no segment has more */
+  uint32_t path;
+  const struct kvk_segment* segments; /* [count]; their positions are not looked at */
+  const int64_t* places;              /* [count]: bytes from k, and from v, to the segment's first token */
+  void* k;
+  void* v;
+  int64_t head_stride, token_stride; /* of both */
+  void* stream;
+};
+
+/* How far what is stored is from what was computed, per token of K and of V, over all heads and elements: one launch. */
+struct kvk_scoring {
+  uint32_t size, abi;
+  uint32_t heads, head_dim, dtype, rope, rotary_dim;
+  uint32_t count;
+  uint32_t most_tokens;
+  uint32_t path;
+  const struct kvk_segment* segments; /* [count] */
+  const int64_t* columns;             /* [count]: the token of k, v, square and norm that is the segment's first */
+  const void* k;                      /* computed; [heads, tokens, head_dim] */
+  const void* v;
+  int64_t head_stride, token_stride;
+  float* square; /* [2][tokens]: sums of (stored - computed)^2 */
+  float* norm;   /* [2][tokens]: sums of computed^2 */
+  uint64_t tokens;
+  void* stream;
+};
+
+/* `count` pages, each [heads, tokens] rows of `row_bytes`, from one place to another: one launch, in either direction between
+ * registered host memory and the device. */
+struct kvk_pages {
+  uint32_t size, abi;
+  uint32_t count, heads, tokens, row_bytes;
+  uint32_t blocks; /* at most so many blocks of threads; 0: as many as help */
+  uint32_t path;
+  const void* const* from; /* [count] */
+  void* const* to;         /* [count] */
+  int64_t from_head_stride, from_token_stride, to_head_stride, to_token_stride;
+  void* stream;
+};
+
+#define KVK_AWQ_ROWS 64u /* of x, at most, in kvk_awq_multiply() */
+
+/* A linear layer's weights of an AWQ "gemm" checkpoint: w[k][n] = (q - z) * s, four bits, groups along k. `words` as they are
+ * in the checkpoint, or as kvk_awq_repack() has put them; both take the same bytes. */
+struct kvk_awq {
+  uint32_t size, abi;
+  uint32_t inputs, outputs, group; /* outputs a multiple of 16, inputs of group, group of 64 */
+  uint32_t dtype;                  /* of x, bias, out and what is dequantised: KVK_F16 or KVK_BF16 */
+  uint32_t path;                   /* KVK_CPU_REFERENCE: the naive kernel, which wants the checkpoint's words */
+  uint32_t rows;                   /* of x */
+  const uint32_t* words;           /* [inputs][outputs / 8], or the same bytes repacked */
+  const uint32_t* zeros;           /* [inputs / group][outputs / 8] */
+  const uint16_t* scales;          /* [inputs / group][outputs], fp16 */
+  const void* x;                   /* [rows][inputs]; 16-byte aligned */
+  const void* bias;                /* [outputs], or NULL */
+  void* out; /* multiply: [rows][outputs]; dequantise: [outputs][inputs]; repack: the words, not those given */
+  int64_t x_row_stride, out_row_stride;
   void* stream;
 };
 
@@ -144,6 +214,30 @@ KVK_EXPORT int kvk_dequantise(const struct kvk_conversion* args);
 KVK_EXPORT int kvk_rotate(const struct kvk_rotation* args);
 /* turn[0..half) = cos(delta * inv_freq[i]), turn[half..2 half) = sin of the same, computed in double. */
 KVK_EXPORT void kvk_turn(const float* inv_freq, uint32_t half, int64_t delta, float* turn);
+
+KVK_EXPORT int kvk_load(const struct kvk_loading* args);
+KVK_EXPORT int kvk_score(const struct kvk_scoring* args);
+KVK_EXPORT int kvk_copy_pages(const struct kvk_pages* args);
+KVK_EXPORT int kvk_awq_repack(const struct kvk_awq* args);
+KVK_EXPORT int kvk_awq_multiply(const struct kvk_awq* args);
+KVK_EXPORT int kvk_awq_dequantise(const struct kvk_awq* args);
+
+/* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
+ * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is
+ * for. read_only: the map may not be written. */
+KVK_EXPORT int kvk_host_register(const void* memory, uint64_t bytes, uint32_t read_only);
+KVK_EXPORT int kvk_host_unregister(const void* memory);
+KVK_EXPORT int kvk_host_allocate(uint64_t bytes, void** memory); /* pinned */
+KVK_EXPORT int kvk_host_free(void* memory);
+/* `count` copies, in the stream's order, between pinned host memory and the device. */
+KVK_EXPORT int kvk_copy(void* const* to, const void* const* from, const uint64_t* bytes, uint64_t count, void* stream);
+KVK_EXPORT int kvk_stream_create(void** stream);
+KVK_EXPORT int kvk_stream_destroy(void* stream);
+KVK_EXPORT int kvk_event_create(void** event);
+KVK_EXPORT int kvk_event_destroy(void* event);
+KVK_EXPORT int kvk_event_record(void* event, void* stream);
+KVK_EXPORT int kvk_event_wait(void* event, void* stream); /* the stream's later work waits; the caller does not */
+KVK_EXPORT int kvk_event_synchronise(void* event);        /* the caller waits */
 
 /* The CPU library's ways to compute. `reference` is the naive kernel the others are measured against; `avx512` needs F, BW,
  * DQ and VL, `avx512_vnni` also VNNI and BF16. `auto` is what KVK_CPU_PATH names in the environment, or the last that this

@@ -80,7 +80,7 @@ Conversion = _struct(
         *_fields(c_void_p, "scale zero"),
         ("scale_head_stride", c_int64),
         ("path", c_uint32),
-        ("stream", c_void_p),
+        *_fields(c_void_p, "stream status"),
     ],
 )
 Rotation = _struct(

@@ -25,7 +25,7 @@ inline uint16_t half_not_below(float x) {  // x >= 0
 // Scale and zero of values between low and high. False if fp16 cannot hold them, or low or high is not finite.
 inline bool scale_of(float low, float high, float levels, uint16_t* scale, uint16_t* zero) {
   if (!(low >= -kLargestHalf) || !(high <= kLargestHalf)) return false;
-  *zero = half_not_above(low);
+  *zero = half_not_above(low + 0.0f);  // one zero, whichever of the two was met first
   *scale = half_not_below((high - from_half(*zero)) / levels);
   return true;
 }

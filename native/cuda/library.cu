@@ -22,12 +22,15 @@ int look_at(int device) {
   int count = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
     cudaGetLastError();
-    return fail(KVK_UNSUPPORTED, "there is no CUDA device: %s", cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
+    return fail(KVK_UNSUPPORTED, "there is no CUDA device: %s",
+                cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
   }
   if (device < 0 || device >= count) return fail(KVK_INVALID, "device=%d; this machine has %d", device, count);
   int major = 0, minor = 0, current = 0;
-  if (int status = checked(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "its capability")) return status;
-  if (int status = checked(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "its capability")) return status;
+  if (int status = checked(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "its capability"))
+    return status;
+  if (int status = checked(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "its capability"))
+    return status;
   if (10 * major + minor < kLeastCapability)
     return fail(KVK_UNSUPPORTED, "device %d has compute capability %d.%d; the kernels need 7.5", device, major, minor);
   if (int status = checked(cudaGetDevice(&current), "the current device")) return status;
@@ -37,7 +40,8 @@ int look_at(int device) {
   cudaSetDevice(current);
   cudaGetLastError();
   if (error == cudaSuccess) return KVK_OK;
-  return fail(KVK_UNSUPPORTED, "this build has no code for compute capability %d.%d: %s", major, minor, cudaGetErrorString(error));
+  return fail(KVK_UNSUPPORTED, "this build has no code for compute capability %d.%d: %s", major, minor,
+              cudaGetErrorString(error));
 }
 
 }  // namespace

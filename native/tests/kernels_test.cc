@@ -66,6 +66,7 @@ std::vector<uint8_t> quantised(const std::vector<uint8_t>& from, uint32_t heads,
                    zero->data(),
                    int64_t{2} * scales,
                    0,
+                   nullptr,
                    nullptr};
   std::vector<uint8_t> first;
   for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AVX512_VNNI; ++path) {
