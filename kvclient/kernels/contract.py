@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_uint32, c_uint6
 from functools import cache
 from pathlib import Path
 
-from kvclient.errors import InvalidArgument
+from kvclient.errors import InvalidArgument, KVClientError
 
 ABI = 1
 OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
@@ -26,6 +26,10 @@ GROUPS = (32, 64, 128)
 
 class Unsupported(InvalidArgument):
     """Right, but not by this library or on this machine."""
+
+
+class DeviceRefused(KVClientError):
+    """CUDA would not do it; the text is its own."""
 
 
 class NotQuantisable(InvalidArgument):
@@ -96,41 +100,136 @@ Rotation = _struct(
         ("stream", c_void_p),
     ],
 )
+_SHAPE = "size abi heads head_dim dtype rope rotary_dim count most_tokens path"
+Loading = _struct(
+    "Loading",
+    [
+        *_fields(c_uint32, _SHAPE),
+        *_fields(c_void_p, "segments places k v"),
+        *_fields(c_int64, "head_stride token_stride"),
+        ("stream", c_void_p),
+    ],
+)
+Scoring = _struct(
+    "Scoring",
+    [
+        *_fields(c_uint32, _SHAPE),
+        *_fields(c_void_p, "segments columns k v"),
+        *_fields(c_int64, "head_stride token_stride"),
+        *_fields(c_void_p, "square norm"),
+        ("tokens", c_uint64),
+        ("stream", c_void_p),
+    ],
+)
+Pages = _struct(
+    "Pages",
+    [
+        *_fields(c_uint32, "size abi count heads tokens row_bytes blocks path"),
+        *_fields(c_void_p, "from_ to"),
+        *_fields(c_int64, "from_head_stride from_token_stride to_head_stride to_token_stride"),
+        ("stream", c_void_p),
+    ],
+)
+Awq = _struct(
+    "Awq",
+    [
+        *_fields(c_uint32, "size abi inputs outputs group dtype path rows"),
+        *_fields(c_void_p, "words zeros scales x bias out"),
+        *_fields(c_int64, "x_row_stride out_row_stride"),
+        ("stream", c_void_p),
+    ],
+)
+
+
+_BOTH = {
+    "kvk_attend": Attention,
+    "kvk_quantise": Conversion,
+    "kvk_dequantise": Conversion,
+    "kvk_rotate": Rotation,
+}
+_CUDA = {
+    "kvk_load": Loading,
+    "kvk_score": Scoring,
+    "kvk_copy_pages": Pages,
+    "kvk_awq_repack": Awq,
+    "kvk_awq_multiply": Awq,
+    "kvk_awq_dequantise": Awq,
+}
+_TRANSFER = {
+    "kvk_host_register": [c_void_p, c_uint64, c_uint32],
+    "kvk_host_unregister": [c_void_p],
+    "kvk_host_allocate": [c_uint64, POINTER(c_void_p)],
+    "kvk_host_free": [c_void_p],
+    "kvk_copy": [c_void_p, c_void_p, c_void_p, c_uint64, c_void_p],
+    "kvk_stream_create": [POINTER(c_void_p)],
+    "kvk_stream_destroy": [c_void_p],
+    "kvk_event_create": [POINTER(c_void_p)],
+    "kvk_event_destroy": [c_void_p],
+    "kvk_event_record": [c_void_p, c_void_p],
+    "kvk_event_wait": [c_void_p, c_void_p],
+    "kvk_event_synchronise": [c_void_p],
+}
 
 
 @cache
 def cpu() -> ctypes.CDLL:
     """The CPU library. Raises Unsupported if it was not built or is of another version."""
-    path = Path(__file__).parent / "_cpu.so"
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise Unsupported(f"the CPU kernels cannot be loaded: {error}") from error
-    if library.kvk_abi() != ABI:
-        raise Unsupported(f"the CPU kernels have ABI {library.kvk_abi()}, this library {ABI}")
-    library.kvk_last_error.restype = c_char_p
+    library = _loaded("_cpu.so", "CPU", _BOTH)
     library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
-    library.kvk_attention_workspace.restype = c_uint64
-    library.kvk_turn.restype, library.kvk_turn.argtypes = None, [c_void_p, c_uint32, c_int64, c_void_p]
-    for name, struct in (
-        ("kvk_attention_workspace", Attention),
-        ("kvk_attend", Attention),
-        ("kvk_quantise", Conversion),
-        ("kvk_dequantise", Conversion),
-        ("kvk_rotate", Rotation),
-    ):
-        getattr(library, name).argtypes = [POINTER(struct)]
-    for name in ("kvk_attend", "kvk_quantise", "kvk_dequantise", "kvk_rotate"):
-        getattr(library, name).restype = c_int
     return library
 
 
-def check(status: int) -> None:
-    """Raises what a status other than OK stands for, with the library's own words."""
+@cache
+def cuda() -> ctypes.CDLL:
+    """The CUDA library; it loads without a GPU. Raises Unsupported as cpu() does."""
+    library = _loaded("_cuda.so", "CUDA", _BOTH | _CUDA)
+    library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]
+    for name, arguments in _TRANSFER.items():
+        getattr(library, name).restype, getattr(library, name).argtypes = c_int, arguments
+    return library
+
+
+def built(name: str) -> bool:
+    """Whether that library lies beside this file."""
+    return (Path(__file__).parent / name).exists()
+
+
+def _loaded(name: str, kind: str, functions: dict[str, type[ctypes.Structure]]) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(Path(__file__).parent / name))
+    except OSError as error:
+        raise Unsupported(f"the {kind} kernels cannot be loaded: {error}") from error
+    if library.kvk_abi() != ABI:
+        raise Unsupported(f"the {kind} kernels have ABI {library.kvk_abi()}, this library {ABI}")
+    library.kvk_last_error.restype = c_char_p
+    library.kvk_attention_workspace.restype = c_uint64
+    library.kvk_attention_workspace.argtypes = [POINTER(Attention)]
+    library.kvk_turn.restype, library.kvk_turn.argtypes = None, [c_void_p, c_uint32, c_int64, c_void_p]
+    for function, struct in functions.items():
+        if not hasattr(library, function):
+            raise Unsupported(f"the {kind} kernels of this build have no {function}")
+        getattr(library, function).restype = c_int
+        getattr(library, function).argtypes = [POINTER(struct)]
+    return library
+
+
+def check(status: int, library: ctypes.CDLL | None = None) -> None:
+    """Raises what a status other than OK stands for, with the library's (default: the CPU's) own words."""
     if status == OK:
         return
-    text = cpu().kvk_last_error().decode()
-    raise {UNSUPPORTED: Unsupported, RANGE: NotQuantisable}.get(status, InvalidArgument)(text)
+    text = (library or cpu()).kvk_last_error().decode()
+    raise {UNSUPPORTED: Unsupported, RANGE: NotQuantisable, DEVICE: DeviceRefused}.get(
+        status, InvalidArgument
+    )(text)
+
+
+def cuda_lacks(device: int = 0) -> str | None:
+    """What this build or machine lacks for the CUDA kernels on a device; None if they can run."""
+    try:
+        text = cuda().kvk_cuda_lacks(device)
+    except Unsupported as error:
+        return str(error)
+    return None if text is None else text.decode()
 
 
 def path_number(name: str) -> int:

@@ -15,7 +15,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attention import backends, dense, registered
+from kvclient.hf.attention import backends, dense, fused, plain, registered
 from tests.engines.zoo import REFUSED, SERVED, build, generate, prompt
 
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")  # these call no registered function
@@ -138,6 +138,44 @@ def test_the_best_that_fits_is_chosen(monkeypatch):
     monkeypatch.setenv(backends.ENVIRONMENT, "cuda")
     with pytest.raises(InvalidArgument, match="cuda cannot run here"):
         backends.choose(cpu, torch.bfloat16, 64)
+
+
+def test_a_gpu_gets_the_first_that_takes_its_tensors(monkeypatch):
+    """The order of preference, on machines that this one is not."""
+    gpu, missing = torch.device("cuda"), set()
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(backends.devices, "lacks", lambda name: "missing" if name in missing else None)
+    for name in ("cuda_sm90a", "cuda", "torch_cudnn", "torch_flash", "torch"):
+        assert backends.choose(gpu, torch.bfloat16, 128).name == name
+        missing.add(name)
+    missing.clear()
+    assert backends.choose(gpu, torch.float16, 64).name == "cuda"
+    assert backends.choose(gpu, torch.bfloat16, 80).name == "torch_cudnn"
+    assert backends.choose(gpu, torch.bfloat16, 256).name == "torch_flash"
+    assert backends.choose(gpu, torch.float32, 128).name == "torch"
+    assert backends.choose(torch.device("cpu"), torch.bfloat16, 128).device in ("cpu", "")
+    assert backends.unfit(torch.device("cpu"), torch.bfloat16, 128, backends.backend("cuda")) == "device"
+
+
+@pytest.mark.parametrize("name", fused.ORDER)
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 9), (9, 9), (4, 9)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_torchs_fused_attention_means_the_same(name, tokens, keys, causal):
+    """Which torch kernel answers depends on the device; the mask and the layout do not."""
+    generator = torch.Generator().manual_seed(tokens)
+    query = torch.randn(2, 4, tokens, 16, generator=generator)
+    key, value = torch.randn(2, 2, 2, keys, 16, generator=generator)
+    seen = plain.visible(tokens, keys, None, 0, causal, query.device)
+    wanted = plain.attend(query, key, value, seen, 0.3)
+    assert torch.allclose(fused.attend(name, query, key, value, 0.3, causal), wanted, atol=1e-5)
+
+
+def test_what_torchs_fused_attention_does_not_take_is_named():
+    assert fused.unfit(None, 0, 9, 0.0, None) is None and fused.unfit(None, 9, 9, 0.0, None) is None
+    assert fused.unfit(torch.zeros(1), 0, 9, 0.0, None) == "mask"
+    assert fused.unfit(None, 8, 9, 0.0, None) == "window"
+    assert fused.unfit(None, 0, 9, 1.0, None) == "softcap"
+    assert fused.unfit(None, 0, 9, 0.0, torch.zeros(4)) == "sinks"
 
 
 def test_the_native_path_can_be_forced_from_outside():

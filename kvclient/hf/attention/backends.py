@@ -7,38 +7,42 @@ run here; what cannot is never a silent substitute: forcing it raises with the r
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import devices
 from kvclient.kernels import contract
 
 ENVIRONMENT = "KVCLIENT_BACKEND"
 DTYPES = {torch.float32: contract.F32, torch.float16: contract.F16, torch.bfloat16: contract.BF16}
 
 # In order of preference; the last one always runs.
-_NOT_BUILT = {
-    "cuda_sm90a": "this build has no CUDA kernels",
-    "cuda": "this build has no CUDA kernels",
-    "triton": "this build has no Triton kernels",
-    "torch_cudnn": "this build serves CUDA devices by `torch` only",
-    "torch_flash": "this build serves CUDA devices by `torch` only",
-    "cpu_amx": "this build has no AMX kernels",
-}
+_NOT_BUILT = {"triton": "this build has no Triton kernels", "cpu_amx": "this build has no AMX kernels"}
 _CPU = {"cpu_avx512": ("avx512_vnni", "avx512"), "cpu_avx2": ("avx2",)}
-NAMES = (*_NOT_BUILT, *_CPU, "torch")
+_OWN_GPU, _TORCH_GPU = ("cuda_sm90a", "cuda"), ("torch_cudnn", "torch_flash")
+NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, "cpu_amx", *_CPU, "torch")
+_HALVES = (torch.float16, torch.bfloat16)  # what attention on a GPU computes in
+_GPU_HEAD_DIMS: dict[str, Callable[[int], bool]] = {
+    "cuda_sm90a": lambda n: n == 128,
+    "cuda": lambda n: n in (64, 96, 128),
+    "torch_cudnn": lambda n: n % 8 == 0 and n <= 128,
+    "torch_flash": lambda n: n % 8 == 0 and n <= 256,
+}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`path` is the CPU library's number for it, None for torch itself."""
+    """`path` is the library's number for it, None for torch itself; `device` the type of tensors it takes."""
 
     name: str
     path: int | None
+    device: str = "cpu"
 
 
-TORCH = Backend("torch", None)
+TORCH = Backend("torch", None, "")
 
 
 def available_backends() -> dict[str, str | None]:
@@ -54,6 +58,10 @@ def backend(name: str) -> Backend:
         raise InvalidArgument(f"backend {name} cannot run here: {reason}")
     if name == "torch":
         return TORCH
+    if name in _OWN_GPU:
+        return Backend(name, 0, "cuda")
+    if name in _TORCH_GPU:
+        return Backend(name, None, "cuda")
     path = next(path for path in _CPU[name] if contract.lacks(path) is None)
     return Backend(name, contract.path_number(path))
 
@@ -66,25 +74,32 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     """
     if forced := name or os.environ.get(ENVIRONMENT):
         return backend(forced)
-    if unfit(device, dtype, head_dim) is None:
-        for candidate in NAMES:
-            if _lacks(candidate) is None:
-                return backend(candidate)
+    for candidate in NAMES[:-1]:
+        if _lacks(candidate) is None and unfit(device, dtype, head_dim, backend(candidate)) is None:
+            return backend(candidate)
     return TORCH
 
 
-def unfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the CPU kernels cannot take tensors like these, as a word for counting."""
-    if device.type != "cpu":
+def unfit(device: torch.device, dtype: torch.dtype, head_dim: int, own: Backend | None = None) -> str | None:
+    """Why a backend (default: the CPU kernels) cannot take tensors like these, as a word for counting."""
+    if own == TORCH:
+        return "torch"
+    if device.type != ("cpu" if own is None else own.device):
         return "device"
-    if dtype not in DTYPES:
+    if device.type == "cpu":
+        if dtype not in DTYPES:
+            return "dtype"
+        return "head_dim" if head_dim > contract.MAX_HEAD_DIM else None
+    if dtype not in _HALVES:
         return "dtype"
-    return "head_dim" if head_dim > contract.MAX_HEAD_DIM else None
+    return None if _GPU_HEAD_DIMS[own.name](head_dim) else "head_dim"
 
 
 def _lacks(name: str) -> str | None:
     if name in _NOT_BUILT:
         return _NOT_BUILT[name]
+    if name in _GPU_HEAD_DIMS:
+        return devices.lacks(name)
     if name == "torch":
         return None
     try:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends, dense, plain
+from kvclient.hf.attention import backends, dense, fused, plain
 from kvclient.hf.attention.backends import Backend
 from kvclient.hf.attention.layer import layer_of
 from kvclient.kernels import contract
@@ -154,10 +154,14 @@ def attention(
             return layer.attend(query, s_aux, scale, cap, window, backend.path), None
         layer.become_dense(reason or "not_causal")
         key, value = layer.keys, layer.values
+    elif reason is None and backend.name in fused.ORDER:
+        reason = fused.unfit(starts, window, key.shape[2], cap, s_aux)
+        if reason is None:
+            return fused.attend(backend.name, query, key, value, scale, causal), None
     elif reason is None:
         run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
         return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
-    if backend.path is not None and layer is None:
+    if backend != backends.TORCH and layer is None:
         count_fallback(reason)
     if attention_mask is not None and attention_mask.ndim == 4:
         seen = attention_mask[..., : key.shape[2]]
@@ -185,6 +189,4 @@ def _unfit(
         return "shape"
     if query.shape[1] // key.shape[1] > contract.MAX_GQA:
         return "shape"
-    return backends.unfit(query.device, query.dtype, query.shape[-1]) or (
-        "torch" if backend.path is None else None
-    )
+    return backends.unfit(query.device, query.dtype, query.shape[-1], backend)
