@@ -130,15 +130,17 @@ class KVClient:
         except Detached:
             return self._again(lambda native: native.get(keys, follow, wait_s, verify))
 
-    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
+    def find(
+        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+    ) -> list[tuple[int, bytes]]:
         """Sealed blocks anywhere in the tokens: (offset, key), by offset. Candidates, as fingerprints say it:
-        compare their tokens (kvclient.blocks.plan does).
+        compare their tokens (kvclient.blocks.plan does). on_disk: also such as were evicted and lie there.
         """
-        return self._call(lambda native: native.find(identity, token_ids, block_tokens))
+        return self._call(lambda native: native.find(identity, token_ids, block_tokens, on_disk))
 
-    def children(self, key: bytes) -> list[bytes]:
+    def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
         """Keys of sealed blocks that may continue this one, a few at most."""
-        return self._call(lambda native: native.children(key))
+        return self._call(lambda native: native.children(key, on_disk))
 
     # ---------------------------------------------------------------- the rest
 

@@ -127,10 +127,10 @@ class InMemoryStore:
         return Pin(record, session, self._dropped)
 
     def by_fingerprint(self, tokens: int) -> dict[int, list[bytes]]:
-        """Keys of the sealed blocks of that many tokens, by fingerprint."""
+        """Keys of the sealed blocks of so many tokens at least, by fingerprint."""
         found: dict[int, list[bytes]] = {}
         for key, record in self._records.items():
-            if record.state == SEALED and record.tokens == tokens and record.trace[0] is not None:
+            if record.state == SEALED and record.tokens >= tokens and record.trace[0] is not None:
                 found.setdefault(record.trace[0], []).append(key)
         return found
 

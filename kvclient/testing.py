@@ -227,7 +227,9 @@ class InMemoryClient:
         """None: nothing was ever loaded."""
         return None
 
-    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
+    def find(
+        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+    ) -> list[tuple[int, bytes]]:
         from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint
 
         windows = window_fingerprints(identity, token_ids, block_tokens).tolist()
@@ -235,7 +237,7 @@ class InMemoryClient:
             known = self.store.by_fingerprint(block_tokens)
             return [(start, key) for start, window in enumerate(windows) for key in known.get(window, ())]
 
-    def children(self, key: bytes) -> list[bytes]:
+    def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
         with self._locked():
             return self.store.children(key)
 

@@ -62,11 +62,13 @@ class TolerantClient(KVClient):
         seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)
         return None if seconds < 0 else seconds
 
-    def find(self, identity: bytes, token_ids: Any, block_tokens: int = 128) -> list[tuple[int, bytes]]:
-        return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens), list)
+    def find(
+        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+    ) -> list[tuple[int, bytes]]:
+        return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens, on_disk), list)
 
-    def children(self, key: bytes) -> list[bytes]:
-        return self._tolerate(lambda native: native.children(key), list)
+    def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
+        return self._tolerate(lambda native: native.children(key, on_disk), list)
 
     def create(
         self,

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from kvclient.blocks.keys import chain
-from kvclient.blocks.runs import Library, Piece, Run, find_runs
+from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.runs import Library, Patience, Piece, Run, find_runs
 from kvclient.errors import InvalidArgument
 
 EXACT, APPROXIMATE, LIVE = "exact", "approximate", "live"
@@ -64,6 +64,12 @@ class Plan(Sequence):
         """How many tokens of the prompt are of that kind."""
         return sum(len(segment) for segment in self._segments if segment.kind == kind)
 
+    @property
+    def from_disk(self) -> int:
+        """How many of its tokens lie in blocks that were loaded from disk for it."""
+        pieces = (piece for segment in self._segments for piece in segment.pieces)
+        return sum(piece.count for piece in pieces if piece.key in self._library.loaded)
+
     def release(self) -> None:
         """Gives the pins back. Idempotent."""
         self._library.release()
@@ -83,27 +89,33 @@ def plan(
     *,
     exact_tokens: int | None = None,
     min_tokens: int = 1,
+    chunker: Chunker | None = None,
+    patience: Patience | None = None,
 ) -> Plan:
     """Covers the prompt with stored blocks. Linear in its length, and nothing but one native call if nothing
     is found.
 
     exact_tokens  what the caller has found as a prefix already; that part becomes one segment without pieces.
     min_tokens    shorter stretches of approximate tokens are left live: each costs a seam.
+    chunker       the rule that the stored texts were cut by; without one, every block_tokens.
+    patience      asked with a number of tokens and blocks, says for how many seconds they are worth waiting
+                  for on disk. Without it, what lies only there is not found.
     """
     if min_tokens < 1:
         raise InvalidArgument(f"min_tokens={min_tokens}; it must be at least 1")
     ids = np.ascontiguousarray(token_ids, dtype=np.int32)
-    library = Library(client, identity)
+    chunker = chunker or Chunker("fixed", block_tokens)
+    library = Library(client, identity, patience)
     try:
         segments: list[Segment] = []
         if exact_tokens is None:
-            run = _prefix(library, ids, block_tokens)
+            run = _prefix(library, ids, chunker)
             exact_tokens = run.stop if run else 0
             if run:
                 segments.append(Segment(0, run.stop, EXACT, tuple(run.pieces), 0))
         elif exact_tokens:
             segments.append(Segment(0, exact_tokens, EXACT))
-        runs = find_runs(library, ids, exact_tokens, block_tokens)
+        runs = find_runs(library, ids, exact_tokens, chunker.window)
         for run in _cover(runs, min_tokens):
             segments.append(Segment(run.start, run.stop, APPROXIMATE, tuple(run.pieces), run.position))
     except BaseException:
@@ -112,9 +124,9 @@ def plan(
     return Plan(list(_with_gaps(segments, len(ids))), library)
 
 
-def _prefix(library: Library, ids: np.ndarray, block_tokens: int) -> Run | None:
+def _prefix(library: Library, ids: np.ndarray, chunker: Chunker) -> Run | None:
     """The leading blocks, and as much of the one behind them as agrees."""
-    keys = chain(library.identity, ids, block_tokens).keys
+    keys = chunker.chain(library.identity, ids).keys
     run = Run(0, 0)
     for known in library.get_all(keys):
         if known is None or not np.array_equal(known.ids, ids[run.stop : run.stop + len(known.ids)]):

@@ -22,6 +22,10 @@ def chain(
     block_tokens: int = 128,
     extra_ids: Sequence[int] | Any | None = None,
     partial: bool = False,
+    counts: Sequence[int] | None = None,
+    start: int = 0,
+    root: bytes | None = None,
+    window: int = 0,
 ) -> Chain:
     """The keys, fingerprints and tokens of a prompt's chunks of `block_tokens` tokens.
 
@@ -32,7 +36,13 @@ def chain(
                   digests, four words a token: extra_ids_from_digests().
     partial       whether the last chunk may be shorter. Otherwise the tokens behind the last full chunk are
                   left out, and `num_tokens` is smaller than len(token_ids).
+    counts        tokens of each chunk, at most block_tokens, where they are cut by content
+                  (kvclient.blocks.chunker); what is behind the last is left out.
+    start         position of the first token.
+    root          32 bytes that stand before the first chunk in the place of the identity's root key: such
+                  chunks are found by their content only, never as a prefix.
+    window        tokens of a chunk that its fingerprint is taken over, at most; 0: all.
 
     Raises InvalidArgument (a ValueError) that names the value and the limit.
     """
-    return Chain(identity, token_ids, block_tokens, extra_ids, partial)
+    return Chain(identity, token_ids, block_tokens, extra_ids, partial, counts, start, root, window)

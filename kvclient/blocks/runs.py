@@ -8,7 +8,7 @@ and its child, at positions that follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ import numpy as np
 from kvclient.blocks import meta
 from kvclient.blocks.keys import chain
 from kvclient.errors import PinsExhausted
+
+MAX_LOADED_CHILDREN = 2  # of one block, to see whether they continue a run
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class Piece(NamedTuple):
     view: Any
     offset: int
     count: int
+    key: bytes = b""
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Run:
 
     @property
     def pieces(self) -> list[Piece]:
-        return [Piece(known.view, offset, count) for known, offset, count in self.blocks]
+        return [Piece(known.view, offset, count, known.key) for known, offset, count in self.blocks]
 
     @property
     def position(self) -> int:
@@ -81,11 +84,18 @@ class Run:
         return cut if cut.blocks else None
 
 
-class Library:
-    """The blocks one search has come upon, verified once each, pinned until release()."""
+# Asked with a number of tokens and of blocks that hold them: the seconds they are worth waiting for on disk.
+Patience = Callable[[int, int], float]
 
-    def __init__(self, client: Any, identity: bytes) -> None:
-        self.client, self.identity = client, identity
+
+class Library:
+    """The blocks one search has come upon, verified once each, pinned until release(). With patience also
+    such as lie on disk.
+    """
+
+    def __init__(self, client: Any, identity: bytes, patience: Patience | None = None) -> None:
+        self.client, self.identity, self.patience = client, identity, patience
+        self.loaded: set[bytes] = set()  # what came from disk
         self._known: dict[bytes, Known | None] = {}
         self._handles: list[Any] = []
 
@@ -94,14 +104,25 @@ class Library:
         keys = list(keys)
         missing = [key for key in dict.fromkeys(keys) if key not in self._known]
         if missing:
-            blocks = self.client.get(missing)
-            self._handles.append(blocks)
-            for index, key in enumerate(missing):
-                self._known[key] = self._verify(key, blocks, index)
+            self._take(missing, 0.0)
         return [self._known[key] for key in keys]
 
     def get(self, key: bytes) -> Known | None:
         return self.get_all([key])[0]
+
+    def load(self, keys: list[bytes], tokens: int) -> None:
+        """Has those that are not in memory loaded, if that is worth the wait for so many tokens."""
+        absent = [key for key in keys if self.get(key) is None]
+        wait_s = self.patience(tokens, len(absent)) if absent and self.patience is not None else 0.0
+        if wait_s:
+            self._take(absent, wait_s)
+            self.loaded.update(key for key in absent if self._known[key] is not None)
+
+    def _take(self, keys: list[bytes], wait_s: float) -> None:
+        blocks = self.client.get(keys, wait_s=wait_s) if wait_s else self.client.get(keys)
+        self._handles.append(blocks)
+        for index, key in enumerate(keys):
+            self._known[key] = self._verify(key, blocks, index)
 
     def extend_back(self, run: Run, ids: np.ndarray, low: int) -> None:
         """Takes along what agrees of the blocks before the run, not beyond token `low` of the prompt."""
@@ -109,6 +130,7 @@ class Library:
             first, offset, _ = run.blocks[0]
             if offset or first.parent_key == meta.NO_PARENT:
                 return
+            self.load([first.parent_key], len(first.ids))
             parent = self.get(first.parent_key)
             if parent is None or parent.base + len(parent.ids) != first.base:
                 return
@@ -124,7 +146,10 @@ class Library:
             if offset + count < len(last.ids):
                 return
             best, agreed = None, 0
-            for child in self.get_all(self.client.children(last.key)):
+            keys = self.client.children(last.key, self.patience is not None)
+            if self.patience is not None:
+                self.load([key for key in keys if self.get(key) is None][:MAX_LOADED_CHILDREN], len(last.ids))
+            for child in self.get_all(keys):
                 if child is None or child.parent_key != last.key or child.base != last.base + len(last.ids):
                     continue
                 common = common_length(child.ids, ids[run.stop :])
@@ -154,22 +179,51 @@ class Library:
         return Known(key, known.parent_key, ids, view)
 
 
-def find_runs(library: Library, ids: np.ndarray, start: int, block_tokens: int) -> list[Run]:
-    """Every stretch behind token `start` that holds at least one whole block, each extended as far as it
-    goes.
+def find_runs(library: Library, ids: np.ndarray, start: int, window: int) -> list[Run]:
+    """Every stretch behind token `start` that holds the first `window` tokens of a block at least, each
+    extended as far as it goes.
     """
-    sightings = library.client.find(library.identity, ids[start:], block_tokens)
+    sightings = library.client.find(library.identity, ids[start:], window, library.patience is not None)
     if not sightings:
         return []
     library.get_all(key for _, key in sightings)
-    places: dict[tuple[int, bytes], Known] = {}
+    if library.patience is not None:
+        wanted = _only_on_disk(library, sightings, window)
+        library.load(wanted, len(wanted) * window)
+    places: dict[tuple[int, bytes], tuple[Known, int]] = {}  # and how many of its tokens agree
     for offset, key in sightings:
         known = library.get(key)
+        if known is None:
+            continue
         at = start + offset
-        if known is not None and np.array_equal(known.ids, ids[at : at + len(known.ids)]):
-            places[at, key] = known
+        count = common_length(known.ids, ids[at : at + len(known.ids)])
+        if count >= min(window, len(known.ids)):
+            places[at, key] = known, count
+    return _joined(library, ids, start, places)
+
+
+def _only_on_disk(library: Library, sightings: list[tuple[int, bytes]], window: int) -> list[bytes]:
+    """What is worth loading of what was sighted: one block for each place that none in memory covers."""
+    taken = [offset for offset, key in sightings if library.get(key) is not None]
+    out: list[bytes] = []
+    free, upcoming = 0, 0  # first token not covered; next of `taken`
+    for offset, key in sightings:
+        while upcoming < len(taken) and taken[upcoming] <= offset:
+            free = max(free, taken[upcoming] + window)
+            upcoming += 1
+        ahead = taken[upcoming] if upcoming < len(taken) else offset + window
+        if library.get(key) is None and offset >= free and offset + window <= ahead:
+            out.append(key)
+            free = offset + window
+    return list(dict.fromkeys(out))
+
+
+def _joined(
+    library: Library, ids: np.ndarray, start: int, places: dict[tuple[int, bytes], tuple[Known, int]]
+) -> list[Run]:
+    """Blocks that follow each other in the store and in the prompt make one run."""
     followers: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
-    for (at, key), known in places.items():
+    for (at, key), (known, _) in places.items():
         followers.setdefault((at, known.parent_key), []).append((at, key))
     runs: list[Run] = []
     used: set[tuple[int, bytes]] = set()
@@ -180,12 +234,11 @@ def find_runs(library: Library, ids: np.ndarray, start: int, block_tokens: int) 
         at: tuple[int, bytes] | None = place
         while at is not None:
             used.add(at)
-            known = places[at]
-            run.append(known, 0, len(known.ids))
-            behind = followers.get((run.stop, known.key), ())
-            at = next(
-                (p for p in behind if p not in used and places[p].base == known.base + len(known.ids)), None
-            )
+            known, count = places[at]
+            run.append(known, 0, count)
+            behind = followers.get((run.stop, known.key), ()) if count == len(known.ids) else ()
+            base = known.base + count
+            at = next((p for p in behind if p not in used and places[p][0].base == base), None)
         library.extend_back(run, ids, start)
         library.extend_forward(run, ids)
         runs.append(run)

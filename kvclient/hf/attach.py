@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import threading
 import time
 import types
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
@@ -27,6 +27,7 @@ from kvclient.hf import attention, calibration, trials
 from kvclient.hf.criterion import POSITIONAL, TokenSeen, with_criterion
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
+from kvclient.hf.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.inside import examine_interior
 from kvclient.hf.memory import Memory
 from kvclient.hf.pace import Pace
@@ -36,10 +37,10 @@ from kvclient.hf.request import Options, Request, Subject
 from kvclient.hf.sinks import SinkForm
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
 from kvclient.hf.verify import Verification
+from kvclient.hf.warming import Stored, check_overlap, warm
 from kvclient.hf.watch import Watch
 
 CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
-PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 
 
 def attach(
@@ -55,6 +56,9 @@ def attach(
     publish_generated: bool = True,
     repair: str | Repair | None = CALIBRATED,
     codec: str | Kivi | None = None,
+    chunker: str = "fixed",
+    overlap_tokens: int = 0,
+    tokenizer: Any = None,
     weights_digest: bytes | None = None,
     self_test: bool = True,
     in_place: bool = False,
@@ -69,7 +73,9 @@ def attach(
     or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes only, which
     are exact. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
     "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
-    then is near what was computed. in_place: attend to blocks where they lie, with the native kernels
+    then is near what was computed. chunker: where prompts are cut into blocks (kvclient.blocks.chunker),
+    all but "fixed" by what `tokenizer` says. overlap_tokens: of true context before each part that warm()
+    computes for itself. in_place: attend to blocks where they lie, with the native kernels
     (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
     made. weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every
     start (1.3 GB/s a core).
@@ -79,14 +85,16 @@ def attach(
         raise InvalidArgument("this model is attached already; detach() that one first")
     if not 0 < follow_timeout_s <= 3600:
         raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
+    codec = Kivi.named(codec) if isinstance(codec, str) else codec
+    if codec is not None and chunker != "fixed":
+        raise InvalidArgument(f"chunker={chunker!r} with a codec: its groups of {codec.group} would be cut")
     options = Options(
-        block_tokens, priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
-        in_place,
-        _chunked_reads(model),
+        Chunker(chunker, block_tokens, tokenizer),
+        priority, ttl_s, follow, float(follow_timeout_s), publish_generated, in_place,
+        chunked_reads(model),
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
-    codec = Kivi.named(codec) if isinstance(codec, str) else codec
     if in_place and attention.backend_of(model).path is None:
         raise InvalidArgument("in_place=True: the backend torch cannot read blocks where they lie")
     brought = in_place and attention.installed(model) is None
@@ -94,7 +102,7 @@ def attach(
         attention.install(model)
     try:
         attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec)
-        attachment._brought_attention = brought
+        attachment._brought_attention, attachment.overlap_tokens = brought, check_overlap(overlap_tokens)
         if self_test:
             from kvclient.hf.selftest import self_test as run_self_test
 
@@ -114,13 +122,11 @@ class Attachment:
         self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
         weights_digest: bytes | None, repair: Repair | str | None, codec: Kivi | None,
     ) -> None:  # fmt: skip
-        from kvclient import chain  # the native part, for those who attach
-
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
         self._brought_attention = False
-        self._make_chain = chain
+        self.overlap_tokens = 0
         self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
         self._codec = codec
         self._model: torch.nn.Module | None = model
@@ -138,6 +144,11 @@ class Attachment:
         return self._totals.snapshot()
 
     @property
+    def last_here(self) -> Report:
+        """The Report of this thread's last call, whatever others have asked meanwhile."""
+        return self._local.last
+
+    @property
     def backend(self) -> str:
         """What computes the model's attention: a name of kvclient.hf.attention, or the model's own."""
         model = self._model
@@ -148,7 +159,14 @@ class Attachment:
     @property
     def identity(self) -> bytes:
         """The reuse identity: 32 bytes that two processes share exactly if their KV is interchangeable."""
-        return self._subject.identity
+        with self._lock:
+            self._follow_salt()
+            return self._subject.identity
+
+    @property
+    def chunker(self) -> Chunker:
+        """The rule that prompts are cut into blocks by."""
+        return self._options.chunker
 
     @property
     def repair(self) -> Repair | None:
@@ -171,6 +189,14 @@ class Attachment:
             self._wanted = passed.repair
             self._subject = dataclasses.replace(self._subject, interior=passed)
         return verification
+
+    def warm(
+        self, token_ids: Sequence[int], before: Sequence[int] = (), *, chunker: str | None = None,
+        overlap_tokens: int | None = None,
+    ) -> Stored:  # fmt: skip
+        """Computes a text and leaves its KV in the store; see kvclient.hf.warming."""
+        overlap = self.overlap_tokens if overlap_tokens is None else overlap_tokens
+        return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
 
     @contextlib.contextmanager
     def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:
@@ -232,7 +258,7 @@ class Attachment:
         self._watch = Watch(model)
         kv = check_structure(model)
         self._kv, self._form = kv, Form.of(kv, self._codec)
-        layout = self._form.layout(self._options.block_tokens)
+        layout = self._form.layout(self._options.chunker.most)
         self._namespace_salt = self.client.salt or b""
         self._dimensions = read_dimensions(
             model,
@@ -307,12 +333,12 @@ class Attachment:
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
-        subject = subject if inside else dataclasses.replace(subject, interior=None)
-        own = (self.client, subject, dataclasses.replace(self._options, publish_tokens=publish_tokens))
+        limited = dataclasses.replace(self._options, publish_tokens=publish_tokens, search=inside)
+        own = (self.client, subject, limited)
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
-            client, subject, options, self._make_chain, self._memory, self._pace,
-            not no_read, not no_write, self.padded, started,
+            client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
+            started,
         )  # fmt: skip
         args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
         outer, self._local.request = getattr(self._local, "request", None), request
@@ -357,43 +383,3 @@ class Attachment:
     def _note(self, report: Report) -> None:
         self.last = self._local.last = report
         self._totals.add(report)
-
-
-# Bound to the instance, so that a deep copy of the model is bound to the copy, which is not attached. Named
-# as what they stand for, because pickle stores a bound method by its name.
-
-
-def generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    attachment = model.__dict__.get(PLACE)
-    if attachment is None:
-        return type(model).generate(model, *args, **kwargs)
-    return attachment._run(model, args, kwargs)
-
-
-def _prefill(
-    model: torch.nn.Module, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
-    attachment = model.__dict__.get(PLACE)
-    own = (
-        functools.partial(type(model)._prefill, model)
-        if attachment is None
-        else attachment._own(model, "_prefill")
-    )
-
-    def run() -> Any:
-        return own(input_ids, generation_config, model_kwargs, *args, **kwargs)
-
-    request = getattr(attachment._local, "request", None) if attachment is not None else None
-    if request is None:
-        return run()
-    return request.prefill(model, run, input_ids, generation_config, model_kwargs)
-
-
-HOOKS = {"generate": generate, "_prefill": _prefill}
-
-
-def _chunked_reads(model: torch.nn.Module) -> bool:
-    # Releases whose _prefill knows of later iterations slice what a filled cache already holds, chunks
-    # included.
-    return "is_first_iteration" in inspect.signature(type(model)._prefill).parameters

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +43,20 @@ class State:
 class Shelf:
     """The two places of one conversation of one model, under one window."""
 
-    def __init__(self, client: Any, identity: bytes, name: str, window: Window, priority: int) -> None:
+    def __init__(
+        self, client: Any, identity: Callable[[], bytes], name: str, window: Window, priority: int
+    ) -> None:
         codec = window.codec.parameters
         own = json.dumps(
             [VERSION, name, window.recent, window.older, window.sink_tokens, codec], sort_keys=True
         )
-        digest = hashlib.sha256(b"kvstored conversation\0" + identity + own.encode()).digest()
-        self._client, self._priority = client, priority
-        self._keys = [chain(digest, [place], 1).keys[0] for place in range(PLACES)]
+        self._client, self._priority, self._identity, self._own = client, priority, identity, own.encode()
+
+    @property
+    def _keys(self) -> list[bytes]:
+        """Asked each time: the identity changes with the namespace's salt, which a daemon met late says."""
+        digest = hashlib.sha256(b"kvstored conversation\0" + self._identity() + self._own).digest()
+        return [chain(digest, [place], 1).keys[0] for place in range(PLACES)]
 
     def newest(self) -> int:
         """The turn of the newest state there is; 0 if there is none."""

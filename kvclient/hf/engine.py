@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import transformers
 
-from kvclient.blocks.chunker import cuts
-from kvclient.blocks.keys import chain
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
 from kvclient.hf.conversation import Conversation
@@ -77,8 +75,7 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, client: Any, **attach_options: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.kv: Attachment = attach(model, client, **attach_options)
-        self._block_tokens = attach_options.get("block_tokens", 128)
+        self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
         self._pinned: dict[tuple[int, ...], Any] = {}
 
     @classmethod
@@ -106,35 +103,25 @@ class Engine:
     # ---------------------------------------------------------------- computing
 
     def warm(
-        self, text: Prompt, before: Prompt = "", *, chunker: str = "fixed", overlap_tokens: int = 0
-    ) -> Warmed:
+        self, text: Prompt, before: Prompt = "", *, chunker: str | None = None,
+        overlap_tokens: int | None = None,
+    ) -> Warmed:  # fmt: skip
         """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
         elsewhere approximately, if that is switched on. before: what it will probably stand behind: the
         nearer to that it was computed, the less there is to repair. chunker: "fixed" computes it whole;
         "sentence", "paragraph" and "document" (kvclient.blocks.chunker) each part for itself, for prompts
-        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it.
+        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it. Without
+        them, as attach() was told.
         """
-        if overlap_tokens < 0:
-            raise InvalidArgument(f"overlap_tokens={overlap_tokens}; it must be 0 at least")
         first, ids = self.encode(before) if before else [], self.encode(text)
-        if not ids:
-            raise InvalidArgument("there is no token to warm")
-        size, start, blocks = self._block_tokens, 0, 0
-        told = [] if chunker == "fixed" else [self.tokenizer.decode([token]) for token in ids]
-        stops = cuts(told or [""] * len(ids), chunker, size)
-        for stop in stops:
-            part = [*(ids[max(0, start - overlap_tokens) : start] if start else first), *ids[start:stop]]
-            ends = Listener([1], self.tokenizer, self._ends)
-            # Parts read nothing: what is computed behind approximate tokens would not be published.
-            with self.kv.bypass(write=False) if len(stops) > 1 else contextlib.nullcontext():
-                self._run([part], ends, {"do_sample": False, "num_beams": 1})
-            start, blocks = stop, blocks + self._last().published_blocks
-        tail, note = len(part) % size, ""
-        if len(part) < size:
-            note = f"{len(part)} tokens fill no block of {size}: only a longer text that begins so is found"
+        stored = self.kv.warm(ids, first, chunker=chunker, overlap_tokens=overlap_tokens)
+        size, part = self.kv.chunker.block_tokens, stored.last
+        tail, note = part % size, ""
+        if part < size:
+            note = f"{part} tokens fill no block of {size}: only a longer text that begins so is found"
         elif tail and self.kv.repair is None:
             note = f"the last {tail} tokens fill no block of {size} and are computed each time"
-        return Warmed(len(first) + len(ids), blocks, size, tail == 0, tail, note, len(stops))
+        return Warmed(len(first) + len(ids), stored.blocks, size, tail == 0, tail, note, stored.parts)
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,
@@ -173,7 +160,7 @@ class Engine:
         in the store.
         """
         window = Window() if window is None else window
-        shelf = Shelf(self.kv.client, self.kv.identity, name, window, priority)
+        shelf = Shelf(self.kv.client, lambda: self.kv.identity, name, window, priority)
         ids = self.encode(system) if system else []
         return Conversation(self.model, self.tokenizer, shelf, window, ids, self._ends)
 
@@ -184,7 +171,7 @@ class Engine:
         """
         ids = tuple(self.encode(text))
         self.unpin(text)
-        blocks = self.kv.client.get(chain(self.kv.identity, list(ids), self._block_tokens))
+        blocks = self.kv.client.get(self.kv.chunker.chain(self.kv.identity, list(ids)))
         self._pinned[ids] = blocks
         return blocks.hits
 
@@ -290,7 +277,7 @@ class Engine:
         )  # fmt: skip
 
     def _last(self) -> Report:
-        return self.kv._local.last  # of this thread, whatever others have asked meanwhile
+        return self.kv.last_here
 
 
 def _sampling(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,14 @@ class Found:
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
+    starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
+
+    def __post_init__(self) -> None:
+        self.starts = list(accumulate(self.chain.token_counts, initial=0))
 
     @property
     def tokens(self) -> int:
-        return len(self.views) * self.chain.block_tokens + self.part_tokens
+        return self.starts[len(self.views)] + self.part_tokens
 
     def extend(self, client: Any, stop: int, follow: bool) -> None:
         """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
@@ -71,7 +76,7 @@ class Found:
     def extend_from_disk(self, client: Any, follow: bool, pace: Pace, block_bytes: int) -> bool:
         """Has what lies on disk behind the last block loaded, and takes it, if that is sooner than computing
         it. False if it was not."""
-        start, size = len(self.views), self.chain.block_tokens
+        start = len(self.views)
         if self.pending or start == len(self.chain):
             return True
         states = client.lookup(self.chain[start:]).states
@@ -79,13 +84,14 @@ class Found:
         on_disk = states[:count].count(ON_DISK)
         if not on_disk:
             return True
-        wait_s = pace.patience_s(client, count * size, on_disk * block_bytes)
+        stop = start + count
+        tokens = self.starts[stop] - self.starts[start]
+        wait_s = pace.patience_s(client, tokens, on_disk * block_bytes)
         if wait_s == 0:
             return False
-        stop = start + count
         self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
-        taken = len(self.views) - start
-        self.disk_tokens += size * states[:taken].count(ON_DISK)
+        taken = self.chain.token_counts[start : len(self.views)]
+        self.disk_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == ON_DISK)
         return True
 
     def _take(self, blocks: Any, start: int, stop: int) -> None:
@@ -109,7 +115,7 @@ class Found:
         """
         if not self.views or self.pending:
             return
-        last, rest = len(self.views) - 1, self.group.tokens[len(self.views) * self.chain.block_tokens :]
+        last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
         keys = client.children(self.chain[last]) if len(rest) else []
         if not keys:
             return
@@ -133,10 +139,10 @@ class Found:
             self.pending.clear()
 
     def confirmed(self, index: int, view: Any) -> bool:
-        size = self.chain.block_tokens
-        if view.tokens != size or not self.form.fits(view, size, self.layers - 1):
+        start, stop = self.starts[index : index + 2]
+        if view.tokens != stop - start or not self.form.fits(view, stop - start, self.layers - 1):
             return False
-        wanted = self.group.tokens[index * size : (index + 1) * size].tobytes()
+        wanted = self.group.tokens[start:stop].tobytes()
         known = meta.unpack(view.meta, view.tokens)
         return known is not None and known.token_ids == wanted
 
@@ -161,9 +167,9 @@ class Prefix:
     @property
     def followed_tokens(self) -> int:
         return sum(
-            max(0, min(self.columns - found.group.pad - index * size, size)) * len(found.group.rows)
+            max(0, min(self.columns - found.group.pad, found.starts[index + 1]) - found.starts[index])
+            * len(found.group.rows)
             for found in self.found
-            for size in (found.chain.block_tokens,)
             for index in found.pending
         )
 
@@ -184,7 +190,7 @@ class Prefix:
                 target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
             read = found.form.read if on_cpu else found.form.read_tensor
             for row, start, block, count in self._blocks(found, layer, read):
-                own = block if count == found.chain.block_tokens else block[:, :, :count]
+                own = block if count == block.shape[2] else block[:, :, :count]
                 target[:, row, :, start : start + count] = own
             self._place_sinks(found, layer, storage)
             self._clock.load_s += time.perf_counter() - started
@@ -226,7 +232,7 @@ class Prefix:
         try:
             for index in sorted(found.pending):
                 found.views[index].wait_layer(layer, self._stall_s)
-                if not found.form.fits(found.views[index], found.chain.block_tokens, layer):
+                if not found.form.fits(found.views[index], found.chain.token_counts[index], layer):
                     raise Lost(f"block {index} has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
@@ -236,11 +242,12 @@ class Prefix:
     def _blocks(
         self, found: Found, layer: int, read: Callable[[Any, int], Any]
     ) -> Iterator[tuple[int, int, Any, int]]:
-        pad, size = found.group.pad, found.chain.block_tokens
+        pad = found.group.pad
+        sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]
         for row in found.group.rows:
             for index, view in enumerate([*found.views, found.part]):
-                start = pad + index * size
-                count = min(size, self.columns - start)
+                start = pad + found.starts[index]
+                count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
                 try:

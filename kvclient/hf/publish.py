@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,11 +67,11 @@ class Publisher:
         writer = self._client.create(rest, self._layout_id, priority=priority, ttl_s=self._ttl_s)
         if writer.granted:
             metas = _metas(chain, first)
-            size = chain.block_tokens
+            starts = chain.start_tokens
             for index in writer.granted:
                 block = writer[index]
                 block.meta[: len(metas[index])] = metas[index]
-                start = pad + (first + index) * size
+                start = pad + starts[first + index]
                 self._slots.append(Slot(writer, index, block, row, start, start + block.tokens))
         self.no_space += writer.results.count("no_space")
         return writer.results
@@ -138,7 +139,9 @@ class Publisher:
         memory and the origin of each layer.
         """
         self.claim(chain, first, row, pad)
-        start, stop = pad + first * chain.block_tokens, pad + len(chain) * chain.block_tokens
+        own = chain[first:]
+        start = pad + own.start_token
+        stop = start + own.num_tokens
         for layer, (storage, origin) in enumerate(storages):
             self.written(layer, start, stop, storage, origin)
         self.seal()
@@ -167,11 +170,11 @@ class Publisher:
 
 def _metas(chain: Any, first: int) -> list[bytes]:
     """The meta areas of the blocks from `first` on: with them a reader confirms its hit."""
-    size = chain.block_tokens
     ids = memoryview(chain.token_ids).cast("B")
-    parents = [meta.NO_PARENT, *chain.keys[:-1]]
-    contents = chain.content_keys
+    ends = list(accumulate(chain.token_counts))
+    parents, contents = chain.parent_keys, chain.content_keys
     return [
-        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * size * i : 4 * size * (i + 1)]), b""))
-        for i in range(first, len(chain))
+        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b""))
+        for i, (end, count) in enumerate(zip(ends, chain.token_counts, strict=True))
+        if i >= first
     ]

@@ -20,6 +20,7 @@ class Report:
     reused_tokens: int = 0  # handed over instead of computed; at most the prompt minus one
     reused_by_tier: dict[str, int] = field(default_factory=lambda: {"shm": 0, "disk": 0, "peer": 0})
     approximate_tokens: int = 0  # found inside the prompt, computed behind other tokens; not in reused_tokens
+    approximate_from_disk: int = 0  # of the approximate ones: what this call had loaded
     recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
     followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
     published_blocks: int = 0
@@ -43,7 +44,8 @@ class Totals:
     """Sums over calls. Thread-safe."""
 
     _SUMMED = (
-        "prompt_tokens", "reused_tokens", "approximate_tokens", "recomputed_tokens", "followed_tokens",
+        "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
+        "followed_tokens",
         "published_blocks", "followed_lost", "no_space", "disk_refused",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip

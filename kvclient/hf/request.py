@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
 from kvclient.hf.attention.registered import count_fallback
@@ -24,6 +25,7 @@ from kvclient.hf.blend import Blend, BlendLayer, Interior
 from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
 from kvclient.hf.form import Form
 from kvclient.hf.memory import Memory
+from kvclient.hf.offer import Offer
 from kvclient.hf.pace import Pace
 from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
@@ -31,7 +33,6 @@ from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
 from kvclient.hf.sinks import SinkForm, Sinks
 
-MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
 
@@ -48,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Options:
-    block_tokens: int
+    chunker: Chunker  # the rule that prompts are cut into blocks by
     priority: int
     ttl_s: float | None
     follow: bool
@@ -57,17 +58,18 @@ class Options:
     in_place: bool  # the model's attention reads blocks where they lie
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
+    search: bool = True  # behind the prefix too, where the model allows it
 
 
 class Request:
     """Made when generate() is called; its prefill() runs in the place of the model's own."""
 
     def __init__(
-        self, client: Any, subject: Subject, options: Options, make_chain: Callable[..., Any], memory: Memory,
-        pace: Pace, read: bool, write: bool, padded: bool, started: float,
+        self, client: Any, subject: Subject, options: Options, memory: Memory, pace: Pace, read: bool,
+        write: bool, padded: bool, started: float,
     ) -> None:  # fmt: skip
         self.report = Report()
-        self._client, self._subject, self._options, self._make_chain = client, subject, options, make_chain
+        self._client, self._subject, self._options = client, subject, options
         self._read, self._write = read, write and subject.layout_id is not None
         if write and not self._write:
             self.report.write_bypassed = "not_permitted"
@@ -79,14 +81,13 @@ class Request:
         self._prompt: Prompt | None = None
         self._found: list[Found] = []
         self._prefix: Prefix | None = None
-        self._publisher: Publisher | None = None
-        self._sinks: Sinks | None = None
+        self._offer: Offer | None = None
+        self._inside: list[Segment] = []  # what is reused behind the prefix
         self._plan: Plan | None = None
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
-        self._next_block: list[int] = []  # per row, of its text: the first block not yet offered
         self._generated = False  # whether completed blocks of generated text are published
-        self._eos: list[int] = []
+        self._eos: Sequence[int] = ()
 
     # ---------------------------------------------------------------- the steps
 
@@ -128,7 +129,9 @@ class Request:
                 input_ids[:, -1].cpu()  # the token exists when the device has computed it
             self.report.ttft_s = time.perf_counter() - self._started
         if self._generated:
-            self._publish_generated(input_ids)
+            assert self._offer is not None and self._prompt is not None
+            self._offer.generated(input_ids, self._prompt.length, self._eos, self._layers)
+            self._note_published()
 
     def finish(self) -> Report:
         """The call ended, by returning or by an exception."""
@@ -161,44 +164,39 @@ class Request:
         assert self._prompt is not None
         began = time.perf_counter()
         subject, options = self._subject, self._options
-        self._publisher = self._make_publisher(subject.layout_id, subject.form)
-        if subject.sinks is not None:
-            own = self._make_publisher(subject.sinks.layout_id, subject.sinks.form)
-            self._sinks = Sinks(subject.sinks, self._client, self._make_chain, own)
+        self._offer = offer = self._make_offer()
         self._found = found = [
             Found(
-                group,
-                self._make_chain(subject.identity, group.tokens, options.block_tokens),
-                subject.form,
+                group, options.chunker.chain(subject.identity, group.tokens), subject.form,
                 subject.form.layers,
             )
             for group in self._prompt.groups
-        ]
+        ]  # fmt: skip
         claimed: set[bytes] = set()
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
-                block_bytes = subject.form.layout(options.block_tokens).block_bytes()
-                if not one.extend_from_disk(self._client, follow, self._pace, block_bytes):
+                if not one.extend_from_disk(self._client, follow, self._pace, self._block_bytes):
                     self.report.disk_refused += 1
             if read and subject.interior is not None:
                 one.extend_part(self._client)
-            if self._sinks is not None:
-                self._sinks.open(one, self._write and options.publish_tokens is None)
-            inside = self._search(one, config) if read else []
+            if offer.sinks is not None:
+                offer.sinks.open(one, self._write and options.publish_tokens is None)
+            inside = self._inside = self._search(one, config) if read else []
             if self._write:
-                # What is computed behind approximate tokens is nobody's prefix.
-                limit = inside[0].start if inside else len(one.group.tokens)
-                if options.publish_tokens is not None:
-                    limit = min(limit, options.publish_tokens)
-                self._claim(one, read, follow, claimed, limit // options.block_tokens)
-                if subject.interior is not None and limit == len(one.group.tokens):
-                    self._claim_tail(one)
-        if len(found) > 1 and self._publisher.claimed:
+                stop = len(one.group.tokens)
+                stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
+                limit = min(inside[0].start, stop) if inside else stop
+                offer.claim(one, read, follow, claimed, limit, len(found) > 1)
+                if inside:
+                    offer.claim_gaps(one, inside, stop)
+                elif subject.interior is not None and stop == len(one.group.tokens):
+                    offer.claim_tail(one)
+        if len(found) > 1 and offer.publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
-        self._publisher.loaded = columns
+        offer.publisher.loaded = columns
         self._prefix = Prefix(found, columns, subject.form.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
@@ -210,25 +208,27 @@ class Request:
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
-    def _make_publisher(self, layout_id: int | None, form: Form) -> Publisher:
-        layout_id = -1 if layout_id is None else layout_id
-        options = self._options
-        return Publisher(
-            self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
-        )
+    def _make_offer(self) -> Offer:
+        subject, options = self._subject, self._options
 
-    def _written(self) -> Callable[..., None] | None:
-        """Who is told of new columns."""
-        both = [self._publisher, self._sinks.publisher if self._sinks is not None else None]
-        told = [publisher.written for publisher in both if publisher is not None and publisher.claimed]
-        if len(told) < 2:
-            return told[0] if told else None
+        def publisher(layout_id: int | None, form: Form) -> Publisher:
+            layout_id = -1 if layout_id is None else layout_id
+            return Publisher(
+                self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
+            )
 
-        def written(*columns: Any) -> None:
-            for tell in told:
-                tell(*columns)
+        own = publisher(subject.layout_id, subject.form)
+        sinks = None
+        if subject.sinks is not None:
+            sinks = Sinks(
+                subject.sinks, self._client, publisher(subject.sinks.layout_id, subject.sinks.form)
+            )
+        step = subject.form.step
+        return Offer(self._client, subject.identity, options.chunker, own, sinks, options.priority, step)
 
-        return written
+    @property
+    def _block_bytes(self) -> int:
+        return self._subject.form.layout(self._options.chunker.most).block_bytes()
 
     def _search(self, one: Found, config: Any) -> list[Segment]:
         """Stretches behind the prefix that are stored, but were computed behind other tokens."""
@@ -237,6 +237,7 @@ class Request:
         exact = min(one.tokens, last)
         if (
             interior is None
+            or not self._options.search
             or len(self._prompt.groups) > 1
             or one.group.pad
             or config.prefill_chunk_size is not None
@@ -246,9 +247,10 @@ class Request:
             self._client,
             self._subject.identity,
             one.group.tokens[:last],
-            self._options.block_tokens,
             exact_tokens=exact,
             min_tokens=interior.repair.min_tokens,
+            chunker=self._options.chunker,
+            patience=self._patience,
         )
         return [
             segment
@@ -257,38 +259,11 @@ class Request:
             and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
         ]
 
-    def _claim(self, one: Found, read: bool, follow: bool, claimed: set[bytes], limit: int) -> None:
-        """Claims what is missing of the first `limit` blocks. What others hold or just sealed is taken along
-        instead.
-        """
-        assert self._publisher is not None
-        assert self._prompt is not None
-        first = len(one.views)
-        if len(self._prompt.groups) > 1:
-            keys = one.chain.keys
-            while first < len(keys) and keys[first] in claimed:
-                first += 1  # an earlier row of this batch computes it
-        if first >= limit:
-            return
-        results = self._publisher.claim(one.chain[:limit], first, one.group.rows[0], one.group.pad)
-        run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
-        if read and run and first == len(one.views):
-            one.extend(self._client, first + run, follow)
-        if len(self._prompt.groups) > 1:
-            claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
-
-    def _claim_tail(self, one: Found) -> None:
-        """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
-        anywhere. It goes first when memory is short: a longer text makes it superfluous.
-        """
-        assert self._publisher is not None
-        size, step = self._options.block_tokens, self._subject.form.step
-        left = len(one.group.tokens) % size // step * step
-        if len(one.chain) and left >= MIN_TAIL * size:
-            tokens = one.group.tokens[: len(one.chain) * size + left]
-            chain = self._make_chain(self._subject.identity, tokens, size, partial=True)
-            rows, pad = one.group.rows, one.group.pad
-            self._publisher.claim(chain, len(chain) - 1, rows[0], pad, self._options.priority // 2)
+    def _patience(self, tokens: int, blocks: int) -> float:
+        """How long so many blocks on disk are worth waiting for."""
+        wait_s = self._pace.patience_s(self._client, tokens, blocks * self._block_bytes)
+        self.report.disk_refused += wait_s == 0
+        return wait_s
 
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
         assert self._prompt is not None
@@ -300,7 +275,8 @@ class Request:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         form = subject.form
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
-        written = self._written()
+        assert self._offer is not None
+        written = self._offer.written()
         make: Callable[..., StoreLayer] = StoreLayer
         if self._blend is not None:
             make = functools.partial(BlendLayer, self._blend)
@@ -325,8 +301,7 @@ class Request:
     # ---------------------------------------------------------------- after it
 
     def _prefilled(self, forward_s: float) -> None:
-        assert self._prompt is not None
-        assert self._publisher is not None
+        assert self._prompt is not None and self._offer is not None
         report, clock = self.report, self._clock
         report.load_s, report.wait_s = clock.load_s, clock.wait_s
         report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
@@ -338,55 +313,29 @@ class Request:
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
-            self._generated = False  # what follows approximate tokens is nobody's prefix
+            report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
         for one in self._found:
             one.release()
         self._release_plan()
-        self._publisher.seal()
-        if self._sinks is not None:
-            self._sinks.publisher.seal()
+        self._offer.seal()
         self._note_published()
         for layer in self._layers:
             layer.written = None
-        size = self._options.block_tokens
-        self._next_block = [0] * self._prompt.rows
-        for group in self._prompt.groups:
-            for row in group.rows:
-                self._next_block[row] = len(group.tokens) // size
-
-    def _publish_generated(self, input_ids: torch.Tensor) -> None:
-        assert self._prompt is not None
-        assert self._publisher is not None
-        columns = input_ids.shape[1] - 1  # the newest token has no KV yet
-        size = self._options.block_tokens
-        for group in self._prompt.groups:
-            for row in group.rows:
-                stop = group.pad + (self._next_block[row] + 1) * size
-                if stop > columns:
-                    continue
-                self._next_block[row] += 1
-                storages = [(layer.storage, layer.origin) for layer in self._layers]
-                tokens = input_ids[row, group.pad : stop].to("cpu", torch.int32).numpy()
-                ended = any(int(token) in self._eos for token in tokens[len(group.tokens) :])
-                if ended or any(s is None or s.shape[1] != self._prompt.rows for s, _ in storages):
-                    continue  # behind the end of its text, or the cache is no longer row by row ours
-                chain = self._make_chain(self._subject.identity, tokens, size)
-                self._publisher.publish(chain, len(chain) - 1, row, group.pad, storages)
-                self._note_published()
+        if self._generated:
+            self._offer.follow(self._found, self._inside)
 
     def _note_published(self) -> None:
-        assert self._publisher is not None
-        self.report.published_blocks = self._publisher.published
-        self.report.no_space = self._publisher.no_space
-        self.report.not_quantisable = self._publisher.not_quantisable
+        assert self._offer is not None
+        publisher = self._offer.publisher
+        self.report.published_blocks = publisher.published
+        self.report.no_space = publisher.no_space
+        self.report.not_quantisable = publisher.not_quantisable
 
     def _give_back(self) -> None:
-        if self._publisher is not None:
-            self._publisher.abort()
-        if self._sinks is not None:
-            self._sinks.publisher.abort()
+        if self._offer is not None:
+            self._offer.abort()
         for one in self._found:
             one.release()
         self._release_plan()

@@ -8,11 +8,11 @@ request that loaded the beginning of its prompt stores no sinks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvclient.blocks import meta
+from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted
 from kvclient.hf.form import Form
@@ -51,17 +51,14 @@ class SinkForm:
 class Sinks:
     """Those of one request: taken for the groups whose prefix was found, published for the others."""
 
-    def __init__(
-        self, sinks: SinkForm, client: Any, make_chain: Callable[..., Any], publisher: Publisher
-    ) -> None:
-        self._sinks, self._client, self._make_chain = sinks, client, make_chain
-        self.publisher = publisher
+    def __init__(self, sinks: SinkForm, client: Any, publisher: Publisher) -> None:
+        self._sinks, self._client, self.publisher = sinks, client, publisher
 
     def open(self, one: Found, write: bool) -> None:
         ids = one.group.tokens[:SINK_TOKENS]
         if len(ids) < SINK_TOKENS:
             return
-        chain = self._make_chain(self._sinks.identity, ids, SINK_TOKENS)
+        chain = Chunker("fixed", SINK_TOKENS).chain(self._sinks.identity, ids)
         if one.views:
             blocks = self._client.get(chain)
             one.handles.append(blocks)

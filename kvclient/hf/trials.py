@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvclient.blocks.chunker import Chunker
 from kvclient.hf import calibration
 from kvclient.hf.blend import Interior
 from kvclient.hf.inside import examine_interior
@@ -94,12 +95,13 @@ def _trial(
 ) -> Report:  # fmt: skip
     from kvclient.testing import InMemoryClient
 
-    size = block_tokens_for(prompts, kv._options.block_tokens)
+    size = block_tokens_for(prompts, kv.chunker.block_tokens)
     if kv._form.step > 1:
         size = max(kv._form.step, size // kv._form.step * kv._form.step)
     layout = kv._form.layout(size)
     longest = 1024 if prompts is None else max(map(len, prompts))
-    options = dataclasses.replace(kv._options, block_tokens=size, follow=False, publish_generated=False)
+    cut = Chunker("fixed", size)
+    options = dataclasses.replace(kv._options, chunker=cut, follow=False, publish_generated=False)
     inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)
     with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
         trial = Trial(client, client.register_layout(layout), options, inside)

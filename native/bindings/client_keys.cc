@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
@@ -36,8 +37,23 @@ void check_range(const char* name, long long value, long long low, long long hig
                                  " to " + std::to_string(high));
 }
 
+// Tokens of each chunk, as a chain that is cut by content is given them.
+std::vector<uint32_t> counts_of(nb::handle counts, size_t tokens, long long block_tokens) {
+  std::vector<uint32_t> out;
+  size_t end = 0;
+  for (nb::handle item : nb::cast<nb::sequence>(counts)) {
+    const auto count = nb::cast<long long>(item);
+    check_range("counts", count, 1, block_tokens);
+    out.push_back(static_cast<uint32_t>(count));
+    end += static_cast<size_t>(count);
+  }
+  if (end > tokens)
+    raise("InvalidArgument", "counts add up to " + std::to_string(end) + " of " + std::to_string(tokens) + " tokens");
+  return out;
+}
+
 void make_chain(Chain* self, nb::handle identity, nb::handle token_ids, long long block_tokens, nb::handle extra_ids,
-                bool partial) {
+                bool partial, nb::handle counts, long long start, nb::handle root, long long window) {
   const Key key = key_from(identity, "identity");
   check_range("block_tokens", block_tokens, 1, kMaxBlockTokens);
   const Integers<int32_t> tokens = integers<int32_t>(token_ids, "token_ids");
@@ -51,7 +67,18 @@ void make_chain(Chain* self, nb::handle identity, nb::handle token_ids, long lon
       raise("InvalidArgument", "extra_ids has " + std::to_string(extra.size / extra_words) + " entries for " +
                                    std::to_string(tokens.size) + " tokens");
   }
-  new (self) Chain(key, tokens.data, tokens.size, extra.data, extra_words, static_cast<uint32_t>(block_tokens), partial);
+  check_range("start", start, 0, static_cast<long long>(kMaxChainTokens - tokens.size));
+  check_range("window", window, 0, block_tokens);
+  Cuts cuts{.counts = {}, .start = static_cast<size_t>(start), .root = nullptr, .window = static_cast<uint32_t>(window)};
+  std::vector<uint32_t> cut;
+  if (!counts.is_none()) {
+    cut = counts_of(counts, tokens.size, block_tokens);
+    cuts.counts = cut;
+  }
+  Key before{};
+  if (!root.is_none()) before = key_from(root, "root"), cuts.root = &before;
+  const size_t cut_all = counts.is_none() || !cut.empty() ? tokens.size : 0;
+  new (self) Chain(key, tokens.data, cut_all, extra.data, extra_words, static_cast<uint32_t>(block_tokens), partial, cuts);
 }
 
 template <class Item>
@@ -142,7 +169,7 @@ void bind_chain(nb::module_& m) {
                     "The keys, fingerprints and tokens of a prompt's chunks. Immutable; a slice shares its memory.\n"
                     "Tokens behind the last full chunk are left out unless partial is true.")
       .def("__init__", make_chain, "identity"_a.none(), "token_ids"_a.none(), "block_tokens"_a = 128, "extra_ids"_a = nb::none(),
-           "partial"_a = false)
+           "partial"_a = false, "counts"_a = nb::none(), "start"_a = 0, "root"_a = nb::none(), "window"_a = 0)
       .def("__len__", &Chain::size)
       .def("__getitem__", item, "index"_a, "A prefix key, or for a slice of step 1 a chain.")
       .def("__eq__", [](const Chain& a, nb::handle b) { return nb::isinstance<Chain>(b) && a == nb::cast<const Chain&>(b); })
@@ -170,6 +197,9 @@ void bind_chain(nb::module_& m) {
       .def_prop_ro("num_tokens", &Chain::num_tokens, "Tokens of all chunks together.")
       .def_prop_ro(
           "start_token", [](const Chain& c) { return c.start_token(0); }, "Position of the first token in the prompt.")
+      .def_prop_ro(
+          "start_tokens", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.start_token(i); }); },
+          "Per chunk the position of its first token.")
       .def_prop_ro(
           "token_ids",
           [](nb::handle self) {

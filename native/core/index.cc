@@ -75,7 +75,7 @@ Find Index::find(const Key& key, Snapshot& out) const {
   return Find::Torn;
 }
 
-size_t Index::sightings(uint64_t word, std::span<Sighting> out) const {
+size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) const {
   uint32_t candidates[2 * kFinderSlots];
   const size_t count = finder_.find(word, candidates);
   size_t found = 0;
@@ -91,7 +91,9 @@ size_t Index::sightings(uint64_t word, std::span<Sighting> out) const {
     const uint32_t parent = r.parent.load(std::memory_order_relaxed);
     const State state = Control{r.control.load(std::memory_order_acquire)}.state();
     fence_acquire();
-    if (before & 1 || r.sequence.load(std::memory_order_relaxed) != before || state != State::Sealed) continue;
+    if (before & 1 || r.sequence.load(std::memory_order_relaxed) != before) continue;
+    seen.on_disk = state == State::Disk;
+    if (state != State::Sealed && !(on_disk && seen.on_disk)) continue;
     if (Finder::by_fingerprint(fingerprint) == word || Finder::by_parent(parent) == word) ++found;
   }
   return found;

@@ -32,6 +32,7 @@ struct Sighting {
   Key key;
   uint32_t record;
   uint32_t tokens;
+  bool on_disk;  // and nowhere else
 };
 
 enum class Find { Hit, Miss, Torn };
@@ -51,8 +52,9 @@ class Index {
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   void prefetch_record(const Key& key) const;
   const Finder& finder() const { return finder_; }
-  // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size().
-  size_t sightings(uint64_t word, std::span<Sighting> out) const;
+  // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size(). With
+  // on_disk also those that lie only there, of which the table still knows these words.
+  size_t sightings(uint64_t word, std::span<Sighting> out, bool on_disk = false) const;
   Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 
   // Writer side: no other thread may be inside these.

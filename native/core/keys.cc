@@ -71,12 +71,21 @@ void window_fingerprints(uint64_t base, const int32_t* tokens, size_t count, siz
 }
 
 Chain::Chain(const Key& identity, const int32_t* tokens, size_t count, const uint64_t* extra, uint32_t extra_words,
-             uint32_t block_tokens, bool partial) {
+             uint32_t block_tokens, bool partial, const Cuts& cuts) {
   assert(block_tokens > 0 && block_tokens <= kMaxBlockTokens && count <= kMaxChainTokens);
-  if (!partial) count -= count % block_tokens;
-  count_ = (count + block_tokens - 1) / block_tokens;
-
   auto storage = std::make_shared<Storage>();
+  if (cuts.counts.empty()) {
+    if (!partial) count -= count % block_tokens;
+    count_ = (count + block_tokens - 1) / block_tokens;
+  } else {
+    size_t end = 0;
+    for (const uint32_t n : cuts.counts) storage->ends.push_back(end += n);
+    assert(end <= count);
+    count = end;
+    count_ = cuts.counts.size();
+  }
+  storage->start = cuts.start;
+  storage->window = cuts.window == 0 ? block_tokens : std::min(cuts.window, block_tokens);
   storage->identity = identity;
   storage->block_tokens = block_tokens;
   storage->extra_words = extra_words;
@@ -84,7 +93,7 @@ Chain::Chain(const Key& identity, const int32_t* tokens, size_t count, const uin
   storage->extra.assign(extra, extra + count * extra_words);
   storage->keys.resize(count_ + 1);
   storage_ = storage;
-  Key before = root_key(identity);
+  Key before = cuts.root ? *cuts.root : root_key(identity);
   for (size_t i = 0; i < count_; ++i) storage->keys[i + 1] = before = hash_chunk("kvp1", before, i);
 }
 
@@ -103,22 +112,23 @@ const Chain::Storage& Chain::derived() const {
   std::call_once(storage_->derived_once, [this] {
     const Storage& storage = *storage_;
     const Chain whole(storage_, 0, storage.keys.size() - 1);
-    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(identity()), block_tokens());
+    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(identity()), storage.window);
     storage.content_keys.reserve(whole.size());
     storage.fingerprints.reserve(whole.size());
     for (size_t i = 0; i < whole.size(); ++i) {
-      const uint32_t n = whole.token_count(i);
+      const uint32_t n = std::min(whole.token_count(i), storage.window);
       storage.content_keys.push_back(whole.hash_chunk("kvc1", identity(), i));
-      storage.fingerprints.push_back(fingerprint_of(powers.data() + (block_tokens() - n), whole.tokens(i), n));
+      storage.fingerprints.push_back(fingerprint_of(powers.data() + (storage.window - n), whole.tokens(i), n));
     }
   });
   return *storage_;
 }
 
-size_t Chain::num_tokens() const { return count_ == 0 ? 0 : start_token(count_ - 1) + token_count(count_ - 1) - start_token(0); }
+size_t Chain::num_tokens() const { return count_ == 0 ? 0 : offset(count_ - 1) + token_count(count_ - 1) - offset(0); }
 
 bool operator==(const Chain& a, const Chain& b) {
-  return a.count_ == b.count_ && a.first_ == b.first_ && a.block_tokens() == b.block_tokens() && a.identity() == b.identity() &&
+  return a.count_ == b.count_ && a.first_ == b.first_ && a.storage_->start == b.storage_->start &&
+         a.block_tokens() == b.block_tokens() && a.identity() == b.identity() &&
          std::equal(a.keys(), a.keys() + a.size(), b.keys());
 }
 

@@ -6,6 +6,9 @@
 //   fingerprint(i) = sum of (u32(token_j) + 1) * base^(n-1-j) modulo 2^61-1
 //   base           = 2 + (first u64 of SHA-256("kvf1" | identity)) mod (2^61-4)
 //
+// A chain that was cut by content names the tokens of each chunk, and may stand at another start than 0 and behind another
+// root; its fingerprints are those of the first `window` tokens of a chunk (docs/formats.md).
+//
 // n is the chunk's token count; numbers are little-endian. Extra ids are u64: one word per token, or four where they
 // are 32-byte digests. has_extra is 1 if any word of that chunk is nonzero. If it is 0, nothing follows the tokens: a
 // chunk of ordinary tokens has one key whether or not extra ids were given.
@@ -18,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -37,11 +41,22 @@ uint64_t fingerprint_base(const Key& identity);
 // Writes count - window + 1 values, none if count < window. Requires 0 < window <= kMaxBlockTokens.
 void window_fingerprints(uint64_t base, const int32_t* tokens, size_t count, size_t window, uint64_t* out);
 
+// Where a prompt is cut, if not every block_tokens.
+struct Cuts {
+  std::span<const uint32_t> counts;  // tokens of each chunk, 1 to block_tokens; empty: every block_tokens
+  size_t start = 0;                  // position of the first token
+  const Key* root = nullptr;         // stands before the first chunk in the place of the identity's root
+  uint32_t window = 0;               // tokens that a fingerprint is taken over, at most; 0: all of a chunk
+};
+
 class Chain {
   struct Storage {
     Key identity;
     uint32_t block_tokens;
-    uint32_t extra_words;         // per token: 0, 1 or 4
+    uint32_t extra_words;  // per token: 0, 1 or 4
+    uint32_t window;
+    size_t start;
+    std::vector<size_t> ends;     // of the chunks; empty if they are cut every block_tokens
     std::vector<int32_t> tokens;  // of all chunks; ids behind the last chunk are not kept
     std::vector<uint64_t> extra;
     std::vector<Key> keys;  // a zero key, then one per chunk: keys[i] is the parent of chunk i
@@ -53,9 +68,10 @@ class Chain {
 
  public:
   // Hashes all full chunks of `tokens`, and with `partial` also the shorter last one. `extra` holds extra_words (0, 1
-  // or 4) per token. Requires 0 < block_tokens <= kMaxBlockTokens and count <= kMaxChainTokens.
+  // or 4) per token. Requires 0 < block_tokens <= kMaxBlockTokens and count <= kMaxChainTokens; of cuts, that the counts are
+  // 1 to block_tokens, add up to count at most, and leave start + count <= kMaxChainTokens.
   Chain(const Key& identity, const int32_t* tokens, size_t count, const uint64_t* extra, uint32_t extra_words,
-        uint32_t block_tokens, bool partial);
+        uint32_t block_tokens, bool partial, const Cuts& cuts = {});
 
   size_t size() const { return count_; }
   bool empty() const { return count_ == 0; }
@@ -74,17 +90,18 @@ class Chain {
   const Key& parent_key(size_t i) const { return storage_->keys[first_ + i]; }
 
   // Position of chunk i's first token in the prompt.
-  size_t start_token(size_t i) const { return (first_ + i) * block_tokens(); }
+  size_t start_token(size_t i) const { return storage_->start + offset(i); }
   uint32_t token_count(size_t i) const {
-    const size_t left = storage_->tokens.size() - start_token(i);
+    if (!storage_->ends.empty()) return static_cast<uint32_t>(storage_->ends[first_ + i] - offset(i));
+    const size_t left = storage_->tokens.size() - offset(i);
     return left < block_tokens() ? static_cast<uint32_t>(left) : block_tokens();
   }
   // Tokens of all chunks of this chain; those of chunk i are followed by those of chunk i+1.
   size_t num_tokens() const;
-  const int32_t* tokens(size_t i) const { return storage_->tokens.data() + start_token(i); }
+  const int32_t* tokens(size_t i) const { return storage_->tokens.data() + offset(i); }
   // Extra ids of chunk i, extra_words() per token; null if the chain was made without.
   const uint64_t* extra(size_t i) const {
-    return extra_words() == 0 ? nullptr : storage_->extra.data() + start_token(i) * extra_words();
+    return extra_words() == 0 ? nullptr : storage_->extra.data() + offset(i) * extra_words();
   }
   uint32_t extra_words() const { return storage_->extra_words; }
 
@@ -94,6 +111,11 @@ class Chain {
   friend bool operator==(const Chain& a, const Chain& b);
 
  private:
+  size_t offset(size_t i) const {  // of chunk i in storage_->tokens
+    if (storage_->ends.empty()) return (first_ + i) * block_tokens();
+    return first_ + i == 0 ? 0 : storage_->ends[first_ + i - 1];
+  }
+
   Chain(std::shared_ptr<const Storage> storage, size_t first, size_t count)
       : storage_(std::move(storage)), first_(first), count_(count) {}
 

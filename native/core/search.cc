@@ -14,7 +14,7 @@ constexpr size_t kStretch = 4096;  // windows whose fingerprints are computed at
 
 }  // namespace
 
-std::vector<Placed> search(const Index& index, uint64_t base, std::span<const int32_t> tokens, size_t window) {
+std::vector<Placed> search(const Index& index, uint64_t base, std::span<const int32_t> tokens, size_t window, bool on_disk) {
   std::vector<Placed> out;
   if (tokens.size() < window) return out;
   const size_t windows = tokens.size() - window + 1;
@@ -27,10 +27,10 @@ std::vector<Placed> search(const Index& index, uint64_t base, std::span<const in
     for (size_t i = 0; i < std::min(kAhead, count); ++i) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i]));
     for (size_t i = 0; i < count; ++i) {
       if (i + kAhead < count) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i + kAhead]));
-      const size_t found = index.sightings(Finder::by_fingerprint(fingerprints[i]), seen);
+      const size_t found = index.sightings(Finder::by_fingerprint(fingerprints[i]), seen, on_disk);
       for (size_t k = 0; k < found; ++k) {
         size_t& end = ends[seen[k].record];
-        if (seen[k].tokens != window || first + i < end) continue;
+        if (seen[k].tokens < window || first + i < end) continue;
         end = first + i + window;
         out.push_back({first + i, seen[k]});
       }
@@ -39,9 +39,9 @@ std::vector<Placed> search(const Index& index, uint64_t base, std::span<const in
   return out;
 }
 
-std::vector<Sighting> children(const Index& index, const Key& parent) {
+std::vector<Sighting> children(const Index& index, const Key& parent, bool on_disk) {
   std::array<Sighting, kMaxSightings> seen;
-  const size_t found = index.sightings(Finder::by_parent(static_cast<uint32_t>(parent.words[0])), seen);
+  const size_t found = index.sightings(Finder::by_parent(static_cast<uint32_t>(parent.words[0])), seen, on_disk);
   return {seen.begin(), seen.begin() + static_cast<ptrdiff_t>(found)};
 }
 

@@ -21,9 +21,11 @@ inline constexpr size_t kMaxSightings = 8;  // at one offset, or of one parent's
 
 // Windows of `window` consecutive ids of `tokens`; `base` is the identity's fingerprint base. Ordered by start. Requires
 // 0 < window <= kMaxBlockTokens.
-std::vector<Placed> search(const Index& index, uint64_t base, std::span<const int32_t> tokens, size_t window);
+// A block may hold more tokens than the window that its fingerprint is of. on_disk: also blocks that lie only there.
+std::vector<Placed> search(const Index& index, uint64_t base, std::span<const int32_t> tokens, size_t window,
+                           bool on_disk = false);
 
 // Blocks that continue this one.
-std::vector<Sighting> children(const Index& index, const Key& parent);
+std::vector<Sighting> children(const Index& index, const Key& parent, bool on_disk = false);
 
 }  // namespace kv

@@ -95,7 +95,7 @@ constexpr uint32_t kWindow = 16;
 
 // A store with the blocks of some prompts, put as a client with a chain does.
 struct Searched {
-  explicit Searched(uint32_t blocks = 4096) : rig(64 << 20, blocks), identity(key(77)) {}
+  explicit Searched(uint32_t blocks = 4096, bool disk = false) : rig(64 << 20, blocks, disk), identity(key(77)) {}
 
   std::vector<int32_t> prompt(size_t count, uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -187,6 +187,22 @@ TEST(what_is_deleted_evicted_or_being_written_is_not_found) {
   store.rig.store->flush(), store.rig.store->settle();
   CHECK(store.find(open).empty());
   store.rig.store->check_integrity();
+}
+
+TEST(what_was_evicted_to_disk_is_found_when_asked_for) {
+  Searched store(4096, true);
+  const std::vector<int32_t> text = store.prompt(6 * kWindow, 1);
+  const Chain chain = store.put(text);
+  for (size_t i = 0; i < chain.size(); ++i) CHECK(store.rig.store->add_disk(chain.keys()[i], 0));  // as if it were written
+  for (uint64_t i = 0; i < 2000; ++i) store.put(store.prompt(2 * kWindow, 100 + i));
+  CHECK(store.find(text).empty());
+  const std::vector<Placed> found = search(store.index(), fingerprint_base(store.identity), text, kWindow, true);
+  CHECK_EQ(found.size(), chain.size());
+  for (const Placed& f : found) CHECK(f.block.on_disk);
+  CHECK(children(store.index(), chain.keys()[0]).empty());
+  CHECK_EQ(children(store.index(), chain.keys()[0], true).size(), 1u);
+  store.rig.store->remove(chain.keys()[2]);
+  CHECK_EQ(search(store.index(), fingerprint_base(store.identity), text, kWindow, true).size(), chain.size() - 1);
 }
 
 TEST(the_finder_is_derived_anew_at_adoption) {

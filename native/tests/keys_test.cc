@@ -143,6 +143,33 @@ TEST(slices_share_their_prompt) {
   CHECK(!(part.slice(0, 1) == part.slice(1, 1)));
 }
 
+TEST(a_chain_may_be_cut_elsewhere) {
+  const std::vector<int32_t> tokens = prompt(50);
+  const uint32_t counts[] = {16, 3, 9, 16};
+  const Key root = root_key(Key{{7}});
+  const Chain cut(kIdentity, tokens.data(), tokens.size(), nullptr, 0, 16, false,
+                  {.counts = counts, .start = 100, .root = &root, .window = 8});
+  CHECK_EQ(cut.size(), 4u);
+  CHECK_EQ(cut.num_tokens(), 44u);
+  CHECK_EQ(cut.start_token(2), 119u);
+  CHECK(std::equal(cut.tokens(2), cut.tokens(2) + 9, tokens.begin() + 19));
+  const uint64_t base = fingerprint_base(kIdentity);
+  for (size_t i = 0, at = 0; i < 4; at += counts[i++]) {
+    CHECK_EQ(cut.token_count(i), counts[i]);
+    CHECK_EQ(cut.fingerprint(i), horner(base, tokens.data() + at, std::min(counts[i], 8u)));
+    const Chain alone(kIdentity, tokens.data() + at, counts[i], nullptr, 0, counts[i], false);
+    CHECK(cut.content_keys()[i] == alone.content_keys()[0]);
+  }
+  const Chain slice = cut.slice(1, 2);
+  CHECK_EQ(slice.start_token(0), 116u);
+  CHECK_EQ(slice.num_tokens(), 12u);
+  const Chain plain(kIdentity, tokens.data(), tokens.size(), nullptr, 0, 16, false);
+  CHECK(cut.keys()[0] != plain.keys()[0]);  // another root
+  const Chain same(kIdentity, tokens.data(), tokens.size(), nullptr, 0, 16, false, {.counts = counts});
+  CHECK(same.keys()[0] == plain.keys()[0]);
+  CHECK(same.keys()[1] != plain.keys()[1]);
+}
+
 TEST(derived_values_are_computed_once_by_any_thread) {
   const std::vector<int32_t> tokens = prompt(4096);
   const Chain chain(kIdentity, tokens.data(), tokens.size(), nullptr, 0, 16, false);

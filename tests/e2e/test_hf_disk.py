@@ -22,7 +22,7 @@ def served(daemon, tmp_path):
         memory="16MiB",
         args=(
             *("--disk", str(tmp_path / "blocks"), "--disk-quota", "1GiB", "--disk-write-priority", "0"),
-            "--fresh",
+            *("--max-blocks", "8192", "--fresh"),
         ),
     )
 
@@ -88,6 +88,35 @@ def test_blocks_that_vanished_from_disk_are_computed(served, model, patient, wai
         tokens, *_ = generate(model, ids)
         assert torch.equal(tokens, plain)
         assert kv.last.reused_tokens < 64
+
+
+def crowd_out(client, kv, keys):
+    """Blocks of the same size and of higher priority, until the keys lie on disk only."""
+    for number in range(30):
+        if set(client.lookup(keys).states) == {3}:
+            return
+        others = kvclient.chain(bytes([number]) * 32, list(range(100 * BLOCK)), BLOCK)
+        with client.create(others, kv._subject.layout_id, priority=90):
+            pass
+    raise AssertionError("the blocks stay in memory")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_document_evicted_to_disk_is_found(served, model, wait_until, monkeypatch, tmp_path, waits):
+    """Its records still say what a search goes by."""
+    monkeypatch.setattr(Pace, "patience_s", lambda self, client, tokens, length_bytes: 30.0 * waits)
+    document, options = prompt(100, seed=5), {"block_tokens": BLOCK, "repair": "auto", "self_test": False}
+    computed = torch.cat([prompt(21, seed=2), document, prompt(20, seed=3)], 1)
+    with served.connect() as client, kvclient.hf.attach(model, client, **options) as kv:
+        generate(model, computed, 1)
+        keys = kv.chunker.chain(kv.identity, computed[0].tolist(), partial=True).keys
+        wait_until(lambda: len(files(tmp_path)) >= len(keys), "the blocks are written")
+        crowd_out(client, kv, keys)
+        generate(model, torch.cat([prompt(37, seed=7), document, prompt(9, seed=4)], 1))
+        wanted = 100 if waits else 0
+        assert (kv.last.approximate_tokens, kv.last.approximate_from_disk) == (wanted, wanted)
+        assert (kv.last.disk_refused > 0) == (not waits)
+        assert kv.stats["approximate_from_disk"] == wanted
 
 
 def test_pace_measures_prefill():

@@ -241,7 +241,7 @@ def test_states_do_not_pile_up(engine, client):
         talk.say(ids(5, seed=turn), 2)
     stats = client.stats()
     assert (stats["blocks"], stats["pins"], stats["pending"]) == (2, 0, 0)
-    assert Shelf(client, engine.kv.identity, "many", SMALL, 50).newest() == 6
+    assert Shelf(client, lambda: engine.kv.identity, "many", SMALL, 50).newest() == 6
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -267,6 +267,18 @@ def test_the_end_of_the_positions_and_wrong_arguments_are_named(engine):
     for wrong in ({"recent": 0}, {"older": -32}, {"older": 33}, {"sink_tokens": -1}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             Window(**wrong)
+
+
+def test_a_namespace_that_says_its_salt_late_parts_conversations(model, client):
+    """One opened before the daemon was there belongs to the namespace that it then met."""
+    client.salt = None
+    with Engine(model, Words(), client, block_tokens=32, repair=None, self_test=False) as engine:
+        talk = engine.conversation("late", window=SMALL)
+        client.salt = bytes(31) + b"1"
+        assert talk.say(ids(10), 2).saved
+        assert engine.conversation("late", window=SMALL).turn == 1
+        client.salt = bytes(31) + b"2"
+        assert engine.conversation("late", window=SMALL).turn == 0
 
 
 def test_sampling_and_stop_strings(engine):

@@ -46,7 +46,7 @@ def check(segments, tokens):
         assert (segment.kind == "live") == (not segment.pieces)
         assert segment.kind != "exact" or (number == 0 and segment.shift == 0)
         position = segment.position
-        for view, offset, count in segment.pieces:
+        for view, offset, count, _ in segment.pieces:
             ids = np.frombuffer(meta.unpack(view.meta, view.tokens).token_ids, np.int32)
             assert ids[offset : offset + count].tolist() == tokens[at : at + count]
             assert view.base_position + offset == position
@@ -189,7 +189,7 @@ def test_a_planted_fingerprint_is_no_match(client):
     broken = put(client, fresh(3, 64), 16, contents=lambda area: os.urandom(len(area)))
     honest = client.find
     planted = [(i * 16, key) for chain in (real, foreign, broken) for i, key in enumerate(chain.keys)]
-    client.find = lambda identity, ids, size: sorted([*honest(identity, ids, size), *planted])
+    client.find = lambda identity, ids, size, on_disk: sorted([*honest(identity, ids, size), *planted])
     with plan(client, IDENTITY, text, 16) as segments:
         assert segments.tokens("live") == 64
     put(client, fresh(4, 5) + text + fresh(4, 16), 16)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.blocks.chunker import CHUNKERS, SLIDE, cuts
+from kvclient.blocks.chunker import CHUNKERS, SLIDE, Chunker, cuts
 from kvclient.errors import InvalidArgument
 
 TOKENS = ("a", " b", ".", " ", "\n", "\n\n", "# ", "---\n", "\f", "?", ". ")
@@ -55,3 +55,52 @@ def test_without_a_sentence_near_it_is_cut_by_size():
 def test_another_name_is_refused():
     with pytest.raises(InvalidArgument, match="fixed, sentence, paragraph, document"):
         cuts(["a"], "semantic", 4)
+
+
+class Tokenizer:
+    def decode(self, tokens):
+        return TOKENS[tokens[0]]
+
+
+IDS = st.lists(st.integers(0, len(TOKENS) - 1), max_size=300)
+
+
+@given(IDS, IDS, st.sampled_from(CHUNKERS), st.sampled_from([1, 8, 16, 128]))
+def test_texts_that_begin_alike_are_cut_alike(ids, more, chunker, block_tokens):
+    rule = Chunker(chunker, block_tokens, Tokenizer())
+    counts, longer = rule.counts(ids), rule.counts(ids + more)
+    assert all(1 <= count <= rule.most for count in longer)
+    assert len(ids) - sum(counts) <= rule.most
+    alike = [one == other for one, other in zip(counts, longer, strict=False)]
+    assert all(alike[:-1]), "but for white space that goes on behind the last"
+
+
+@given(IDS, st.sampled_from(CHUNKERS))
+def test_a_part_begins_with_a_whole_window(ids, chunker):
+    rule = Chunker(chunker, 16, Tokenizer())
+    counts = rule.counts(ids)
+    if chunker in ("paragraph", "document"):
+        assert all(before == 16 for before, count in zip([16, *counts], counts, strict=False) if count < 16)
+    else:
+        assert all(abs(count - 16) <= rule.slide for count in counts)
+
+
+def test_blocks_end_with_sentences_that_are_near():
+    def cut(end):
+        texts = ["w "] * 300
+        texts[end - 1 : end + 1] = ["end.", " "]
+
+        class Known:
+            def decode(self, tokens):
+                return texts[tokens[0]]
+
+        return Chunker("sentence", 128, Known()).counts(range(300))
+
+    assert cut(140) == [140, 128] and cut(112) == [112, 128] and cut(111) == cut(145) == [128, 128]
+
+
+def test_the_names_of_rules_and_their_needs_are_checked():
+    with pytest.raises(InvalidArgument, match="fixed, sentence"):
+        Chunker("best", 128)
+    with pytest.raises(InvalidArgument, match="tokenizer"):
+        Chunker("sentence", 128)
