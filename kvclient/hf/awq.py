@@ -2,6 +2,9 @@
 
     model = kvclient.hf.awq.from_pretrained(directory)
 
+On a CUDA device the layers multiply with the kernels of native/cuda; fallbacks() counts the calls there that
+torch answered instead, by reason.
+
 Owns the packing of words, AwqLinear, and the loading. Never changes a transformers class: the model is built
 from its configuration without the quantisation, and the linear layers that the checkpoint quantises are
 replaced. Never guesses: another version, other bits or a tensor without a place is an error that names it.
@@ -14,7 +17,9 @@ A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +27,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention.backends import ENVIRONMENT
+from kvclient.kernels import contract, cuda
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BITS = 4
 LEVELS = 15
+LANES_INPUTS, LANES_OUTPUTS = 64, 16  # of a tile of the kernels' order
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
 
@@ -41,7 +49,7 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of unpack(): integers 0..15 [rows, n] to int32 [rows, n / 8]."""
     nibbles = codes.reshape(codes.shape[0], -1, 8)[:, :, list(ORDER)].to(torch.int64)
-    words = (nibbles << torch.arange(0, 32, BITS)).sum(2)
+    words = (nibbles << torch.arange(0, 32, BITS, device=codes.device)).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
@@ -55,8 +63,20 @@ def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     return pack(codes.reshape(-1, weight.shape[0])), pack(zeros), scales
 
 
+_fallbacks: Counter[str] = Counter()
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls on a CUDA device that torch answered although there are kernels, by reason."""
+    return dict(_fallbacks)
+
+
 class AwqLinear(torch.nn.Module):
-    """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies."""
+    """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies.
+
+    On a CUDA device `qweight` is put into the kernels' order, in its own memory, by the first call; its
+    state_dict() is always the checkpoint's.
+    """
 
     def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -68,16 +88,24 @@ class AwqLinear(torch.nn.Module):
         self.register_buffer("scales", torch.zeros((inputs // group, outputs), dtype=torch.float16))
         own = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
         self.bias = own if bias else None
+        self._in_lanes = False
 
     def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Columns start..stop, multiples of 8, as [in, stop - start]."""
         words = slice(start // 8, stop // 8)
-        codes = unpack(self.qweight[:, words]).reshape(-1, self.group, stop - start)
+        codes = unpack(self._words()[:, words]).reshape(-1, self.group, stop - start)
         zeros, scales = unpack(self.qzeros[:, words]), self.scales[:, start:stop]
         centred = codes.to(torch.int16) - zeros[:, None].to(torch.int16)
         return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            if (reason := self._unfit(x)) is None:
+                return self._by_kernels(x)
+            _fallbacks[reason] += 1
+        return self._by_torch(x)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // max(1, self.in_features)
         step = self.out_features
         if rows <= ROWS_AT_ONCE:
@@ -89,8 +117,74 @@ class AwqLinear(torch.nn.Module):
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if self.bias is None else out + self.bias
 
+    def _unfit(self, x: torch.Tensor) -> str | None:
+        """Why the kernels cannot take this layer on this x, as a word for counting."""
+        if os.environ.get(ENVIRONMENT) == "torch":
+            return "torch"
+        if (reason := _no_kernels(x.device.index or 0)) is not None:
+            return reason
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            return "dtype"
+        if x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) < (8, 0):
+            return "dtype"
+        if self.group % LANES_INPUTS or self.out_features % LANES_OUTPUTS:
+            return "shape"
+        return "training" if torch.is_grad_enabled() and x.requires_grad else None
+
+    def _by_kernels(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._in_lanes:
+            self.qweight.copy_(cuda.awq_repack(self.qweight, self.group))
+            self._in_lanes = True
+        compiling = torch.compiler.is_compiling()
+        packed = (self.qweight, self.qzeros, self.scales)
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] > cuda.AWQ_ROWS:
+            dequantise = cuda.awq_dequantise_op if compiling else cuda.awq_dequantise
+            return torch.nn.functional.linear(x, dequantise(*packed, self.group, x.dtype), self.bias)
+        multiply = cuda.awq_multiply_op if compiling else cuda.awq_multiply
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return multiply(rows, *packed, bias, self.group).reshape(*x.shape[:-1], self.out_features)
+
+    def _words(self) -> torch.Tensor:
+        return from_lanes(self.qweight) if self._in_lanes else self.qweight
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "qweight"] = self._words()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._in_lanes:
+            self.qweight.copy_(self._words())
+            self._in_lanes = False
+        super()._load_from_state_dict(*args, **kwargs)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+@cache
+def _no_kernels(device: int) -> str | None:
+    return None if contract.cuda_lacks(device) is None else "kernels"
+
+
+def to_lanes(words: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's words in the order the kernels read (native/cuda/awq_tile.h), in the same shape."""
+    codes = unpack(words)
+    inputs, outputs = codes.shape
+    # Input 64a + 16t + 4s + 2h + e, output 16b + 8i + g: word [b, a, lane 4g + t, s], nibble 4e + 2h + i.
+    parts = codes.reshape(inputs // LANES_INPUTS, 4, 4, 2, 2, outputs // LANES_OUTPUTS, 2, 8)
+    nibbles = parts.permute(5, 0, 7, 1, 2, 4, 3, 6).reshape(-1, 8).to(torch.int64)
+    packed = (nibbles << torch.arange(0, 32, BITS, device=words.device)).sum(1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).reshape(words.shape)
+
+
+def from_lanes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of to_lanes()."""
+    inputs, outputs = words.shape[0], words.shape[1] * 8
+    shifts = torch.arange(0, 32, BITS, device=words.device, dtype=torch.int32)
+    size = (outputs // LANES_OUTPUTS, inputs // LANES_INPUTS, 8, 4, 4, 2, 2, 2)
+    nibbles = ((words.reshape(-1, 1) >> shifts) & LEVELS).reshape(size)
+    return pack(nibbles.permute(1, 3, 4, 6, 5, 0, 7, 2).reshape(inputs, outputs))
 
 
 def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> torch.nn.Module:

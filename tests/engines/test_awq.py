@@ -75,6 +75,42 @@ def test_a_layer_computes_with_its_weights(rows, dtype, monkeypatch):
     assert float((layer(x).double() - wanted).abs().max()) <= bound
 
 
+def test_the_kernels_order_is_a_permutation_of_nibbles():
+    """Input 64a + 16t + 4s + 2h + e, output 16b + 8i + g: word [b, a, lane 4g + t, s], nibble 4e + 2h + i."""
+    codes = torch.randint(0, 16, (128, 48), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    lanes = awq.to_lanes(awq.pack(codes)).reshape(3, 2, 32, 4)
+    for k, n in ((0, 0), (1, 0), (2, 9), (66, 17), (127, 47), (85, 30)):
+        a, t, s, h, e = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
+        b, i, g = n // 16, n // 8 % 2, n % 8
+        assert int(lanes[b, a, 4 * g + t, s]) >> 4 * (4 * e + 2 * h + i) & 15 == int(codes[k, n])
+    assert torch.equal(awq.from_lanes(lanes.reshape(128, 6)), awq.pack(codes))
+
+
+def test_a_layer_in_the_kernels_order_has_the_checkpoints_state():
+    """A GPU's first call reorders the words in place: saved, moved back and loaded they are as they were."""
+    layer = awq.AwqLinear(64, 32, 64, False, torch.float32)
+    layer.qweight, layer.qzeros, layer.scales = awq.quantise(torch.randn(32, 64), 64)
+    words, x = layer.qweight.clone(), torch.randn(3, 64)
+    wanted = layer(x)
+    layer.qweight.copy_(awq.to_lanes(layer.qweight))
+    layer._in_lanes = True
+    assert not torch.equal(layer.qweight, words)
+    assert torch.equal(layer.state_dict()["qweight"], words)
+    assert torch.equal(layer(x), wanted)
+    layer.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.qweight, words) and torch.equal(layer(x), wanted)
+
+
+def test_operators_have_shapes_without_a_gpu():
+    words, scales = torch.empty(128, 4, dtype=torch.int32, device="meta"), torch.empty(1, 32, device="meta")
+    zeros = torch.empty(1, 4, dtype=torch.int32, device="meta")
+    x = torch.empty(3, 128, dtype=torch.float16, device="meta")
+    assert torch.ops.kvclient.awq_multiply(x, words, zeros, scales, None, 128).shape == (3, 32)
+    weights = torch.ops.kvclient.awq_dequantise(words, zeros, scales, 128, torch.bfloat16)
+    assert weights.shape == (32, 128) and weights.dtype == torch.bfloat16
+    assert torch.ops.kvclient.awq_repack(words, 128).shape == words.shape
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "gemma"])
 def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
     model = build(name)
