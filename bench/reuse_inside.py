@@ -1,7 +1,7 @@
 """What reuse inside a prompt costs and how near it stays to a full prefill, with SmolLM2 and a stock
 generate().
 
-    python -m bench.reuse_inside [--json FILE] [--quick] [--dtype bfloat16] [--case NAME]
+    python -m bench.reuse_inside [--json FILE] [--quick] [--dtype bfloat16] [--case NAME] [--kvboost]
 
 Beside each call stands plain generate() on the same tokens, alternating, one thread, CPU time of the process.
 The store is a daemon of its own. Quality: mean KL over the next 64 positions of the real continuation, fed
@@ -34,7 +34,7 @@ SHIFTS = (1, 37, 64, 127)
 class Subject:
     """The model, plain and attached, and the texts."""
 
-    def __init__(self, dtype: str, client: Any, repairs: dict[str, Any]) -> None:
+    def __init__(self, dtype: str, client: Any, repairs: dict[str, Any], kvboost: bool) -> None:
         import sys
 
         sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -56,6 +56,11 @@ class Subject:
         self.repairs, self.cases = repairs, 0
         first = next(iter(repairs.values()))
         self.kv = kvclient.hf.attach(self.model, client, repair=first, self_test=False)
+        self.boosted = None
+        if kvboost:
+            from bench.reuse_peers import Boosted
+
+            self.boosted = Boosted(self.model, self.tokenizer)
         names = ("docs/design.md", "docs/formats.md", "docs/tour.md", "LICENSE")
         self.texts = [self.encode((ROOT / name).read_text()) for name in names]
         self.code = self.encode(Path(inspect.getfile(argparse)).read_text())
@@ -75,18 +80,36 @@ class Subject:
         )
         return out, time.process_time() - began
 
-    def said(self, out: Any, following: list[int]) -> Any:
+    def store(self, ids: list[int]) -> None:
+        """What all contenders may use from here on."""
+        self.generate(ids)
+        if self.boosted is not None:
+            self.boosted.store(ids)
+
+    def said(self, logits: Any, cache: Any, following: list[int]) -> Any:
         torch = self.torch
         with torch.no_grad():
-            rest = self.model(torch.tensor([following[:-1]]), past_key_values=out.past_key_values).logits[0]
-        return torch.cat([out.logits[0], rest]).float().log_softmax(-1)
+            rest = self.model(torch.tensor([following[:-1]]), past_key_values=cache).logits[0]
+        return torch.cat([logits.reshape(1, -1).float(), rest.float()]).log_softmax(-1)
 
-    def measured(self, ids: list[int], following: list[int] | None = None) -> list[dict[str, Any]]:
+    def measured(
+        self, ids: list[int], following: list[int] | None = None, only: str | None = None
+    ) -> list[dict[str, Any]]:
         """Each repair against one plain run: what was published before is all that is there."""
         cold, cold_s = self.generate(ids, plain=True)
         rows = []
-        said = self.said(cold, following[:POSITIONS]) if following is not None else None
+
+        def far(logits: Any, cache: Any) -> dict[str, float]:
+            if following is None:
+                return {}
+            own = self.said(logits, cache, following[:POSITIONS])
+            return {"kl": float((said.exp() * (said - own)).sum(-1).mean())}
+
+        if following is not None:
+            said = self.said(cold.logits[0], cold.past_key_values, following[:POSITIONS])
         for name, repair in self.repairs.items():
+            if only not in (None, name):
+                continue
             with self.kv.bypass(read=False), repaired(self.kv, repair):
                 out, own_s = self.generate(ids)
             report = self.kv.last
@@ -98,10 +121,11 @@ class Subject:
                 "approximate": report.approximate_tokens,
                 "recomputed": report.recomputed_tokens,
             }
-            if following is not None:
-                own = self.said(out, following[:POSITIONS])
-                answer["kl"] = float((said.exp() * (said - own)).sum(-1).mean())
-            rows.append(answer)
+            rows.append(answer | far(out.logits[0], out.past_key_values))
+        if self.boosted is not None:
+            logits, cache, own_s, found = self.boosted.first(ids)
+            own = {"repair": "kvboost", "ttft_to_hf": own_s / cold_s, "hf_s": cold_s, "exact": found}
+            rows.append(own | {"approximate": 0, "recomputed": 0} | far(logits, cache))
         return rows
 
 
@@ -131,7 +155,7 @@ def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) 
         }
         for name, source in sources.items():
             with fresh(subject):
-                subject.generate(source)
+                subject.store(source)
                 rows = [row for s in shifts for row in subject.measured(prompts[s], behind[QUESTION:])]
                 found = mean(found_of(subject, prompt, size) for prompt in prompts.values())
             for row in averaged(f"document of {size}, {name}", rows):
@@ -156,7 +180,7 @@ def swapped(subject: Subject) -> Iterator[dict[str, Any]]:
         one, two = last[start : start + 600], other[other_start : other_start + 600]
         behind = last[start + 600 :]
         with fresh(subject):
-            subject.generate(around[:40] + one + two + around[100:160])
+            subject.store(around[:40] + one + two + around[100:160])
             prompt = around[200:233] + two + one + behind[:QUESTION]
             rows = subject.measured(prompt, behind[QUESTION:])
         yield from averaged(name, rows)
@@ -166,7 +190,7 @@ def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
     """Eight turns, each a prompt of all that was said."""
     text = subject.texts[1]
     history = list(subject.texts[3][:200])
-    ratios, times, equal = [], [], []
+    ratios, times, equal, theirs = [], [], [], []
     with fresh(subject):
         for turn in range(8):
             history += text[turn * 60 : turn * 60 + 60]
@@ -175,15 +199,19 @@ def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
             ratios.append(own_s / cold_s)
             times.append(own_s)
             equal.append(int(out.sequences[0, -1]) == int(cold.sequences[0, -1]))
+            if subject.boosted is not None:
+                theirs.append(subject.boosted.first(history)[2] / cold_s)
             answer, _ = subject.generate(history, max_new_tokens=40)
             history = answer.sequences[0].tolist()
+            if subject.boosted is not None:
+                subject.boosted.store(history[:-1])
     yield {
         "case": "conversation of 8 turns",
         "ttft_to_hf": ratios[-1],
         "last_to_second": times[-1] / times[1],
         "tokens_equal": sum(equal),
         "of": len(equal),
-    }
+    } | ({"kvboost_ttft_to_hf": mean(theirs[1:])} if theirs else {})
 
 
 def shared(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -192,22 +220,27 @@ def shared(subject: Subject) -> Iterator[dict[str, Any]]:
     cases = {"code context, 3 questions": code[:2000], "few-shot": text[:600], "system prompt": text[:260]}
     for name, prefix in cases.items():
         with fresh(subject):
-            subject.generate(prefix + text[1000:1020])
-            rows = [subject.measured(prefix + text[1100 + 40 * i : 1130 + 40 * i])[0] for i in range(3)]
+            subject.store(prefix + text[1000:1020])
+            prompts = [prefix + text[1100 + 40 * i : 1130 + 40 * i] for i in range(3)]
+            rows = [row for ids in prompts for row in subject.measured(ids, only="auto")]
         yield from averaged(name, rows)
 
 
 def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
     """Prompts nobody has seen: what looking and publishing cost."""
-    ratios = []
+    ratios, theirs = [], []
     for number, start in enumerate((3100, 4300, 5500, 6700)):
         ids = subject.code[start : start + 1000]
         with fresh(subject):
             times = {
                 plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
             }
+            if subject.boosted is not None:
+                theirs.append(subject.boosted.first(ids)[2] / times[True])
         ratios.append(times[False] / times[True])
-    yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)}
+    yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)} | (
+        {"kvboost_ttft_to_hf": median(theirs)} if theirs else {}
+    )
 
 
 def window(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -278,6 +311,8 @@ def fresh(subject: Subject) -> Iterator[None]:
     kv = subject.kv
     kv.detach()
     subject.cases += 1
+    if subject.boosted is not None:
+        subject.boosted.fresh()
     subject.kv = kvclient.hf.attach(
         subject.model, kv.client, repair=kv.repair, self_test=False, salt=f"case {subject.cases}",
         weights_digest=bytes(32),
@@ -299,6 +334,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one size, two shifts")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kvboost", action="store_true", help="KVBoost 0.9.0 beside it, from PyPI")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
     chosen = parser.parse_args()
     import kvclient
@@ -307,7 +343,7 @@ def main() -> None:
     repairs = {name: kvclient.hf.Repair(name) for name in ("auto", "selective", "none")}
     rows = []
     with daemon() as home, kvclient.connect(dir=home) as client:
-        subject = Subject(chosen.dtype, client, repairs)
+        subject = Subject(chosen.dtype, client, repairs, chosen.kvboost)
         subject.generate(subject.code[:150], plain=True)  # whatever torch does once
         for name in chosen.case or CASES:
             given = ()

@@ -34,7 +34,7 @@ from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request, Subject
-from kvclient.hf.sinks import SinkForm
+from kvclient.hf.sinks import FullForms
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
 from kvclient.hf.verify import Verification
 from kvclient.hf.warming import Stored, check_overlap, warm
@@ -277,7 +277,7 @@ class Attachment:
         if repair == CALIBRATED:
             repair = calibration.load(self._unsalted())
         interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        sinks = SinkForm.of(self.client, self._form, self._dimensions)
+        sinks = FullForms.of(self.client, self._form, self._dimensions, self.chunker.most)
         self._subject = Subject(reuse_identity(self._dimensions), layout_id, self._form, interior, sinks)
         self._refusal: str | None = None
 
@@ -303,7 +303,7 @@ class Attachment:
             return
         self._namespace_salt = now
         self._dimensions = dataclasses.replace(self._dimensions, salt=salted(now, self._salt))
-        sinks = SinkForm.of(self.client, self._form, self._dimensions)
+        sinks = FullForms.of(self.client, self._form, self._dimensions, self.chunker.most)
         own = reuse_identity(self._dimensions)
         self._subject = dataclasses.replace(self._subject, identity=own, sinks=sinks)
 

@@ -106,8 +106,7 @@ class Offer:
 
     def written(self) -> Callable[..., None] | None:
         """Who is told of new columns."""
-        both = [self.publisher, self.sinks.publisher if self.sinks is not None else None]
-        told = [publisher.written for publisher in both if publisher is not None and publisher.claimed]
+        told = [publisher.written for publisher in self._publishers if publisher.claimed]
         if len(told) < 2:
             return told[0] if told else None
 
@@ -120,14 +119,16 @@ class Offer:
     # ---------------------------------------------------------------- after it
 
     def seal(self) -> None:
-        self.publisher.seal()
-        if self.sinks is not None:
-            self.sinks.publisher.seal()
+        for publisher in self._publishers:
+            publisher.seal()
 
     def abort(self) -> None:
-        self.publisher.abort()
-        if self.sinks is not None:
-            self.sinks.publisher.abort()
+        for publisher in self._publishers:
+            publisher.abort()
+
+    @property
+    def _publishers(self) -> list[Publisher]:
+        return [self.publisher, *(self.sinks.publishers if self.sinks is not None else ())]
 
     def follow(self, found: Sequence[Found], inside: Sequence[Segment]) -> None:
         """From here on generated() is told of what the rows say."""
@@ -158,3 +159,6 @@ class Offer:
             if ended or any(s is None or s.shape[1] != input_ids.shape[0] for s, _ in storages):
                 continue  # behind the end of its text, or the cache is no longer row by row ours
             self.publisher.publish(chain, first, stretch.row, stretch.pad, storages)
+            if self.sinks is not None and stretch.root is None:
+                loaded = self.publisher.loaded
+                self.sinks.grow(tokens.numpy(), stretch.row, stretch.pad, storages, loaded)

@@ -57,6 +57,7 @@ class Found:
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
+    tail: Any = None  # (view, form) of the last of the views as computed, where they are quantised
     starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class Found:
 
     def release(self) -> None:
         self.views.clear()
-        self.part, self.part_tokens, self.sinks = None, 0, None
+        self.part, self.part_tokens, self.sinks, self.tail = None, 0, None, None
         for handle in self.handles:
             handle.release()
         self.handles.clear()
@@ -178,6 +179,17 @@ class Prefix:
         """Prompt tokens handed over, all rows."""
         return sum(max(0, self.columns - f.group.pad) * len(f.group.rows) for f in self.found)
 
+    @property
+    def full_tokens(self) -> int:
+        """Of `tokens`, those that were stored as computed although blocks are quantised."""
+        count = 0
+        for found in self.found:
+            own = max(0, min(self.columns - found.group.pad, found.starts[len(found.views)]))
+            sinks = min(found.sinks[0].tokens, own) if found.sinks is not None else 0
+            tail = max(0, own - found.starts[len(found.views) - 1]) if found.tail is not None else 0
+            count += min(sinks + tail, own) * len(found.group.rows)
+        return count
+
     def load(self, layer: int, storage: torch.Tensor) -> None:
         """Copies the blocks to where a dense cache has them."""
         on_cpu = storage.device.type == "cpu"
@@ -188,7 +200,7 @@ class Prefix:
             pad = min(found.group.pad, self.columns)
             if pad:
                 target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
-            read = found.form.read if on_cpu else found.form.read_tensor
+            read = Form.read if on_cpu else Form.read_tensor
             for row, start, block, count in self._blocks(found, layer, read):
                 own = block if count == block.shape[2] else block[:, :, :count]
                 target[:, row, :, start : start + count] = own
@@ -214,7 +226,7 @@ class Prefix:
         for found in self.found:
             self._await(found, layer)
             started = time.perf_counter()
-            all_blocks += self._blocks(found, layer, found.form.in_place)
+            all_blocks += self._blocks(found, layer, Form.in_place)
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
         return all_blocks
@@ -240,7 +252,7 @@ class Prefix:
             self._clock.wait_s += time.perf_counter() - started
 
     def _blocks(
-        self, found: Found, layer: int, read: Callable[[Any, int], Any]
+        self, found: Found, layer: int, read: Callable[[Form, Any, int], Any]
     ) -> Iterator[tuple[int, int, Any, int]]:
         pad = found.group.pad
         sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]
@@ -250,8 +262,11 @@ class Prefix:
                 count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
+                form, last = found.form, index == len(found.views) - 1
+                if last and found.tail is not None:
+                    view, form = found.tail
                 try:
-                    block = read(view, layer)
+                    block = read(form, view, layer)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
                 yield row, start, block, count

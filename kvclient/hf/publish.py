@@ -133,12 +133,13 @@ class Publisher:
         self._clock.publish_s += time.perf_counter() - began
 
     def publish(
-        self, chain: Any, first: int, row: int, pad: int, storages: list[tuple[torch.Tensor, int]]
-    ) -> None:
+        self, chain: Any, first: int, row: int, pad: int, storages: list[tuple[torch.Tensor, int]],
+        priority: int | None = None,
+    ) -> None:  # fmt: skip
         """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`: the
         memory and the origin of each layer.
         """
-        self.claim(chain, first, row, pad)
+        self.claim(chain, first, row, pad, priority)
         own = chain[first:]
         start = pad + own.start_token
         stop = start + own.num_tokens

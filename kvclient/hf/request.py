@@ -31,7 +31,7 @@ from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
-from kvclient.hf.sinks import SinkForm, Sinks
+from kvclient.hf.sinks import FullForms, Sinks
 
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
@@ -44,7 +44,7 @@ class Subject:
     layout_id: int | None  # None: this client may only read
     form: Form  # how its K and V lie in blocks
     interior: Interior | None = None  # None: only prefixes are reused
-    sinks: SinkForm | None = None  # None: blocks hold what was computed
+    sinks: FullForms | None = None  # None: blocks hold what was computed
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,14 @@ class Request:
             if read and subject.interior is not None:
                 one.extend_part(self._client)
             if offer.sinks is not None:
-                offer.sinks.open(one, self._write and options.publish_tokens is None)
+                offer.sinks.take(one)
             inside = self._inside = self._search(one, config) if read else []
             if self._write:
                 stop = len(one.group.tokens)
                 stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
                 limit = min(inside[0].start, stop) if inside else stop
+                if offer.sinks is not None:
+                    offer.sinks.offer(one, limit)
                 offer.claim(one, read, follow, claimed, limit, len(found) > 1)
                 if inside:
                     offer.claim_gaps(one, inside, stop)
@@ -220,9 +222,9 @@ class Request:
         own = publisher(subject.layout_id, subject.form)
         sinks = None
         if subject.sinks is not None:
-            sinks = Sinks(
-                subject.sinks, self._client, publisher(subject.sinks.layout_id, subject.sinks.form)
-            )
+            first, last = subject.sinks.first, subject.sinks.last
+            both = (publisher(own.layout_id, own.form) for own in (first, last))
+            sinks = Sinks(subject.sinks, self._client, options.chunker, *both, options.priority)
         step = subject.form.step
         return Offer(self._client, subject.identity, options.chunker, own, sinks, options.priority, step)
 
@@ -310,6 +312,7 @@ class Request:
             from_disk = min(self._prefix.tokens, sum(f.disk_tokens * len(f.group.rows) for f in self._found))
             report.reused_by_tier.update(shm=self._prefix.tokens - from_disk, disk=from_disk)
             report.followed_tokens = self._prefix.followed_tokens
+            report.full_tokens = self._prefix.full_tokens
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
@@ -332,6 +335,7 @@ class Request:
         self.report.published_blocks = publisher.published
         self.report.no_space = publisher.no_space
         self.report.not_quantisable = publisher.not_quantisable
+        self.report.published_full_blocks = self._offer.sinks.published if self._offer.sinks else 0
 
     def _give_back(self) -> None:
         if self._offer is not None:

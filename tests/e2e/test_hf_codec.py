@@ -140,7 +140,7 @@ def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, mon
         tokens, *_ = generate(model, prompt(101))
         assert kv.last.published_blocks == 0 and kv.last.not_quantisable == 3
     assert torch.equal(tokens, plain)
-    assert (client.stats()["blocks"], client.stats()["pending"]) == (1, 0)  # the sinks, as computed
+    assert (client.stats()["blocks"], client.stats()["pending"]) == (2, 0)  # first and last, as computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,7 +148,8 @@ def test_the_first_tokens_stay_as_computed(client, dtype):
     model, ids = build("llama", dtype=dtype, layers=2), prompt(101)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
         generate(model, ids)
-        assert client.stats()["blocks"] == 4  # three, and the sinks
+        assert client.stats()["blocks"] == 5  # three, the sinks, and the last in full
+        assert kv.last.published_full_blocks == 2
         other = torch.cat([ids[:, :64], prompt(30, seed=2)], dim=1)
         for asked in (ids, other):
             _, _, cache = generate(model, asked, 1)
@@ -177,12 +178,59 @@ def test_sinks_are_stored_only_by_who_computed_them(model, client):
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
         generate(model, ids)
         sinks = kv._subject.sinks
-        key = kvclient.chain(sinks.identity, ids[0, :4].tolist(), 4)
+        key = kvclient.chain(sinks.first.identity, ids[0, :4].tolist(), 4)
         assert client.delete(key) == 1
         generate(model, ids)
         assert kv.last.reused_tokens == 96
         assert client.lookup(key).resident == 0  # its own first tokens came quantised
         assert client.stats()["pins"] == client.stats()["pending"] == 0
+
+
+def equal_tokens(cache, plain):
+    """Which tokens of the first layer's keys are those of a plain run, bit by bit."""
+    ours, theirs = cache.layers[1], plain.layers[1]
+    count = min(ours.keys.shape[2], theirs.keys.shape[2])
+    same = (ours.keys[0, :, :count] == theirs.keys[0, :, :count]).all(2).all(0)
+    return torch.nonzero(same).flatten().tolist()
+
+
+@pytest.mark.parametrize("length", [96, 101, 127])
+def test_the_last_whole_block_stays_as_computed(model, client, length):
+    ids = prompt(length)
+    more = torch.cat([ids, prompt(20, seed=2)], dim=1)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
+        with kv.bypass():
+            _, _, plain = generate(model, more, 1)
+        generate(model, ids, 1)
+        assert kv.last.published_full_blocks == 2  # the sinks and the last
+        _, _, cache = generate(model, more, 1)
+        found = length // BLOCK * BLOCK
+        assert (kv.last.reused_tokens, kv.last.full_tokens) == (found, 4 + BLOCK)
+        assert kv.stats["full_tokens"] == 4 + BLOCK
+        # What follows the reused tokens depends on the quantised ones.
+        same = [at for at in equal_tokens(cache, plain) if at < found]
+        assert same == [*range(4), *range(found - BLOCK, found)]
+
+
+def test_the_last_block_of_an_answer_stays_as_computed(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
+        tokens, _, plain = generate(model, prompt(40), 90)
+        before = client.stats()["blocks"]
+        assert before == 4 + 1 + 2, "four blocks, the sinks, the prompt's last and the answer's last"
+        _, _, cache = generate(model, torch.cat([tokens, prompt(9, seed=3)], dim=1), 1)
+        assert kv.last.reused_tokens == 128 and kv.last.full_tokens == 4 + BLOCK
+        assert set(range(96, 128)) <= set(equal_tokens(cache, plain))
+
+
+def test_what_was_loaded_in_part_is_no_block_as_computed(model, client):
+    ids = prompt(70)
+    with kvclient.hf.attach(
+        model, client, block_tokens=BLOCK, codec="int4", repair="none", self_test=False
+    ) as kv:
+        generate(model, torch.cat([ids, prompt(30, seed=2)], dim=1), 1)
+        other = torch.cat([ids, prompt(27, seed=3)], dim=1)
+        generate(model, other, 1)
+        assert kv.last.reused_tokens == 70 and kv.last.published_full_blocks == 0
 
 
 def test_generated_text_and_chunked_prefill_are_stored_whole(model, client):
