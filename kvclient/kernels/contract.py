@@ -19,6 +19,7 @@ OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
 F32, F16, BF16, INT8, INT4 = range(5)
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
 PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni")
+_OWN = Path(__file__).parent
 MAX_HEAD_DIM = 512
 MAX_GQA = 128
 GROUPS = (32, 64, 128)
@@ -147,7 +148,7 @@ _BOTH = {
     "kvk_dequantise": Conversion,
     "kvk_rotate": Rotation,
 }
-_CUDA = {
+CUDA_FUNCTIONS = _BOTH | {
     "kvk_load": Loading,
     "kvk_score": Scoring,
     "kvk_copy_pages": Pages,
@@ -174,7 +175,7 @@ _TRANSFER = {
 @cache
 def cpu() -> ctypes.CDLL:
     """The CPU library. Raises Unsupported if it was not built or is of another version."""
-    library = _loaded("_cpu.so", "CPU", _BOTH)
+    library = opened(_OWN / "_cpu.so", "CPU", _BOTH)
     library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
     return library
 
@@ -182,21 +183,18 @@ def cpu() -> ctypes.CDLL:
 @cache
 def cuda() -> ctypes.CDLL:
     """The CUDA library; it loads without a GPU. Raises Unsupported as cpu() does."""
-    library = _loaded("_cuda.so", "CUDA", _BOTH | _CUDA)
-    library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]
-    for name, arguments in _TRANSFER.items():
-        getattr(library, name).restype, getattr(library, name).argtypes = c_int, arguments
-    return library
+    return opened(_OWN / "_cuda.so", "CUDA", CUDA_FUNCTIONS)
 
 
 def built(name: str) -> bool:
     """Whether that library lies beside this file."""
-    return (Path(__file__).parent / name).exists()
+    return (_OWN / name).exists()
 
 
-def _loaded(name: str, kind: str, functions: dict[str, type[ctypes.Structure]]) -> ctypes.CDLL:
+def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) -> ctypes.CDLL:
+    """A library with this contract's functions, ready to be called."""
     try:
-        library = ctypes.CDLL(str(Path(__file__).parent / name))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unsupported(f"the {kind} kernels cannot be loaded: {error}") from error
     if library.kvk_abi() != ABI:
@@ -210,6 +208,10 @@ def _loaded(name: str, kind: str, functions: dict[str, type[ctypes.Structure]]) 
             raise Unsupported(f"the {kind} kernels of this build have no {function}")
         getattr(library, function).restype = c_int
         getattr(library, function).argtypes = [POINTER(struct)]
+    if functions is CUDA_FUNCTIONS:
+        library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]
+        for name, arguments in _TRANSFER.items():
+            getattr(library, name).restype, getattr(library, name).argtypes = c_int, arguments
     return library
 
 

@@ -29,6 +29,8 @@ def run(name: str, args: Any, like: torch.Tensor) -> None:
     """One call of the library for the device of `like`, on its current stream."""
     if like.device.type != "cuda":
         library = contract.cpu()
+        if not hasattr(library, name):
+            raise contract.Unsupported(f"{name} is a kernel of the CUDA library; the tensors are on a CPU")
         contract.check(getattr(library, name)(byref(args)), library)
         return
     library = contract.cuda()
@@ -163,7 +165,7 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(device)
 
 
-@torch.library.custom_op("kvclient::load", mutates_args=("keys", "values"), device_types="cuda")
+@torch.library.custom_op("kvclient::load", mutates_args=("keys", "values"), device_types=BOTH)
 def load(
     keys: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, places: torch.Tensor, most_tokens: int,
     rotary_dim: int, interleaved: bool, path: int = FAST,
@@ -183,7 +185,7 @@ def load(
     run("kvk_load", args, keys)
 
 
-@torch.library.custom_op("kvclient::score", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("kvclient::score", mutates_args=(), device_types=BOTH)
 def score(
     keys: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, columns: torch.Tensor, most_tokens: int,
     rotary_dim: int, interleaved: bool, path: int = FAST,
@@ -238,7 +240,7 @@ def _awq(
     return args
 
 
-@torch.library.custom_op("kvclient::awq_repack", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("kvclient::awq_repack", mutates_args=(), device_types=BOTH)
 def awq_repack(words: torch.Tensor, group: int) -> torch.Tensor:
     """A checkpoint's qweight, int32 [inputs, outputs / 8], in the order the kernels read: the same shape."""
     out = torch.empty_like(words)
@@ -271,7 +273,7 @@ def awq_multiply(
 
 
 awq_multiply_op = torch.library.custom_op(
-    "kvclient::awq_multiply", awq_multiply, mutates_args=(), device_types="cuda"
+    "kvclient::awq_multiply", awq_multiply, mutates_args=(), device_types=BOTH
 )
 
 
@@ -295,7 +297,7 @@ def awq_dequantise(
 
 
 awq_dequantise_op = torch.library.custom_op(
-    "kvclient::awq_dequantise", awq_dequantise, mutates_args=(), device_types="cuda"
+    "kvclient::awq_dequantise", awq_dequantise, mutates_args=(), device_types=BOTH
 )
 
 

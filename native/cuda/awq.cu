@@ -5,7 +5,8 @@
 // what the caller described.
 #include "cuda/awq_tile.h"
 
-#include "cuda/codec_checks.h"
+#include "cuda/awq_checks.h"
+#include "cuda/errors.h"
 #include "cuda/rows_tile.h"
 
 namespace kvk::awq {
@@ -176,27 +177,6 @@ __global__ void dequantise_naively(const __grid_constant__ kvk_awq a) {
   put(a.dtype, at(a.out, n * a.out_row_stride), static_cast<uint32_t>(k), weight(a, k, n));
 }
 
-int check(const kvk_awq* a) {
-  if (int status = check_version(a)) return status;
-  if (a->dtype != KVK_F16 && a->dtype != KVK_BF16)
-    return fail(KVK_UNSUPPORTED, "dtype=%u; these kernels compute in f16 or bf16", a->dtype);
-  if (a->inputs == 0 || a->outputs == 0 || a->outputs % kStrip != 0)
-    return fail(KVK_UNSUPPORTED, "[%u, %u] weights; the outputs must be a multiple of %u", a->inputs, a->outputs, kStrip);
-  if (a->group == 0 || a->group % kTile != 0 || a->inputs % a->group != 0)
-    return fail(KVK_UNSUPPORTED, "groups of %u of %u inputs; they must divide them, and be multiples of %u", a->group, a->inputs,
-                kTile);
-  if (a->words == nullptr || a->out == nullptr) return fail(KVK_INVALID, "no words, or nowhere to write");
-  return KVK_OK;
-}
-
-int check_scaled(const kvk_awq* a) {
-  if (int status = check(a)) return status;
-  if (a->zeros == nullptr || a->scales == nullptr) return fail(KVK_INVALID, "no zeros, or no scales");
-  if (!is_aligned(a->words, 16) || !is_aligned(a->out, 16) || a->out_row_stride % 16 != 0)
-    return fail(KVK_INVALID, "words, out and its rows must be 16-byte aligned");
-  return KVK_OK;
-}
-
 uint32_t blocks_for(uint64_t threads) { return static_cast<uint32_t>((threads + kThreads - 1) / kThreads); }
 
 template <int Dtype, int RowTiles, int Strips>
@@ -241,7 +221,7 @@ int check_device(const kvk_awq& a) {
 extern "C" {
 
 int kvk_awq_repack(const kvk_awq* args) {
-  if (int status = kvk::awq::check(args)) return status;
+  if (int status = kvk::awq::check_awq(args)) return status;
   if (args->out == args->words) return kvk::fail(KVK_INVALID, "words cannot be repacked in place");
   const uint64_t words = static_cast<uint64_t>(args->inputs) * args->outputs / 8;
   kvk::awq::repack<<<kvk::awq::blocks_for(words), kvk::awq::kThreads, 0, static_cast<cudaStream_t>(args->stream)>>>(*args);
@@ -249,12 +229,9 @@ int kvk_awq_repack(const kvk_awq* args) {
 }
 
 int kvk_awq_multiply(const kvk_awq* args) {
-  if (int status = kvk::awq::check_scaled(args)) return status;
+  if (int status = kvk::awq::check_product(args)) return status;
   const kvk_awq& a = *args;
   if (a.rows == 0) return KVK_OK;
-  if (a.rows > KVK_AWQ_ROWS) return kvk::fail(KVK_UNSUPPORTED, "rows=%u; at most %u", a.rows, KVK_AWQ_ROWS);
-  if (a.x == nullptr || !kvk::is_aligned(a.x, 16) || a.x_row_stride % 16 != 0)
-    return kvk::fail(KVK_INVALID, "x and its rows must be 16-byte aligned");
   if (a.path == KVK_CPU_REFERENCE) {
     const uint32_t blocks = kvk::awq::blocks_for(static_cast<uint64_t>(a.rows) * a.outputs);
     kvk::awq::multiply_naively<<<blocks, kvk::awq::kThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(a);

@@ -3,9 +3,11 @@
 // Owns the checks that several functions share. Never looks at memory the arguments point to: it is the device's.
 #pragma once
 
-#include "cuda/errors.h"
+#include "kernels.h"
 
 namespace kvk {
+
+[[gnu::format(printf, 2, 3)]] int fail(int status, const char* format, ...);  // cuda/errors.h
 
 inline bool is_element(uint32_t dtype) { return dtype == KVK_F32 || dtype == KVK_F16 || dtype == KVK_BF16; }
 

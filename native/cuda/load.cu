@@ -3,6 +3,7 @@
 // Never allocates, never waits; host pointers are read as the device reads them. Invariant: block (x, y, z) of threads touches
 // tile x / 2 of K or V (x % 2) of segment z, and, storing, head y of it, nothing else.
 #include "cuda/codec_checks.h"
+#include "cuda/errors.h"
 #include "cuda/load_tile.h"
 
 namespace kvk {

@@ -3,6 +3,7 @@
 // Never allocates, never waits. A copy over the bus needs few threads: `blocks` bounds them, so that a copy beside a computation
 // leaves it the rest of the device. Invariant: pages do not overlap; which thread copies what changes no byte.
 #include "cuda/codec_checks.h"
+#include "cuda/errors.h"
 #include "cuda/pages_tile.h"
 
 namespace kvk {

@@ -3,6 +3,7 @@
 // Allocates pinned memory, streams and events where it is asked to and nowhere else. Never waits, except kvk_event_synchronise,
 // kvk_host_free and unregistering, which CUDA makes wait. Invariant: what is refused leaves nothing behind.
 #include "cuda/codec_checks.h"
+#include "cuda/errors.h"
 
 namespace kvk {
 namespace {

@@ -1,0 +1,128 @@
+"""Proves that AWQ layers on a GPU compute what their checkpoint's words stand for.
+
+Method: (q - z) * s in double is the oracle; repacking against the same permutation written with torch;
+dequantising byte for byte against the layer on a CPU; each fast kernel beside its naive one, at every number
+of rows where another kernel begins; what the kernels do not take is computed by torch and counted.
+"""
+
+import pytest
+import torch
+
+from kvclient.hf import awq
+from kvclient.kernels import contract, cuda
+
+SHAPES = [(128, 16, 64), (256, 96, 128), (768, 8448, 128), (192, 32, 192)]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def layer_of(inputs, outputs, group, bias=False, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(inputs + outputs)
+    layer = awq.AwqLinear(inputs, outputs, group, bias, dtype)
+    for name in ("qweight", "qzeros"):
+        words = getattr(layer, name)
+        words.copy_(torch.randint(-(1 << 31), 1 << 31, words.shape, generator=generator))
+    layer.scales.copy_(torch.rand(layer.scales.shape, generator=generator) * 0.02 + 0.001)
+    if bias:
+        layer.bias.data = torch.randn(outputs, generator=generator).to(dtype)
+    return layer
+
+
+def exact_weights(layer):
+    codes = awq.unpack(layer.qweight).double()
+    zeros = awq.unpack(layer.qzeros).double().repeat_interleave(layer.group, 0)
+    return (codes - zeros) * layer.scales.double().repeat_interleave(layer.group, 0)
+
+
+def packed(layer, device):
+    parts = [part.to(device) for part in (layer.qweight, layer.qzeros, layer.scales)]
+    return parts[0], (cuda.awq_repack(parts[0], layer.group), *parts[1:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_repacking_is_the_published_permutation(device, shape):
+    layer = layer_of(*shape)
+    assert torch.equal(packed(layer, device)[1][0].cpu(), awq.to_lanes(layer.qweight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_dequantised_weights_are_the_layers_on_a_cpu(device, shape, dtype):
+    layer = layer_of(*shape)
+    words, parts = packed(layer, device)
+    wanted = layer.weights(0, layer.out_features, dtype).t()
+    for own in (
+        cuda.awq_dequantise(*parts, layer.group, dtype),
+        cuda.awq_dequantise(words, *parts[1:], layer.group, dtype, cuda.NAIVE),
+    ):
+        assert torch.equal(own.cpu(), wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 9, 16, 17, 32, 33, 64])
+def test_products(device, shape, dtype, rows):
+    if shape[1] > 1000 and device.type == "cpu" and rows not in (1, 9):
+        pytest.skip("the emulation is slow")
+    layer = layer_of(*shape, bias=rows % 2 == 0, dtype=dtype)
+    x = torch.randn(rows, shape[0], generator=torch.Generator().manual_seed(rows)).to(dtype)
+    words, parts = packed(layer, device)
+    bias = None if layer.bias is None else layer.bias.to(device)
+    weights = exact_weights(layer)
+    wanted = x.double() @ weights + (0 if layer.bias is None else layer.bias.double())
+    size = x.double().abs() @ weights.abs()
+    rounding = 2**-11 if dtype == torch.float16 else 2**-8
+    fast = cuda.awq_multiply(x.to(device), *parts, bias, layer.group)
+    naive = cuda.awq_multiply(x.to(device), words, *parts[1:], bias, layer.group, cuda.NAIVE)
+    for own in (fast, naive):
+        assert own.dtype == dtype
+        error = (own.cpu().double() - wanted).abs()
+        assert bool((error <= rounding * wanted.abs() * 1.01 + 2e-6 * size + 1e-7).all())
+    again = cuda.awq_multiply(x.to(device), *parts, bias, layer.group)
+    assert torch.equal(fast, again)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 200])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_layer_on_a_gpu(device, rows, dtype):
+    if device.type == "cpu":
+        pytest.skip("the layer chooses by the tensor's device")
+    layer = layer_of(256, 96, 128, True, dtype)
+    wanted_state = {name: value.clone() for name, value in layer.state_dict().items()}
+    x = torch.randn(2, rows, 256, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    wanted = x.double() @ exact_weights(layer) + layer.bias.double()
+    before = awq.fallbacks()
+    layer = layer.to(device)
+    with torch.no_grad():
+        out = layer(x.to(device))
+    assert out.shape == (2, rows, 96) and awq.fallbacks() == before
+    bound = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype] * float(wanted.abs().max())
+    assert float((out.cpu().double() - wanted).abs().max()) <= bound
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value.cpu(), wanted_state[name]), name
+
+
+def test_what_the_kernels_do_not_take_is_counted(device):
+    if device.type == "cpu":
+        pytest.skip("the layer chooses by the tensor's device")
+    with torch.no_grad():
+        for group, dtype, reason in ((16, torch.float16, "shape"), (64, torch.float32, "dtype")):
+            layer = layer_of(64, 48, group, dtype=dtype)
+            x = torch.randn(3, 64).to(dtype)
+            before = awq.fallbacks().get(reason, 0)
+            out = layer.to(device)(x.to(device))
+            assert awq.fallbacks()[reason] == before + 1
+            assert float((out.cpu().double() - x.double() @ exact_weights(layer.cpu())).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("change", [{"group": 48}, {"dtype": 0}, {"outputs": 24}, {"rows": 65}])
+def test_what_does_not_fit_is_refused(device, change):
+    layer = layer_of(192, 48, 64)
+    x = torch.zeros(change.get("rows", 1), 192, dtype=torch.float16, device=device)
+    args = cuda._awq(
+        192, change.get("outputs", 48), change.get("group", 64), torch.float16, 0, x.shape[0],
+        words=layer.qweight.to(device), zeros=layer.qzeros.to(device), scales=layer.scales.to(device), x=x,
+        out=torch.empty(65, 48, dtype=torch.float16, device=device), x_row_stride=384, out_row_stride=96,
+    )  # fmt: skip
+    args.dtype = change.get("dtype", args.dtype)
+    with pytest.raises(contract.Unsupported):
+        cuda.run("kvk_awq_multiply", args, x)
