@@ -90,13 +90,16 @@ struct kvk_attention {
   uint32_t causal;                      /* 1: a key is seen by queries of its own and later positions */
   uint32_t window;                      /* a key is seen by queries less than `window` positions behind it; 0: all */
   uint32_t rope, rotary_dim;            /* how `turn` applies; rotary_dim even, at most head_dim */
-  uint32_t threads;                     /* CPU: at most so many work on it, the caller's among them */
-  uint32_t path;                        /* CPU: kvk_cpu_path; 0 chooses. Elsewhere 0 */
-  void* workspace;
+  uint32_t
+      threads; /* CPU: at most so many work on it, the caller's among them. CUDA: at most so many stretches of keys; 0 chooses */
+  uint32_t path;   /* kvk_cpu_path, kvk_cuda_path; 0 chooses */
+  void* workspace; /* CUDA: the device's, zeros before its first use; calls that may overlap need one each */
   uint64_t workspace_bytes;
   void* stream; /* CUDA; NULL elsewhere */
 };
-/* A query that sees no key gives zeros, and -infinity as its LSE. */
+/* A query that sees no key gives zeros, and -infinity as its LSE. On CUDA every pointer in it is the device's, those in
+ * sequences and segments too (see kvk_cuda_table), and what they point to is read when the kernel runs: a captured call may be
+ * replayed after q_position, a tail's `tokens` or a whole table were written anew. */
 
 /* K or V of one layer of one block, to quantise or to bring back; `elements` is the side in kvk_codec `dtype`. */
 struct kvk_conversion {
@@ -248,7 +251,15 @@ KVK_EXPORT uint32_t kvk_cpu_auto(void);
 /* NULL if this machine can run `path`, else a sentence that says what it lacks. */
 KVK_EXPORT const char* kvk_cpu_lacks(uint32_t path);
 
-/* The CUDA library: NULL if it can run on that device of this process, else a sentence that says what is lacking. */
+/* The CUDA library's ways: the naive kernel; tiles of 16 rows, every warp its own keys; tiles of many rows. */
+enum kvk_cuda_path { KVK_CUDA_AUTO = 0, KVK_CUDA_REFERENCE = 1, KVK_CUDA_DECODE = 2, KVK_CUDA_PREFILL = 3 };
+/* Lays out sequences and their segments in one piece, as a device reads them. `args` is the call as it will be, but for
+ * `sequences`, which the host reads here (K, V, scales and turns in it are the device's; the segments are checked). `table`
+ * is host memory of `bytes`; it belongs at the address `device` of the device, and that is what kvk_attend() gets as
+ * `sequences`. Row b is the b-th kvk_sequence of the table: a tail that grows is its tail.tokens. Returns the table's size (with
+ * table = NULL nothing else), or 0 and an error. */
+KVK_EXPORT uint64_t kvk_cuda_table(const struct kvk_attention* args, void* table, uint64_t bytes, uint64_t device);
+/* NULL if it can run on that device of this process, else a sentence that says what is lacking. */
 KVK_EXPORT const char* kvk_cuda_lacks(int device);
 
 #ifdef __cplusplus

@@ -1,0 +1,32 @@
+// The CUDA library's kvk_attend: cuda/attend.h, on the device that is current.
+#include "cuda/attend.h"
+
+#include "cuda/errors.h"
+
+namespace kvk {
+
+extern template int launch<Naive>(const Attention&, const Grid&);
+extern template int launch<Decode<64>>(const Attention&, const Grid&);
+extern template int launch<Decode<96>>(const Attention&, const Grid&);
+extern template int launch<Decode<128>>(const Attention&, const Grid&);
+extern template int launch<Decode<256>>(const Attention&, const Grid&);
+
+int device_now(Device* device) {
+  int id = 0, major = 0, minor = 0, processors = 0, block = 0, processor = 0;
+  if (int status = checked(cudaGetDevice(&id), "the current device")) return status;
+  const struct {
+    int* value;
+    cudaDeviceAttr attribute;
+  } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
+                {&minor, cudaDevAttrComputeCapabilityMinor},
+                {&processors, cudaDevAttrMultiProcessorCount},
+                {&block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                {&processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor}};
+  for (const auto& one : wanted)
+    if (int status = checked(cudaDeviceGetAttribute(one.value, one.attribute, id), "the device's attributes")) return status;
+  *device = {static_cast<uint32_t>(10 * major + minor), static_cast<uint32_t>(processors), static_cast<uint64_t>(block),
+             static_cast<uint64_t>(processor)};
+  return KVK_OK;
+}
+
+}  // namespace kvk

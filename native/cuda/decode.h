@@ -1,0 +1,469 @@
+// Attention of few rows over many keys: every warp for itself, over a stretch of keys of its own.
+//
+// A warp holds 16 rows and goes through its stretch in tiles: 16 tokens of 16-bit elements, 32 of codes, the next tile on its
+// way into shared memory while one is computed. Nothing is dequantised: K's scales are in the queries (with a power of two a
+// row that keeps them in fp16), V's in the weights; codes become fp16 by putting them under an exponent (cuda/numbers.h).
+// Operands are read in the order that costs nothing: which channel or token an mma calls k is free, if both sides agree.
+// Invariant: warps meet only at the end, to merge.
+#pragma once
+
+#include "cuda/loading.h"
+#include "cuda/merge.h"
+#include "cuda/weights.h"
+
+namespace kvk {
+
+constexpr uint32_t stride_with(uint32_t bytes, uint32_t remainder, uint32_t of) {
+  return bytes + (remainder + of - bytes % of) % of;
+}
+
+// Where the rows of a tile lie in shared memory. Rows are spread so that what a warp reads at once is in different banks: of K
+// eight tokens by 32 channels, of V four tokens (every other) by all channels of a unit.
+template <uint32_t kDim, Kind kKind>
+struct TileShape {
+  static constexpr uint32_t kBits = bits_of_kind(kKind), kRowBytes = kDim * kBits / 8;
+  static constexpr uint32_t kTokens = kBits == 16 ? 16 : 32;
+  static constexpr uint32_t kKeyStride = kBits == 16  ? stride_with(kRowBytes, 64, 128)
+                                         : kBits == 8 ? stride_with(kRowBytes, 32, 64)
+                                                      : stride_with(kRowBytes, 16, 32);
+  static constexpr uint32_t kValueStride = stride_with(kRowBytes, 16, 32);
+  static constexpr uint32_t kValuesAt = kTokens * kKeyStride, kScalesAt = kValuesAt + kTokens * kValueStride;
+  static constexpr uint32_t kBytes = kScalesAt + (kBits == 16 ? 0 : 4 * kDim);  // K's scales, then zeros
+};
+
+template <uint32_t kDim>
+struct Decode {
+  static constexpr uint32_t kMostWarps = 4, kBlocksAtOnce = kDim > 128 ? 1 : 2;  // of a processor
+  static constexpr uint32_t kRows = 16, kWidth = kDim, kUnits = kDim / 32;
+  static constexpr uint32_t kValueUnit = kDim % 64 == 0 ? 64 : 32, kOf = kValueUnit / 8;  // channels a lane has of a unit of V
+  static constexpr uint32_t kMostTokens = 32;
+
+  static constexpr uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+  static constexpr uint32_t kStage = (larger(TileShape<kDim, kHalf>::kBytes, TileShape<kDim, kInt8>::kBytes) + 15) / 16 * 16;
+  static constexpr uint32_t kMergeBytes = 4 * partial_floats(kRows, kDim);
+  static constexpr uint32_t kQueryStride = kDim + 4;
+  // Beyond 128 channels the queries as operands do not fit into registers beside the sums.
+  static constexpr bool kQueriesShared = kDim > 128;
+  static constexpr uint32_t kOperandBytes = kQueriesShared ? kUnits * 8 * 32 * 4 : 0;
+
+  // Of a block: `rows` of queries in fp32, 16 positions, a word. Of a warp: two descriptions, what each token's weight is
+  // multiplied by and adds, two tiles (later: its result), the queries turned, and as operands.
+  static constexpr KVK_BOTH uint32_t block_bytes(uint32_t rows) { return 4 * rows * kQueryStride + 8 * kRows + 16; }
+  static constexpr uint32_t kTokensAt = 2 * sizeof(kvk_segment), kStagesAt = kTokensAt + kMostTokens * sizeof(TokenScale);
+  static constexpr uint32_t kOperandsAt = (kStagesAt + larger(2 * kStage, kMergeBytes) + 15) / 16 * 16;
+  static constexpr uint32_t kTurnedAt = kOperandsAt + kOperandBytes;
+  static constexpr KVK_BOTH uint32_t warp_bytes(uint32_t rows) { return kTurnedAt + 4 * rows * kQueryStride; }
+
+  static uint64_t shared_bytes(uint32_t warps, uint32_t rows) {
+    const uint32_t of_block = rows < kRows ? rows : kRows;
+    return block_bytes(of_block) + static_cast<uint64_t>(warps) * warp_bytes(of_block);
+  }
+
+  // What a warp keeps in registers. Lane 4 g + t has rows g and g + 8.
+  struct State {
+    float sum[kDim / 8][4];
+    uint32_t query[kQueriesShared ? 1 : kUnits][2][4];
+    Row row[2];
+    float factor[2], bias[2];  // score = product * factor + bias
+    const void* held_scale;    // for which segment and group `query` was made
+    const float* held_turn;
+    const float* turned_by;  // what the rows in shared memory were turned by
+    Kind held_kind;
+  };
+
+  // Which of K's scales were asked for last, and for which queries: the next tile's may be the same.
+  struct Loaded {
+    const void* scale = nullptr;
+    const float* turn = nullptr;
+    Kind kind = kHalf;
+  };
+
+  // ------------------------------------------------------------------------------------------------ loading
+
+  static KVK_DEVICE_FN void load_scales(const kvk_attention& a, const kvk_segment& s, uint32_t kv_head, const Tile& tile,
+                                        uint16_t* to) {
+    const uint16_t* scale = scales_of(s.k_scale, s, kv_head, tile.start, a.head_dim);
+    const uint16_t* zero = scales_of(s.k_zero, s, kv_head, tile.start, a.head_dim);
+    const uint32_t bytes = 2 * a.head_dim;
+    if (((reinterpret_cast<uintptr_t>(scale) | reinterpret_cast<uintptr_t>(zero) | bytes) & 15) == 0) {
+      for (uint32_t i = lane_index(); i < kDim / 4; i += 32) {
+        const uint32_t chunk = i % (kDim / 8);
+        const bool there = 16 * chunk < bytes;
+        copy_async(to + 8 * i, (i < kDim / 8 ? scale : zero) + (there ? 8 * chunk : 0), there ? 16 : 0);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (uint32_t i = lane_index(); i < kDim; i += 32)
+      to[i] = i < a.head_dim ? scale[i] : 0, to[kDim + i] = i < a.head_dim ? zero[i] : 0;
+  }
+
+  // Asks for a tile. Returns the scale of this lane's token (low half) and its zero point, where there are such.
+  template <Kind kKind>
+  static KVK_DEVICE_FN uint32_t load(const kvk_attention& a, const kvk_segment& s, uint32_t kv_head, const Tile& tile,
+                                     uint8_t* stage, Loaded& loaded) {
+    using Shape = TileShape<kDim, kKind>;
+    load_rows<kDim, kKind, Shape::kTokens>(a, s, at(s.k, kv_head * s.k_head_stride), s.k_token_stride, tile, stage,
+                                           Shape::kKeyStride, lane_index(), 32);
+    load_rows<kDim, kKind, Shape::kTokens>(a, s, at(s.v, kv_head * s.v_head_stride), s.v_token_stride, tile,
+                                           stage + Shape::kValuesAt, Shape::kValueStride, lane_index(), 32);
+    const void* scale = is_quantised(kKind) ? scales_of(s.k_scale, s, kv_head, tile.start, a.head_dim) : nullptr;
+    const bool same = scale == loaded.scale && s.turn == loaded.turn && kKind == loaded.kind;
+    loaded.scale = scale, loaded.turn = s.turn, loaded.kind = kKind;
+    if (!is_quantised(kKind)) return 0;
+    if (!same) load_scales(a, s, kv_head, tile, reinterpret_cast<uint16_t*>(stage + Shape::kScalesAt));
+    return load_token_scale(s, kv_head, tile, lane_index());
+  }
+
+  static KVK_DEVICE_FN uint32_t load_any(const kvk_attention& a, const kvk_segment& s, uint32_t kv_head, const Tile& tile,
+                                         uint8_t* stage, Loaded& loaded) {
+    switch (tile.kind) {
+      case kInt8: return load<kInt8>(a, s, kv_head, tile, stage, loaded);
+      case kInt4: return load<kInt4>(a, s, kv_head, tile, stage, loaded);
+      case kBf16: return load<kBf16>(a, s, kv_head, tile, stage, loaded);
+      default: return load<kHalf>(a, s, kv_head, tile, stage, loaded);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------ queries
+
+  // The rows turned back for a segment that has a turn.
+  static KVK_DEVICE_FN void turn_queries(const kvk_attention& a, const float* queries, uint32_t rows, const float* turn,
+                                         float* to) {
+#pragma unroll 1
+    for (uint32_t i = lane_index(); i < rows * kDim; i += 32) {
+      const float* row = queries + i / kDim * kQueryStride;
+      to[i / kDim * kQueryStride + i % kDim] = turned_back(a, turn, i % kDim, [&](uint32_t j) { return row[j]; });
+    }
+    sync_warp();
+  }
+
+  // Eight channels of a row, times K's scales where these are codes; adds to `zero` what their zero points give.
+  template <Kind kKind>
+  static KVK_DEVICE_FN void scaled(const float* row, const uint16_t* scales, uint32_t channel, float (&value)[8], float& zero) {
+    const auto first = *reinterpret_cast<const Floats4*>(row + channel),
+               second = *reinterpret_cast<const Floats4*>(row + channel + 4);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) value[i] = i < 4 ? first.x[i] : second.x[i - 4];
+    if (!is_quantised(kKind)) return;
+    const auto scale = *reinterpret_cast<const Words4*>(scales + channel),
+               low = *reinterpret_cast<const Words4*>(scales + kDim + channel);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const float by = i % 2 == 0 ? low_half(scale.w[i / 2]) : high_half(scale.w[i / 2]);
+      const float least = i % 2 == 0 ? low_half(low.w[i / 2]) : high_half(low.w[i / 2]);
+      zero += value[i] * (least + (kKind == kInt8 ? 128.0f : 8.0f) * by);
+      value[i] *= by;
+    }
+  }
+
+  // The rows as keys of this kind and group meet them. Channels of a unit: lane t has 8 t .. 8 t + 7; two of them are one word,
+  // next to each other, but of int4 four apart, as the words of its codes come.
+  template <Kind kKind>
+  static KVK_DEVICE_FN void make_queries(const kvk_attention& a, const float* queries, uint32_t rows, const uint16_t* scales,
+                                         uint32_t* operands, State& state) {
+    const uint32_t group = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t row = group + 8 * h;
+      const float* q = queries + (row < rows ? row : rows - 1) * kQueryStride;
+      float value[8], most = 0, zero = 0, unused = 0;
+#pragma unroll 1
+      for (uint32_t unit = 0; kKind != kBf16 && unit < kUnits; ++unit) {
+        scaled<kKind>(q, scales, 32 * unit + 8 * t, value, zero);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          const float size = value[i] < 0 ? -value[i] : value[i];
+          most = size > most ? size : most;
+        }
+      }
+      // The largest becomes 2^13 to 2^14. The exponent is kept so that neither factor leaves fp32.
+      const int32_t exponent = static_cast<int32_t>(bits_of(largest_of_row(most)) >> 23) - 127;
+      const int32_t by = kKind == kBf16 ? 0 : 13 - (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent);
+      const float up = float_of(static_cast<uint32_t>(by + 127) << 23);
+      state.factor[h] = a.scale * float_of(static_cast<uint32_t>(127 - by) << 23);
+      float rounded = 0;
+#pragma unroll
+      for (uint32_t unit = 0; unit < kUnits; ++unit) {
+        scaled<kKind>(q, scales, 32 * unit + 8 * t, value, unused);
+#pragma unroll
+        for (uint32_t word = 0; word < 4; ++word) {
+          const uint32_t low = kKind == kInt4 ? word : 2 * word, high = kKind == kInt4 ? low + 4 : low + 1;
+          const uint32_t both =
+              kKind == kBf16 ? pack_bf16(value[low], value[high]) : pack_halves(value[low] * up, value[high] * up);
+          if constexpr (kQueriesShared)
+            operands[((2 * unit + word / 2) * 32 + lane_index()) * 4 + word % 2 * 2 + h] = both;
+          else
+            state.query[unit][word / 2][word % 2 * 2 + h] = both;
+          if (is_quantised(kKind)) rounded += low_half(both) + high_half(both);
+        }
+      }
+      state.bias[h] = 0;
+      if (is_quantised(kKind))
+        state.bias[h] = sum_of_row(zero) * a.scale - sum_of_row(rounded) * (kKind == kInt8 ? 1152.0f : 1032.0f) * state.factor[h];
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------ a tile
+
+  template <Kind kKind>
+  static KVK_DEVICE_FN void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kKind == kBf16)
+      mma_bf16(c, a, b0, b1);
+    else
+      mma_f16(c, a, b0, b1);
+  }
+
+  // Eight channels of a key as four words of two 16-bit numbers; codes as 1024 + code.
+  template <Kind kKind>
+  static KVK_DEVICE_FN Words4 key_words(const uint8_t* row, uint32_t unit, uint32_t t) {
+    if constexpr (bits_of_kind(kKind) == 16) return *reinterpret_cast<const Words4*>(row + 64 * unit + 16 * t);
+    if constexpr (kKind == kInt8) {
+      const auto x = *reinterpret_cast<const Words2*>(row + 32 * unit + 8 * t);
+      return {{permute(x.w[0], 0x64646464, 0x4140), permute(x.w[0], 0x64646464, 0x4342), permute(x.w[1], 0x64646464, 0x4140),
+               permute(x.w[1], 0x64646464, 0x4342)}};
+    }
+    const uint32_t x = *reinterpret_cast<const uint32_t*>(row + 16 * unit + 4 * t);
+    return {{(x & 0x000f000f) | 0x64006400, (x >> 4 & 0x000f000f) | 0x64006400, (x >> 8 & 0x000f000f) | 0x64006400,
+             (x >> 12 & 0x000f000f) | 0x64006400}};
+  }
+
+  template <Kind kKind>
+  static KVK_DEVICE_FN void scores(const uint8_t* keys, const uint32_t* operands, const State& state,
+                                   float (&score)[TileShape<kDim, kKind>::kTokens / 8][4]) {
+    using Shape = TileShape<kDim, kKind>;
+    const uint32_t group = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (uint32_t j = 0; j < Shape::kTokens / 8; ++j) score[j][0] = score[j][1] = score[j][2] = score[j][3] = 0;
+#pragma unroll
+    for (uint32_t unit = 0; unit < kUnits; ++unit) {
+      uint32_t query[2][4];
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        Words4 held{};
+        if constexpr (kQueriesShared)
+          held = *reinterpret_cast<const Words4*>(operands + ((2 * unit + i) * 32 + lane_index()) * 4);
+#pragma unroll
+        for (uint32_t word = 0; word < 4; ++word)
+          query[i][word] = kQueriesShared ? held.w[word] : state.query[kQueriesShared ? 0 : unit][i][word];
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < Shape::kTokens / 8; ++j) {
+        const Words4 key = key_words<kKind>(keys + (8 * j + group) * Shape::kKeyStride, unit, t);
+        multiply<kKind>(score[j], query[0], key.w[0], key.w[1]);
+        multiply<kKind>(score[j], query[1], key.w[2], key.w[3]);
+      }
+    }
+  }
+
+  // sum += weights x values of 16 tokens, one unit of channels: a lane has kOf of them next to each other, block i the i-th.
+  template <Kind kKind>
+  static KVK_DEVICE_FN void add_values(const uint8_t* values, uint32_t unit, const uint32_t (&weight)[4], State& state) {
+    using Shape = TileShape<kDim, kKind>;
+    constexpr uint32_t kLaneBytes = kOf * Shape::kBits / 8;
+    const uint32_t group = lane_index() / 4, t = lane_index() % 4;
+    const uint8_t* from = values + 2 * t * Shape::kValueStride + unit * kValueUnit * Shape::kBits / 8 + group * kLaneBytes;
+    uint32_t x[4][kLaneBytes < 4 ? 1 : kLaneBytes / 4];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint8_t* row = from + (i % 2 + i / 2 * 8) * Shape::kValueStride;
+      if constexpr (kLaneBytes == 16) {
+        const auto words = *reinterpret_cast<const Words4*>(row);
+        x[i][0] = words.w[0], x[i][1] = words.w[1], x[i][2] = words.w[2], x[i][3] = words.w[3];
+      } else if constexpr (kLaneBytes == 8) {
+        const auto words = *reinterpret_cast<const Words2*>(row);
+        x[i][0] = words.w[0], x[i][1] = words.w[1];
+      } else if constexpr (kLaneBytes == 4) {
+        x[i][0] = *reinterpret_cast<const uint32_t*>(row);
+      } else {
+        x[i][0] = *reinterpret_cast<const uint16_t*>(row);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kOf; ++i) {
+      uint32_t b[2];
+#pragma unroll
+      for (uint32_t pair = 0; pair < 2; ++pair) {
+        const auto& one = x[2 * pair];
+        const auto& other = x[2 * pair + 1];
+        if constexpr (Shape::kBits == 16) {
+          b[pair] = permute(one[i / 2], other[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+        } else if constexpr (kKind == kInt8) {
+          const uint32_t both = permute(one[i / 4], other[i / 4], i % 4 < 2 ? 0x5140 : 0x7362);
+          b[pair] = permute(both, 0x64646464, i % 2 == 0 ? 0x4140 : 0x4342);
+        } else {
+          const uint32_t both = permute(one[0], other[0], i < 4 ? 0x5410 : 0x7632);
+          b[pair] = (both >> 4 * (i % 4) & 0x000f000f) | 0x64006400;
+        }
+      }
+      multiply<kKind>(state.sum[unit * kOf + i], weight, b[0], b[1]);
+    }
+  }
+
+  // A warp's places in shared memory, and what it is for.
+  struct Warp {
+    const kvk_attention& a;
+    uint32_t kv_head, rows;
+    int64_t position[2];
+    const float* queries;
+    kvk_segment* held;
+    TokenScale* tokens;
+    float* turned;
+    uint32_t* operands;
+    uint8_t* stages;
+  };
+
+  template <Kind kKind>
+  static KVK_DEVICE_FN void compute(const Warp& warp, const kvk_segment& s, const Tile& tile, const uint8_t* stage,
+                                    uint32_t v_scale, State& state) {
+    using Shape = TileShape<kDim, kKind>;
+    const void* scale = is_quantised(kKind) ? scales_of(s.k_scale, s, warp.kv_head, tile.start, warp.a.head_dim) : nullptr;
+    if (scale != state.held_scale || s.turn != state.held_turn || state.held_kind != kKind) {
+      make_queries<kKind>(warp.a, s.turn == nullptr ? warp.queries : warp.turned, warp.rows,
+                          reinterpret_cast<const uint16_t*>(stage + Shape::kScalesAt), warp.operands, state);
+      state.held_scale = scale, state.held_turn = s.turn, state.held_kind = kKind;
+    }
+    if (is_quantised(kKind)) {
+      warp.tokens[lane_index()] = token_scale(v_scale, kKind == kInt8 ? 128.0f : 8.0f);
+      sync_warp();
+    }
+    float score[Shape::kTokens / 8][4], down[2];
+    uint32_t weight[Shape::kTokens / 16][4];
+    scores<kKind>(stage, warp.operands, state, score);
+    in_base_2(warp.a, state.factor, state.bias, score);
+    const auto count = static_cast<int32_t>(tile.count);
+    const Seen keys[2] = {seen(warp.a, warp.position[0], tile.first_key, count),
+                          seen(warp.a, warp.position[1], tile.first_key, count)};
+    hide(keys, score);
+    weigh<kKind == kBf16, is_quantised(kKind)>(warp.tokens, kKind == kInt8 ? 1152.0f : 1032.0f, score, state.row, down, weight);
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 2; ++i) state.sum[i / 4][i % 4] *= down[i % 4 / 2];
+#pragma unroll
+    for (uint32_t step = 0; step < Shape::kTokens / 16; ++step)
+#pragma unroll
+      for (uint32_t unit = 0; unit < kDim / kValueUnit; ++unit)
+        add_values<kKind>(stage + Shape::kValuesAt + 16 * step * Shape::kValueStride, unit, weight[step], state);
+  }
+
+  static KVK_DEVICE_FN void compute_any(const Warp& warp, const Tile& tile, const uint8_t* stage, uint32_t v_scale,
+                                        State& state) {
+    const kvk_segment& s = warp.held[tile.slot];
+    if (s.turn != nullptr && s.turn != state.turned_by) {
+      turn_queries(warp.a, warp.queries, warp.rows, s.turn, warp.turned);
+      state.turned_by = s.turn;
+    }
+    switch (tile.kind) {
+      case kInt8: return compute<kInt8>(warp, s, tile, stage, v_scale, state);
+      case kInt4: return compute<kInt4>(warp, s, tile, stage, v_scale, state);
+      case kBf16:
+        if constexpr (kHasBf16) return compute<kBf16>(warp, s, tile, stage, v_scale, state);
+        return;
+      default: return compute<kHalf>(warp, s, tile, stage, v_scale, state);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------ a warp, a block
+
+  // The warp's result to shared memory, in the layout of cuda/merge.h.
+  static KVK_DEVICE_FN void leave(const State& state, float* to) {
+    const uint32_t group = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t row = group + 8 * h;
+      const float total = sum_of_row(state.row[h].total), shift = sum_of_row(state.row[h].shift);
+#pragma unroll
+      for (uint32_t i = 0; i < kDim / 8; ++i)
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j)
+          to[row * kDim + i / kOf * kValueUnit + (2 * t + j) * kOf + i % kOf] = state.sum[i][2 * h + j] + shift;
+      if (t == 0) to[kRows * kDim + row] = state.row[h].reference, to[kRows * (kDim + 1) + row] = total;
+    }
+  }
+
+  static KVK_DEVICE_FN State nothing_yet() {
+    State state;
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 8; ++i) state.sum[i][0] = state.sum[i][1] = state.sum[i][2] = state.sum[i][3] = 0;
+    state.row[0] = state.row[1] = {-kInfinity, 0, 0};
+    state.held_scale = nullptr, state.held_turn = state.turned_by = nullptr, state.held_kind = static_cast<Kind>(~0u);
+    return state;
+  }
+
+  // All of a warp's keys: one tile is computed while the next comes.
+  static KVK_DEVICE_FN void go_through(const Warp& warp, Walk& walk, State& state) {
+    Loaded loaded;
+    Tile tile{0, 0, 0, kHalf, 0};
+    uint32_t v_scale = 0, stage = 0;
+    for (;;) {
+      const Tile then = walk.next(16, 32);
+      uint32_t then_scale = 0;
+      if (then.count != 0)
+        then_scale = load_any(warp.a, warp.held[then.slot], warp.kv_head, then, warp.stages + stage * kStage, loaded);
+      copy_commit();
+      stage ^= 1;
+      if (tile.count != 0) {
+        copy_wait<1>();
+        sync_warp();
+        compute_any(warp, tile, warp.stages + stage * kStage, v_scale, state);
+        sync_warp();
+      } else if (then.count == 0) {
+        break;
+      }
+      tile = then, v_scale = then_scale;
+    }
+    copy_wait<0>();
+    sync_warp();
+  }
+
+  static KVK_DEVICE_FN void run(const Attention& p, uint8_t* shared) {
+    const Work work = work_of(p, kRows);
+    const uint32_t rows = p.rows - work.row_start < kRows ? p.rows - work.row_start : kRows;
+    const uint32_t room = p.rows < kRows ? p.rows : kRows;  // rows that shared memory was asked for
+    const uint32_t warps = threads_in_block() / 32;
+    const kvk_sequence& sequence = p.a.sequences[work.batch];
+    const uint64_t keys = keys_of(sequence), workers = static_cast<uint64_t>(p.splits) * warps;
+    const uint64_t each = (keys + workers - 1) / workers, step = each < 64 ? 64 : (each + 31) / 32 * 32;
+    const auto used = static_cast<uint32_t>((keys + step * warps - 1) / (step * warps));
+    if (work.split > 0 && work.split >= used) return;
+
+    auto* queries = reinterpret_cast<float*>(shared);
+    auto* positions = reinterpret_cast<int64_t*>(shared + 4 * room * kQueryStride);
+    uint8_t* own = shared + block_bytes(room) + warp_index() * warp_bytes(room);
+    for (uint32_t i = thread_index(); i < rows * kDim; i += threads_in_block()) {
+      const uint32_t row = i / kDim, channel = i % kDim;
+      queries[row * kQueryStride + channel] =
+          channel < p.a.head_dim ? element(p.a.dtype, query_row(p, work, work.row_start + row), channel) : 0.0f;
+      if (channel == 0) positions[row] = position_of(p, work, work.row_start + row);
+    }
+    sync_block();
+
+    int64_t least = positions[0], most = positions[0];
+    for (uint32_t row = 1; row < rows; ++row) {
+      least = positions[row] < least ? positions[row] : least;
+      most = positions[row] > most ? positions[row] : most;
+    }
+    const uint32_t row = lane_index() / 4;
+    const Warp warp{p.a,
+                    work.kv_head,
+                    rows,
+                    {positions[row < rows ? row : rows - 1], positions[row + 8 < rows ? row + 8 : rows - 1]},
+                    queries,
+                    reinterpret_cast<kvk_segment*>(own),
+                    reinterpret_cast<TokenScale*>(own + kTokensAt),
+                    reinterpret_cast<float*>(own + kTurnedAt),
+                    reinterpret_cast<uint32_t*>(own + kOperandsAt),
+                    own + kStagesAt};
+    State state = nothing_yet();
+    const uint64_t start = (static_cast<uint64_t>(work.split) * warps + warp_index()) * step;
+    Walk walk(p.a, sequence, warp.held, start, start + step, least, most);
+    go_through(warp, walk, state);
+    leave(state, reinterpret_cast<float*>(warp.stages));
+    sync_block();
+    const Partials parts{reinterpret_cast<float*>(shared + block_bytes(room) + kStagesAt), warps, kRows, kDim,
+                         warp_bytes(room) / 4};
+    auto* last = reinterpret_cast<uint32_t*>(shared + 4 * room * kQueryStride + 8 * kRows);
+    finish_or_leave(p, work, parts, rows, used > 1 ? used : 1, last);
+  }
+};
+
+}  // namespace kvk

@@ -1,0 +1,125 @@
+// Shuffles, mma and ldmatrix over the records of 32 lanes, with the layouts of fragments as the PTX manual draws them.
+//
+// Written from the manual, element by element, and not from the kernels: an index wrong in a kernel meets a right one here.
+#include "cuda/device.h"
+#include "cuda/operands.h"
+
+namespace kvk {
+namespace {
+
+struct Shuffle {
+  uint32_t value, from, out;
+};
+
+struct Product {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+struct Matrices {
+  uint32_t* out;
+  const void* row;
+};
+
+template <class Record>
+const Record& record(void* const* records, uint32_t lane) {
+  return *static_cast<const Record*>(records[lane]);
+}
+
+uint16_t half_of(uint32_t word, uint32_t i) { return static_cast<uint16_t>(word >> 16 * i); }
+
+// PTX, "Matrix fragments for mma.m16n8k16 with floating point type": for element i of a: row = groupID for i in {0, 1, 4, 5},
+// groupID + 8 else; column = threadID_in_group * 2 + (i & 1), + 8 for i >= 4. b: row = threadID_in_group * 2 + (i & 1), + 8 for
+// i >= 2; column = groupID. c: row = groupID for i < 2, + 8 else; column = threadID_in_group * 2 + (i & 1).
+template <float (*kWiden)(uint16_t)>
+void multiply(void* const* records) {
+  float a[16][16], b[16][8];
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& own = record<Product>(records, lane);
+    const uint32_t group = lane >> 2, in_group = lane % 4;
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
+      const uint32_t column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
+      a[row][column] = kWiden(half_of(own.a[i / 2], i & 1));
+    }
+    for (uint32_t i = 0; i < 4; ++i) b[in_group * 2 + (i & 1) + (i >= 2 ? 8 : 0)][group] = kWiden(half_of(own.b[i / 2], i & 1));
+  }
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& own = record<Product>(records, lane);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t row = (lane >> 2) + (i < 2 ? 0 : 8), column = lane % 4 * 2 + (i & 1);
+      float sum = own.c[i];
+      for (uint32_t k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+      own.c[i] = sum;
+    }
+  }
+}
+
+float widen_bf16(uint16_t bits) { return from_bf16(bits); }
+
+template <bool kTransposed>
+void load(void* const* records) {
+  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+    uint16_t m[8][8];
+    for (uint32_t row = 0; row < 8; ++row) {
+      const void* from = record<Matrices>(records, 8 * matrix + row).row;
+      if (reinterpret_cast<uintptr_t>(from) % 16 != 0) __builtin_trap();
+      std::memcpy(m[row], from, 16);
+    }
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      const uint32_t one = lane / 4, pair = lane % 4 * 2;
+      const uint16_t low = kTransposed ? m[pair][one] : m[one][pair], high = kTransposed ? m[pair + 1][one] : m[one][pair + 1];
+      record<Matrices>(records, lane).out[matrix] = low | static_cast<uint32_t>(high) << 16;
+    }
+  }
+}
+
+}  // namespace
+
+void sync_warp() {
+  emulation::meet(nullptr, [](void* const*) {});
+}
+
+uint32_t shuffle_bits(uint32_t value, uint32_t from) {
+  Shuffle own{value, from % 32, 0};
+  emulation::meet(&own, [](void* const* records) {
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      auto& own = *static_cast<Shuffle*>(records[lane]);
+      own.out = record<Shuffle>(records, own.from).value;
+    }
+  });
+  return own.out;
+}
+
+uint32_t ballot(bool value) {
+  Shuffle own{value, 0, 0};
+  emulation::meet(&own, [](void* const* records) {
+    uint32_t bits = 0;
+    for (uint32_t lane = 0; lane < 32; ++lane) bits |= record<Shuffle>(records, lane).value << lane;
+    for (uint32_t lane = 0; lane < 32; ++lane) static_cast<Shuffle*>(records[lane])->out = bits;
+  });
+  return own.out;
+}
+
+void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Product own{c, a, {b0, b1}};
+  emulation::meet(&own, multiply<from_half>);
+}
+
+void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Product own{c, a, {b0, b1}};
+  emulation::meet(&own, multiply<widen_bf16>);
+}
+
+void load_matrices(uint32_t (&m)[4], const void* row) {
+  Matrices own{m, row};
+  emulation::meet(&own, load<false>);
+}
+
+void load_matrices_transposed(uint32_t (&m)[4], const void* row) {
+  Matrices own{m, row};
+  emulation::meet(&own, load<true>);
+}
+
+}  // namespace kvk
