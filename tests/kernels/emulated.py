@@ -1,7 +1,7 @@
-"""The CUDA kernels run on the CPU, thread by thread, for the tests: native/cuda/emulation through its C interface.
+"""The CUDA kernels run on the CPU, thread by thread, for the tests: native/cuda/emulation by its C interface.
 
-Owns the loading of that library and one call of it. What stands for device memory is host memory; the workspace
-has exactly the bytes that were asked for.
+Owns the loading of that library and one call of it. What stands for device memory is host memory; the
+workspace has exactly the bytes that were asked for.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Proves that the CUDA attention kernels compute what the contract says, without a GPU.
 
-Method: the kernels' own source, compiled by g++ against an emulation of a thread block (native/cuda/emulation:
-mma, ldmatrix and shuffles lane by lane from the PTX manual, asynchronous copies that land at the wait and not
-before, threads in changing order), against the oracle in double over (batch, groups, head dimension, lengths,
-codec, window, positions, empty tail, one-token segments, zero scales, extreme values). Bounds, of the largest
-value: results and weights rounded to fp16 or bf16, and 1.5e-3 for queries with K's scales in fp16.
+Method: the kernels' own source, compiled by g++ against an emulation of a thread block (mma, ldmatrix and
+shuffles lane by lane from the PTX manual, asynchronous copies that land at the wait and not before, threads in
+changing order), against the oracle in double over (batch, groups, head dimension, lengths, codec, window,
+positions, empty tail, one-token segments, zero scales, extreme values). Bounds, of the largest value: results
+and weights rounded to fp16 or bf16, and 1.5e-3 for queries with K's scales in fp16.
 """
 
 from ctypes import byref
@@ -25,8 +25,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["reference", "decode"])
+@pytest.fixture(params=["decode"])
 def path(request):
+    return request.param
+
+
+@pytest.fixture(params=["reference", "decode"])
+def any_path(request):
     return request.param
 
 
@@ -55,10 +60,10 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = (), splits: int = 0) 
     ("kv_heads", "group", "head_dim"),
     [(1, 1, 64), (2, 4, 128), (3, 3, 64), (1, 8, 96), (2, 1, 80), (1, 5, 256), (1, 2, 18), (1, 40, 16)],
 )
-def test_shapes(path, codec, dtype, kv_heads, group, head_dim):
+def test_shapes(any_path, codec, dtype, kv_heads, group, head_dim):
     case = Case(kv_heads, group, head_dim, dtype=dtype, seed=head_dim + group)
     case.row().segment(70, 0, codec).segment(33, 70, codec).segment(5, 103, tail=True)
-    agree(case.queries(), path, (codec, ""))
+    agree(case.queries(), any_path, (codec, ""))
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float32"), (512, "bfloat16"), (300, "float16")])
@@ -73,8 +78,8 @@ def test_what_the_fast_kernels_have_not_goes_to_the_naive_one(head_dim, dtype):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17])
-@pytest.mark.parametrize("keys", [1, 31, 32, 33, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17])
+@pytest.mark.parametrize("keys", [1, 32, 33, 200])
 def test_lengths(path, codec, tokens, keys):
     case = Case(1, 2, 64, tokens, "bfloat16", seed=tokens)
     case.row().segment(keys, 0, codec).segment(tokens, keys, tail=True)
@@ -83,7 +88,7 @@ def test_lengths(path, codec, tokens, keys):
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("first", [0, 1, 5, 31, 45, 64])
+@pytest.mark.parametrize("first", [1, 31, 45, 64])
 def test_parts_of_blocks(path, codec, group, first):
     case = Case(2, 3, 64, 2, "float16")
     case.row().segment(77, 10, codec, first=first, group=group, after=9).segment(2, 87, tail=True)
@@ -93,11 +98,11 @@ def test_parts_of_blocks(path, codec, group, first):
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("rope", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 24])
-def test_moved_segments(path, codec, rope, rotary_dim):
+def test_moved_segments(any_path, codec, rope, rotary_dim):
     case = Case(2, 3, 64, 3, "float16", rope=rope, rotary_dim=rotary_dim)
     case.row().segment(40, 0, codec).segment(50, 40, codec, delta=-900).segment(50, 90, codec, delta=17)
     case.segment(20, 140, codec, delta=-900).segment(30, 160, codec).segment(3, 190, tail=True)
-    agree(case.queries(), path, (codec,))
+    agree(case.queries(), any_path, (codec,))
 
 
 def test_one_block_under_two_turns(path):
@@ -137,10 +142,10 @@ def test_window(path, codec, window, splits):
 )
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_softcap_sinks_and_no_mask(path, codec, options, splits):
+def test_softcap_sinks_and_no_mask(any_path, codec, options, splits):
     case = Case(2, 4, 48, 5, "float16", options=options)
     case.row().segment(600, 0, codec).segment(12, 600, tail=True)
-    agree(case.queries(), path, (codec,), splits)
+    agree(case.queries(), any_path, (codec,), splits)
 
 
 def test_explicit_positions(path):
@@ -149,10 +154,10 @@ def test_explicit_positions(path):
     agree(case.queries(np.array([[5, 129, 0, 64, 64, 63, 10_000]])), path, ("int8",))
 
 
-def test_keys_out_of_order(path):
+def test_keys_out_of_order(any_path):
     case = Case(1, 2, 64, 4, "float16")
     case.row().segment(40, 500).segment(64, 0, "int8").segment(30, 90, "int4").segment(2, 560, tail=True)
-    agree(case.queries(np.array([[20, 100, 520, 561]])), path, ("int8", "int4"))
+    agree(case.queries(np.array([[20, 100, 520, 561]])), any_path, ("int8", "int4"))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -166,20 +171,20 @@ def test_a_query_that_sees_nothing_gives_zeros(path, splits):
 
 
 @pytest.mark.parametrize("sinks", [None, np.float32([1.5, -2])])
-def test_no_keys_at_all(path, sinks):
+def test_no_keys_at_all(any_path, sinks):
     case = Case(1, 2, 64, 2, "float16", options={} if sinks is None else {"sinks": sinks}).row()
-    out, lse = emulated.run(case.queries(np.zeros((1, 2))), path)
+    out, lse = emulated.run(case.queries(np.zeros((1, 2))), any_path)
     assert (out == 0).all()
     assert np.isneginf(lse).all() if sinks is None else np.allclose(lse, sinks[None, :, None])
 
 
-def test_rows_of_a_batch_are_their_own(path):
+def test_rows_of_a_batch_are_their_own(any_path):
     case = Case(2, 3, 64, 2, "float16")
     case.row().segment(100, 0, "int8").segment(3, 100, tail=True)
     case.row().segment(1, 0, "int4")
     case.row().segment(7, 0, "bfloat16").segment(200, 7, "int8", delta=3).segment(2, 207, tail=True)
     case.row().segment(900, 0, "int8")
-    agree(case.queries(), path, ("int8", "int4", "bfloat16"), 3)
+    agree(case.queries(), any_path, ("int8", "int4", "bfloat16"), 3)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -207,11 +212,11 @@ def test_many_segments_some_of_them_empty(path):
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("value", [0.0, 3.0, -60000.0])
-def test_zero_scales(path, codec, value):
+def test_zero_scales(any_path, codec, value):
     case = Case(1, 4, 64, 1, "float16")
     case.row().segment(50, 0, codec, keys=np.full((1, 50, 64), value), values=np.full((1, 50, 64), value))
     case.segment(30, 50, codec, values=np.full((1, 30, 64), value))
-    agree(case.queries(scale=1e-4), path, (codec,))
+    agree(case.queries(scale=1e-4), any_path, (codec,))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -237,13 +242,13 @@ def test_values_of_very_different_sizes(path, codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_nan_in_a_query_is_seen_in_its_row_only(path, codec):
+def test_a_nan_in_a_query_is_seen_in_its_row_only(any_path, codec):
     case = Case(1, 2, 64, 2, "float16")
     case.row().segment(70, 0, codec)
     case.queries()
-    clean, _ = emulated.run(case, path)
+    clean, _ = emulated.run(case, any_path)
     case.q[0, 1, 0, 5] = np.nan
-    out, _ = emulated.run(case, path)
+    out, _ = emulated.run(case, any_path)
     assert np.isnan(out[0, 1, 0]).all()
     assert np.array_equal(out[0, 0], clean[0, 0]) and np.array_equal(out[0, 1, 1], clean[0, 1, 1])
 
@@ -254,8 +259,6 @@ def test_splits(path, splits, tokens, keys):
     """Keys cut and merged by whichever block comes last: the same bytes every time."""
     case = Case(1, 4, 64, tokens, "float16")
     case.row().segment(keys, 0, "int8").segment(tokens, keys, tail=True)
-    if path == "reference":
-        pytest.skip("the naive kernel cuts nothing")
     agree(case.queries(), path, ("int8",), splits)
     one, one_lse = emulated.run(case, path, splits)
     again, again_lse = emulated.run(case, path, splits)
