@@ -97,6 +97,16 @@ bool Arena::has_room(uint64_t length) {
   return find_units(static_cast<uint32_t>((slot + unit_ - 1) / unit_)).has_value();
 }
 
+size_t Arena::room(uint64_t length, size_t most) {
+  const uint64_t slot = size_class(length);
+  if (find_units(static_cast<uint32_t>((slot + unit_ - 1) / unit_))) return most;
+  const auto found = classes_.find(slot);
+  size_t count = 0;
+  if (found != classes_.end())
+    for (auto id = found->second.rbegin(); id != found->second.rend() && count < most; ++id) count += slabs_[*id].free.size();
+  return std::min(count, most);
+}
+
 void Arena::list(uint32_t id) {
   if (slabs_[id].listed || slabs_[id].free.empty()) return;
   slabs_[id].listed = true;
@@ -146,6 +156,12 @@ void Arena::each_slot(Extent extent, F&& f) {
     if (!f(id, slot)) return;
     at = next;
   }
+}
+
+void Arena::prefetch(Extent extent) const {
+  const Slab& slab = slabs_[unit_slab_[extent.offset / unit_]];
+  __builtin_prefetch(&slab.slots[(extent.offset - slab.first_unit * unit_) / slab.slot_bytes], 1);
+  __builtin_prefetch(slab.free.data() + slab.free.size(), 1);
 }
 
 void Arena::release(Extent extent, uint32_t record) {

@@ -30,7 +30,10 @@ class Arena {
   // An extent of at least `length` bytes in a slab of its class, or nothing. Never evicts.
   std::optional<uint64_t> allocate(uint64_t length, uint32_t record);
   bool has_room(uint64_t length);  // would allocate() succeed?
+  // How many more extents of this length have room, counted no further than `most`.
+  size_t room(uint64_t length, size_t most);
   void release(Extent extent, uint32_t record);
+  void prefetch(Extent extent) const;  // what release() will touch
 
   // Takes exactly [offset, offset + length), which must be free: adoption, and the last resort of `create`.
   // False if any slot in it is taken.

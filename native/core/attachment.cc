@@ -18,7 +18,7 @@ namespace {
 
 // An answer comes in microseconds, but a processor that fell asleep waiting for it takes tens to wake: look for that long, giving
 // way to whoever wants the processor, before sleeping. (docs/design.md, "Decisions that differ": 58 us a round trip become 5.)
-constexpr uint64_t kAnswerPollNs = 50'000;
+constexpr uint64_t kAnswerPollNs = 100'000;
 
 constexpr uint64_t kPopulateStep = 16ull << 20;  // small, so that close() is prompt
 
@@ -133,15 +133,17 @@ std::array<uint8_t, 32> Attachment::salt() {
   return salt_;
 }
 
-void Attachment::opened(Handle block) {
+void Attachment::opened(std::span<const Handle> blocks) {
   std::lock_guard lock(open_mutex_);
-  open_[block.record] = block.generation;
+  for (const Handle& block : blocks) open_[block.record] = block.generation;
 }
 
-void Attachment::ended(Handle block) {
+void Attachment::ended(std::span<const protocol::BlockItem> blocks) {
   std::lock_guard lock(open_mutex_);
-  const auto found = open_.find(block.record);
-  if (found != open_.end() && found->second == block.generation) open_.erase(found);
+  for (const protocol::BlockItem& block : blocks) {
+    const auto found = open_.find(block.record);
+    if (found != open_.end() && found->second == block.generation) open_.erase(found);
+  }
 }
 
 void Attachment::close() {

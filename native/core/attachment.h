@@ -63,8 +63,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Writers that ended while the daemon could not be told. Sent when the session is resumed.
   void remember_stopped(const std::vector<protocol::BlockItem>& blocks);
   // What this session's writers have open; close() gives it up.
-  void opened(Handle block);
-  void ended(Handle block);
+  void opened(std::span<const Handle> blocks);
+  void ended(std::span<const protocol::BlockItem> blocks);
 
   std::array<uint8_t, 32> salt();  // of the namespace, as the daemon last attached to said it; zeros: none
   uint32_t session() const { return session_; }

@@ -1,5 +1,8 @@
 #include "core/finder.h"
 
+#include <bit>
+#include <cstring>
+
 namespace kv {
 namespace {
 
@@ -15,6 +18,27 @@ constexpr uint64_t mix(uint64_t x) {
 constexpr uint32_t scaled(uint32_t hash, uint32_t count) { return static_cast<uint32_t>(uint64_t{hash} * count >> 32); }
 
 constexpr uint32_t slot_of(uint32_t tag, uint32_t record) { return tag << 24 | (record + 1); }
+
+// The writer's own look at a bucket: nobody else writes, so it needs no atomic loads, and the compiler compares all slots at
+// once.
+struct Slots {
+  uint32_t value[kFinderSlots];
+  explicit Slots(const FinderBucket& bucket) { std::memcpy(value, static_cast<const void*>(bucket.slot), sizeof value); }
+};
+
+uint32_t equal_slots(const FinderBucket& bucket, uint32_t wanted) {
+  const Slots now(bucket);
+  uint32_t count = 0;
+  for (const uint32_t value : now.value) count += value == wanted;
+  return count;
+}
+
+std::atomic<uint32_t>* slot_with(FinderBucket& bucket, uint32_t wanted) {
+  const Slots now(bucket);
+  uint32_t found = 0;
+  for (uint32_t i = 0; i < kFinderSlots; ++i) found |= static_cast<uint32_t>(now.value[i] == wanted) << i;
+  return found ? &bucket.slot[std::countr_zero(found)] : nullptr;
+}
 
 }  // namespace
 
@@ -49,12 +73,10 @@ size_t Finder::find(uint64_t word, std::span<uint32_t> out) const {
 bool Finder::insert(uint64_t word, uint32_t record) {
   if (count_ == 0 || word == 0 || record >= kRecordMask) return false;
   const Place at = place(word);
-  std::atomic<uint32_t>* room[2] = {nullptr, nullptr};
-  uint32_t empty[2] = {0, 0};
-  for (uint32_t side = 0; side < 2; ++side)
-    for (auto& slot : buckets_[side == 0 ? at.first : at.second].slot)
-      if (slot.load(std::memory_order_relaxed) == 0) room[side] = &slot, ++empty[side];
-  std::atomic<uint32_t>* chosen = room[empty[1] > empty[0]];
+  FinderBucket& first = buckets_[at.first];
+  FinderBucket& second = buckets_[at.second];
+  FinderBucket& emptier = equal_slots(second, 0) > equal_slots(first, 0) ? second : first;
+  std::atomic<uint32_t>* chosen = slot_with(emptier, 0);
   if (!chosen) return false;
   chosen->store(slot_of(at.tag, record), std::memory_order_relaxed);
   return true;
@@ -63,12 +85,10 @@ bool Finder::insert(uint64_t word, uint32_t record) {
 void Finder::erase(uint64_t word, uint32_t record) {
   if (count_ == 0 || word == 0) return;
   const Place at = place(word);
-  for (uint32_t side = 0; side < 2; ++side)
-    for (auto& slot : buckets_[side == 0 ? at.first : at.second].slot)
-      if (slot.load(std::memory_order_relaxed) == slot_of(at.tag, record)) {
-        slot.store(0, std::memory_order_relaxed);
-        return;
-      }
+  const uint32_t wanted = slot_of(at.tag, record);
+  std::atomic<uint32_t>* found = slot_with(buckets_[at.first], wanted);
+  if (!found) found = slot_with(buckets_[at.second], wanted);
+  if (found) found->store(0, std::memory_order_relaxed);
 }
 
 void Finder::clear() {

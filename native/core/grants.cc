@@ -22,6 +22,14 @@ bool passed(const timespec& deadline) {
 
 }  // namespace
 
+// What prepare() will touch first: memory that is in no cache, nor are its page table entries.
+void Grants::prefetch(size_t i) {
+  const std::byte* block = bytes(i);
+  const uint32_t n = items_[i].wanted.tokens;
+  __builtin_prefetch(block + layout_.checksums_offset(n), 1);
+  __builtin_prefetch(block + layout_.meta_offset(n), 1);
+}
+
 // Pads and the areas behind the layers: the extent still has the bytes of the block before.
 void Grants::prepare(size_t i, const Chain* chain) {
   const uint32_t n = items_[i].wanted.tokens;
@@ -92,6 +100,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
     reader.skip(round_up(seals.size(), 8) - seals.size());
     const auto grants = reader.take<protocol::GrantItem>(part.size());
     if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
+    std::vector<Handle> opened;
     for (size_t k = 0; k < part.size(); ++k) {
       Item& item = items_[part[k]];
       item.status = static_cast<Grant>(grants[k].status);
@@ -99,10 +108,13 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       item.extent = {grants[k].offset, grants[k].length};
       item.open = item.status == Grant::Granted;
       if (!item.open) continue;
-      attachment_->opened(item.handle);
+      opened.push_back(item.handle);
       attachment_->wanted_for_writing(item.extent);
-      prepare(part[k], chain);
+      prefetch(part[k]);
     }
+    attachment_->opened(opened);
+    for (size_t i : part)
+      if (items_[i].open) prepare(i, chain);
     give_up_lost(seals, sealed);
     settle_seals(seals.size(), sealed);
   }
@@ -141,11 +153,11 @@ std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which,
     Item& item = items_[i];
     if (!item.open) continue;
     item.open = false;
-    attachment_->ended(item.handle);
     const bool sums = seal && item.checksummed.size() == layout_.num_layers() &&
                       std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
+  attachment_->ended(out);
   return out;
 }
 

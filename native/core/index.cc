@@ -99,6 +99,13 @@ size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) co
   return found;
 }
 
+void Index::prefetch_erase(uint32_t record) const {
+  const Record& r = records_[record];
+  Key key;
+  for (size_t i = 0; i < 4; ++i) key.words[i] = r.key[i].load(std::memory_order_relaxed);
+  prefetch_change(key, r.fingerprint.load(std::memory_order_relaxed), r.parent.load(std::memory_order_relaxed));
+}
+
 // Keeps the finder to what is indexed.
 void Index::note(uint32_t record, bool indexed) {
   const Record& r = records_[record];

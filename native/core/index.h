@@ -51,6 +51,17 @@ class Index {
   Find find(const Key& key, Snapshot& out) const;
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   void prefetch_record(const Key& key) const;
+  // The cache lines that insert() or erase() of this block will touch.
+  void prefetch_change(const Key& key, uint64_t fingerprint, uint32_t parent) const {
+    prefetch_bucket(key);
+    finder_.prefetch(Finder::by_fingerprint(fingerprint));
+    finder_.prefetch(Finder::by_parent(parent));
+  }
+  void prefetch_erase(uint32_t record) const;
+  void prefetch_both_lines(uint32_t record) const {
+    __builtin_prefetch(&records_[record]);
+    __builtin_prefetch(reinterpret_cast<const std::byte*>(&records_[record]) + 64);
+  }
   const Finder& finder() const { return finder_; }
   // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size(). With
   // on_disk also those that lie only there, of which the table still knows these words.

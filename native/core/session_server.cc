@@ -26,7 +26,7 @@ constexpr int kBacklog = 128;
 // While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that
 // fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
 constexpr uint64_t kStreamGapNs = 200'000;
-constexpr uint64_t kStreamPollNs = 100'000;
+constexpr uint64_t kStreamPollNs = 200'000;
 constexpr int kBatch = 64;
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -283,7 +283,9 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     if (static_cast<protocol::Op>(request.op) == protocol::Op::Attach) return attach(connection, request, body);
     if (!connection.store) throw Error(Code::FailedPrecondition, "attach first");
     const std::vector<uint8_t> reply = answer(connection, request, body);
+    Store& used = *connection.store;
     if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
+    if (static_cast<protocol::Op>(request.op) == protocol::Op::Seal) used.make_room_ahead();
   } catch (const Error& error) {
     const auto* text = reinterpret_cast<const uint8_t*>(error.what());
     const std::span<const uint8_t> bytes(text, std::min<size_t>(std::strlen(error.what()), 1024));

@@ -19,6 +19,9 @@ uint32_t realtime_s() {
 }
 
 // Scores are divided by 2^kRebaseExponent once uses count for more than that.
+// Room is made ahead for batches that are no more than this part of the pool.
+constexpr uint64_t kAheadDivisor = 256;
+
 constexpr double kRebaseExponent = 512;
 
 std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
@@ -242,7 +245,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
   }
   std::vector<Granted> out(request.items.size());
-  for (const CreateItem& item : request.items) index_.prefetch_bucket(item.key);
+  for (const CreateItem& item : request.items) index_.prefetch_change(item.key, item.fingerprint, item.parent);
   auto attempt = [&] {
     std::vector<size_t> missing;
     for (size_t i = 0; i < out.size(); ++i) {
@@ -275,6 +278,9 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     missing = attempt();
     if (missing.size() == before) break;
   }
+  if (const uint64_t length = out.empty() ? 0 : layout.extent_bytes(request.items[0].tokens);
+      out.size() * length <= pool_.capacity() / kAheadDivisor)
+    ahead_ = {length, out.size()};
   reserved_.reset();
   counters_.no_space += missing.size();
   return out;

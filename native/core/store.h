@@ -219,6 +219,8 @@ class Store {
 
   // Frees what has become free. Returns in how many milliseconds to call again.
   int tick();
+  // To be called when nobody waits for an answer: room for another batch like the last.
+  void make_room_ahead();
 
   // ---- looking at it
   Stats stats();
@@ -370,6 +372,7 @@ class Store {
   std::atomic<LowerTier*> lower_{nullptr};
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
+  std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks
   uint32_t free_head_ = Index::kAbsent;
   uint64_t used_bytes_ = 0;
   uint64_t records_used_ = 0;

@@ -155,22 +155,41 @@ void Store::make_room(uint64_t length, size_t count) {
   make_room(length, count);
 }
 
+// The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
+// small part of the pool, and nothing as long as the pool has room of its own.
+void Store::make_room_ahead() {
+  Lock lock(mutex_);
+  const auto [length, count] = std::exchange(ahead_, {});
+  if (count == 0 || draining_ || !fence_.empty() || pool_.frontier() < pool_.capacity()) return;
+  const size_t there = arena_.room(length, count);
+  const uint64_t size_class = Arena::size_class(length);
+  const auto own = policy_.least(size_class);
+  // Where another class has the least valuable block, make_room() weighs the two.
+  if (there == count || free_head_ == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score) return;
+  drain_rings();
+  evict_least(size_class, count - there, pinned_records());
+  scan_zombies();
+}
+
 // Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.
 void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned) {
   std::vector<std::pair<uint32_t, double>> passed;
   std::vector<uint32_t> victims;
   while (victims.size() < count) {
-    const auto [victim, score] = size_class ? policy_.least(*size_class) : policy_.least();
+    const auto [victim, score] = policy_.pop_least(size_class);
     if (victim == policy_.kNone) break;
-    policy_.remove(class_of(victim), victim);
     if (contains(pinned, victim))
       passed.emplace_back(victim, score);
     else
       victims.push_back(victim);
-    __builtin_prefetch(&index_.record(victim));
+    index_.prefetch_both_lines(victim);
   }
   // Each step touches memory that is not in any cache: all misses of a step together.
-  for (uint32_t victim : victims) index_.prefetch_bucket(key_of(victim));
+  for (uint32_t victim : victims) {
+    index_.prefetch_erase(victim);
+    arena_.prefetch(extent_of(victim));
+    __builtin_prefetch(&progress_[victim], 1);
+  }
   for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
   counters_.evictions += victims.size();
   for (auto [record, score] : passed) policy_.insert(class_of(record), record, score);

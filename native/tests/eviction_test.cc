@@ -36,7 +36,7 @@ double weight(uint32_t tokens, uint64_t bytes, uint32_t priority = kDefaultPrior
 }  // namespace
 
 TEST(the_least_valuable_goes_first_whatever_happened_before) {
-  constexpr uint32_t kRecords = 500;
+  constexpr uint32_t kRecords = 1500;  // four levels of the heap
   Bench bench(kRecords);
   std::vector<std::optional<double>> model(kRecords);
   std::mt19937_64 random(1);
@@ -49,9 +49,15 @@ TEST(the_least_valuable_goes_first_whatever_happened_before) {
     } else if (random() % 2) {
       bench.policy.moved(4096, record, score);
       model[record] = score;
-    } else {
+    } else if (random() % 2) {
       bench.policy.remove(4096, record);
       model[record].reset();
+    } else {
+      const auto popped = random() % 2 ? bench.policy.pop_least(4096) : bench.policy.pop_least(std::nullopt);
+      CHECK(model[popped.record] && *model[popped.record] == popped.score);
+      CHECK(!bench.policy.contains(4096, popped.record));
+      for (const auto& s : model) CHECK(!s || *s >= popped.score);
+      model[popped.record].reset();
     }
     double least = INFINITY;
     for (const auto& s : model) least = std::min(least, s.value_or(INFINITY));

@@ -5,6 +5,7 @@
 // Rules proven by removal (in a copy of the tree; failed checks of one run): the scan does not look at the pins: 33; victims are
 // chosen without the pins: 139,598; no last resort: 2,477.
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -44,6 +45,51 @@ TEST(a_full_pool_evicts_the_least_valuable_first) {
   CHECK(kept[0] <= 1);
   CHECK_EQ(kept[1], (fits + 1) / 3);
   CHECK(kept[2] >= fits / 3 - 1);
+  rig.store->check_integrity();
+}
+
+TEST(room_is_made_ahead_for_a_batch_like_the_last_and_for_no_more) {
+  Rig rig(16 * kMiB, 4096);
+  const uint64_t fits = fill(rig, 2, 0);
+  const auto evictions = [&] { return rig.store->stats().evictions; };
+  const auto put_batch = [&](uint64_t first, uint64_t count) {
+    std::vector<uint64_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), first);
+    for (const Granted& granted : rig.create(numbers, 2)) CHECK(rig.seal(granted.handle) == Done::Ok);
+  };
+  rig.store->make_room_ahead();
+  uint64_t before = evictions();
+  put_batch(100'000, 8);
+  const uint64_t at_once = evictions() - before;
+  CHECK(at_once >= 7);  // the fill's last put had left room for one
+  rig.store->make_room_ahead();
+  CHECK_EQ(evictions() - before, at_once + 8);
+  CHECK(rig.resident(fits) && rig.resident(100'007));  // the youngest stay
+  rig.store->make_room_ahead();
+  CHECK_EQ(evictions() - before, at_once + 8);  // once a batch
+  put_batch(200'000, 8);
+  CHECK_EQ(evictions() - before, at_once + 8);  // the next finds its room
+  rig.store->make_room_ahead();
+  before = evictions();
+  put_batch(300'000, 9);  // more than 1/256 of the pool
+  CHECK_EQ(evictions() - before, 1u);
+  rig.store->make_room_ahead();
+  CHECK_EQ(evictions() - before, 1u);
+  rig.store->check_integrity();
+}
+
+TEST(no_room_is_made_ahead_while_there_is_some_or_where_another_class_is_worth_less) {
+  Rig rig(16 * kMiB, 4096);
+  rig.put(1, 2), rig.store->make_room_ahead();
+  CHECK_EQ(rig.store->stats().evictions, 0u);
+  rig.store->flush(), rig.store->settle();
+  for (uint64_t i = 0; i < 128; ++i) rig.put(i, 16, 0, 10);  // half of the pool
+  fill(rig, 2, 100'000);
+  for (uint64_t i = 0; StoreTest::arena(*rig.store).room(2 * kPageBytes, 1); ++i) rig.put(200'000 + i, 2, 0, 90);
+  CHECK(rig.resident(127));
+  const uint64_t before = rig.store->stats().evictions;
+  rig.store->make_room_ahead();  // large blocks of low priority are worth less than any small one
+  CHECK_EQ(rig.store->stats().evictions, before);
   rig.store->check_integrity();
 }
 
