@@ -11,6 +11,7 @@ from bench.clients import add_scaling, run_first_pass, run_readers
 from bench.contenders import Contenders
 from bench.install import ROOT, Installed, install, progress
 from bench.machine import describe
+from bench.pages import huge_pages_to_be_had
 from bench.rounds import run_row
 from bench.rows import COLUMNS, ROWS, Row
 from bench.scripts import merge_rows, run_script
@@ -41,6 +42,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="alternations (default 7, quick 3)")
     parser.add_argument(
+        "--pages",
+        choices=("huge", "small"),
+        help="of the memory that ours, LMDB and memcpy share (default: huge where they can be had)",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)"
     )
     parser.add_argument(
@@ -62,7 +68,7 @@ def run_session(
     session: str, rows: list[Row], columns: list[str], chosen, installed: Installed, run: dict
 ) -> None:
     budget_s = BUDGET_S / 3 if chosen.quick else BUDGET_S
-    with Contenders(installed, session, columns, chosen.quick) as up:
+    with Contenders(installed, session, columns, chosen.quick, run["pages"]) as up:
         for row in rows:
             progress(f"row {row.id}")
             started = time.monotonic()
@@ -111,6 +117,7 @@ def new_run(chosen) -> dict:
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "rounds": chosen.rounds,
         "machine": describe(),
+        "pages": chosen.pages or ("huge" if huge_pages_to_be_had() else "small"),
         "versions": {},
         "absent": [],
         "rows": [],

@@ -1,9 +1,11 @@
 """How each contender's process is started, and with what: its interpreter, environment and set-up parameters.
 
 Owns the temporary directories of a run. Data sets: `index` (500,000 small blocks) and `bulk` (2 GiB of
-large ones).
+large ones). Contenders that take a directory for their memory (ours, LMDB, memcpy) get the same one: a tmpfs
+with huge pages, or with `small` pages a directory of /dev/shm.
 """
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -11,9 +13,11 @@ from pathlib import Path
 
 from bench.driver import Driver, DriverFailed
 from bench.install import ROOT, Installed, progress
+from bench.pages import huge_tmpfs
 from bench.rows import COLUMNS, CYCLE_BYTES, GIB, INDEX_BLOCKS, LIMITS, MIB
 
 SETUP_TIMEOUT_S = 120.0
+SHARED_ROOM_BYTES = 16 * GIB
 MODULES = {
     "kvstored": "bench.ours",
     "limit": "bench.limits.memcpy",
@@ -30,8 +34,8 @@ TUNED_MEMCPY = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0xc0000"
 class Contenders:
     """The processes of one session, started once and asked in turn. A context manager that ends them all."""
 
-    def __init__(self, installed: Installed, session: str, columns: list[str], quick: bool):
-        self.installed, self.session, self.quick = installed, session, quick
+    def __init__(self, installed: Installed, session: str, columns: list[str], quick: bool, pages: str):
+        self.installed, self.session, self.quick, self.pages = installed, session, quick, pages
         self.columns = [column for column in COLUMNS if column in columns and column in MODULES]
         self.drivers: dict[tuple[str, str], Driver] = {}
         self.absent: dict[str, str] = {}
@@ -42,6 +46,9 @@ class Contenders:
         # Short: the pathname of a Unix socket has at most 107 bytes.
         self.home = Path(tempfile.mkdtemp(prefix="kvbench-"))
         self.shm = Path(tempfile.mkdtemp(prefix="kvbench-", dir="/dev/shm"))
+        self.mounted = contextlib.ExitStack()
+        if self.pages == "huge":
+            self.mounted.enter_context(huge_tmpfs(self.shm, SHARED_ROOM_BYTES))
         for column in self.columns:
             for variant in LIMITS if column == "limit" else [""]:
                 if column != "limit" or self.session == "bulk":
@@ -52,6 +59,8 @@ class Contenders:
         for driver in self.drivers.values():
             driver.close()
         shutil.rmtree(self.home, ignore_errors=True)
+        shutil.rmtree(self.shm, ignore_errors=True)
+        self.mounted.close()
         shutil.rmtree(self.shm, ignore_errors=True)
 
     def _environment(self, column: str, variant: str) -> dict[str, str]:

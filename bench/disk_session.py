@@ -7,7 +7,6 @@ import contextlib
 import os
 import select
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 import kvclient
 from bench.daemon_figures import Daemon
+from bench.pages import huge_tmpfs
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
 MIB = 1 << 20
@@ -99,16 +99,8 @@ def pools(home: Path, pages: str, room_bytes: int) -> Iterator[list[str]]:
         return
     place = home / "huge"
     place.mkdir(mode=0o700)
-    options = f"huge=within_size,size={room_bytes},mode=0700"
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"no tmpfs with huge pages: {done.stderr.strip()[-120:]}")
-    try:
+    with huge_tmpfs(place, room_bytes):
         yield ["--pool-dir", str(place)]
-    finally:
-        subprocess.run(["umount", place], check=True)
 
 
 def new_keys(count: int) -> list[bytes]:

@@ -23,6 +23,7 @@ from kvstored.events import Event, Events, Sampler
 from kvstored.leases import Leases
 from kvstored.process import own_memory_bytes
 from kvstored.reload import Reload
+from kvstored.segments import Pool
 from kvstored.service import block_message
 from kvstored.tiers import Tiers
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
@@ -38,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self,
         stores: dict[str, Any],
         tiers: Tiers,
-        adopted: dict[str, bool],
+        pools: dict[str, Pool],
         sessions: Any,
         reload: Reload,
         leases: Leases,
@@ -52,7 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self.draining = False
         self._stores = stores
         self._tiers = tiers
-        self._adopted = adopted
+        self._pools = pools
         self._sessions = sessions
         self._reload = reload
         self._leases = leases
@@ -88,7 +89,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             about = config.namespace(name)
             one = reply.namespaces.add(
                 namespace=name,
-                adopted=self._adopted[name],
+                adopted=self._pools[name].adopted,
+                place=self._pools[name].place,
+                huge_pages=self._pools[name].huge_pages,
                 problem=store.problem(),
                 memory_quota_bytes=config.capacity_bytes(name),
                 disk_quota_bytes=config.disk_bytes(name),

@@ -95,6 +95,8 @@ def _status(daemon: Connection) -> dict[str, Any]:
             {
                 "namespace": one.namespace,
                 "adopted": one.adopted,
+                "place": one.place,
+                "huge_pages": one.huge_pages,
                 "problem": one.problem,
                 "memory_quota_bytes": one.memory_quota_bytes,
                 "disk_quota_bytes": one.disk_quota_bytes,

@@ -70,7 +70,10 @@ class Config:
         choices=("shm", "memfd"),
     )
     pool_dir: str = _field(
-        "a directory on a tmpfs or hugetlbfs that holds the pool's files instead of /dev/shm", "", _path
+        "a directory on a tmpfs or hugetlbfs that holds the pool. Default: /run/kvstored-pool if a tmpfs "
+        "with huge pages is mounted there, else /dev/shm",
+        "",
+        _path,
     )
     namespaces: tuple[Namespace, ...] = _field(
         "the isolated parts of the store: a table each with memory (a share or a size; absent: the rest), "

@@ -22,11 +22,13 @@ from kvstored.errors import StartupError
 from kvstored.keeper import Keeper
 
 SHM_DIR = "/dev/shm"
+HUGE_DIR = "/run/kvstored-pool"  # where deploy/systemd mounts a tmpfs with huge pages
 SEALED = "memfd"
 ROLES = ("table", "progress", "pool")
 # SEAL as well: a client that may write could otherwise seal the memory against writing, for ever.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8  # Linux 6.3
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
 
 
 class Place(Protocol):
@@ -54,10 +56,13 @@ class Place(Protocol):
 
 
 class Named:
-    """POSIX shared memory, but for the pool where a directory was given (--pool-dir)."""
+    """Files in /dev/shm or another directory. Session pages are always in /dev/shm; a hugetlbfs, which has
+    whole huge pages only, gets the pool alone."""
 
     def __init__(self, pool_dir: str) -> None:
         self.name = pool_dir
+        whole = os.path.isdir(pool_dir) and file_system(pool_dir)[0] == "tmpfs"
+        self._others = pool_dir if whole else SHM_DIR
 
     def path(self, prefix: str, role: str) -> str:
         return os.path.join(self._directory(role), f"{prefix}.{role}")
@@ -113,7 +118,7 @@ class Named:
         return held
 
     def _directory(self, role: str) -> str:
-        return self.name if role == "pool" else SHM_DIR
+        return self.name if role == "pool" else self._others
 
 
 class Sealed:
@@ -169,6 +174,47 @@ class Sealed:
 
     def held_bytes(self, prefix: str) -> dict[object, int]:
         return {}
+
+
+def chosen(pool: str, pool_dir: str) -> str:
+    """The name of the place that these fields of the configuration ask for. Raises StartupError."""
+    if pool == SEALED:
+        if pool_dir:
+            raise StartupError(f"pool_dir: {pool_dir!r} holds named pools, and pool is {SEALED}")
+        return SEALED
+    if not pool_dir:
+        usable = has_huge_pages(HUGE_DIR) and os.access(HUGE_DIR, os.W_OK | os.X_OK)
+        return HUGE_DIR if usable else SHM_DIR
+    if not os.path.isdir(pool_dir):
+        raise StartupError(f"pool_dir: {pool_dir!r} is no directory")
+    found, _ = file_system(pool_dir)
+    if found not in _MEMORY_FILE_SYSTEMS:
+        raise StartupError(
+            f"pool_dir: {pool_dir!r} is on {found}, wanted is one of {', '.join(_MEMORY_FILE_SYSTEMS)}"
+        )
+    return pool_dir
+
+
+def has_huge_pages(path: str) -> bool:
+    """Whether files in this directory are made of huge pages, as far as there are any."""
+    if not os.path.isdir(path):
+        return False
+    found, options = file_system(path)
+    return found == "hugetlbfs" or (found == "tmpfs" and bool({"huge=always", "huge=within_size"} & options))
+
+
+def file_system(path: str) -> tuple[str, set[str]]:
+    """The type and the options of the file system a path lies on, from the kernel's mount table."""
+    wanted = os.stat(path).st_dev
+    found, options = "unknown", set[str]()
+    with open("/proc/self/mountinfo") as table:
+        for line in table:
+            fields, _, rest = line.partition(" - ")
+            major, minor = map(int, fields.split()[2].split(":"))
+            if os.makedev(major, minor) == wanted:
+                found, _, at_end = rest.strip().split(" ", 2)
+                options = set(at_end.split(","))
+    return found, options
 
 
 def _memfd(name: str) -> int:

@@ -86,7 +86,8 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
     hits, misses = of("hits", 0), of("misses", 0)
     lines.append(
         f"  memory    {approximate_size(used)} of {approximate_size(capacity)} used "
-        f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in"
+        f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in, "
+        f"{'huge pages ' if one['huge_pages'] else ''}in {one['place']}"
     )
     lines.append(
         f"  blocks    {of('blocks', 0)} sealed, {of('unsealed', 0)} being written, "

@@ -29,12 +29,11 @@ from kvstored import log, rundir
 from kvstored.config import Config
 from kvstored.errors import StartupError
 from kvstored.keeper import Keeper
-from kvstored.places import ROLES, SEALED, SHM_DIR, Named, Place, Sealed
+from kvstored.places import HUGE_DIR, ROLES, SEALED, SHM_DIR, Named, Place, Sealed, chosen, has_huge_pages
 from kvstored.units import approximate_size
 
 STATE_VERSION = 1
 _PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
 CLOSE_AFTER_S = 1.0
 
 
@@ -66,6 +65,10 @@ class Pool:
     adopted: bool
 
     @property
+    def huge_pages(self) -> bool:
+        return has_huge_pages(self.place)
+
+    @property
     def fds(self) -> tuple[int, int, int]:
         """In the order of ROLES."""
         return self.table_fd, self.progress_fd, self.pool_fd
@@ -83,11 +86,12 @@ class Segments:
         it is gone."""
         self._path = config.in_dir("state.json")
         self._keeper = Keeper()
-        self._place = self._placed(SEALED if config.pool == SEALED else config.pool_dir or SHM_DIR)
+        self._place = self._placed(chosen(config.pool, config.pool_dir))
+        # If nobody chose by name, a pool that lies where the choice then fell is as good as any.
+        self._by_itself = config.pool != SEALED and not config.pool_dir
         self._retire = retire
         self._geometries = geometries
         self._pools: dict[str, Pool] = {}
-        _check_pool_dir(config)
 
     @property
     def kept(self) -> bool:
@@ -131,7 +135,7 @@ class Segments:
         with contextlib.suppress(OSError):
             self._retire(old.table_fd)
         old.close()
-        self._place.remove(old.prefix)
+        self._placed(old.place).remove(old.prefix)
         self._make([old.geometry])
         return self._pools[namespace]
 
@@ -140,7 +144,7 @@ class Segments:
         for pool in self._pools.values():
             with contextlib.suppress(OSError):
                 self._retire(pool.table_fd)
-            self._place.remove(pool.prefix)
+            self._placed(pool.place).remove(pool.prefix)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
@@ -154,20 +158,23 @@ class Segments:
             return "the namespace is no longer configured"
         if not entry["complete"]:
             return "the daemon that made it did not finish"
-        if entry["pool_dir"] != self._place.name:
+        place = self._place
+        if self._by_itself and entry["pool_dir"] in (SHM_DIR, HUGE_DIR):
+            place = self._placed(entry["pool_dir"])
+        if entry["pool_dir"] != place.name:
             return f"pool_dir was {entry['pool_dir']}"
         if entry["geometry"] != dataclasses.asdict(geometry):
             return "another geometry"
         fds: list[int] = []
         for role in ROLES:
-            fd, why_not = self._place.open(entry["prefix"], role, geometry.file_bytes(role))
+            fd, why_not = place.open(entry["prefix"], role, geometry.file_bytes(role))
             if why_not:
                 for opened in fds:
                     os.close(opened)
                 return f"{role}: {why_not}"
             fds.append(fd)
         self._pools[geometry.namespace] = Pool(
-            geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], self._place.name, *fds, True
+            geometry, bytes.fromhex(entry["pool_id"]), entry["prefix"], place.name, *fds, True
         )
         return ""
 
@@ -220,19 +227,19 @@ class Segments:
         What the pools to be given up hold counts as free. Whether there is room even before it is free.
         """
         needs: dict[object, int] = {}
-        about: dict[object, tuple[str, str]] = {}  # device -> a role that lies there, how it is called
+        about: dict[object, tuple[int | None, str]] = {}  # device -> what it can still give, how it is called
         for geometry in self._geometries:
             pool = self._pools.get(geometry.namespace)
+            place = self._placed(pool.place) if pool else self._place
             for role, fd in zip(ROLES, pool.fds if pool else (None,) * 3, strict=True):
-                device, called = self._place.device(role)
+                device, called = place.device(role)
                 held = os.fstat(fd).st_blocks * 512 if fd is not None else 0
                 needs[device] = needs.get(device, 0) + max(0, geometry.file_bytes(role) - held)
-                about[device] = role, called
+                about[device] = place.free_bytes(role), called
         held_by_old = [self._placed(entry["pool_dir"]).held_bytes(entry["prefix"]) for entry in given_up]
         roomy = True
         for device, need_bytes in needs.items():
-            role, called = about[device]
-            free_bytes = self._place.free_bytes(role)
+            free_bytes, called = about[device]
             if free_bytes is None:
                 continue
             roomy = roomy and need_bytes <= free_bytes
@@ -281,30 +288,3 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
             return {}
     prefixes = [entry["prefix"] for entry in state["pools"].values()]
     return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
-
-
-def _check_pool_dir(config: Config) -> None:
-    if not config.pool_dir:
-        return
-    if config.pool == SEALED:
-        raise StartupError(f"pool_dir: {config.pool_dir!r} holds named pools, and pool is {SEALED}")
-    if not os.path.isdir(config.pool_dir):
-        raise StartupError(f"pool_dir: {config.pool_dir!r} is no directory")
-    found = file_system(config.pool_dir)
-    if found not in _MEMORY_FILE_SYSTEMS:
-        raise StartupError(
-            f"pool_dir: {config.pool_dir!r} is on {found}, wanted is one of {', '.join(_MEMORY_FILE_SYSTEMS)}"
-        )
-
-
-def file_system(path: str) -> str:
-    """The type of the file system a path lies on, from the kernel's mount table."""
-    wanted = os.stat(path).st_dev
-    found = "unknown"
-    with open("/proc/self/mountinfo") as table:
-        for line in table:
-            fields, _, rest = line.partition(" - ")
-            major, minor = map(int, fields.split()[2].split(":"))
-            if os.makedev(major, minor) == wanted:
-                found = rest.split()[0]
-    return found

@@ -76,7 +76,7 @@ class Daemon:
             config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
         )
         self._stores: dict[str, Any] = {}
-        self._adopted: dict[str, bool] = {}
+        self._pools: dict[str, Pool] = {}
         self._sessions: Any = None
         try:
             for pool in self._segments.open(fresh):
@@ -103,7 +103,7 @@ class Daemon:
         self._admin = AdminService(
             self._stores,
             self._tiers,
-            self._adopted,
+            self._pools,
             self._sessions,
             self._reload,
             self._leases,
@@ -198,7 +198,7 @@ class Daemon:
             memory_bytes=config.memory,
             max_blocks=config.all_blocks,
             namespaces=len(self._stores),
-            adopted=sum(self._adopted.values()),
+            adopted=sum(pool.adopted for pool in self._pools.values()),
             took_ms=(time.time_ns() - self._started_ns) / 1e6,
         )
         return servers
@@ -282,7 +282,7 @@ class Daemon:
             log.warning("pool_discarded", namespace=name, why=str(error))
             pool = self._segments.replace(name)
             self._stores[name] = _new_store(config, pool)
-        self._adopted[name] = pool.adopted
+        self._pools[name] = pool
         stats = self._stores[name].stats()
         log.info(
             "namespace",
@@ -291,6 +291,8 @@ class Daemon:
             blocks=stats.get("blocks", 0),
             capacity_bytes=pool.geometry.capacity_bytes,
             max_blocks=pool.geometry.max_blocks,
+            place=pool.place,
+            huge_pages=pool.huge_pages,
         )
 
     def _lease_expired(self, namespace: str, aborted: int) -> None:
@@ -330,7 +332,7 @@ class Daemon:
                 disk_seconds=self._tiers.latencies(),
                 degraded=degraded.gauges(self._stores),
                 serving={name: degraded.serves(name) for name in self._stores},
-                adopted=self._adopted,
+                adopted={name: pool.adopted for name, pool in self._pools.items()},
             )
         )
 

@@ -17,6 +17,7 @@ import pytest
 
 from kvclient.conformance.case import SMALL, fill, new_keys
 from kvstored.cli import parser
+from kvstored.places import HUGE_DIR
 from kvstored.sources import load
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls, content
@@ -59,6 +60,23 @@ def test_systemd_accepts_the_unit(installed):
     # The verdict is one: a word that systemd does not know is told.
     unit.write_text(unit.read_text().replace("\nType=notify\n", "\nType=notfiy\n"))
     assert "notfiy" in analyze("verify", unit).stderr
+
+
+@needs_systemd
+def test_the_pools_memory_is_mounted_where_the_daemon_looks_for_it(installed):
+    name = r"run-kvstored\x2dpool.mount"
+    unit = installed / "systemd/system" / name
+    done = analyze("verify", unit)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    of = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE))
+    assert of["Where"] == HUGE_DIR and of["Type"] == "tmpfs"
+    escaped = subprocess.run(
+        ["systemd-escape", "--path", "--suffix=mount", HUGE_DIR], check=True, capture_output=True, text=True
+    )
+    assert escaped.stdout.strip() == name, "a mount unit must be called by its path"
+    assert "huge=within_size" in of["Options"].split(",")
+    service = settings(installed)
+    assert service["Wants"] == service["ReadWritePaths"].replace("-/run/kvstored-pool", name) == name
 
 
 @needs_systemd

@@ -223,6 +223,8 @@ def test_status_shows_a_fenced_namespace_and_draining():
             {
                 "namespace": "a",
                 "adopted": False,
+                "place": "/run/kvstored-pool",
+                "huge_pages": True,
                 "problem": "fenced: the pool was truncated",
                 "memory_quota_bytes": 1 << 30,
                 "disk_quota_bytes": 5 << 30,

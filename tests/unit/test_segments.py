@@ -4,17 +4,20 @@ Method: Segments makes real shared memory for a configuration, the files are cha
 the same directory: it either adopts a pool whole or makes a new one, and removes only what is its own.
 """
 
+import dataclasses
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvstored import rundir
+from kvstored import places, rundir
+from kvstored import segments as segments_module
 from kvstored.config import Config
 from kvstored.errors import StartupError
-from kvstored.places import ROLES, SHM_DIR, Named
-from kvstored.segments import Geometry, Segments, file_system
+from kvstored.places import ROLES, SHM_DIR, Named, file_system, has_huge_pages
+from kvstored.segments import Geometry, Segments
 
 GEOMETRY = Geometry("default", 8 << 20, 64, 16384, 4096)
 
@@ -185,8 +188,6 @@ def test_another_users_segment_is_neither_adopted_nor_removed(world):
 
 @pytest.mark.parametrize("field", ["capacity_bytes", "max_blocks", "table_bytes", "progress_bytes"])
 def test_another_geometry_is_another_pool(world, field):
-    import dataclasses
-
     world.open()
     old = world.prefix()
     assert adopted(world, dataclasses.replace(GEOMETRY, **{field: 2 * getattr(GEOMETRY, field)})) == [False]
@@ -194,8 +195,6 @@ def test_another_geometry_is_another_pool(world, field):
 
 
 def test_a_namespace_that_is_gone_takes_its_pool_with_it(world):
-    import dataclasses
-
     other = dataclasses.replace(GEOMETRY, namespace="other")
     _, (_, second) = world.open(GEOMETRY, other)
     assert adopted(world, GEOMETRY) == [True]
@@ -211,8 +210,6 @@ def test_a_pool_that_the_store_refuses_is_replaced(world):
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_removed(world):
-    import dataclasses
-
     _, (pool,) = world.open()
     before = world.files(pool.prefix)
     with pytest.raises(StartupError, match=r"has \d+ bytes free .*, \d+ more are needed"):
@@ -229,7 +226,7 @@ def test_session_pages_go_with_their_pool(world):
 
 
 def test_a_pool_on_a_disk_is_refused(tmp_path):
-    if file_system(str(tmp_path)) in ("tmpfs", "ramfs"):
+    if file_system(str(tmp_path))[0] in ("tmpfs", "ramfs"):
         pytest.skip("no disk under the temporary directory")
     config = Config(dir=str(tmp_path), pool_dir=str(tmp_path))
     with pytest.raises(StartupError, match="tmpfs, hugetlbfs"):
@@ -239,4 +236,47 @@ def test_a_pool_on_a_disk_is_refused(tmp_path):
 
 
 def test_the_file_system_of_shared_memory_is_known():
-    assert file_system(SHM_DIR) == "tmpfs"
+    assert file_system(SHM_DIR)[0] == "tmpfs" and not has_huge_pages(SHM_DIR + "/absent")
+
+
+@pytest.fixture
+def huge(tmp_path, monkeypatch):
+    """A tmpfs with huge pages where the daemon looks for one."""
+    place = tmp_path / "huge"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "huge=within_size,size=64m,mode=0700", "tmpfs", place]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs with huge pages: {done.stderr.strip()}")
+    monkeypatch.setattr(places, "HUGE_DIR", str(place))
+    monkeypatch.setattr(segments_module, "HUGE_DIR", str(place))
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)  # its files are open still
+
+
+def test_a_tmpfs_with_huge_pages_is_taken_when_nobody_names_another(world, huge):
+    segments, (pool,) = world.open()
+    assert pool.place == str(huge) and pool.huge_pages
+    assert {path.name.removeprefix(pool.prefix) for path in huge.iterdir()} == {f".{role}" for role in ROLES}
+    assert world.files(pool.prefix) == set(), "nothing of it lies in /dev/shm"
+    assert adopted(world) == [True]
+    segments.discard()
+    assert not list(huge.iterdir())
+
+
+def test_a_pool_is_adopted_where_it_lies_though_a_new_one_would_lie_elsewhere(world, huge, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(places, "HUGE_DIR", "/absent")
+        _, (old,) = world.open()
+    assert old.place == SHM_DIR and not old.huge_pages
+    _, (found,) = world.open()
+    assert found.adopted and found.place == SHM_DIR
+    _, (new,) = world.open(fresh=True)
+    assert new.place == str(huge) and world.files(old.prefix) == set()
+
+
+def test_a_pool_that_lies_elsewhere_than_was_said_is_not_adopted(world, huge):
+    _, (pool,) = world.open()
+    world.config = dataclasses.replace(world.config, pool_dir=SHM_DIR)
+    _, (new,) = world.open()
+    assert not new.adopted and new.place == SHM_DIR and not list(huge.iterdir()), pool.prefix
