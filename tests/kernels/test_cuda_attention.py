@@ -1,7 +1,7 @@
 """Proves that the CUDA attention kernels compute what the contract says, without a GPU.
 
 Method: their own source, compiled by g++ against an emulation of a thread block (mma, ldmatrix and
-shuffles lane by lane from the PTX manual, asynchronous copies that land at the wait and not before, threads in
+shuffles lane by lane from the PTX manual, asynchronous copies that land at the wait, not before; threads in
 changing order), against the oracle in double over (batch, groups, head dimension, lengths, codec, window,
 positions, empty tail, one-token segments, zero scales, extreme values). Bounds, of the largest value: results
 and weights rounded to fp16 or bf16, and 1.5e-3 for queries with K's scales in fp16.
