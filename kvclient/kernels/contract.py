@@ -210,6 +210,8 @@ def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) 
         getattr(library, function).argtypes = [POINTER(struct)]
     if functions is CUDA_FUNCTIONS:
         library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]
+        library.kvk_cuda_table.restype = c_uint64
+        library.kvk_cuda_table.argtypes = [POINTER(Attention), c_void_p, c_uint64, c_uint64]
         for name, arguments in _TRANSFER.items():
             getattr(library, name).restype, getattr(library, name).argtypes = c_int, arguments
     return library

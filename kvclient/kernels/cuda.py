@@ -129,11 +129,13 @@ def _(keys, turn, interleaved, path=FAST):
 
 def segment(
     keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], group: int = 0, first: int = 0,
-    tokens: int | None = None, turn: torch.Tensor | None = None, bits: int = 0,
+    tokens: int | None = None, turn: torch.Tensor | None = None, bits: int = 0, position: int = 0,
+    moved: int = 0,
 ) -> Any:  # fmt: skip
     """What a kernel reads of one block: (elements,) or (codes, scale, zero), each of keys and of values.
 
-    `first` tokens of the block are passed over; turn: as for rotate(). The tensors must outlive its use.
+    `first` tokens of the block are passed over; turn: as for rotate(). The first token used stands at
+    `position`, for which its key was rotated but for `moved`. The tensors must outlive its use.
     """
     k, v = keys[0], values[0]
     (k_head, k_token), (v_head, v_token) = _strides(k), _strides(v)
@@ -143,6 +145,7 @@ def segment(
     struct = contract.Segment(
         k.data_ptr(), v.data_ptr(), k_head, k_token, v_head, v_token, first=first, tokens=tokens,
         codec=CODECS[bits] if bits else DTYPES[k.dtype], turn=None if turn is None else turn.data_ptr(),
+        base_position=position - moved, new_position=position,
     )  # fmt: skip
     if bits:
         struct.k_scale, struct.k_zero = keys[1].data_ptr(), keys[2].data_ptr()
