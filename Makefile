@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native cuda cuda-release
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -114,6 +114,12 @@ bench: model ## measure, side by side with other stores; writes bench/out
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json
 	@$(PY) -m bench.in_place_ttft --json bench/out/in_place_ttft.json
+
+gpu: ## on a machine with a GPU: build the kernels for it, test them (pytest -m gpu), measure them; writes bench/out/gpu.json
+	@.ci/gpu tests bench
+
+gpu-sanitize: ## the GPU tests under compute-sanitizer: memcheck, and racecheck where threads share memory
+	@.ci/gpu sanitize
 
 bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate(), with SmolLM2 (10 minutes)
 	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json

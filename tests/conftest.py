@@ -170,6 +170,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest -m gpu` runs from a bare checkout, with torch and the kernels: it looks at no other folder."""
+    here = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
+    return True if here and config.getoption("markexpr") == "gpu" and collection_path.name != "gpu" else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield

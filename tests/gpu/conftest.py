@@ -20,14 +20,31 @@ def emulated() -> ctypes.CDLL:
     return contract.opened(EMULATION, "CUDA", contract.CUDA_FUNCTIONS)
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+
+
+def usable() -> torch.device:
+    """A CUDA device that the library has code for, or a skip that says what is lacking."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    if reason := contract.cuda_lacks():
+        pytest.skip(reason)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def gpu():
+    yield usable()
+    torch.cuda.synchronize()
+
+
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device")
-        if reason := contract.cuda_lacks():
-            pytest.skip(reason)
-        yield torch.device("cuda", torch.cuda.current_device())
+        yield usable()
         torch.cuda.synchronize()
         return
     if not EMULATION.exists():
