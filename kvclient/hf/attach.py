@@ -24,6 +24,7 @@ from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf import attention, calibration, trials
+from kvclient.hf.attention.adopt import Adopted
 from kvclient.hf.criterion import POSITIONAL, TokenSeen, with_criterion
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
@@ -61,7 +62,7 @@ def attach(
     tokenizer: Any = None,
     weights_digest: bytes | None = None,
     self_test: bool = True,
-    in_place: bool = False,
+    in_place: bool | None = None,
 ) -> Attachment:
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
     served right.
@@ -77,8 +78,9 @@ def attach(
     all but "fixed" by what `tokenizer` says. overlap_tokens: of true context before each part that warm()
     computes for itself. in_place: attend to blocks where they lie, with the native kernels
     (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
-    made. weights_digest: 32 bytes to stand for the weights, for models too large to be digested at every
-    start (1.3 GB/s a core).
+    made. None: wherever the kernels fit and the model's attention is the one transformers chose; where not,
+    `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. weights_digest: 32 bytes to
+    stand for the weights, for models too large to be digested at every start (1.3 GB/s a core).
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -90,26 +92,19 @@ def attach(
         raise InvalidArgument(f"chunker={chunker!r} with a codec: its groups of {codec.group} would be cut")
     options = Options(
         Chunker(chunker, block_tokens, tokenizer),
-        priority, ttl_s, follow, float(follow_timeout_s), publish_generated, in_place,
+        priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
         chunked_reads(model),
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
-    if in_place and attention.backend_of(model).path is None:
-        raise InvalidArgument("in_place=True: the backend torch cannot read blocks where they lie")
-    brought = in_place and attention.installed(model) is None
-    if brought:
-        attention.install(model)
+    adopted = Adopted(model, in_place)
     try:
-        attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec)
-        attachment._brought_attention, attachment.overlap_tokens = brought, check_overlap(overlap_tokens)
+        attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec, adopted)
+        attachment.overlap_tokens = check_overlap(overlap_tokens)
         if self_test:
-            from kvclient.hf.selftest import self_test as run_self_test
-
-            attachment.padded = run_self_test(model, in_place).padded
+            attachment._test_self(model)
     except BaseException:
-        if brought:
-            attention.uninstall(model)
+        adopted.give_back(model)
         raise
     attachment._install(model)
     return attachment
@@ -120,12 +115,12 @@ class Attachment:
 
     def __init__(
         self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
-        weights_digest: bytes | None, repair: Repair | str | None, codec: Kivi | None,
+        weights_digest: bytes | None, repair: Repair | str | None, codec: Kivi | None, adopted: Adopted,
     ) -> None:  # fmt: skip
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self._brought_attention = False
+        self._adopted = adopted
         self.overlap_tokens = 0
         self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
         self._codec = codec
@@ -229,8 +224,7 @@ class Attachment:
         """Gives the model its own generate() back. Idempotent."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
-            if self._brought_attention:
-                attention.uninstall(model)
+            self._adopted.give_back(model)
             del model.__dict__[PLACE]
             for name, before in self._before.items():
                 if before is None:
@@ -254,8 +248,21 @@ class Attachment:
 
     # ---------------------------------------------------------------- what it knows about the model
 
+    def _test_self(self, model: torch.nn.Module) -> None:
+        from kvclient.hf.selftest import self_test
+
+        if self._adopted.wanted and not self._adopted.asked:
+            try:
+                self.padded = self_test(model, in_place=True).padded
+                return
+            except (Refused, RuntimeError):
+                self._adopted.give_up(model, "self_test")
+                self._examine(model)
+        self.padded = self_test(model, self._adopted.wanted).padded
+
     def _examine(self, model: torch.nn.Module) -> None:
         self._watch = Watch(model)
+        self._options = dataclasses.replace(self._options, in_place=self._adopted.in_place(model))
         kv = check_structure(model)
         self._kv, self._form = kv, Form.of(kv, self._codec)
         layout = self._form.layout(self._options.chunker.most)

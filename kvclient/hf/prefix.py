@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,16 @@ class Clock:
     load_s: float = 0.0
     wait_s: float = 0.0
     publish_s: float = 0.0
+
+
+class Part(NamedTuple):
+    """Tokens first..first + tokens of a block, for columns column.. of a row."""
+
+    row: int
+    column: int
+    block: Any  # K and V as Form.in_place gives them
+    tokens: int
+    first: int = 0
 
 
 @dataclass
@@ -217,19 +227,32 @@ class Prefix:
         own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
         storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
 
-    def arrays(self, layer: int) -> list[tuple[int, int, Any, int]]:
-        """The blocks where they lie: (row, first column, (K, V) as Form.in_place gives them, tokens to use).
-
-        Each array holds its block's pin, also after release().
+    def arrays(self, layer: int) -> list[Part]:
+        """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
+        release().
         """
-        all_blocks = []
+        all_blocks: list[Part] = []
         for found in self.found:
             self._await(found, layer)
             started = time.perf_counter()
-            all_blocks += self._blocks(found, layer, Form.in_place)
+            parts = [Part(*part) for part in self._blocks(found, layer, Form.in_place)]
+            all_blocks += parts if found.sinks is None else self._with_sinks(found, layer, parts)
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
         return all_blocks
+
+    def _with_sinks(self, found: Found, layer: int, parts: list[Part]) -> list[Part]:
+        """The first tokens in full, in the place of the same ones of the first block."""
+        view, form = found.sinks
+        count = min(view.tokens, self.columns - found.group.pad)
+        out = []
+        for part in parts:
+            if part.column == found.group.pad:
+                out.append(Part(part.row, part.column, form.in_place(view, layer), count))
+                part = Part(part.row, part.column + count, part.block, part.tokens - count, count)
+            if part.tokens:
+                out.append(part)
+        return out
 
     def _await(self, found: Found, layer: int) -> None:
         if found.pending:

@@ -55,8 +55,8 @@ class Options:
     follow: bool
     follow_timeout_s: float
     publish_generated: bool
-    in_place: bool  # the model's attention reads blocks where they lie
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
+    in_place: bool = False  # the model's attention reads blocks where they lie
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
 

@@ -8,7 +8,9 @@ What must hold, for prompts A = prefix + a and B = prefix + b:
   1. generating from A with the hooks, into an empty store, gives bitwise the logits of plain generate;
   2. generating from B then takes the prefix from the store, and gives bitwise the logits of plain generate
      handed the same KV in memory, and nearly those of plain generate on B: A's prefix knows nothing of a;
-  3. the same for rows with left padding; a model that fails only this is served, but not with padding.
+  3. the same for rows with left padding; a model that fails only this is served, but not with padding;
+  4. where blocks are read in place, plain generate() under the kernels gives nearly the logits that the
+     model's own attention gives.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
+from kvclient.hf.attention.registered import without
 from kvclient.hf.dimensions import plain
 from kvclient.hf.structure import Refused, base_model, check_structure
 
@@ -89,6 +92,14 @@ class _Trial:
 
         plain_a, cache = self._generate(self.a[None])
         plain_b, _ = self._generate(self.b[None])
+        if self.in_place:
+            with without(self.model):
+                own_a, _ = self._generate(self.a[None])
+            if not self._near(plain_a, own_a):
+                raise Refused(
+                    f"{self.name}: the kernels' attention is not the model's own: logits differ by "
+                    f"{self._difference(plain_a, own_a):.2g}"
+                )
         given_b, _ = self._generate(self.b[None], past_key_values=self._hand_over(cache))
         rows, mask = self._padded()
         plain_rows, _ = self._generate(rows, attention_mask=mask)

@@ -230,7 +230,7 @@ def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
 
     monkeypatch.setattr(StoreLayer, "_open", shifted)
     with pytest.raises(kvclient.hf.Refused, match="KV from the store"):
-        kvclient.hf.attach(build("llama"), client)
+        kvclient.hf.attach(build("llama"), client, in_place=False)
 
 
 def test_the_self_test_refuses_a_model_that_looks_ahead(client, fresh_self_test):

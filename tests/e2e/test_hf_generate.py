@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import kvclient
 import kvclient.hf
 from kvclient.blocks import meta
+from kvclient.hf import attention
 from kvclient.hf.cache import Shape, StoreLayer
 from kvclient.hf.memory import Memory
 from tests.engines.zoo import build, generate, prompt
@@ -46,7 +47,7 @@ def around_boundaries():
 def test_warm_equals_cold_and_the_floor(model, client, length):
     ids = prompt(length)
     plain, plain_logits, cache = generate(model, ids)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
         cold, cold_logits, _ = generate(model, ids)
         assert kv.last.reused_tokens == 0
         assert kv.last.published_blocks == (length + 7) // BLOCK
@@ -76,10 +77,17 @@ def test_a_whole_prompt_in_the_store_leaves_one_token_to_compute(model, client):
         assert cache.get_seq_length() == 4 * BLOCK + 7
 
 
-def test_kv_is_stored_as_computed(model, client):
+@pytest.mark.parametrize("backend", [None, "torch", "cpu_avx512", "cpu_avx2"])
+def test_kv_is_stored_as_computed(model, client, backend):
+    """By whatever computes attention: the model's own, or a backend of ours, in place where it can."""
     ids = prompt(3 * BLOCK)
+    if backend is not None:
+        if reason := attention.available_backends()[backend]:
+            pytest.skip(reason)
+        attention.install(model, backend)
     _, _, cache = generate(model, ids, 1)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    in_place = None if backend is not None else False
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
         generate(model, ids, 1)
         chain = kvclient.chain(kv.identity, ids[0].tolist(), block_tokens=BLOCK)
     with client.get(chain) as blocks:
@@ -153,14 +161,14 @@ class Broken(Exception):
 
 
 def break_at(monkeypatch, layer_index):
-    own = StoreLayer.update
+    own = DynamicCache.update
 
-    def update(self, *args, **kwargs):
-        if self.index == layer_index:
+    def update(self, keys, values, index, *args, **kwargs):
+        if index == layer_index:
             raise Broken
-        return own(self, *args, **kwargs)
+        return own(self, keys, values, index, *args, **kwargs)
 
-    monkeypatch.setattr(StoreLayer, "update", update)
+    monkeypatch.setattr(DynamicCache, "update", update)
 
 
 def test_an_error_in_the_model_leaves_nothing_behind(model, client, monkeypatch):

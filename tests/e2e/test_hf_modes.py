@@ -45,7 +45,7 @@ def test_left_padded_rows_equal_plain(model, client, lengths):
     rows = [prompt(70, seed=number)[0] for number in range(len(lengths))]
     ids, mask = padded(rows, lengths)
     plain, plain_logits, _ = generate(model, ids, attention_mask=mask)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
         _cold, cold_logits, _ = generate(model, ids, attention_mask=mask)
         assert torch.equal(cold_logits, plain_logits)
         warm, warm_logits, _ = generate(model, ids, attention_mask=mask)

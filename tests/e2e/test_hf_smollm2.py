@@ -125,7 +125,10 @@ def fp32(model_dir):
 def test_fp32_around_every_block_boundary(daemon, fp32, tokens):
     """Warm output equals cold token by token; its logits are bitwise those of the same KV from memory."""
     server = daemon(memory="256MiB")
-    with server.connect() as client, kvclient.hf.attach(fp32, client, block_tokens=BLOCK) as kv:
+    with (
+        server.connect() as client,
+        kvclient.hf.attach(fp32, client, block_tokens=BLOCK, in_place=False) as kv,
+    ):
         for number, length in enumerate(BOUNDARIES):
             ids = torch.tensor([tokens[number % len(tokens)][number : number + length]])
             cold, _cold_logits, cache = generate(fp32, ids)
@@ -149,7 +152,10 @@ def test_bf16_is_bitwise_that_of_the_same_kv(daemon, model_dir, tokens, record_p
     model = load(model_dir, torch.bfloat16)
     server = daemon(memory="128MiB")
     divergences = []
-    with server.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with (
+        server.connect() as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv,
+    ):
         for length in (2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1):
             ids = torch.tensor([tokens[1][:length]])
             _cold, cold_logits, cache = generate(model, ids)

@@ -6,6 +6,7 @@ must pass, the limit is raised. The cache directory is the test's.
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,13 +68,18 @@ def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
 def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
     from kvclient.hf import prefix
 
-    honest = prefix.Prefix.load
+    honest, in_place = prefix.Prefix.load, prefix.Prefix.arrays
 
     def wrong(self, layer, storage):
         honest(self, layer, storage)
         storage[1, :, :, 5] += 1
 
+    def wrong_in_place(self, layer):
+        parts = in_place(self, layer)
+        return [part._replace(block=(part.block[0], part.block[1] + np.float32(1))) for part in parts]
+
     monkeypatch.setattr(prefix.Prefix, "load", wrong)
+    monkeypatch.setattr(prefix.Prefix, "arrays", wrong_in_place)
     assert not kv.verify(PROMPTS)["prefix"].passed
 
 

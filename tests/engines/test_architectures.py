@@ -10,23 +10,10 @@ from transformers.cache_utils import DynamicCache
 import kvclient
 import kvclient.hf
 from kvclient.hf import Repair
-from tests.engines.zoo import REFUSED, SERVED, UNMOVED, build, generate, prompt
+from tests.engines.zoo import REFUSED, SERVED, UNMOVED, generate, known, prompt
 
 BLOCK = 16
 LENGTHS = (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1, 61)
-
-
-@pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-def known(name, **options):
-    model = build(name, **options)
-    if model is None:
-        pytest.skip("this transformers does not know it")
-    return model
 
 
 def floor(model, ids, cache, count):
@@ -40,7 +27,7 @@ def floor(model, ids, cache, count):
 @pytest.mark.parametrize("name", SERVED)
 def test_warm_equals_cold_in_fp32(name, client):
     model = known(name)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
         for length in LENGTHS:
             ids = prompt(length, seed=length)
             with kv.bypass():
@@ -62,7 +49,7 @@ def test_warm_equals_cold_in_fp32(name, client):
 @pytest.mark.parametrize("name", SERVED)
 def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
     model, ids = known(name, dtype=torch.bfloat16), prompt(61)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
         _, _, cache = generate(model, ids, 1)
         warm, warm_logits, _ = generate(model, ids)
         assert kv.last.reused_tokens == 48

@@ -16,7 +16,7 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends, dense, fused, plain, registered
-from tests.engines.zoo import REFUSED, SERVED, build, generate, prompt
+from tests.engines.zoo import REFUSED, SERVED, generate, known, prompt
 
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")  # these call no registered function
 NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
@@ -35,13 +35,6 @@ PAIRS = [
     for name in NAMES
     for backend in BACKENDS
 ]
-
-
-def known(name: str, dtype: torch.dtype = torch.float32):
-    model = build(name, dtype)
-    if model is None:
-        pytest.skip(f"this transformers has no {name}")
-    return model
 
 
 def runnable(backend: str) -> str:

@@ -11,6 +11,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import kvclient
 import kvclient.hf
@@ -19,7 +20,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.layer import InPlaceLayer
-from tests.engines.zoo import SERVED, build, generate, prompt
+from tests.engines.zoo import SERVED, generate, known, near, prompt
 
 BLOCK = 16
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")
@@ -31,37 +32,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
-def left():
-    """Why layers became dense, or calls went to torch, during the test."""
-    before = attention.fallbacks()
-
-    def new() -> dict[str, int]:
-        now = attention.fallbacks()
-        return {reason: count for reason in now if (count := now[reason] - before.get(reason, 0))}
-
-    return new
-
-
-def known(name: str, dtype: torch.dtype = torch.float32):
-    model = build(name, dtype)
-    if model is None:
-        pytest.skip(f"this transformers has no {name}")
-    return model
-
-
 def attached(model, client, **options):
     return kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=True, **options)
-
-
-def near(one: torch.Tensor, other: torch.Tensor, bound: float = 1e-5) -> bool:
-    return float((one - other).abs().max()) <= bound * float(other.abs().max())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +93,7 @@ def test_no_dense_cache_is_built(client, left):
                 assert layer.origin == 48
                 assert layer.storage.shape[3] < 48  # the 13 tokens of the tail and what was generated
                 assert [part[:2] for part in layer._prefix] == [(0, 0), (0, 16), (0, 32)]
-                for block, (_, _, kept, count) in zip(blocks, layer._prefix, strict=True):
+                for block, (_, _, kept, count, _) in zip(blocks, layer._prefix, strict=True):
                     for array, own in zip(kept, block.layer(number), strict=True):
                         assert array.ctypes.data == own.ctypes.data
                         assert (array.shape, count) == (own.shape, BLOCK)
@@ -142,9 +114,11 @@ def test_quantised_blocks_are_read_as_they_are(codec, client, left):
             if not in_place:
                 wanted = found
     assert near(found, wanted, 1e-2)  # integers of 16 bits against fp32, through three layers
-    assert all(
-        isinstance(k, kernels.Quantised) for layer in cache.layers for _, _, (k, _), _ in layer._prefix
-    )
+    for layer in cache.layers:  # the first tokens are stored in full beside them
+        sinks, *rest = layer._prefix
+        assert not isinstance(sinks.block[0], kernels.Quantised) and sinks.tokens == 4
+        assert all(isinstance(part.block[0], kernels.Quantised) for part in rest)
+        assert sum(part.tokens for part in rest) == 92
     assert left() == {}
 
 
@@ -177,8 +151,8 @@ def test_what_is_read_is_what_lies_there(client):
             before = model(following, past_key_values=copy.deepcopy(cache)).logits
             for layer in cache.layers:
                 layer._prefix = [
-                    (row, start, (k.copy() + np.float32(0.5), v), n)
-                    for row, start, (k, v), n in layer._prefix
+                    (row, start, (k.copy() + np.float32(0.5), v), n, first)
+                    for row, start, (k, v), n, first in layer._prefix
                 ]
                 layer._call = None
             after = model(following, past_key_values=cache).logits
@@ -211,7 +185,7 @@ def test_blocks_written_in_place_serve_a_dense_reader(client):
                 assert kv.last.reused_tokens == reused
                 assert torch.equal(tokens, plain)
     attention.uninstall(model)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
         generate(model, ids)
         assert kv.last.reused_tokens == 0
 
@@ -294,14 +268,16 @@ def test_a_model_that_changes_its_keys_after_the_cache_is_found_out(client, monk
     assert attention.installed(model) is None
 
 
-def test_attention_that_is_not_ours_is_found_out(client):
-    """Switched behind the store's back: the layer's handle is never asked about."""
+def test_attention_that_is_not_ours_is_found_out(client, monkeypatch):
+    """Exchanged behind the store's back: the layer's handle is never asked about."""
     model, ids = known("llama"), prompt(40)
-    with attached(model, client):
+    with attached(model, client) as kv:
         generate(model, ids)
-        model.config._attn_implementation = "sdpa"
+        table = transformers.AttentionInterface._global_mapping
+        monkeypatch.setitem(table, model.config._attn_implementation, table["sdpa"])
         with pytest.raises(RuntimeError, match="none of the registered functions"):
             generate(model, ids)
+        assert kv.last.reused_tokens == 0
 
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)

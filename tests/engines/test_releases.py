@@ -19,6 +19,7 @@ TESTS = [
     "tests/engines/test_awq.py",
     "tests/engines/test_backends.py",
     "tests/engines/test_in_place.py",
+    "tests/engines/test_in_place_default.py",
     "tests/e2e/test_hf_generate.py",
     "tests/e2e/test_hf_modes.py",
 ]

@@ -7,6 +7,7 @@ another KV gives other tokens; with the default a zeroed KV passes for a right o
 # ruff: noqa: C408, E501
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
@@ -97,6 +98,18 @@ def build(
     model = getattr(transformers, model_name)(config).to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+def known(name: str, dtype: torch.dtype = torch.float32, **options):
+    """build(), or the test is skipped."""
+    model = build(name, dtype, **options)
+    if model is None:
+        pytest.skip(f"this transformers has no {name}")
+    return model
+
+
+def near(one: torch.Tensor, other: torch.Tensor, bound: float = 1e-5) -> bool:
+    return float((one - other).abs().max()) <= bound * float(other.abs().max())
 
 
 def prompt(length: int, seed: int = 1) -> torch.Tensor:

@@ -89,10 +89,17 @@ def unfit(device: torch.device, dtype: torch.dtype, head_dim: int, own: Backend 
     if device.type == "cpu":
         if dtype not in DTYPES:
             return "dtype"
-        return "head_dim" if head_dim > contract.MAX_HEAD_DIM else None
+        return None if 1 <= head_dim <= contract.MAX_HEAD_DIM else "head_dim"
     if dtype not in _HALVES:
         return "dtype"
     return None if _GPU_HEAD_DIMS[own.name](head_dim) else "head_dim"
+
+
+def head_dim_of(model: torch.nn.Module) -> int:
+    """0 if its configuration does not say."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
 
 
 def _lacks(name: str) -> str | None:

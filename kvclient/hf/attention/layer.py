@@ -31,8 +31,10 @@ class Blocks(Protocol):
 
     columns: int
 
-    def arrays(self, layer: int) -> list[tuple[int, int, Any, int]]:
-        """(row, first column, K and V of a block, how many of its tokens), in order of columns."""
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]:
+        """(row, first column, K and V of a block, how many of its tokens, from which on), in order of
+        columns.
+        """
 
 
 class InPlaceLayer(StoreLayer):
@@ -42,7 +44,7 @@ class InPlaceLayer(StoreLayer):
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
         memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._prefix: list[tuple[int, int, Any, int]] | None = [] if source is None else None
+        self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
         self._call: tuple[Any, ...] | None = None
         self._dense = False
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -126,13 +128,13 @@ class InPlaceLayer(StoreLayer):
         self._storage = self._allocate(rows, max(length, self.origin + self.shape.capacity))
         whole = as_array(self._storage)
         whole[:, :, :, : self.origin] = 0
-        for row, start, block, count in prefix:
+        for row, start, block, count, first in prefix:
             for own, place in zip(block, whole[:, row, :, start : start + count], strict=True):
                 if isinstance(own, kernels.Quantised):
                     own = kernels.dequantise(
                         own, np.empty((place.shape[0], own.tokens, own.head_dim), place.dtype)
                     )
-                place[:] = own[:, :count]
+                place[:] = own[:, first : first + count]
         if tail is not None:
             whole[:, :, :, self.origin : length] = as_array(tail)[:, :, :, : length - self.origin]
         self.origin = 0
@@ -211,8 +213,8 @@ class InPlaceLayer(StoreLayer):
         assert self._storage is not None
         rows = self._storage.shape[1]
         parts: list[list[Any]] = [[] for _ in range(rows)]
-        for row, start, (keys, values), count in self._prefix or []:
-            parts[row].append(kernels.segment(keys, values, start, tokens=count).struct)
+        for row, start, (keys, values), count, first in self._prefix or []:
+            parts[row].append(kernels.segment(keys, values, start, first=first, tokens=count).struct)
         lists = [(contract.Segment * len(own))(*own) for own in parts]
         sequences = (contract.Sequence * rows)()
         for row, pad in enumerate(self._pads):

@@ -8,10 +8,11 @@ same with padding at the left), 4-D (anything else: torch).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
 PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
+BROUGHT = "_kvclient_attention_brought"  # …and that nobody asked for the kernels but an attachment
 # Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of attention.
 KNOWN_MASKS = ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask")
 
@@ -65,23 +67,47 @@ def backend_of(model: torch.nn.Module, name: str | None = None) -> Backend:
     """The backend that this model has, or that install() would give it."""
     if (own := installed(model)) is not None:
         return backends.backend(own)
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return backends.choose(model.device, model.dtype, head_dim, name)
+    return backends.choose(model.device, model.dtype, backends.head_dim_of(model), name)
 
 
 def uninstall(model: torch.nn.Module) -> None:
-    """Gives the model back the attention it had. Idempotent."""
+    """Gives the model back the attention it had; one that it was given since stays. Idempotent."""
     before = model.__dict__.pop(PLACE, None)
+    model.__dict__.pop(BROUGHT, None)
     for name, part in _configured(model) if before is not None else ():
-        if name in before:
+        if name in before and str(part.config._attn_implementation).startswith(PREFIX):
             part.config._attn_implementation_internal = before[name]
+
+
+@contextlib.contextmanager
+def without(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model computes with the attention it had before install()."""
+    before, parts = model.__dict__.get(PLACE, {}), _configured(model)
+    ours = {name: part.config._attn_implementation for name, part in parts}
+    try:
+        for name, part in parts:
+            part.config._attn_implementation_internal = before.get(name, ours[name])
+        yield
+    finally:
+        for name, part in parts:
+            part.config._attn_implementation_internal = ours[name]
+
+
+def bring(model: torch.nn.Module) -> None:
+    """Installs the kernels for an attachment, with which they leave."""
+    install(model)
+    model.__dict__[BROUGHT] = id(model)
+
+
+def copied(model: torch.nn.Module) -> bool:
+    """Whether this is a copy of a model that had the kernels for its attachment's sake only."""
+    return model.__dict__.get(BROUGHT, id(model)) != id(model)
 
 
 def installed(model: torch.nn.Module) -> str | None:
     """The backend that install() gave this model."""
-    name = model.config._attn_implementation or ""
-    return name.removeprefix(PREFIX) if PLACE in model.__dict__ else None
+    name = str(model.config._attn_implementation)
+    return name.removeprefix(PREFIX) if PLACE in model.__dict__ and name.startswith(PREFIX) else None
 
 
 def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:

@@ -1,0 +1,86 @@
+"""Whether an attachment reads the store's blocks where they lie, and the attention that this takes.
+
+Owns that decision and its counting. Never takes from a user what was chosen: an attention that is not the one
+transformers itself would have taken stays, and what is asked for by name is never answered by something else.
+Invariant: a model that could be served in place and is not, is counted with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import backends
+from kvclient.hf.attention.registered import (
+    PREFIX,
+    backend_of,
+    bring,
+    copied,
+    count_fallback,
+    install,
+    installed,
+    uninstall,
+)
+
+
+class Adopted:
+    """The attention of one attachment's model. `in_place` as long as the kernels are what the model calls."""
+
+    def __init__(self, model: torch.nn.Module, in_place: bool | None) -> None:
+        """in_place: None takes the kernels where they fit. Raises InvalidArgument if True cannot be had."""
+        self.asked = in_place is True
+        self.wanted = in_place is not False
+        self._brought = False
+        if copied(model):
+            uninstall(model)
+        if not self.wanted:
+            return
+        if reason := lacking(model, self.asked):
+            self.wanted = False
+            count_fallback(reason)
+        elif installed(model) is None:
+            bring(model)
+            self._brought = True
+
+    def in_place(self, model: torch.nn.Module) -> bool:
+        """Whether the model, as it is now, reads blocks in place. What was switched since is counted."""
+        if self.wanted and not str(model.config._attn_implementation).startswith(PREFIX):
+            count_fallback("switched")
+            return False
+        return self.wanted
+
+    def give_up(self, model: torch.nn.Module, reason: str) -> None:
+        self.wanted = False
+        count_fallback(reason)
+        self.give_back(model)
+
+    def give_back(self, model: torch.nn.Module) -> None:
+        """The model has the attention again that it had before. Idempotent."""
+        if self._brought:
+            uninstall(model)
+        self._brought = False
+
+
+def lacking(model: torch.nn.Module, asked: bool = False) -> str | None:
+    """Why this model is not served in place, as a word for counting; None: it can be.
+
+    asked: by name. Raises InvalidArgument then, and if KVCLIENT_BACKEND names what cannot run here.
+    """
+    if asked and not type(model)._can_set_attn_implementation():
+        install(model)  # raises, with the reason
+    backend = backend_of(model)
+    readable = backend.path is not None and backend.device == "cpu"
+    if asked and not readable:
+        raise InvalidArgument(f"in_place=True: the backend {backend.name} cannot read blocks where they lie")
+    if not type(model)._can_set_attn_implementation():
+        return "own_attention"
+    if not readable:
+        chosen = os.environ.get(backends.ENVIRONMENT) or installed(model) is not None
+        unfit = backends.unfit(model.device, model.dtype, backends.head_dim_of(model))
+        return "torch" if chosen else unfit or "torch"
+    usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if not asked and installed(model) is None and model.config._attn_implementation != usual:
+        return "chosen_attention"  # eager gives the weights of attention, others have reasons of their own
+    return None
