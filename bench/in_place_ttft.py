@@ -4,8 +4,8 @@ SmolLM2 and a real text, shared tokens and a tail of 20, all contenders alternat
 on one thread, medians:
   floor     plain generate(), handed the exact KV of the prefix in memory, by reference: no store can be
             faster that copies
-  dense     the store attached; the prefix is copied out of its blocks
-  in place  the store attached with in_place=True
+  dense     the store attached with in_place=False; the prefix is copied out of its blocks
+  in place  the store attached with in_place=True, as it is by default
 Owns nothing that lasts; never judges.
 """
 
@@ -62,7 +62,8 @@ def main() -> int:
     with daemon() as home, kvclient.connect(dir=home) as client:
         model, ids = load(args.dtype)
         twin, _ = load(args.dtype)
-        dense, in_place = Contenders(model, client), Contenders(twin, client, in_place=True)
+        dense = Contenders(model, client, in_place=False)
+        in_place = Contenders(twin, client, in_place=True)
         for shared in (512, 2048):
             results.append(measure(dense, in_place, ids, shared, args.rounds))
             one = results[-1]
