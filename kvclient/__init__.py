@@ -28,6 +28,7 @@ _HOME = {
     "Layout": "kvclient.blocks.layout",
     "NoSpace": "kvclient.errors",
     "NotPermitted": "kvclient.errors",
+    "PagesExhausted": "kvclient.errors",
     "PinsExhausted": "kvclient.errors",
     "Unavailable": "kvclient.errors",
     "chain": "kvclient.blocks.keys",

@@ -14,6 +14,8 @@ them: a block that is not there is a value (None, "no_space", a lower count), no
     ├── NotPermitted         (also PermissionError)  the caller's or the operator's: this user may not open
     │                                                this namespace, or may only read it.
     ├── PinsExhausted                                the caller's: it holds max_pins views; release some.
+    ├── PagesExhausted                               the caller's: its calls need more memory at once than
+    │                                                attach(paged_tokens=) allows.
     ├── DeadlineExceeded     (also TimeoutError)     nobody's: the wait reached the deadline it was given.
     ├── BlockLost                                    another writer's: it died or aborted while its block was
     │                                                being followed; or this writer's lease ended under it.
@@ -36,6 +38,7 @@ __all__ = [
     "KVClientError",
     "NoSpace",
     "NotPermitted",
+    "PagesExhausted",
     "PinsExhausted",
     "Unavailable",
 ]
@@ -63,6 +66,10 @@ class NotPermitted(KVClientError, PermissionError):
 
 class PinsExhausted(KVClientError):
     """All pins of the session are in use. Raised for the item that found none free, never told as a miss."""
+
+
+class PagesExhausted(KVClientError):
+    """The pool of pages of an attachment is in use. The call ends; its pages are free again."""
 
 
 class DeadlineExceeded(KVClientError, TimeoutError):

@@ -25,7 +25,8 @@ from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
 from kvclient.hf import attention, calibration, trials
 from kvclient.hf.attention.adopt import Adopted
-from kvclient.hf.criterion import POSITIONAL, TokenSeen, with_criterion
+from kvclient.hf.attention.pages import PagedStats
+from kvclient.hf.criterion import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
 from kvclient.hf.hooks import HOOKS, PLACE, chunked_reads
@@ -63,6 +64,8 @@ def attach(
     weights_digest: bytes | None = None,
     self_test: bool = True,
     in_place: bool | None = None,
+    paged: bool = False,
+    paged_tokens: int = 32768,
 ) -> Attachment:
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
     served right.
@@ -79,8 +82,10 @@ def attach(
     computes for itself. in_place: attend to blocks where they lie, with the native kernels
     (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
     made. None: wherever the kernels fit and the model's attention is the one transformers chose; where not,
-    `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. weights_digest: 32 bytes to
-    stand for the weights, for models too large to be digested at every start (1.3 GB/s a core).
+    `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and tokens
+    that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams and
+    copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
+    models too large to be digested at every start (1.3 GB/s a core).
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -97,7 +102,7 @@ def attach(
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
-    adopted = Adopted(model, in_place)
+    adopted = Adopted(model, True if paged else in_place, paged_tokens if paged else None)
     try:
         attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec, adopted)
         attachment.overlap_tokens = check_overlap(overlap_tokens)
@@ -150,6 +155,12 @@ class Attachment:
         if model is None:
             raise Closed("this attachment was detached")
         return attention.installed(model) or str(model.config._attn_implementation)
+
+    def paged_stats(self) -> PagedStats:
+        """Pages in use, shared and copied. Raises InvalidArgument without paged=True."""
+        if self._options.pool is None:
+            raise InvalidArgument("this attachment has no pages; attach with paged=True")
+        return self._options.pool.stats
 
     @property
     def identity(self) -> bytes:
@@ -251,19 +262,22 @@ class Attachment:
     def _test_self(self, model: torch.nn.Module) -> None:
         from kvclient.hf.selftest import self_test
 
-        if self._adopted.wanted and not self._adopted.asked:
+        adopted = self._adopted
+        if adopted.wanted and not adopted.asked:
             try:
                 self.padded = self_test(model, in_place=True).padded
                 return
             except (Refused, RuntimeError):
-                self._adopted.give_up(model, "self_test")
+                adopted.give_up(model, "self_test")
                 self._examine(model)
-        self.padded = self_test(model, self._adopted.wanted).padded
+        self.padded = self_test(model, adopted.wanted, adopted.paged_tokens is not None).padded
 
     def _examine(self, model: torch.nn.Module) -> None:
         self._watch = Watch(model)
-        self._options = dataclasses.replace(self._options, in_place=self._adopted.in_place(model))
         kv = check_structure(model)
+        in_place = self._adopted.in_place(model)
+        pool = self._adopted.pool(kv.layers, kv.heads, kv.head_dim, kv.dtype) if in_place else None
+        self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
         self._kv, self._form = kv, Form.of(kv, self._codec)
         layout = self._form.layout(self._options.chunker.most)
         self._namespace_salt = self.client.salt or b""
@@ -361,16 +375,8 @@ class Attachment:
 
     def _outside(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call is none of ours, as far as its arguments say."""
-        given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-        if getattr(self._local, "bypass", None) == (True, True):
-            return "bypass"
-        if given.get("past_key_values") is not None:
-            return "user_cache"
-        if given.get("custom_generate") is not None:
-            return "custom_generate"
-        config = given.get("generation_config") or model.generation_config
-        implementation = given.get("cache_implementation", getattr(config, "cache_implementation", None))
-        return "cache_implementation" if implementation not in (None, "dynamic") else None
+        whole = getattr(self._local, "bypass", None) == (True, True)
+        return "bypass" if whole else none_of_ours(model, args, kwargs)
 
     def _run_without(
         self,

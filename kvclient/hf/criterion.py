@@ -38,3 +38,15 @@ def with_criterion(
     if len(args) > place:
         return (*args[:place], criteria, *args[place + 1 :]), kwargs
     return args, {**kwargs, "stopping_criteria": criteria}
+
+
+def none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the store has no part in a call with these arguments; None: it has."""
+    given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    if given.get("past_key_values") is not None:
+        return "user_cache"
+    if given.get("custom_generate") is not None:
+        return "custom_generate"
+    config = given.get("generation_config") or model.generation_config
+    implementation = given.get("cache_implementation", getattr(config, "cache_implementation", None))
+    return "cache_implementation" if implementation not in (None, "dynamic") else None

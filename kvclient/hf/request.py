@@ -20,6 +20,8 @@ from transformers.cache_utils import DynamicCache
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
+from kvclient.hf.attention.paged import PagedLayer, leaders
+from kvclient.hf.attention.pages import PagePool, PageTable
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.blend import Blend, BlendLayer, Interior
 from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
@@ -57,6 +59,7 @@ class Options:
     publish_generated: bool
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
     in_place: bool = False  # the model's attention reads blocks where they lie
+    pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
 
@@ -273,6 +276,7 @@ class Request:
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         capacity = max(length, min(wanted, length + SPARE_TOKENS))
         in_place = self._in_place(device)
+        paged = in_place and self._options.pool is not None
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         form = subject.form
@@ -284,16 +288,22 @@ class Request:
             make = functools.partial(BlendLayer, self._blend)
         elif in_place:
             forget_pending()
-            pads = [pad for _, pad in sorted((row, g.pad) for g in self._prompt.groups for row in g.rows)]
+            groups = self._prompt.groups
+            pads = [pad for _, pad in sorted((row, g.pad) for g in groups for row in g.rows)]
             make = functools.partial(InPlaceLayer, pads=pads, left=count_fallback)
-        self._layers = [
-            make(index, shape, self._prefix, written, memory)
-            for index, memory in enumerate(recycled(self._memory, shape, form.layers))
-        ]
+            if paged:
+                first = leaders([group.rows for group in groups], len(pads))
+                table = PageTable(self._options.pool, pads, first, length)
+                make = functools.partial(PagedLayer, pads=pads, left=count_fallback, table=table)
+        memory = [None] * form.layers if paged else recycled(self._memory, shape, form.layers)
+        self._layers = [make(i, shape, self._prefix, written, own) for i, own in enumerate(memory)]
         replace_layers(cache, self._layers)
 
     def _in_place(self, device: torch.device) -> bool:
-        if not self._options.in_place or self._blend is not None or device.type != "cpu":
+        if not self._options.in_place or device.type != "cpu":
+            return False
+        if self._blend is not None:
+            count_fallback("inside")  # fresh tokens stand among reused ones
             return False
         if any(one.part is not None for one in self._found):
             count_fallback("part")  # its tokens go into a block together with what follows

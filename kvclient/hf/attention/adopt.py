@@ -8,11 +8,13 @@ Invariant: a model that could be served in place and is not, is counted with the
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends
+from kvclient.hf.attention.pages import PagePool
 from kvclient.hf.attention.registered import (
     PREFIX,
     backend_of,
@@ -28,9 +30,14 @@ from kvclient.hf.attention.registered import (
 class Adopted:
     """The attention of one attachment's model. `in_place` as long as the kernels are what the model calls."""
 
-    def __init__(self, model: torch.nn.Module, in_place: bool | None) -> None:
-        """in_place: None takes the kernels where they fit. Raises InvalidArgument if True cannot be had."""
-        self.asked = in_place is True
+    def __init__(
+        self, model: torch.nn.Module, in_place: bool | None, paged_tokens: int | None = None
+    ) -> None:
+        """in_place: None takes the kernels where they fit. paged_tokens: what is computed lies in pages for
+        so many. Raises InvalidArgument if True cannot be had.
+        """
+        self.asked, self.paged_tokens = in_place is True, paged_tokens
+        self._pool: PagePool | None = None
         self.wanted = in_place is not False
         self._brought = False
         if copied(model):
@@ -50,6 +57,14 @@ class Adopted:
             count_fallback("switched")
             return False
         return self.wanted
+
+    def pool(self, *shape: Any) -> PagePool | None:
+        """The pages of an attachment to a model with KV of that shape; None if it has none."""
+        if self.paged_tokens is None:
+            return None
+        if self._pool is None or self._pool.shape != shape:
+            self._pool = PagePool(*shape, self.paged_tokens)
+        return self._pool
 
     def give_up(self, model: torch.nn.Module, reason: str) -> None:
         self.wanted = False

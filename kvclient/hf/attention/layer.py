@@ -63,21 +63,28 @@ class InPlaceLayer(StoreLayer):
         if self._dense:
             return super().update(key_states, value_states, *args, **kwargs)
         expect_nothing()
+        self._open_blocks()
+        wanted = (self.shape.heads, self.shape.head_dim, self.dtype)
+        if (key_states.shape[1], key_states.shape[-1], key_states.dtype) != wanted:
+            raise RuntimeError(
+                f"layer {self.index} computes {list(key_states.shape)} of {key_states.dtype}; "
+                f"stored: {wanted}"
+            )
         start = self._length
         stop = start + key_states.shape[-2]
-        tail = self._tail(stop, key_states)
-        low, high = start - self.origin, stop - self.origin
-        tail[0, :, :, low:high] = key_states
-        tail[1, :, :, low:high] = value_states
+        handle, values = self._keep(start, stop, key_states, value_states)
         self._length, self.is_initialized = stop, True
         if self.written is not None:
-            self.written(self.index, start, stop, tail, self.origin)
-        handle = tail[0, :, :, low:high]
+            self.written(self.index, start, stop, self.storage, self.origin)
         setattr(handle, HANDLE, self)
         _pending.layer = self
-        return handle, tail[1, :, :, low:high]
+        return handle, values
 
     def crop(self, count: int) -> None:
+        """Negative in every release: so many tokens go. What it says besides differs between them."""
+        if not self._dense and count < 0 and self._length + count >= self.origin and self.is_initialized:
+            self._cut(self._length + count)
+            return
         self.become_dense("crop")
         super().crop(count)
 
@@ -86,7 +93,9 @@ class InPlaceLayer(StoreLayer):
         self._prefix, self._call, self._dense, self.origin = [], None, False, 0
 
     def detach_store(self) -> None:
+        length = self._length if self.is_initialized else 0
         super().detach_store()
+        self._length = length
         if self._prefix is None:  # never asked for
             self._prefix, self._length, self.origin = [], 0, 0
 
@@ -94,7 +103,7 @@ class InPlaceLayer(StoreLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        if not self._dense and self._storage is not None:
+        if not self._dense and self.is_initialized:
             self.become_dense("read")
         return self._given[0]
 
@@ -104,7 +113,7 @@ class InPlaceLayer(StoreLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        if not self._dense and self._storage is not None:
+        if not self._dense and self.is_initialized:
             self.become_dense("read")
         return self._given[1]
 
@@ -119,26 +128,40 @@ class InPlaceLayer(StoreLayer):
         if self._dense:
             return
         self._open_blocks()
-        tail, length, self._dense, self._call = self._storage, self._length, True, None
+        length, self._dense, self._call = self._length, True, None
         prefix, self._prefix = self._prefix or [], []
-        if tail is None and not prefix:
+        if not self.is_initialized and not prefix:
             return
         self._left(reason)
-        rows = self.shape.rows if tail is None else tail.shape[1]
-        self._storage = self._allocate(rows, max(length, self.origin + self.shape.capacity))
-        whole = as_array(self._storage)
+        from_row = self._from_row()
+        dense = self._allocate(len(from_row), max(length, self.origin + self.shape.capacity))
+        whole = as_array(dense)
         whole[:, :, :, : self.origin] = 0
         for row, start, block, count, first in prefix:
-            for own, place in zip(block, whole[:, row, :, start : start + count], strict=True):
+            for own, place in zip(block, whole[:, :, :, start : start + count], strict=True):
                 if isinstance(own, kernels.Quantised):
                     own = kernels.dequantise(
-                        own, np.empty((place.shape[0], own.tokens, own.head_dim), place.dtype)
+                        own, np.empty((place.shape[1], own.tokens, own.head_dim), place.dtype)
                     )
-                place[:] = own[:, first : first + count]
-        if tail is not None:
-            whole[:, :, :, self.origin : length] = as_array(tail)[:, :, :, : length - self.origin]
-        self.origin = 0
+                place[[to for to, source in enumerate(from_row) if source == row]] = own[
+                    :, first : first + count
+                ]
+        if length > self.origin:
+            self._copy_tail(dense[:, :, :, self.origin : length])
+        self._storage, self.origin = dense, 0
         self._show(length)
+
+    def _from_row(self) -> list[int]:
+        """For each row, the row of the prompt whose blocks it begins with."""
+        return list(range(self.shape.rows if self._storage is None else self._storage.shape[1]))
+
+    def _copy_tail(self, place: torch.Tensor) -> None:
+        """Writes what is held behind `origin` into [2, rows, heads, tokens, head_dim]."""
+        assert self._storage is not None
+        place.copy_(self._storage[:, :, :, : self._length - self.origin])
+
+    def _cut(self, length: int) -> None:
+        self._length = length
 
     def _open(self, like: torch.Tensor | None = None, tokens: int = 0) -> None:
         if self._dense:
@@ -153,25 +176,22 @@ class InPlaceLayer(StoreLayer):
             source, self._source = self._source, None
             self._prefix = source.arrays(self.index)
 
-    def _tail(self, stop: int, like: torch.Tensor) -> torch.Tensor:
-        self._open_blocks()
-        wanted = (self.shape.heads, self.shape.head_dim, self.dtype)
-        if (like.shape[1], like.shape[-1], like.dtype) != wanted:
-            raise RuntimeError(
-                f"layer {self.index} computes {list(like.shape)} of {like.dtype}; stored: {wanted}"
-            )
-        tokens = stop - self.origin
+    def _keep(
+        self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores them; views of what was stored."""
+        low, high = start - self.origin, stop - self.origin
         if self._storage is None:
             given, self._memory = self._memory, None
-            fits = given is not None and given.shape[1] == like.shape[0] and given.shape[3] >= tokens
-            self._storage = given if fits else self._allocate(like.shape[0], max(tokens, self.shape.capacity))
-        elif tokens > self._storage.shape[3]:
-            grown = self._allocate(self._storage.shape[1], max(tokens, int(self._storage.shape[3] * GROWTH)))
-            grown[:, :, :, : self._length - self.origin] = self._storage[
-                :, :, :, : self._length - self.origin
-            ]
+            fits = given is not None and given.shape[1] == keys.shape[0] and given.shape[3] >= high
+            self._storage = given if fits else self._allocate(keys.shape[0], max(high, self.shape.capacity))
+        elif high > self._storage.shape[3]:
+            grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
+            grown[:, :, :, :low] = self._storage[:, :, :, :low]
             self._storage, self._call = grown, None
-        return self._storage
+        place = self._storage[:, :, :, low:high]
+        place[0], place[1] = keys, values
+        return place[0], place[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the cache: they point to their own memory."""
@@ -198,15 +218,19 @@ class InPlaceLayer(StoreLayer):
         if sinks is not None:
             sinks = sinks.float().contiguous()
             args.sinks = sinks.data_ptr()
+        args.sequences = addressof(self._sequences())
+        dense.workspace(args)
+        contract.check(contract.cpu().kvk_attend(byref(args)))
+        return out
+
+    def _sequences(self) -> Any:
+        """What the rows attend to, as C sees it."""
         if self._call is None:
             self._call = self._prepare()
         sequences = self._call[0]
         for row, pad in enumerate(self._pads):
             sequences[row].tail.tokens = max(0, self._length - max(pad, self.origin))
-        args.sequences = addressof(sequences)
-        dense.workspace(args)
-        contract.check(contract.cpu().kvk_attend(byref(args)))
-        return out
+        return sequences
 
     def _prepare(self) -> tuple[Any, ...]:
         """The segments of every row, as C sees them: made once for as long as the tail stays where it is."""
