@@ -1,5 +1,5 @@
-"""Proves attach(paged=True): what is not in the store lies in pages of a fixed pool, stored once and copied only
-when its owners part; and the model says what it says without.
+"""Proves attach(paged=True): what is not in the store lies in pages of a fixed pool, stored once and copied
+only when its owners part; and the model says what it says without.
 
 Method: tiny random models against plain generate(), alone, in padded rows, in beams, in copies of a cache.
 What is shared and what is copied is read off the pool's own counts; in the end no page is in use.
