@@ -1,5 +1,5 @@
-"""One forward pass over a prompt of which some stretches are reused: all tokens in the first layers, chosen
-ones in the rest.
+"""One forward pass over a prompt of which some stretches are reused: in the first layers the tokens that may
+be chosen, in the rest those that were.
 
 Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
 model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
@@ -67,13 +67,14 @@ class Blend:
         self._fresh = interior.repair.fresh(segments, length)
         self.found = sum(len(segment) for segment in segments)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
-        # The first layer that only chosen rows go through. K and V of all are looked at there.
-        checks, last = interior.repair.checks, len(interior.decoder) - 1
-        self.cut = min(interior.repair.check_layer, last) if checks else 0
-        self.looking = False  # while all rows enter that layer, for their K and V only
-        self._rows: torch.Tensor | None = (
-            None  # of this pass's tokens, that go through the layers from `cut` on
-        )
+        # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
+        checks = interior.repair.checks
+        self.cut = interior.repair.cut(len(interior.decoder))
+        self.looking = False  # while scanned rows enter that layer, for their K and V only
+        self._scanned = interior.repair.scanned(segments, self._fresh) if checks else self._fresh
+        # Of this pass's tokens, those that go through the layers so far; chosen ones from `cut` on.
+        self._rows = torch.nonzero(self._scanned[exact:]).squeeze(1)
+        self._chosen = not checks
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
         if not checks:
@@ -81,13 +82,12 @@ class Blend:
 
     @property
     def whole(self) -> bool:
-        """Whether every row goes through every layer: then nothing is reused and nothing is cut."""
-        return self._rows is not None and len(self._rows) == self.length - self.exact
+        """Whether every row goes through the layers from here on: nothing is reused there, nothing cut."""
+        return len(self._rows) == self.length - self.exact
 
     # ---------------------------------------------------------------- the layers' side
 
     def columns(self) -> torch.Tensor:
-        assert self._rows is not None, "rows are chosen before the first layer that is cut"
         return self._rows + self.exact
 
     def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
@@ -103,22 +103,22 @@ class Blend:
         self._clock.load_s += time.perf_counter() - began
 
     def check(self, layer: int, storage: torch.Tensor) -> None:
-        """All K and V of a layer are there: chooses the rows that go on into it."""
+        """K and V of a layer are there of all that may be chosen: chooses the rows that go on into it."""
         low = min(segment.start for segment in self._segments)
         high = max(segment.stop for segment in self._segments)
         stored = torch.empty_like(storage[:, :1, :, low:high])
         self.load(layer, stored, low)
-        fresh = storage[:, :1, :, low:high].float()
-        square = (stored.float() - fresh).pow_(2).sum(dim=(1, 2, 4))  # [2, tokens]
+        columns = torch.nonzero(self._scanned & ~self._fresh).squeeze(1)
+        fresh = storage[:, :1, :, columns.to(storage.device)].float()
+        square = (stored[:, :, :, (columns - low).to(storage.device)].float() - fresh).pow_(2)
+        square = square.sum(dim=(1, 2, 4))  # [2, tokens]
         size = fresh.pow(2).sum(dim=(1, 2, 4)).mean(dim=1, keepdim=True).clamp_min(1e-30)
-        deviation = torch.zeros(
-            self.length
-        )  # between the stretches, where `stored` is undefined, all is fresh
-        deviation[low:high] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
-        self._choose(self._interior.repair.worst(deviation, self._fresh))
+        deviation = torch.zeros(self.length)
+        deviation[columns] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
+        self._choose(self._interior.repair.worst(deviation, self._fresh, self._scanned))
 
     def _choose(self, fresh: torch.Tensor) -> None:
-        self._rows = torch.nonzero(fresh[self.exact :]).squeeze(1)
+        self._rows, self._chosen, self._mask = torch.nonzero(fresh[self.exact :]).squeeze(1), True, None
         self.recomputed = len(self._rows) - (self.length - self.exact - self.found)
 
     # ---------------------------------------------------------------- the model's side
@@ -138,14 +138,27 @@ class Blend:
     def cut_inputs(
         self, index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if index < self.cut or self.looking:
+        if self.looking:
             return None
-        if self._rows is None:
-            self._look(module, args, kwargs)
+        before = self._rows
+        if index == self.cut and not self._chosen:
+            self._look(module, *self._cut(args, dict(kwargs), before))
         if self.whole:
             return None
-        rows, total = self._rows, self.length - self.exact
-        assert rows is not None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == len(before) != len(self._rows):  # the layers before had more rows
+            hidden = hidden[:, torch.searchsorted(before, self._rows).to(hidden.device)]
+            args = (hidden, *args[1:]) if args else args
+            kwargs = kwargs if args else kwargs | {"hidden_states": hidden}
+        return self._cut(args, kwargs, self._rows)
+
+    def _cut(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a layer for these rows only."""
+        total = self.length - self.exact
+        if len(rows) == total:
+            return args, kwargs
         hidden = args[0] if args else kwargs["hidden_states"]
         rows = rows.to(hidden.device)
         if hidden.shape[1] == total:
@@ -163,8 +176,8 @@ class Blend:
         return args, kwargs
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Lets all rows into a layer, up to where it hands K and V to its cache: the rest of it is not
-        computed.
+        """Lets all scanned rows into a layer, up to where it hands K and V to its cache: the rest of it is
+        not computed.
         """
         self.looking = True
         try:
@@ -211,7 +224,7 @@ class BlendLayer(StoreLayer):
     def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
         super().__init__(index, shape, *args, **kwargs)
         self._blend: Blend | None = blend
-        self._looked = False  # all its columns hold fresh K and V
+        self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -219,18 +232,21 @@ class BlendLayer(StoreLayer):
         blend = self._blend
         if blend is not None and blend.looking:
             storage = self._room(blend.length, key_states)
-            storage[0, :, :, blend.exact : blend.length] = key_states
-            storage[1, :, :, blend.exact : blend.length] = value_states
-            self._looked = True
+            columns = blend.columns().to(storage.device)
+            storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
+            self._seen = columns, key_states, value_states
             blend.check(self.index, storage)
             raise _Seen
         self._blend = None
-        if blend is None or self.index < blend.cut or blend.whole:
+        if blend is None or blend.whole:
             return super().update(key_states, value_states, *args, **kwargs)
         storage = self._room(blend.length, key_states)
         columns = blend.columns().to(storage.device)
-        if not self._looked:
-            blend.load(self.index, storage)
+        blend.load(self.index, storage)
+        if self._seen is not None:
+            looked, *fresh = self._seen
+            storage[0][:, :, looked], storage[1][:, :, looked] = fresh
+            self._seen = None
         storage[0][:, :, columns] = key_states
         storage[1][:, :, columns] = value_states
         self._show(blend.length)

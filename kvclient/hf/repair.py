@@ -5,8 +5,9 @@ computed; at ratio 1.0 every token is.
 
     none        nothing but the sinks and the recency below
     selective   the first seam_tokens behind each seam: what stood before them is what changed most
-    cacheblend  full layers before check_layer; there K and V of the reused tokens are compared with the
-                fresh ones, and only the fraction `ratio` that deviates most is computed from there on
+    cacheblend  layers before check_layer in full for the first scan_tokens behind each seam; there K and V of
+                these are compared with the fresh ones, and only as many as the fraction `ratio` of all, those
+                that deviate most, are computed from there on
     auto        cacheblend on approximate chunks; exact ones stay untouched under every strategy
 """
 
@@ -21,6 +22,7 @@ import torch
 from kvclient.blocks.cover import Segment
 from kvclient.errors import InvalidArgument
 
+DEEP = 20  # layers
 METHODS = ("none", "selective", "cacheblend", "auto")
 
 
@@ -28,7 +30,10 @@ METHODS = ("none", "selective", "cacheblend", "auto")
 class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
-    check_layer: int = 1  # where deviation is measured: the first whose K and V depend on the context
+    # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
+    # None: 2 in a model of twenty layers and more.
+    check_layer: int | None = None
+    scan_tokens: int = 256  # behind each seam: those that may be chosen; at least twice as many as will be
     seam_tokens: int = 16  # behind each seam (selective)
     sink_tokens: int = 4  # at the start of a prompt, and of a chunk that was computed at one: always fresh
     recency_tokens: int = 16  # before the live text that ends the prompt: always fresh
@@ -39,7 +44,9 @@ class Repair:
             raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
         if not 0 <= self.ratio <= 1:
             raise InvalidArgument(f"ratio={self.ratio!r}; it must be 0 to 1")
-        for name in ("check_layer", "seam_tokens", "sink_tokens", "recency_tokens"):
+        if self.check_layer is not None and self.check_layer < 0:
+            raise InvalidArgument(f"check_layer={self.check_layer!r}; it must not be negative")
+        for name in ("scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
             if getattr(self, name) < 0:
                 raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must not be negative")
         if self.min_tokens < 1:
@@ -49,6 +56,12 @@ class Repair:
     def checks(self) -> bool:
         """Whether tokens are chosen by their deviation."""
         return self.method in ("cacheblend", "auto")
+
+    def cut(self, layers: int) -> int:
+        """The first layer that only chosen tokens go through."""
+        if not self.checks:
+            return 0
+        return min(self.check_layer if self.check_layer is not None else 1 + (layers >= DEEP), layers - 1)
 
     def fresh(self, segments: Sequence[Segment], length: int) -> torch.Tensor:
         """Which of the `length` columns are computed in every layer, whatever deviates: bool."""
@@ -63,11 +76,18 @@ class Repair:
         fresh[max(last.start, last.stop - self.recency_tokens) : last.stop] = True
         return fresh
 
-    def worst(self, deviation: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-        """`fresh` with the tokens added that deviate most. Both over all columns."""
-        reused = torch.nonzero(~fresh).squeeze(1)
-        count = math.ceil(self.ratio * len(reused))
-        chosen = reused[deviation[reused].topk(count).indices]
+    def scanned(self, segments: Sequence[Segment], fresh: torch.Tensor) -> torch.Tensor:
+        """`fresh` with the tokens added that may be chosen for their deviation."""
         out = fresh.clone()
-        out[chosen] = True
+        for segment in segments:
+            count = max(self.scan_tokens, math.ceil(2 * self.ratio * len(segment)))
+            out[segment.start : min(segment.stop, segment.start + count)] = True
+        return out
+
+    def worst(self, deviation: torch.Tensor, fresh: torch.Tensor, scanned: torch.Tensor) -> torch.Tensor:
+        """`fresh` with those of the scanned tokens added that deviate most. All over all columns."""
+        candidates = torch.nonzero(scanned & ~fresh).squeeze(1)
+        count = min(math.ceil(self.ratio * int((~fresh).sum())), len(candidates))
+        out = fresh.clone()
+        out[candidates[deviation[candidates].topk(count).indices]] = True
         return out

@@ -235,9 +235,11 @@ class Planted:
         return self._stored.numpy()
 
 
-def test_only_chosen_rows_go_through_the_layers(attach, model):
-    """The layer before the check sees all rows; the check itself and those behind compute the chosen ones."""
-    kv = attach(Repair("cacheblend", ratio=0.1, sink_tokens=0, recency_tokens=0))
+@pytest.mark.parametrize(("check_layer", "scan_tokens"), [(1, 256), (1, 40), (3, 60)])
+def test_only_chosen_rows_go_through_the_layers(attach, model, check_layer, scan_tokens):
+    """Layers before the check see the scanned rows, the check and those behind it the chosen ones."""
+    given = {"check_layer": check_layer, "scan_tokens": scan_tokens}
+    kv = attach(Repair("cacheblend", ratio=0.1, sink_tokens=0, recency_tokens=0, **given))
     seen = []
     hooks = [
         layer.mlp.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape[1]))
@@ -249,9 +251,27 @@ def test_only_chosen_rows_go_through_the_layers(attach, model):
     finally:
         for hook in hooks:
             hook.remove()
-    total, chosen = 13 + 100 + 9, 13 + 10 + 9
+    scanned, chosen = 13 + min(scan_tokens, 100) + 9, 13 + 10 + 9
     assert kv.last.approximate_tokens == 100
-    assert seen[:6] == [total, chosen, chosen, chosen, chosen, chosen]
+    assert seen[:6] == [scanned] * check_layer + [chosen] * (6 - check_layer)
+
+
+def test_what_was_not_scanned_is_as_it_was_stored(attach, model):
+    kv = attach(Repair("cacheblend", ratio=0.1, scan_tokens=40, sink_tokens=0, recency_tokens=0))
+    with kv.bypass(read=False):
+        _, _, cache = generate(model, asked(13), 1)
+    with kv.bypass():
+        _, _, plain = generate(model, asked(13), 1)
+    client = kv.client
+    kv.detach()
+    none = Repair("none", sink_tokens=0, recency_tokens=0)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=none, self_test=False):
+        _, _, stored = generate(model, asked(13), 1)
+    for index in (0, 1, 2, 3):
+        own, full, moved = (one.layers[index].keys[0, :, 13:113] for one in (cache, plain, stored))
+        assert torch.equal(own[:, 40:], moved[:, 40:])
+        if index <= 1:  # up to the check all that was scanned is fresh
+            torch.testing.assert_close(own[:, :40], full[:, :40], atol=1e-5, rtol=1e-4)
 
 
 def test_sinks_and_recency_are_fresh():
