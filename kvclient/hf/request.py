@@ -19,6 +19,8 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
+from kvclient.hf.attention.adopt import IN_PLACE_DEVICES
+from kvclient.hf.attention.device_layer import DeviceLayer, Positions
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
 from kvclient.hf.attention.paged import PagedLayer, leaders
 from kvclient.hf.attention.pages import PagePool, PageTable
@@ -34,6 +36,7 @@ from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
 from kvclient.hf.sinks import FullForms, Sinks
+from kvclient.hf.staging import Staged
 
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
@@ -84,6 +87,7 @@ class Request:
         self._prompt: Prompt | None = None
         self._found: list[Found] = []
         self._prefix: Prefix | None = None
+        self._staged: Staged | None = None  # the same on its way to a GPU
         self._offer: Offer | None = None
         self._inside: list[Segment] = []  # what is reused behind the prefix
         self._plan: Plan | None = None
@@ -276,7 +280,9 @@ class Request:
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         capacity = max(length, min(wanted, length + SPARE_TOKENS))
         in_place = self._in_place(device)
-        paged = in_place and self._options.pool is not None
+        paged = in_place and self._options.pool is not None and device.type != DeviceLayer.device_type
+        if in_place and self._options.pool is not None and not paged:
+            count_fallback("paged")  # pages are host memory; a GPU's tail is one tensor
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         form = subject.form
@@ -291,7 +297,9 @@ class Request:
             groups = self._prompt.groups
             pads = [pad for _, pad in sorted((row, g.pad) for g in groups for row in g.rows)]
             make = functools.partial(InPlaceLayer, pads=pads, left=count_fallback)
-            if paged:
+            if device.type == DeviceLayer.device_type:
+                make = functools.partial(self._device_layer, form.layers, device, pads)
+            elif paged:
                 first = leaders([group.rows for group in groups], len(pads))
                 table = PageTable(self._options.pool, pads, first, length)
                 make = functools.partial(PagedLayer, pads=pads, left=count_fallback, table=table)
@@ -299,8 +307,19 @@ class Request:
         self._layers = [make(i, shape, self._prefix, written, own) for i, own in enumerate(memory)]
         replace_layers(cache, self._layers)
 
+    def _device_layer(
+        self, layers: int, device: torch.device, pads: list[int], index: int, *args: Any
+    ) -> DeviceLayer:
+        if index == 0:
+            patient = any(one.pending for one in self._found)
+            self._staged = Staged(self._prefix, layers, device, patient) if self._prefix is not None else None
+            self._positions = Positions()
+        return DeviceLayer(
+            index, *args, pads=pads, left=count_fallback, staged=self._staged, positions=self._positions
+        )
+
     def _in_place(self, device: torch.device) -> bool:
-        if not self._options.in_place or device.type != "cpu":
+        if not self._options.in_place or device.type not in IN_PLACE_DEVICES:
             return False
         if self._blend is not None:
             count_fallback("inside")  # fresh tokens stand among reused ones
@@ -332,6 +351,7 @@ class Request:
         for one in self._found:
             one.release()
         self._release_plan()
+        self._close_staged()
         self._offer.seal()
         self._note_published()
         for layer in self._layers:
@@ -353,7 +373,13 @@ class Request:
         for one in self._found:
             one.release()
         self._release_plan()
+        self._close_staged()
         self._prefix = self._blend = None
+
+    def _close_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
 
     def _release_plan(self) -> None:
         if self._plan is not None:

@@ -25,15 +25,18 @@ AWQ_ROWS = 64  # KVK_AWQ_ROWS
 BOTH = ("cpu", "cuda")
 
 
+def library_for(device: torch.device) -> Any:
+    return contract.cuda() if device.type == "cuda" else contract.cpu()
+
+
 def run(name: str, args: Any, like: torch.Tensor) -> None:
     """One call of the library for the device of `like`, on its current stream."""
+    library = library_for(like.device)
     if like.device.type != "cuda":
-        library = contract.cpu()
         if not hasattr(library, name):
             raise contract.Unsupported(f"{name} is a kernel of the CUDA library; the tensors are on a CPU")
         contract.check(getattr(library, name)(byref(args)), library)
         return
-    library = contract.cuda()
     with torch.cuda.device(like.device):
         args.stream = torch.cuda.current_stream(like.device).cuda_stream
         contract.check(getattr(library, name)(byref(args)), library)

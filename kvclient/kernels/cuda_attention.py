@@ -1,11 +1,12 @@
 """Attention on a GPU over segments where they lie, prepared once and run as often as one likes.
 
-    call = Call(q, position, rows, scale, tails=tails)   # segments: kvclient.kernels.cuda.segment()
-    call.run()                                           # one launch; call.out has the result
+    table = Table(rows, device, heads, tails)             # segments: kvclient.kernels.cuda.segment()
+    attend(table, q, position, scale, out=out)            # one launch
+    call = Call(q, position, rows, scale, kv_heads=8)     # the same with everything fixed: call.run()
 
-Owns the table of segments on the device and the workspace. Never waits for the device, never copies a key.
-Invariant: what a call points to lives as long as the call; the table is read when the kernel runs, so that a
-captured run() sees what was written into it since (`tail_tokens`).
+Owns the table of segments on the device and the workspaces, one for each stream. Never waits for the device,
+never copies a key. Invariant: what a call points to lives as long as the call; the table is read when the
+kernel runs, so that a captured one sees what was written into it since (`tail_tokens`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,88 @@ from kvclient.kernels.cuda import DTYPES, run, segment
 
 SEQUENCE_WORDS = sizeof(contract.Sequence) // 4
 TAIL_TOKENS_WORD = (contract.Sequence.tail.offset + contract.Segment.tokens.offset) // 4
+_workspaces: dict[tuple[Any, int], torch.Tensor] = {}  # by device and stream: one's calls follow each other
+
+
+class Table:
+    """What each row of a batch attends to, as the device reads it. `alive`: what the segments point into."""
+
+    def __init__(
+        self, rows: Sequence[Sequence[Any]], device: torch.device, heads: int, kv_heads: int, head_dim: int,
+        tails: Sequence[Any] | None = None, alive: Any = None, dtype: torch.dtype = torch.float16,
+    ) -> None:  # fmt: skip
+        if not rows:
+            raise InvalidArgument("0 rows: there is nothing to attend to")
+        self.rows, self.alive = len(rows), alive
+        lists = [(contract.Segment * len(row))(*row) for row in rows]
+        sequences = (contract.Sequence * len(rows))()
+        for sequence, items, tail in zip(sequences, lists, tails or [None] * len(rows), strict=True):
+            sequence.segments, sequence.count = addressof(items), len(items)
+            if tail is not None:
+                sequence.tail = tail
+        rotary = head_dim if any(part.turn for row in rows for part in row) else 0
+        args = contract.Attention(
+            sizeof(contract.Attention), contract.ABI, len(rows), heads, kv_heads, head_dim, 0, DTYPES[dtype],
+            sequences=addressof(sequences), scale=1.0, rotary_dim=rotary,
+        )  # fmt: skip
+        library = contract.cuda()
+        need = library.kvk_cuda_table(byref(args), None, 0, 0)
+        if need == 0:
+            contract.check(contract.INVALID, library)
+        self.memory = torch.empty(need, dtype=torch.uint8, device=device)
+        host = bytearray(need)
+        library.kvk_cuda_table(
+            byref(args), addressof((ctypes.c_char * need).from_buffer(host)), need, self.memory.data_ptr()
+        )
+        self.memory.copy_(torch.frombuffer(host, dtype=torch.uint8))
+
+    @property
+    def tail_tokens(self) -> torch.Tensor:
+        """How many tokens the tail of each row has: int32 [rows], the table's own memory, to be written."""
+        words = self.memory.view(torch.int32)[: self.rows * SEQUENCE_WORDS]
+        return words.view(self.rows, SEQUENCE_WORDS)[:, TAIL_TOKENS_WORD]
+
+
+def arguments(
+    table: Table, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor, kv_heads: int, *,
+    lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = True, window: int = 0,
+    softcap: float = 0.0, interleaved: bool = False, rotary_dim: int = 0, stretches: int = 0, path: int = 0,
+) -> Any:  # fmt: skip
+    """q, out [batch, heads, tokens, head_dim] of any strides, position int64 [batch, tokens], contiguous."""
+    batch, heads, tokens, head_dim = q.shape
+    if table.rows != batch or position.shape != (batch, tokens) or position.dtype != torch.int64:
+        raise InvalidArgument(f"{table.rows} rows, positions {list(position.shape)} for {list(q.shape)}")
+    if q.stride(3) != 1 or q.dtype not in DTYPES or not position.is_contiguous():
+        raise InvalidArgument(f"queries {q.dtype} with strides {q.stride()}; their elements lie apart")
+    size = q.element_size()
+    return contract.Attention(
+        sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads, head_dim, tokens, DTYPES[q.dtype],
+        q.data_ptr(), *(size * stride for stride in q.stride()[:3]), out.data_ptr(),
+        *(size * stride for stride in out.stride()[:3]), None if lse is None else lse.data_ptr(),
+        position.data_ptr(), table.memory.data_ptr(), None if sinks is None else sinks.data_ptr(), scale,
+        softcap, causal, window, int(interleaved), rotary_dim, stretches, path,
+    )  # fmt: skip
+
+
+def attend(
+    table: Table, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor, kv_heads: int,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """One launch, with the current stream's workspace. Not to be captured: a Call has memory of its own."""
+    args = arguments(table, q, position, scale, out, kv_heads, **options)
+    need = _needed(args)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    memory = _workspaces.get((q.device, stream))
+    if memory is None or memory.numel() < need:
+        memory = _workspaces[q.device, stream] = torch.zeros(need, dtype=torch.uint8, device=q.device)
+    args.workspace, args.workspace_bytes = memory.data_ptr(), memory.numel()
+    run("kvk_attend", args, q)
+    return out
 
 
 class Call:
     """q [batch, query heads, tokens, head_dim] at position [batch, tokens] (int64, on q's device), each batch
-    row against its own segments and tail.
+    row against its own segments and tail; options: those of arguments().
 
     window: keys less than so many positions behind the query; stretches: the keys are cut into at most so
     many; path: KVK_CUDA_*. lse: float32 [batch, query heads, tokens], written if given.
@@ -35,35 +113,16 @@ class Call:
 
     def __init__(
         self, q: torch.Tensor, position: torch.Tensor, rows: Sequence[Sequence[Any]], scale: float, *,
-        kv_heads: int, tails: Sequence[Any] | None = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = True,
-        window: int = 0, softcap: float = 0.0, interleaved: bool = False, rotary_dim: int = 0,
-        stretches: int = 0, path: int = 0, alive: Any = None,
+        kv_heads: int, tails: Sequence[Any] | None = None, out: torch.Tensor | None = None, alive: Any = None,
+        **options: Any,
     ) -> None:  # fmt: skip
-        batch, heads, tokens, head_dim = q.shape
-        if len(rows) != batch or position.shape != (batch, tokens) or position.dtype != torch.int64:
-            raise InvalidArgument(f"{len(rows)} rows, positions {list(position.shape)} for {list(q.shape)}")
-        if q.stride(3) != 1 or q.dtype not in DTYPES:
-            raise InvalidArgument(f"queries {q.dtype} with strides {q.stride()}; their elements lie apart")
         self.out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         position = position.contiguous()
-        size = q.element_size()
-        self.args = contract.Attention(
-            sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads, head_dim, tokens,
-            DTYPES[q.dtype], q.data_ptr(), *(size * stride for stride in q.stride()[:3]),
-            self.out.data_ptr(), *(size * stride for stride in self.out.stride()[:3]),
-            None if lse is None else lse.data_ptr(), position.data_ptr(), None,
-            None if sinks is None else sinks.data_ptr(), scale, softcap, causal, window, int(interleaved),
-            rotary_dim, stretches, path,
-        )  # fmt: skip
-        self._alive = (q, position, lse, sinks, alive)
-        self._library = contract.cuda()
-        self.table = self._table(rows, tails or [None] * batch, q.device)
-        need = self._library.kvk_attention_workspace(byref(self.args))
-        if need == 0:
-            contract.check(contract.INVALID, self._library)
-        self._workspace = torch.zeros(need, dtype=torch.uint8, device=q.device)
-        self.args.workspace, self.args.workspace_bytes = self._workspace.data_ptr(), need
+        self.table = Table(rows, q.device, q.shape[1], kv_heads, q.shape[3], tails, alive, q.dtype)
+        self.args = arguments(self.table, q, position, scale, self.out, kv_heads, **options)
+        self._alive = (q, position, options)
+        self._workspace = torch.zeros(_needed(self.args), dtype=torch.uint8, device=q.device)
+        self.args.workspace, self.args.workspace_bytes = self._workspace.data_ptr(), self._workspace.numel()
 
     def run(self) -> torch.Tensor:
         run("kvk_attend", self.args, self.out)
@@ -71,31 +130,15 @@ class Call:
 
     def tail_tokens(self, row: int) -> torch.Tensor:
         """How many tokens the tail of that row has, as the device reads it: int32 [1], to be written."""
-        words = self.table.view(torch.int32)
-        place = row * SEQUENCE_WORDS + TAIL_TOKENS_WORD
-        return words[place : place + 1]
+        return self.table.tail_tokens[row : row + 1]
 
-    def _table(
-        self, rows: Sequence[Sequence[Any]], tails: Sequence[Any], device: torch.device
-    ) -> torch.Tensor:
-        lists = [(contract.Segment * len(row))(*row) for row in rows]
-        sequences = (contract.Sequence * len(rows))()
-        for sequence, items, tail in zip(sequences, lists, tails, strict=True):
-            sequence.segments, sequence.count = addressof(items), len(items)
-            if tail is not None:
-                sequence.tail = tail
-        self.args.sequences = addressof(sequences)
-        need = self._library.kvk_cuda_table(byref(self.args), None, 0, 0)
-        if need == 0:
-            contract.check(contract.INVALID, self._library)
-        table = torch.empty(need, dtype=torch.uint8, device=device)
-        host = bytearray(need)
-        self._library.kvk_cuda_table(
-            byref(self.args), addressof((ctypes.c_char * need).from_buffer(host)), need, table.data_ptr()
-        )
-        table.copy_(torch.frombuffer(host, dtype=torch.uint8))
-        self.args.sequences = table.data_ptr()
-        return table
+
+def _needed(args: Any) -> int:
+    library = contract.cuda()
+    need = library.kvk_attention_workspace(byref(args))
+    if need == 0:
+        contract.check(contract.INVALID, library)
+    return need
 
 
 def attend_dense(

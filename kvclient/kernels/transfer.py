@@ -207,17 +207,27 @@ class Transfer:
         self._stopped = False
         self.bounced_bytes = 0
 
-    def start(self, copies: Callable[[int], Sequence[Copy]]) -> None:
+    def start(
+        self, copies: Callable[[int], Sequence[Copy]], after: int | None = None, patient: bool = False
+    ) -> None:
         """Queues all layers in order: at once as long as the device reads the sources by itself, from the
         first that it cannot on by a thread, which fills the ring. copies(layer) is asked when that layer's
         turn comes; the sources stay mapped until close().
+
+        after: a stream whose work so far the copies wait for; patient: copies() may take its time, so all is
+        left to the thread.
         """
         self._memory.look()
+        if after is not None:
+            self._check("kvk_event_record", self._events[0], after)
+            self._check("kvk_event_wait", self._events[0], self.stream)
+        if patient:
+            self._bounce_from(copies, 0, None)
+            return
         for layer in range(len(self._events)):
             own = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
             if any(pieces is None for *_, pieces in own):
-                self._thread = threading.Thread(target=self._bounce, args=(copies, layer, own), daemon=True)
-                self._thread.start()
+                self._bounce_from(copies, layer, own)
                 return
             self._queue(layer, own)
 
@@ -246,13 +256,19 @@ class Transfer:
         self._events, self.stream = [], 0
         self._memory.give_back(self._held)
 
-    def _bounce(self, copies: Callable[[int], Sequence[Copy]], first: int, own: list[Any]) -> None:
+    def _bounce_from(self, *arguments: Any) -> None:
+        self._thread = threading.Thread(target=self._bounce, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _bounce(
+        self, copies: Callable[[int], Sequence[Copy]], first: int, own: list[Any] | None
+    ) -> None:
         layer = first
         try:
             for layer in range(first, len(self._events)):
                 if self._stopped:
                     raise Closed("the transfer was closed before this layer's turn")
-                if layer > first:
+                if own is None or layer > first:
                     own = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
                 self._queue(layer, own)
         except BaseException as error:

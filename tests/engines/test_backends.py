@@ -143,8 +143,12 @@ def test_a_gpu_gets_the_first_that_takes_its_tensors(monkeypatch):
         missing.add(name)
     missing.clear()
     assert backends.choose(gpu, torch.float16, 64).name == "cuda"
+    assert backends.choose(gpu, torch.bfloat16, 256).name == "cuda"
+    assert backends.choose(gpu, torch.bfloat16, 264).name == "torch"
+    missing.add("cuda")
     assert backends.choose(gpu, torch.bfloat16, 80).name == "torch_cudnn"
     assert backends.choose(gpu, torch.bfloat16, 256).name == "torch_flash"
+    missing.clear()
     assert backends.choose(gpu, torch.float32, 128).name == "torch"
     assert backends.choose(torch.device("cpu"), torch.bfloat16, 128).device in ("cpu", "")
     assert backends.unfit(torch.device("cpu"), torch.bfloat16, 128, backends.backend("cuda")) == "device"

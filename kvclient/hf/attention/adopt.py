@@ -26,6 +26,8 @@ from kvclient.hf.attention.registered import (
     uninstall,
 )
 
+IN_PLACE_DEVICES = ("cpu", "cuda")
+
 
 class Adopted:
     """The attention of one attachment's model. `in_place` as long as the kernels are what the model calls."""
@@ -86,7 +88,7 @@ def lacking(model: torch.nn.Module, asked: bool = False) -> str | None:
     if asked and not type(model)._can_set_attn_implementation():
         install(model)  # raises, with the reason
     backend = backend_of(model)
-    readable = backend.path is not None and backend.device == "cpu"
+    readable = backend.path is not None and backend.device in IN_PLACE_DEVICES
     if asked and not readable:
         raise InvalidArgument(f"in_place=True: the backend {backend.name} cannot read blocks where they lie")
     if not type(model)._can_set_attn_implementation():

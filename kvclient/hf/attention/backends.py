@@ -27,7 +27,7 @@ NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, "cpu_amx", *_CPU, "torch")
 _HALVES = (torch.float16, torch.bfloat16)  # what attention on a GPU computes in
 _GPU_HEAD_DIMS: dict[str, Callable[[int], bool]] = {
     "cuda_sm90a": lambda n: n == 128,
-    "cuda": lambda n: n in (64, 96, 128),
+    "cuda": lambda n: n <= 256,
     "torch_cudnn": lambda n: n % 8 == 0 and n <= 128,
     "torch_flash": lambda n: n % 8 == 0 and n <= 256,
 }

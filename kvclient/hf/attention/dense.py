@@ -13,6 +13,7 @@ import torch
 
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
+from kvclient.kernels.cuda_attention import attend_dense
 
 _local = threading.local()
 
@@ -65,6 +66,8 @@ def attend(
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,
 ) -> torch.Tensor:  # fmt: skip
     """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding."""
+    if query.device.type == "cuda":
+        return attend_dense(query, key, value, starts, sinks, scale, softcap, window, causal)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
@@ -85,7 +88,7 @@ def attend(
     return out
 
 
-@torch.library.custom_op("kvclient::attend", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("kvclient::attend", mutates_args=(), device_types=("cpu", "cuda"))
 def attend_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,

@@ -40,6 +40,8 @@ class Blocks(Protocol):
 class InPlaceLayer(StoreLayer):
     """`pads`: per row, the columns of padding at its left. shape.capacity counts the tail's tokens only."""
 
+    device_type = "cpu"  # whose memory it reads
+
     def __init__(
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
         memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None],
@@ -58,7 +60,7 @@ class InPlaceLayer(StoreLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wants_gradient = torch.is_grad_enabled() and key_states.requires_grad
-        if not self._dense and (wants_gradient or key_states.device.type != "cpu"):
+        if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
             self.become_dense("training" if wants_gradient else "device")
         if self._dense:
             return super().update(key_states, value_states, *args, **kwargs)

@@ -1,0 +1,121 @@
+"""The store's blocks of one prompt on their way into a GPU's memory, as they lie: quantised ones too.
+
+Owns the device memory that they come to and the transfer, which runs beside the model, layer by layer, in the
+order in which the model asks for them. Never dequantises or turns anything. Invariant: a layer's segments are
+handed out when the stream that asks waits for their bytes; blocks stay pinned until close().
+"""
+
+from __future__ import annotations
+
+from ctypes import c_char, c_void_p
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvclient import kernels
+from kvclient.kernels import contract
+from kvclient.kernels.transfer import HostMemory, Transfer
+
+ALIGN = 256
+POINTERS = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
+
+
+class Blocks(Protocol):
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]: ...
+
+
+@cache
+def host_memory() -> HostMemory:
+    """What of this process's maps the devices read by themselves."""
+    return HostMemory()
+
+
+def own_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+class Staged:
+    """One prompt's blocks. close() it when all layers were asked for, or nobody will."""
+
+    def __init__(self, blocks: Blocks, layers: int, device: torch.device, patient: bool) -> None:
+        """patient: blocks are still being written, so that asking for a layer may wait for them."""
+        self._blocks, self._layers, self._device, self._patient = blocks, layers, device, patient
+        self._memory: list[torch.Tensor | None] = [None] * layers
+        self._segments: list[list[tuple[int, Any]]] = [[] for _ in range(layers)]
+        self._alive: list[Any] = []  # what pins the blocks
+        self._moving: Transfer | None = None
+
+    def layer(self, index: int) -> tuple[list[tuple[int, Any]], torch.Tensor | None]:
+        """(row, segment of the device's memory) in order of columns, and that memory; the current stream
+        waits for it.
+        """
+        if self._moving is None:
+            self._start()
+        assert self._moving is not None
+        self._moving.wait(index, own_stream(self._device))
+        return self._segments[index], self._memory[index]
+
+    def close(self) -> None:
+        """Waits for the copies under way. Idempotent; what layer() gave stays."""
+        if self._moving is not None:
+            self._moving.close()
+        self._alive.clear()
+
+    @property
+    def bounced_bytes(self) -> int:
+        """Of what was sent, what the device could not read where it lies."""
+        return 0 if self._moving is None else self._moving.bounced_bytes
+
+    def _start(self) -> None:
+        first = self._blocks.arrays(0)
+        size = sum(-(-length // ALIGN) * ALIGN for _, length in _spans(first))
+        whole = torch.empty((self._layers, max(size, 1)), dtype=torch.uint8, device=self._device)
+        self._memory = list(whole.unbind(0))
+        self._moving = Transfer(host_memory(), self._layers)
+        self._moving.start(
+            lambda layer: self._copies(layer, first if layer == 0 else self._blocks.arrays(layer)),
+            after=own_stream(self._device), patient=self._patient,
+        )  # fmt: skip
+
+    def _copies(self, layer: int, parts: list[Any]) -> list[tuple[int, np.ndarray]]:
+        memory = self._memory[layer]
+        assert memory is not None
+        self._alive.append(parts)
+        places, at, copies = {}, memory.data_ptr(), []
+        for low, length in _spans(parts):
+            places[low] = at
+            copies.append((at, np.frombuffer((c_char * length).from_address(low), np.uint8)))
+            at += -(-length // ALIGN) * ALIGN
+        if at > memory.data_ptr() + memory.numel():
+            raise RuntimeError(f"layer {layer} of these blocks is larger than layer 0")
+        for row, start, (keys, values), count, first in parts:
+            struct = kernels.segment(keys, values, start, first=first, tokens=count).struct
+            low = _span((keys, values))[0]
+            for name in POINTERS:
+                if (address := getattr(struct, name)) is not None:
+                    setattr(struct, name, c_void_p(address - low + places[low]))
+            self._segments[layer].append((row, struct))
+        return copies
+
+
+def _span(block: tuple[Any, Any]) -> tuple[int, int]:
+    """Address and bytes of one layer of one block: its arrays lie one behind the other."""
+    arrays: list[np.ndarray] = []
+    for side in block:
+        arrays += [side.codes, side.scale, side.zero] if isinstance(side, kernels.Quantised) else [side]
+    low = min(array.ctypes.data for array in arrays)
+    return low, max(array.ctypes.data + array.nbytes for array in arrays) - low
+
+
+def _spans(parts: list[tuple[int, int, Any, int, int]]) -> list[tuple[int, int]]:
+    """Of all blocks, each once: rows share them."""
+    return list(dict(_span(block) for _, _, block, *_ in parts).items())
+
+
+def segments_of_rows(found: list[tuple[int, Any]], rows: int) -> list[list[contract.Segment]]:
+    lists: list[list[Any]] = [[] for _ in range(rows)]
+    for row, struct in found:
+        lists[row].append(struct)
+    return lists

@@ -1,0 +1,155 @@
+"""Proves that a model on a GPU attends to the store's blocks in device memory, as they lie, and says what
+plain generation says.
+
+Method: tiny random models against generate() without a store, cold and warm, alone and in padded rows, with
+quantised blocks against the same attention over their dense form. On the emulation the layers, the staging
+and the transfer are the same, over host memory; so what first meets a GPU has run before. That nothing was
+built dense is seen in memory.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("kvclient._core", reason="the client's native module is not built here")
+
+import kvclient.hf
+from kvclient.hf import attention, staging
+from kvclient.hf.attention.device_layer import DeviceLayer
+from kvclient.kernels import contract, cuda
+from kvclient.kernels.transfer import HostMemory
+from tests.engines.zoo import generate, known, near, prompt
+
+BLOCK = 16
+REAL_CPU = contract.cpu
+
+
+@pytest.fixture
+def place(device, monkeypatch):
+    """Where the models go; on the emulation a CPU that is treated as the GPU."""
+    if device.type == "cpu":
+        library = contract.cuda()
+        monkeypatch.setattr(contract, "cpu", REAL_CPU)  # the model's other attention and the codec
+        monkeypatch.setattr(cuda, "library_for", lambda own: library)
+        monkeypatch.setattr(DeviceLayer, "device_type", "cpu")
+        memory = HostMemory(library)
+        monkeypatch.setattr(staging, "host_memory", lambda: memory)
+    return device
+
+
+@pytest.fixture
+def client():
+    return kvclient.InMemoryClient()
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """What was counted since the test began."""
+    before = dict(attention.fallbacks())
+    return lambda: {
+        reason: count - before.get(reason, 0)
+        for reason, count in attention.fallbacks().items()
+        if count != before.get(reason, 0)
+    }
+
+
+def model_on(place, name):
+    dtype = torch.float32 if place.type == "cpu" else torch.float16
+    return known(name, dtype).to(place)
+
+
+def bound(place):
+    return {} if place.type == "cpu" else {"bound": 2e-2}
+
+
+def attached(model, client, **options):
+    options["self_test"] = model.device.type != "cpu"  # it compares with the attention of a CPU, bit by bit
+    return kvclient.hf.attach(model, client, in_place=True, **{"block_tokens": BLOCK} | options)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+def test_equals_plain_generation(place, client, left, name):
+    model, ids = model_on(place, name), prompt(61).to(place)
+    _, logits, _ = generate(model, ids, 1)
+    with attached(model, client) as kv:
+        for reused in (0, 48):
+            _, found, cache = generate(model, ids, 1)
+            assert kv.last.reused_tokens == reused
+            assert near(found, logits, **bound(place))
+        for layer in cache.layers:
+            assert type(layer) is DeviceLayer and layer.storage.shape[3] < 48 and layer.origin == 48
+            assert layer._held.numel() >= 2 * 48 * layer.shape.heads * layer.shape.head_dim
+    assert left() == {}
+
+
+def test_generation_and_padded_rows(place, client, left):
+    model, ids = model_on(place, "llama"), prompt(61).to(place)
+    rows = torch.cat([prompt(61), prompt(61, seed=2)]).to(place)
+    mask = torch.ones_like(rows)
+    rows[1, :21] = mask[1, :21] = 0
+    plain, _, _ = generate(model, ids)
+    _, row_logits, _ = generate(model, rows, 1, attention_mask=mask)
+    with attached(model, client) as kv:
+        for _ in range(2):
+            tokens, _, _ = generate(model, ids)
+            assert place.type != "cpu" or torch.equal(tokens, plain)
+        for _ in range(2):
+            _, found, _ = generate(model, rows, 1, attention_mask=mask)
+            assert near(found, row_logits, **bound(place))
+        assert kv.last.reused_tokens == 48 + 27
+    assert left() == {}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_quantised_blocks_stay_as_they_are(place, client, left, codec):
+    model, ids = model_on(place, "llama"), prompt(101).to(place)
+    options = {"block_tokens": 32, "codec": codec}
+    with attached(model, client, **options):
+        generate(model, ids, 1)
+        _, found, cache = generate(model, ids, 1)
+        for layer in cache.layers:
+            kinds = [struct.codec for _, struct in layer._prefix]
+            assert kinds.count(contract.INT8 if codec == "int8" else contract.INT4) == len(kinds) - 2
+        assert left() == {}
+        dense = cache.layers[0].keys  # who reads them gets them, dequantised by one launch
+        assert dense.shape[2] == 101 and left() == {"read": 1}
+    attention.install(model)
+    with kvclient.hf.attach(model, client, in_place=False, **options) as kv:
+        _, wanted, other = generate(model, ids, 1)
+        assert kv.last.reused_tokens == 96
+    attention.uninstall(model)
+    assert near(found, wanted, 1e-2 if place.type == "cpu" else 3e-2)
+    assert float((dense - other.layers[0].keys).abs().max()) <= 1e-2
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_layers_come_beside_the_model(place, client, monkeypatch, readable):
+    """By a thread, as while blocks are still being written; through the ring where no map can be read."""
+    if not readable:
+        monkeypatch.setattr(HostMemory, "take", lambda self, source: None)
+    model, ids = model_on(place, "llama"), prompt(61).to(place)
+    made = []
+    monkeypatch.setattr(
+        "kvclient.hf.request.Staged",
+        lambda *args: made.append(staging.Staged(*args[:3], patient=True)) or made[-1],
+    )
+    _, logits, _ = generate(model, ids, 1)
+    with attached(model, client) as kv:
+        for _ in range(2):
+            _, found, _ = generate(model, ids, 1)
+            assert near(found, logits, **bound(place))
+        assert kv.last.reused_tokens == 48
+    assert len(made) == 1 and (made[0].bounced_bytes > 0 or readable)
+
+
+def test_beams_and_crops_become_dense(place, client, left):
+    model, ids = model_on(place, "llama"), prompt(61).to(place)
+    with attached(model, client):
+        generate(model, ids, 1)
+        _, _, cache = generate(model, ids, 1)
+        before = [layer.get_seq_length() for layer in cache.layers]
+        cache.batch_repeat_interleave(2)
+        assert all(layer.keys.shape[:3:2] == (2, n) for layer, n in zip(cache.layers, before, strict=True))
+        assert all(torch.equal(layer.values[0], layer.values[1]) for layer in cache.layers)
+    assert left() == {"rows": len(before)}
+
+
