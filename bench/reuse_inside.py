@@ -17,11 +17,12 @@ import dataclasses
 import inspect
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from bench.reuse_long import choice, codecs, far, queries
 from bench.reuse_ttft import ROOT, daemon, say
 
 POSITIONS = 64  # that KL is taken over
@@ -43,12 +44,14 @@ class Subject:
         import transformers
 
         import kvclient.hf
+        from kvclient.hf.attention.registered import without
 
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         home = example_model.ensure()
         self.torch, self.client = torch, client
+        self.without = without  # plain generate() has the attention transformers chose
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(home)
         self.encode = self.tokenizer.encode
         auto = transformers.AutoModelForCausalLM
@@ -70,25 +73,38 @@ class Subject:
         rows = self.torch.tensor([ids])
         options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **given}
         call = type(self.model).generate.__get__(self.model) if plain else self.model.generate
-        began = time.process_time()
-        out = call(
-            rows,
-            attention_mask=self.torch.ones_like(rows),
-            return_dict_in_generate=True,
-            output_logits=True,
+        with self.without(self.model) if plain else contextlib.nullcontext():
+            began = time.process_time()
+            out = call(
+                rows,
+                attention_mask=self.torch.ones_like(rows),
+                return_dict_in_generate=True,
+                output_logits=True,
+                **options,
+            )
+            return out, time.process_time() - began
+
+    def reattach(self, salt: str, **options: Any) -> None:
+        """An identity of its own."""
+        import kvclient.hf
+
+        repair = self.kv.repair
+        self.kv.detach()
+        self.kv = kvclient.hf.attach(
+            self.model, self.client, repair=repair, self_test=False, salt=salt, weights_digest=bytes(32),
             **options,
-        )
-        return out, time.process_time() - began
+        )  # fmt: skip
 
     def store(self, ids: list[int]) -> None:
         """What all contenders may use from here on."""
         self.generate(ids)
         if self.boosted is not None:
-            self.boosted.store(ids)
+            with self.without(self.model):
+                self.boosted.store(ids)
 
-    def said(self, logits: Any, cache: Any, following: list[int]) -> Any:
+    def said(self, logits: Any, cache: Any, following: list[int], plain: bool = False) -> Any:
         torch = self.torch
-        with torch.no_grad():
+        with torch.no_grad(), self.without(self.model) if plain else contextlib.nullcontext():
             rest = self.model(torch.tensor([following[:-1]]), past_key_values=cache).logits[0]
         return torch.cat([logits.reshape(1, -1).float(), rest.float()]).log_softmax(-1)
 
@@ -99,14 +115,14 @@ class Subject:
         cold, cold_s = self.generate(ids, plain=True)
         rows = []
 
-        def far(logits: Any, cache: Any) -> dict[str, float]:
+        def far(logits: Any, cache: Any, plain: bool = False) -> dict[str, float]:
             if following is None:
                 return {}
-            own = self.said(logits, cache, following[:POSITIONS])
+            own = self.said(logits, cache, following[:POSITIONS], plain)
             return {"kl": float((said.exp() * (said - own)).sum(-1).mean())}
 
         if following is not None:
-            said = self.said(cold.logits[0], cold.past_key_values, following[:POSITIONS])
+            said = self.said(cold.logits[0], cold.past_key_values, following[:POSITIONS], plain=True)
         for name, repair in self.repairs.items():
             if only not in (None, name):
                 continue
@@ -123,9 +139,10 @@ class Subject:
             }
             rows.append(answer | far(out.logits[0], out.past_key_values))
         if self.boosted is not None:
-            logits, cache, own_s, found = self.boosted.first(ids)
+            with self.without(self.model):
+                logits, cache, own_s, found = self.boosted.first(ids)
             own = {"repair": "kvboost", "ttft_to_hf": own_s / cold_s, "hf_s": cold_s, "exact": found}
-            rows.append(own | {"approximate": 0, "recomputed": 0} | far(logits, cache))
+            rows.append(own | {"approximate": 0, "recomputed": 0} | far(logits, cache, plain=True))
         return rows
 
 
@@ -200,11 +217,13 @@ def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
             times.append(own_s)
             equal.append(int(out.sequences[0, -1]) == int(cold.sequences[0, -1]))
             if subject.boosted is not None:
-                theirs.append(subject.boosted.first(history)[2] / cold_s)
+                with subject.without(subject.model):
+                    theirs.append(subject.boosted.first(history)[2] / cold_s)
             answer, _ = subject.generate(history, max_new_tokens=40)
             history = answer.sequences[0].tolist()
             if subject.boosted is not None:
-                subject.boosted.store(history[:-1])
+                with subject.without(subject.model):
+                    subject.boosted.store(history[:-1])
     yield {
         "case": "conversation of 8 turns",
         "ttft_to_hf": ratios[-1],
@@ -236,7 +255,8 @@ def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
                 plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
             }
             if subject.boosted is not None:
-                theirs.append(subject.boosted.first(ids)[2] / times[True])
+                with subject.without(subject.model):
+                    theirs.append(subject.boosted.first(ids)[2] / times[True])
         ratios.append(times[False] / times[True])
     yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)} | (
         {"kvboost_ttft_to_hf": median(theirs)} if theirs else {}
@@ -292,7 +312,11 @@ def chunkers(subject: Subject) -> Iterator[dict[str, Any]]:
             yield row | {"parts": parts, "document_found": found}
 
 
-CASES = {
+CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
+    "queries": queries,
+    "far": far,
+    "choice": choice,
+    "codecs": codecs,
     "window": window,
     "chunkers": chunkers,
     "document": document,
@@ -306,17 +330,10 @@ CASES = {
 @contextlib.contextmanager
 def fresh(subject: Subject) -> Iterator[None]:
     """Within it, an identity of its own: nothing of the cases before is found."""
-    import kvclient.hf
-
-    kv = subject.kv
-    kv.detach()
     subject.cases += 1
     if subject.boosted is not None:
         subject.boosted.fresh()
-    subject.kv = kvclient.hf.attach(
-        subject.model, kv.client, repair=kv.repair, self_test=False, salt=f"case {subject.cases}",
-        weights_digest=bytes(32),
-    )  # fmt: skip
+    subject.reattach(f"case {subject.cases}")
     yield
 
 

@@ -27,6 +27,9 @@ TOKENS = 2  # different ones, in the middle of the vocabulary
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+FAR_TOLERANCE = 2e-2  # of reaches(): angles far away, computed in single precision
+
+
 @dataclass(frozen=True)
 class Turning:
     """One layer's convention. Without frequencies: its keys do not depend on the position."""
@@ -81,6 +84,21 @@ def probe_rope(model: torch.nn.Module) -> Rope:
             f"{name} does not turn its keys (ALiBi, or positions elsewhere): no rotation moves them"
         )
     return Rope(turnings)
+
+
+def reaches(model: torch.nn.Module, rope: Rope, position: int) -> bool:
+    """Whether keys at that position, which may be beyond the model's, are those at another, turned."""
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    try:
+        here, there = _layers_of(model, token, 0), _layers_of(model, token, position)
+    except Refused:
+        return False
+    for turning, (one, _), (other, _) in zip(rope.layers, here, there, strict=True):
+        if turning.inv_freq is not None:
+            one = rotated(one, turning.inv_freq, position, turning.convention)
+        if _difference(one, other) > FAR_TOLERANCE + _tolerance(model):
+            return False
+    return True
 
 
 def _turning(

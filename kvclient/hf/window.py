@@ -1,8 +1,9 @@
 """A cache of bounded size: the first tokens and the most recent ones as computed, older ones quantised, the
 oldest dropped.
 
-Owns the memory of one conversation's KV. Never talks to the store, and never moves a token: each keeps the
-position it was computed at, and dropped ones leave a gap. Invariant: between two calls of feed() every layer
+Owns the memory of one conversation's KV. Never talks to the store. A token keeps the position it was computed
+at; where the model turns its keys by it, the head's are turned on as others are dropped, so that no gap opens
+and the model's positions do not run out. Invariant: between two calls of feed() every layer
 holds the same tokens: all of the head, at most `older` behind it, and `recent` to `recent + group - 1` behind
 those.
 """
@@ -21,8 +22,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf.cache import array_dtype, as_array
-from kvclient.hf.structure import KVShape, check_structure
+from kvclient.hf.rope import Rope, probe_rope, reaches, turned_tensor
+from kvclient.hf.structure import KVShape, Refused, check_structure
 from kvclient.kernels import NotQuantisable
+
+MOST_POSITIONS = 1 << 17  # where a model's angles, products in single precision, are right to a hundredth
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,12 @@ class Held:
 class WindowLayer(DynamicLayer):
     """One layer. The model sees all that is held, dense, for as long as it attends to it."""
 
-    def __init__(self, kv: KVShape, window: Window, device: torch.device) -> None:
+    def __init__(self, kv: KVShape, window: Window, device: torch.device, index: int) -> None:
         super().__init__()
+        self.index = index
+        self.rope: Rope | None = None
+        self.shift = 0  # positions that the head is turned on by
+        self._turned: tuple[int, torch.Tensor] | None = None  # the head so turned, and by how much
         self.kv, self.window, self.device, self.dtype = kv, window, device, kv.dtype
         self.head = self.recent = self._empty(0)
         self.older: list[np.ndarray | torch.Tensor] = []  # groups; a tensor where the codec could not hold it
@@ -85,7 +93,7 @@ class WindowLayer(DynamicLayer):
         self.recent = torch.cat([self.recent, torch.stack([key_states[0], value_states[0]])], dim=2)
         dense = self._empty(self.get_seq_length())
         at = 0
-        for part in (self.head, *self.older, self.recent):
+        for part in (self._placed_head(), *self.older, self.recent):
             own = part if isinstance(part, torch.Tensor) else self._dequantised(part)
             dense[:, :, at : at + own.shape[2]] = own
             at += own.shape[2]
@@ -112,6 +120,14 @@ class WindowLayer(DynamicLayer):
         if start:
             self.recent = self.recent[:, :, start:].clone()
         return dropped
+
+    def _placed_head(self) -> torch.Tensor:
+        if not self.shift or self.rope is None:
+            return self.head
+        if self._turned is None or self._turned[0] != self.shift:
+            keys = turned_tensor(self.rope, self.index, self.head[0], self.shift)
+            self._turned = self.shift, torch.stack([keys, self.head[1]])
+        return self._turned[1]
 
     def quantised_bytes(self) -> int:
         """Of one group."""
@@ -151,8 +167,9 @@ class WindowCache:
         self._limit = getattr(config, "max_position_embeddings", None)
         self._placed = "position_ids" in inspect.signature(model.forward).parameters
         self._model = model
+        self._asked, self._turns = False, None
         self._cache = DynamicCache(config=config)
-        self.layers = [WindowLayer(self.kv, window, model.device) for _ in range(self.kv.layers)]
+        self.layers = [WindowLayer(self.kv, window, model.device, i) for i in range(self.kv.layers)]
         self._cache.layers[:] = self.layers
 
     @torch.no_grad()
@@ -160,8 +177,8 @@ class WindowCache:
         """Computes tokens behind all others. The logits of the one that follows."""
         self.check_room(len(ids))
         logits = None
-        step = max(self.window.recent, self.window.codec.group)
-        for start in range(0, len(ids), step):
+        for start in range(0, len(ids), step := self._step):
+            self._turn_head()
             part = torch.tensor([list(ids[start : start + step])], device=self._model.device)
             count, columns = part.shape[1], self.layers[0].get_seq_length()
             given: dict[str, Any] = {"attention_mask": torch.ones((1, columns + count), dtype=torch.int64)}
@@ -176,9 +193,35 @@ class WindowCache:
         assert logits is not None, "there is no token to feed"
         return logits
 
+    @property
+    def _step(self) -> int:
+        return max(self.window.recent, self.window.codec.group)
+
+    def _turn_head(self) -> None:
+        if self.dropped and (rope := self._rope()) is not None:
+            for layer in self.layers:
+                layer.rope, layer.shift = rope, self.dropped
+
+    def _rope(self) -> Rope | None:
+        """How the model turns its keys; None if a head must keep its place. Asked at the first drop."""
+        if not self._asked:
+            self._asked = True
+            try:
+                rope = probe_rope(self._model)
+                self._turns = rope if reaches(self._model, rope, MOST_POSITIONS) else None
+            except Refused:
+                pass
+        return self._turns
+
     def check_room(self, count: int) -> None:
         """Raises InvalidArgument if the model has no positions for `count` more tokens."""
-        if self._limit is not None and self.tokens + count > self._limit:
+        if self._limit is None or self.tokens + count <= self._limit:
+            return
+        most = (
+            self.head_tokens + self.window.older + self.window.recent + self.window.codec.group + self._step
+        )
+        near = most <= self._limit and self.tokens + count <= MOST_POSITIONS
+        if not near or self._rope() is None:
             raise InvalidArgument(
                 f"{self.tokens} tokens and {count} more; the model has {self._limit} positions, and tokens"
                 " keep theirs: this conversation has ended"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import kvclient
 from kvclient.blocks.codec import Kivi
@@ -256,9 +257,11 @@ def test_other_models_are_refused_with_the_reason(name):
 def test_the_end_of_the_positions_and_wrong_arguments_are_named(engine):
     talk = engine.conversation("end", window=SMALL)
     talk.say(ids(400), 3)
+    wide = engine.conversation("wide", window=Window(recent=300, older=320))
+    wide.say(ids(400), 3)
     with pytest.raises(InvalidArgument, match="512 positions"):
-        talk.say(ids(100), 20)
-    assert talk.turn == 1 and talk.say(ids(10), 3).saved
+        wide.say(ids(100), 20)  # more would be held than the model has positions
+    assert wide.turn == 1 and wide.say(ids(10), 3).saved
     for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             talk.say(ids(3), **wrong)
@@ -267,6 +270,35 @@ def test_the_end_of_the_positions_and_wrong_arguments_are_named(engine):
     for wrong in ({"recent": 0}, {"older": -32}, {"older": 33}, {"sink_tokens": -1}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             Window(**wrong)
+
+
+def test_a_conversation_outgrows_the_models_positions(engine, model):
+    """What is held is that of a text in which the head stands right before the rest."""
+    talk = engine.conversation("long", window=Window(recent=32, older=0))
+    said = []
+    for turn in range(8):
+        said += ids(100, seed=turn)
+        assert talk.say(said[-100:], 2).saved
+    held = talk.held
+    assert held.tokens > 512 > held.head_tokens + held.recent_tokens and held.dropped_tokens > 400
+    layer, cache = talk._cache.layers[0], DynamicCache(config=model.config)
+    kept = 4 + held.recent_tokens
+    position = torch.arange(held.dropped_tokens, held.dropped_tokens + 4)
+    with torch.no_grad():
+        first = torch.tensor([said[:4]])
+        model(input_ids=first, position_ids=position[None], past_key_values=cache, use_cache=True)
+    assert layer.get_seq_length() == kept
+    talk._cache._turn_head()
+    torch.testing.assert_close(layer._placed_head()[0], cache.layers[0].keys[0], atol=1e-4, rtol=1e-3)
+
+
+def test_a_model_with_learned_positions_ends_with_them(client):
+    with Engine(build("gpt2", layers=2), Words(), client, repair=None, self_test=False) as engine:
+        talk = engine.conversation("end", window=Window(recent=32, older=0))
+        limit = engine.model.config.max_position_embeddings
+        talk.say(ids(limit - 50), 3)
+        with pytest.raises(InvalidArgument, match=f"{limit} positions"):
+            talk.say(ids(100), 20)
 
 
 def test_a_namespace_that_says_its_salt_late_parts_conversations(model, client):

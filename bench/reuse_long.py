@@ -1,0 +1,149 @@
+"""What takes longer than a prompt: 500 queries on a store too small for their documents, a conversation of more
+tokens than the model has positions, multiple choice, and codecs.
+
+    python -m bench.reuse_inside --case queries --case far --case choice --case codecs
+
+Owns these cases; the model, the texts and the daemon are bench.reuse_inside's. Never compares times of
+different runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from statistics import mean
+from typing import Any
+
+QUERIES, DOCUMENTS, DOCUMENT_TOKENS = 500, 30, 200
+SAMPLED = 5  # every so many of the first and last hundred queries plain generate() is asked too
+STORE_MIB = 160  # about 3,600 of the 6,000 tokens of all documents
+FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 2_000, 16, 7_680
+CHOICES, CHOICE_TOKENS, PASSAGE = 4, 16, 480
+
+
+def queries(subject: Any) -> Iterator[dict[str, Any]]:
+    """Two documents in an order nobody asked for before, behind a preamble of its own length."""
+    from kvclient import InMemoryClient
+
+    chance = random.Random(1)
+    whole = [token for text in (*subject.texts, subject.code) for token in text]
+    step = len(whole) // DOCUMENTS
+    documents = [whole[i * step : i * step + DOCUMENT_TOKENS] for i in range(DOCUMENTS)]
+    weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, list[float]] = {False: [], True: []}
+    own, subject.client = subject.client, InMemoryClient(STORE_MIB << 20)
+    subject.reattach("queries")
+    for number in range(QUERIES):
+        one, two = chance.choices(documents, weights, k=2)
+        at = chance.randrange(len(whole) - 100)
+        ids = whole[at : at + chance.randrange(10, 40)] + one + two + whole[at + 50 : at + 70]
+        _, own_s = subject.generate(ids)
+        if number < 100 or number >= QUERIES - 100:
+            late, report = number >= 100, subject.kv.last
+            found[late].append((report.approximate_tokens + report.reused_tokens) / len(ids))
+            if number % SAMPLED == 0:
+                ratios[late].append(subject.generate(ids, plain=True)[1] / own_s)
+    evictions = subject.client.stats()["evictions"]
+    subject.client = own
+    subject.reattach("after queries")
+    first, last = mean(ratios[False]), mean(ratios[True])
+    yield {
+        "case": f"{QUERIES} queries, {STORE_MIB} MiB", "gain_of_first_100": first, "gain_of_last_100": last,
+        "last_to_first": last / first, "found_first": mean(found[False]), "found_last": mean(found[True]),
+        "evictions": evictions,
+    }  # fmt: skip
+
+
+def far(subject: Any) -> Iterator[dict[str, Any]]:
+    """A text of 20,000 tokens in a window of 512 + 2,048. There is no cold run of more tokens than the model
+    has positions: behind those, it is one of the last 7,680 tokens.
+    """
+    from kvclient.hf.window import Window, WindowCache
+
+    torch = subject.torch
+    text = [token for one in (*subject.texts, subject.code) for token in one]
+    text = (text * (FAR_TOKENS // len(text) + 1))[:FAR_TOKENS]
+    cache = WindowCache(subject.model, Window(recent=512, older=2048))
+    fed = 0
+    for stop in range(FAR_TURN, FAR_TOKENS + 1, FAR_TURN):
+        cut = stop - FAR_POSITIONS
+        said = [cache.feed(text[fed:cut])]
+        said += [cache.feed([token]) for token in text[cut : stop - 1]]
+        fed = stop - 1
+        seen = text[max(0, fed - FAR_SEEN) : fed]
+        with torch.no_grad(), subject.without(subject.model):
+            cold = subject.model(torch.tensor([seen]), logits_to_keep=FAR_POSITIONS).logits[0].log_softmax(-1)
+        own = torch.stack(said).log_softmax(-1)
+        held = cache.held
+        yield {
+            "case": f"conversation at {stop} tokens", "kl": float((cold.exp() * (cold - own)).sum(-1).mean()),
+            "same_top1": float((cold.argmax(-1) == own.argmax(-1)).float().mean()),
+            "kib": held.bytes >> 10, "dropped": held.dropped_tokens,
+        }  # fmt: skip
+
+
+def choice(subject: Any) -> Iterator[dict[str, Any]]:
+    """Which of four pieces of a text follows a passage of it, by their likelihood."""
+    chance, torch = random.Random(2), subject.torch
+    texts = [*subject.texts, subject.code]
+    right: dict[str, list[bool]] = {"0 %": [], "50 %": [], "95 %": []}
+    like_cold: dict[str, list[bool]] = {"50 %": [], "95 %": []}
+    for number in range(40):
+        text = texts[number % len(texts)]
+        at = chance.randrange(0, len(text) - PASSAGE - 200)
+        passage, behind = text[at : at + PASSAGE], at + PASSAGE
+        pieces = [text[behind : behind + CHOICE_TOKENS]]
+        while len(pieces) < CHOICES:
+            other = chance.randrange(0, len(text) - CHOICE_TOKENS)
+            if abs(other - behind) > 4 * CHOICE_TOKENS:
+                pieces.append(text[other : other + CHOICE_TOKENS])
+        prompt = texts[(number + 1) % len(texts)][:24] + passage
+        chosen = {}
+        for share, stored in (("0 %", 0), ("50 %", PASSAGE // 2), ("95 %", PASSAGE)):
+            subject.reattach(f"choice {number} {share}")
+            if stored:
+                subject.generate(texts[(number + 2) % len(texts)][30:70] + passage[:stored])
+            out, _ = subject.generate(prompt, plain=not stored)
+            scores = []
+            for piece in pieces:
+                cache = copy.deepcopy(out.past_key_values)
+                with torch.no_grad():
+                    logits = subject.model(torch.tensor([piece[:-1]]), past_key_values=cache).logits[0]
+                said = torch.cat([out.logits[0].reshape(1, -1), logits]).float().log_softmax(-1)
+                scores.append(float(said.gather(1, torch.tensor(piece)[:, None]).mean()))
+            chosen[share] = scores.index(max(scores))
+            right[share].append(chosen[share] == 0)
+        for share in like_cold:
+            like_cold[share].append(chosen[share] == chosen["0 %"])
+    for share, hits in right.items():
+        row = {"case": f"multiple choice, {share} reused", "accuracy": mean(hits), "of": len(hits)}
+        yield row | ({"as_cold": mean(like_cold[share])} if share in like_cold else {})
+
+
+def codecs(subject: Any) -> Iterator[dict[str, Any]]:
+    """A prefix of 512 tokens of three texts, reused quantised; with and without its last block in full."""
+    from kvclient.blocks.codec import Kivi
+
+    for codec in (Kivi(8, 32), Kivi(8, 128), Kivi(4, 32), Kivi(4, 128)):
+        kls: dict[str, list[float]] = {"kl": [], "kl_without_last": []}
+        for text in subject.texts[:3]:
+            prompt, behind = text[1000:1532], text[1532:1596]
+            subject.reattach(f"codec {codec}", codec=codec)
+            cold, _ = subject.generate(prompt, plain=True)
+            said = subject.said(cold.logits[0], cold.past_key_values, behind, plain=True)
+            subject.generate(prompt)
+            for name in kls:
+                with subject.kv.bypass(read=False):
+                    out, _ = subject.generate(prompt)
+                own = subject.said(out.logits[0], out.past_key_values, behind)
+                kls[name].append(float((said.exp() * (said - own)).sum(-1).mean()))
+                last = subject.kv._subject.sinks.last
+                subject.client.delete(subject.kv.chunker.chain(last.identity, prompt)[3:])
+        bytes_ratio = codec.bytes_per_token(3, 64) / (2 * 3 * 64 * 2)
+        yield {
+            "case": f"int{codec.bits}, groups of {codec.group}", "bytes_to_bf16": bytes_ratio,
+            "full_tokens": subject.kv.stats["full_tokens"], **{name: mean(own) for name, own in kls.items()},
+        }  # fmt: skip
+    subject.reattach("after codecs")
