@@ -1,5 +1,5 @@
-"""What takes longer than a prompt: 500 queries on a store too small for their documents, a conversation of more
-tokens than the model has positions, multiple choice, and codecs.
+"""What takes longer than a prompt: 500 queries on a store too small for their documents, a conversation
+of more tokens than the model has positions, multiple choice, and codecs.
 
     python -m bench.reuse_inside --case queries --case far --case choice --case codecs
 
