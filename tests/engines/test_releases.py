@@ -21,6 +21,8 @@ TESTS = [
     "tests/engines/test_in_place.py",
     "tests/engines/test_in_place_default.py",
     "tests/e2e/test_hf_generate.py",
+    "tests/e2e/test_hf_inside.py",
+    "tests/e2e/test_hf_chunkers.py",
     "tests/e2e/test_hf_modes.py",
 ]
 

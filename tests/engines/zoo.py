@@ -59,6 +59,13 @@ REFUSED = {
     "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16), "sliding-window"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(sliding_window=16), "sliding-window"),
+    "llama4": (
+        "Llama4TextConfig", "Llama4ForCausalLM",
+        dict(head_dim=16, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=96,
+             attention_chunk_size=16, no_rope_layers=[1, 1, 0]),
+        "sliding-window",
+    ),
     "gpt_oss": (
         "GptOssConfig", "GptOssForCausalLM",
         dict(head_dim=16, sliding_window=16, num_local_experts=4), "sliding-window",
