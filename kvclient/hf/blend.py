@@ -28,6 +28,7 @@ from kvclient.hf.prefix import Clock, Lost
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope, turned_tensor
 from kvclient.hf.structure import Refused
+from kvclient.kernels import contract, cuda
 
 # Attention implementations that take a mask of rows and columns; ours hand such calls to torch, counted.
 MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
@@ -109,10 +110,9 @@ class Blend:
         stored = torch.empty_like(storage[:, :1, :, low:high])
         self.load(layer, stored, low)
         columns = torch.nonzero(self._scanned & ~self._fresh).squeeze(1)
-        fresh = storage[:, :1, :, columns.to(storage.device)].float()
-        square = (stored[:, :, :, (columns - low).to(storage.device)].float() - fresh).pow_(2)
-        square = square.sum(dim=(1, 2, 4))  # [2, tokens]
-        size = fresh.pow(2).sum(dim=(1, 2, 4)).mean(dim=1, keepdim=True).clamp_min(1e-30)
+        fresh = storage[:, 0, :, low : low + stored.shape[3]]
+        square, norm = compared(stored[:, 0], fresh, (columns - low).to(storage.device))
+        size = norm.mean(dim=1, keepdim=True).clamp_min(1e-30)
         deviation = torch.zeros(self.length)
         deviation[columns] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
         self._choose(self._interior.repair.worst(deviation, self._fresh, self._scanned))
@@ -253,6 +253,19 @@ class BlendLayer(StoreLayer):
         if self.written is not None:
             self.written(self.index, blend.exact, blend.length, storage, self.origin)
         return self.keys, self.values
+
+
+def compared(
+    stored: torch.Tensor, fresh: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, columns] of K and V [2, heads, tokens, head_dim]: (stored - fresh)^2 and fresh^2, summed."""
+    if fresh.device.type in cuda.DEVICES and contract.cuda_lacks(fresh.device.index or 0) is None:
+        whole = cuda.table([cuda.segment((stored[0],), (stored[1],))], fresh.device)
+        first = torch.zeros(1, dtype=torch.int64, device=fresh.device)
+        square, norm = cuda.score(fresh[0], fresh[1], whole, first, fresh.shape[2], 0, False)
+        return square[:, columns], norm[:, columns]
+    fresh = fresh[:, :, columns].float()
+    return (stored[:, :, columns].float() - fresh).pow_(2).sum(dim=(1, 3)), fresh.pow(2).sum(dim=(1, 3))
 
 
 def _place(

@@ -17,6 +17,7 @@ from kvclient.blocks.layout import Layout
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.cache import array_dtype, as_array
 from kvclient.hf.structure import DTYPE_NAMES, KVShape
+from kvclient.kernels import contract, cuda
 from kvclient.segment import CODEC_KIVI
 
 
@@ -94,4 +95,9 @@ class Form:
     def write(self, block: Any, layer: int, source: torch.Tensor) -> None:
         """K and V [2, heads, tokens, head_dim] of a whole block. Raises NotQuantisable."""
         assert self.codec is not None, "without a codec, tokens are written as they come"
+        if source.device.type in cuda.DEVICES and contract.cuda_lacks(source.device.index or 0) is None:
+            _, heads, tokens, head_dim = source.shape
+            views = self.codec.views(block.layer(layer), tokens, heads, head_dim)
+            cuda.quantise_into(source, views)
+            return
         self.codec.encode(as_array(source.to("cpu")), block.layer(layer))

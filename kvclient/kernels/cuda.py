@@ -23,6 +23,7 @@ CODECS = {8: contract.INT8, 4: contract.INT4}
 FAST, NAIVE = 0, 1  # `path`: the naive kernel is there to compare with
 AWQ_ROWS = 64  # KVK_AWQ_ROWS
 BOTH = ("cpu", "cuda")
+DEVICES = ("cuda",)  # whose tensors are better served where they lie
 
 
 def library_for(device: torch.device) -> Any:
@@ -96,6 +97,18 @@ def _quantised(elements: torch.Tensor, bits: int, group: int, path: int = FAST) 
         elements.new_empty(scales, dtype=torch.float16),
         elements.new_zeros(1, dtype=torch.int32),
     )
+
+
+def quantise_into(elements: torch.Tensor, parts: Sequence[Any]) -> None:
+    """K and V [2, heads, tokens, head_dim], quantised where they lie, into two kernels.Quantised of host
+    memory: what crosses the bus is the codes. Raises NotQuantisable.
+    """
+    made = [quantise(side, own.bits, own.group) for side, own in zip(elements, parts, strict=True)]
+    if any(int(unfit) for *_, unfit in made):
+        raise contract.NotQuantisable("a value that is not finite or beyond 65504, which fp16 cannot hold")
+    for (codes, scale, zero, _), own in zip(made, parts, strict=True):
+        for tensor, array in ((codes, own.codes), (scale, own.scale), (zero, own.zero)):
+            torch.from_numpy(array).copy_(tensor)
 
 
 @torch.library.custom_op("kvclient::dequantise", mutates_args=("out",), device_types=BOTH)

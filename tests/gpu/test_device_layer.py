@@ -7,17 +7,23 @@ and the transfer are the same, over host memory; so what first meets a GPU has r
 built dense is seen in memory.
 """
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("kvclient._core", reason="the client's native module is not built here")
 
 import kvclient.hf
-from kvclient.hf import attention, staging
+from kvclient.blocks.codec import Kivi
+from kvclient.hf import attention, blend, staging
 from kvclient.hf.attention.device_layer import DeviceLayer
+from kvclient.hf.form import Form
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory
 from tests.engines.zoo import generate, known, near, prompt
+from tests.gpu.oracle import noise
 
 BLOCK = 16
 REAL_CPU = contract.cpu
@@ -153,3 +159,36 @@ def test_beams_and_crops_become_dense(place, client, left):
     assert left() == {"rows": len(before)}
 
 
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_blocks_are_quantised_on_the_gpu(place, client, monkeypatch, codec):
+    """The same bytes as by a CPU: what one wrote the other finds."""
+    monkeypatch.setattr(contract, "cuda_lacks", lambda own=0: None)
+    source = noise(2, 2, 64, 32, dtype=torch.bfloat16).to(place)
+    form = Form(1, 2, 32, torch.bfloat16, Kivi.named(codec))
+    size = 64 * form.codec.bytes_per_token(2, 32)
+    written = []
+    for devices in ((place.type,), ()):
+        monkeypatch.setattr(cuda, "DEVICES", devices)
+        block = SimpleNamespace(memory=np.zeros(size, np.uint8))
+        block.layer = lambda layer, own=block: own.memory
+        form.write(block, 0, source)
+        written.append(block.memory)
+    assert np.array_equal(*written) and written[0].any()
+    monkeypatch.setattr(cuda, "DEVICES", (place.type,))
+    source[1, 1, 3, 5] = torch.inf
+    with pytest.raises(contract.NotQuantisable):
+        form.write(block, 0, source)
+
+
+def test_deviations_are_summed_on_the_gpu(place, monkeypatch):
+    monkeypatch.setattr(contract, "cuda_lacks", lambda own=0: None)
+    whole = noise(2, 1, 2, 90, 32, dtype=torch.float16).to(place)
+    stored, fresh = noise(2, 2, 70, 32, dtype=torch.float16, seed=5).to(place), whole[:, 0, :, 11:81]
+    columns = torch.tensor([0, 3, 69])
+    monkeypatch.setattr(cuda, "DEVICES", ())
+    wanted = blend.compared(stored.cpu(), fresh.cpu(), columns)
+    monkeypatch.setattr(cuda, "DEVICES", (place.type,))
+    for own, other in zip(blend.compared(stored, fresh, columns.to(place)), wanted, strict=True):
+        assert own.shape == (2, 3) and torch.allclose(own.cpu(), other, rtol=1e-5)
