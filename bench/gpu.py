@@ -171,8 +171,8 @@ def table(result: dict[str, Any]) -> str:
 HEAD = """# What was run on a GPU
 
 Written by `python -m bench.gpu --document` from gpu.json beside it, which is what `python -m bench.gpu` put
-out; nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. On a machine with
-nvcc and torch `.ci/gpu` builds, tests and measures.
+out; nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. `.ci/gpu`
+builds, tests and measures on a machine with nvcc and torch.
 """
 NOTHING = "Nothing was run on a GPU yet: neither `pytest -m gpu` nor `bench/gpu.py`. Row by row:"
 
