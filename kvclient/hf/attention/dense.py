@@ -18,16 +18,30 @@ from kvclient.kernels.cuda_attention import attend_dense
 _local = threading.local()
 
 
-def workspace(args: contract.Attention) -> None:
-    """Gives the call this thread's workspace, which grows to what the largest call wanted."""
+def run(args: contract.Attention) -> None:
+    """kvk_attend() with this thread's workspace, which grows to what the largest call wanted."""
     library = contract.cpu()
-    size = library.kvk_attention_workspace(byref(args))
-    if size == 0:
-        contract.check(contract.INVALID)
     memory = getattr(_local, "memory", None)
-    if memory is None or memory.numel() < size:
-        memory = _local.memory = torch.empty(size, dtype=torch.uint8)
-    args.workspace, args.workspace_bytes = memory.data_ptr(), memory.numel()
+    if memory is not None:
+        args.workspace, args.workspace_bytes = memory
+    status = library.kvk_attend(byref(args))
+    if status == contract.WORKSPACE:
+        size = library.kvk_attention_workspace(byref(args))
+        _local.tensor = torch.empty(size, dtype=torch.uint8)
+        args.workspace, args.workspace_bytes = _local.memory = (_local.tensor.data_ptr(), size)
+        status = library.kvk_attend(byref(args))
+    if status != contract.OK:
+        contract.check(status)
+
+
+def positions(start: int, stop: int, rows: int) -> torch.Tensor:
+    """start..stop for each row; the same tensor for all layers of a step."""
+    wanted = (start, stop, rows)
+    known, tensor = getattr(_local, "positions", (None, None))
+    if known != wanted or tensor is None:
+        tensor = torch.arange(start, stop).expand(rows, stop - start).contiguous()
+        _local.positions = (wanted, tensor)
+    return tensor
 
 
 def heads_together(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +86,7 @@ def attend(
     keys = key.shape[2]
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
     out = query.new_empty((batch, tokens, heads, head_dim))
-    position = torch.arange(keys - tokens, keys).expand(batch, tokens).contiguous()
+    position = positions(keys - tokens, keys, batch)
     args = arguments(query, out, key.shape[1], position, scale, path)
     args.softcap, args.window, args.causal = softcap, window, causal
     if sinks is not None:
@@ -83,8 +97,7 @@ def attend(
     for row, pad in enumerate(pads):
         sequences[row].tail = dense_segment(key, value, row, pad, pad)
     args.sequences = addressof(sequences)
-    workspace(args)
-    contract.check(contract.cpu().kvk_attend(byref(args)))
+    run(args)
     return out
 
 
