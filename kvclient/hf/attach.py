@@ -23,7 +23,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import reuse_identity, salted
 from kvclient.errors import Closed, InvalidArgument, NotPermitted
-from kvclient.hf import attention, calibration, trials
+from kvclient.hf import attention, calibration, graph, trials
 from kvclient.hf.attention.adopt import Adopted
 from kvclient.hf.attention.pages import PagedStats
 from kvclient.hf.criterion import TokenSeen, none_of_ours, with_criterion
@@ -125,7 +125,7 @@ class Attachment:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self._adopted = adopted
+        self._adopted, self.decoding = adopted, 0
         self.overlap_tokens = 0
         self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
         self._codec = codec
@@ -213,6 +213,10 @@ class Attachment:
             yield
         finally:
             self._local.bypass = before
+
+    def decode_graph(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, this thread's calls decode over memory that does not move: on a GPU, a CUDA graph."""
+        return graph.decoding(self, self._attached_model())
 
     @contextlib.contextmanager
     def limited(self, inside: bool = True, publish_tokens: int | None = None) -> Iterator[None]:
@@ -345,7 +349,8 @@ class Attachment:
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started = time.perf_counter()
-        reason = self._outside(model, args, kwargs)
+        whole = getattr(self._local, "bypass", None) == (True, True)
+        reason = "bypass" if whole else none_of_ours(model, args, kwargs)
         if reason is not None:
             return self._run_without(reason, started, model, args, kwargs)
         subject = self._current(model)
@@ -354,8 +359,9 @@ class Attachment:
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
-        limited = dataclasses.replace(self._options, publish_tokens=publish_tokens, search=inside)
-        own = (self.client, subject, limited)
+        static = getattr(self._local, "static", False)
+        limits = {"publish_tokens": publish_tokens, "search": inside, "static": static}
+        own = (self.client, subject, dataclasses.replace(self._options, **limits))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
             client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
@@ -372,11 +378,6 @@ class Attachment:
                 trial.report = report
             else:
                 self._note(report)
-
-    def _outside(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why a call is none of ours, as far as its arguments say."""
-        whole = getattr(self._local, "bypass", None) == (True, True)
-        return "bypass" if whole else none_of_ours(model, args, kwargs)
 
     def _run_without(
         self,

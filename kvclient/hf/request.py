@@ -8,7 +8,6 @@ one; and after finish(), however the call ended, no pin and no unsealed block of
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
-from kvclient.hf.attention.adopt import IN_PLACE_DEVICES
-from kvclient.hf.attention.device_layer import DeviceLayer, Positions
-from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
-from kvclient.hf.attention.paged import PagedLayer, leaders
-from kvclient.hf.attention.pages import PagePool, PageTable
-from kvclient.hf.attention.registered import count_fallback
-from kvclient.hf.blend import Blend, BlendLayer, Interior
-from kvclient.hf.cache import Shape, StoreLayer, recycled, replace_layers
+from kvclient.hf.attention.layer import forget_pending
+from kvclient.hf.attention.static import Steps
+from kvclient.hf.blend import Blend, Interior
+from kvclient.hf.cache import StoreLayer, replace_layers
+from kvclient.hf.filling import Filling, Options
 from kvclient.hf.form import Form
+from kvclient.hf.graph import Step
 from kvclient.hf.memory import Memory
 from kvclient.hf.offer import Offer
 from kvclient.hf.pace import Pace
@@ -37,8 +33,6 @@ from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
 from kvclient.hf.sinks import FullForms, Sinks
 from kvclient.hf.staging import Staged
-
-SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
 
 @dataclass(frozen=True)
@@ -50,21 +44,6 @@ class Subject:
     form: Form  # how its K and V lie in blocks
     interior: Interior | None = None  # None: only prefixes are reused
     sinks: FullForms | None = None  # None: blocks hold what was computed
-
-
-@dataclass(frozen=True)
-class Options:
-    chunker: Chunker  # the rule that prompts are cut into blocks by
-    priority: int
-    ttl_s: float | None
-    follow: bool
-    follow_timeout_s: float
-    publish_generated: bool
-    chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
-    in_place: bool = False  # the model's attention reads blocks where they lie
-    pool: PagePool | None = None  # …and what it computes lies in pages of this one
-    publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
-    search: bool = True  # behind the prefix too, where the model allows it
 
 
 class Request:
@@ -93,6 +72,8 @@ class Request:
         self._plan: Plan | None = None
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
+        self._steps: Steps | None = None
+        self.step: Step | None = None
         self._generated = False  # whether completed blocks of generated text are published
         self._eos: Sequence[int] = ()
 
@@ -127,6 +108,9 @@ class Request:
                 model_kwargs.clear()
                 model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
+        if self._steps is not None:
+            self._steps.length = self._prompt.length
+            self.step = Step(model, model_kwargs["past_key_values"], self._steps, self._prompt.rows)
         return outputs
 
     def token(self, input_ids: torch.Tensor) -> None:
@@ -145,7 +129,7 @@ class Request:
         self._give_back()
         for layer in self._layers:
             layer.detach_store()
-        self._layers = []
+        self._layers, self.step = [], None
         forget_pending()
         if self._prompt is None and self.report.bypassed is None:
             self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
@@ -275,59 +259,12 @@ class Request:
         return wait_s
 
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
-        assert self._prompt is not None
-        subject, length = self._subject, self._prompt.length
-        wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
-        capacity = max(length, min(wanted, length + SPARE_TOKENS))
-        in_place = self._in_place(device)
-        paged = in_place and self._options.pool is not None and device.type != DeviceLayer.device_type
-        if in_place and self._options.pool is not None and not paged:
-            count_fallback("paged")  # pages are host memory; a GPU's tail is one tensor
-        if in_place and self._prefix is not None:
-            capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
-        form = subject.form
-        shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
-        assert self._offer is not None
-        written = self._offer.written()
-        make: Callable[..., StoreLayer] = StoreLayer
-        if self._blend is not None:
-            make = functools.partial(BlendLayer, self._blend)
-        elif in_place:
-            forget_pending()
-            groups = self._prompt.groups
-            pads = [pad for _, pad in sorted((row, g.pad) for g in groups for row in g.rows)]
-            make = functools.partial(InPlaceLayer, pads=pads, left=count_fallback)
-            if device.type == DeviceLayer.device_type:
-                make = functools.partial(self._device_layer, form.layers, device, pads)
-            elif paged:
-                first = leaders([group.rows for group in groups], len(pads))
-                table = PageTable(self._options.pool, pads, first, length)
-                make = functools.partial(PagedLayer, pads=pads, left=count_fallback, table=table)
-        memory = [None] * form.layers if paged else recycled(self._memory, shape, form.layers)
-        self._layers = [make(i, shape, self._prefix, written, own) for i, own in enumerate(memory)]
+        assert self._prompt is not None and self._offer is not None
+        own = (self._options, self._subject.form, self._prompt, self._found, self._prefix, self._blend)
+        filling = Filling(*own)
+        self._layers = filling.layers(config, device, self._offer.written(), self._memory)
+        self._staged, self._steps = filling.staged, filling.steps
         replace_layers(cache, self._layers)
-
-    def _device_layer(
-        self, layers: int, device: torch.device, pads: list[int], index: int, *args: Any
-    ) -> DeviceLayer:
-        if index == 0:
-            patient = any(one.pending for one in self._found)
-            self._staged = Staged(self._prefix, layers, device, patient) if self._prefix is not None else None
-            self._positions = Positions()
-        return DeviceLayer(
-            index, *args, pads=pads, left=count_fallback, staged=self._staged, positions=self._positions
-        )
-
-    def _in_place(self, device: torch.device) -> bool:
-        if not self._options.in_place or device.type not in IN_PLACE_DEVICES:
-            return False
-        if self._blend is not None:
-            count_fallback("inside")  # fresh tokens stand among reused ones
-            return False
-        if any(one.part is not None for one in self._found):
-            count_fallback("part")  # its tokens go into a block together with what follows
-            return False
-        return True
 
     # ---------------------------------------------------------------- after it
 

@@ -9,8 +9,9 @@ lost it on the way (a model that works on its keys after the cache) raises: it w
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import addressof
 from typing import Any, Protocol
 
@@ -79,9 +80,7 @@ class InPlaceLayer(StoreLayer):
         self._length, self.is_initialized = stop, True
         if self.written is not None:
             self.written(self.index, start, stop, self.storage, self.origin)
-        setattr(handle, HANDLE, self)
-        _pending.layer = self
-        return handle, values
+        return give_handle(handle, self), values
 
     def crop(self, count: int) -> None:
         """Negative in every release: so many tokens go. What it says besides differs between them."""
@@ -165,6 +164,10 @@ class InPlaceLayer(StoreLayer):
 
     def _cut(self, length: int) -> None:
         self._length = length
+
+    def takes(self, reason: str | None, causal: bool) -> bool:
+        """Whether attend() answers a call that the kernels would not take for that reason."""
+        return reason is None and causal
 
     def _open(self, like: torch.Tensor | None = None, tokens: int = 0) -> None:
         if self._dense:
@@ -262,8 +265,30 @@ def _nobody(reason: str) -> None:
     """Copies count nowhere."""
 
 
-def layer_of(key: torch.Tensor) -> InPlaceLayer | None:
-    """The layer that these keys are a handle of. Raises RuntimeError if a handle was lost on the way."""
+def give_handle(keys: torch.Tensor, layer: Any) -> torch.Tensor:
+    """These keys, marked: the attention that is called next must bring them."""
+    keys = keys.view_as(keys)
+    setattr(keys, HANDLE, layer)
+    _pending.layer = layer
+    return keys
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """Within it, this thread computes one token a row of a cache that knows by itself what each sees."""
+    _pending.step = True
+    try:
+        yield
+    finally:
+        _pending.step = False
+
+
+def in_step() -> bool:
+    return getattr(_pending, "step", False)
+
+
+def layer_of(key: torch.Tensor) -> Any:
+    """The layer that these keys are a handle of, or None. Raises RuntimeError if one was lost on the way."""
     layer, expected = getattr(key, HANDLE, None), getattr(_pending, "layer", None)
     _pending.layer = None
     if expected is not None and layer is not expected:

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, fused, plain
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.layer import layer_of
+from kvclient.hf.attention.layer import in_step, layer_of
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -126,6 +126,8 @@ def register(backend: Backend) -> str:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    if in_step():
+        return None
     padding, keys = kwargs.get("attention_mask"), kwargs.get("kv_length")
     if not _known(kwargs.get("mask_function", causal_mask_function)) or not _all_written(kwargs, keys):
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
@@ -176,7 +178,7 @@ def attention(
     layer = layer_of(key)
     reason = _unfit(backend, query, key, value, attention_mask, starts, dropout, position_bias, kwargs)
     if layer is not None:
-        if reason is None and causal:
+        if layer.takes(reason, causal):
             return layer.attend(query, s_aux, scale, cap, window, backend.path), None
         layer.become_dense(reason or "not_causal")
         key, value = layer.keys, layer.values

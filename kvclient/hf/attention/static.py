@@ -1,0 +1,100 @@
+"""A layer whose memory never moves and whose length is read on the device: what a captured graph can replay.
+
+Owns the writing of one token a row at a column that a tensor names, and attention over the whole memory
+under a mask made from that tensor. Never grows, and syncs with nothing. Invariant: while steps run, nothing
+that the host knows changes between two of them but Steps.length, which no kernel reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvclient.hf.attention import plain
+from kvclient.hf.attention.layer import give_handle, in_step
+from kvclient.hf.cache import StoreLayer
+
+# Why the kernels would not take a call that torch's attention, which is asked here, takes.
+TORCH_TAKES = (None, "torch", "device", "dtype", "head_dim")
+
+
+class Steps:
+    """Where the rows of one cache are: shared by its layers."""
+
+    def __init__(self, pads: Sequence[int], capacity: int, device: torch.device) -> None:
+        self.pads = torch.tensor(list(pads), device=device)[:, None]
+        self.columns = torch.arange(capacity, device=device)[None]
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)  # that the step writes
+        self.capacity, self.length, self.running = capacity, 0, False
+        self.over = False  # somebody computed besides: the layers are StoreLayers again
+
+    def start(self, length: int) -> None:
+        self.length, self.running = length, True
+
+    def seen(self, window: int) -> torch.Tensor:
+        """[rows, 1, 1, capacity]: the columns that the newest token of each row sees."""
+        seen = (self.columns <= self.column) & (self.columns >= self.pads)
+        if window:
+            seen &= self.column - self.columns < window
+        return seen[:, None, None]
+
+
+class StaticLayer(StoreLayer):
+    """Prefill is a StoreLayer's. From Steps.start() on, update() takes one token a row."""
+
+    def __init__(self, *args: Any, steps: Steps, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps: Steps | None = steps
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = self._steps
+        if steps is not None and steps.running and not in_step():
+            steps.over = True
+            self._leave()
+            steps = None
+        if steps is None or not steps.running:
+            return super().update(key_states, value_states, *args, **kwargs)
+        storage = self._storage
+        assert storage is not None and key_states.shape[-2] == 1
+        storage[0].index_copy_(2, steps.column, key_states)
+        storage[1].index_copy_(2, steps.column, value_states)
+        return give_handle(storage[0], self), storage[1]
+
+    def get_seq_length(self) -> int:
+        steps = self._steps
+        return steps.length if steps is not None and steps.running else super().get_seq_length()
+
+    def takes(self, reason: str | None, causal: bool) -> bool:
+        return causal and reason in TORCH_TAKES
+
+    def attend(
+        self, query: torch.Tensor, sinks: torch.Tensor | None, scale: float, softcap: float, window: int,
+        path: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert self._steps is not None and self._storage is not None
+        seen = self._steps.seen(window)
+        return plain.attend(query, self._storage[0], self._storage[1], seen, scale, softcap, sinks)
+
+    def become_dense(self, reason: str) -> None:
+        raise RuntimeError(f"a step of a decode graph wants what cannot be replayed ({reason})")
+
+    def detach_store(self) -> None:
+        super().detach_store()
+        self._leave()
+
+    def _leave(self) -> None:
+        """From here on a StoreLayer like any other."""
+        steps, self._steps = self._steps, None
+        if steps is not None and steps.running:
+            self._show(steps.length)
+
+    def _room(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        if self._storage is None:
+            storage = super()._room(tokens, like)
+            storage[:, :, :, self._length :] = 0  # columns that nobody wrote are masked, but 0 x NaN is NaN
+            return storage
+        return super()._room(tokens, like)
