@@ -1,4 +1,4 @@
-"""Which layers a request's cache is made of: dense, in place, paged, on a device, or still for a recorded step.
+"""Which layers a request's cache is made of: dense, in place, paged, on a device, or still for recording.
 
 Owns that choice and the counting of what was asked for and is not had. Never loads a token: layers do, when
 the model first asks them. Invariant: all layers of a cache are of one kind.
@@ -69,7 +69,7 @@ class Filling:
         static = self._static(config)
         capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
         in_place = not (static and device.type != "cpu") and self._in_place(device)
-        paged = in_place and self._options.pool is not None and device.type == "cpu"
+        paged = in_place and self._options.pool is not None and device.type != DeviceLayer.device_type
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)

@@ -135,7 +135,7 @@ def test_layers_come_beside_the_model(place, client, monkeypatch, readable):
     model, ids = model_on(place, "llama"), prompt(61).to(place)
     made = []
     monkeypatch.setattr(
-        "kvclient.hf.request.Staged",
+        "kvclient.hf.filling.Staged",
         lambda *args: made.append(staging.Staged(*args[:3], patient=True)) or made[-1],
     )
     _, logits, _ = generate(model, ids, 1)
