@@ -9,9 +9,9 @@
     kv.detach()
 
 The only package that imports transformers. Reading order: attach (the hooks) → request (the steps of one
-call) → prompt, prefix, filling, cache, publish (what the steps use) → structure, dimensions, selftest
-(what is known of a model). Inside a prompt: repair (which tokens) → blend (the pass) → rope (moving keys) → inside (the
-proof) → verify, trials, calibration (the numbers). Long conversations: window (the cache) →
+call) → prompt, prefix, filling, cache, publish (what the steps use) → structure, dimensions, selftest (what
+is known of a model). Inside a prompt: repair (which tokens) → blend (the pass) → rope (moving keys) → inside
+(the proof) → verify, trials, calibration (the numbers). Long conversations: window (the cache) →
 conversation_state (in the store) → conversation (the turns).
 """
 
