@@ -78,6 +78,15 @@ class Session(contextlib.AbstractContextManager):
             took.append(filling - began + clock() - filled)
         return took
 
+    def push_out(self, size: int) -> None:
+        """Everything there is leaves memory for blocks of more value, and those are deleted: free memory."""
+        tokens = size // (LAYERS * 2 * DIM)
+        dense = kvclient.Layout(LAYERS, 1, DIM, "uint8", tokens, meta_fixed=0, meta_per_token=0)
+        layout, source = self.client.register_layout(dense), np.zeros(size, dtype=np.uint8)
+        keys = new_keys(self.client.stats()["capacity_bytes"] // size + 1)
+        self.put(keys, layout, source, NOT_WRITTEN)
+        self.client.delete(keys)
+
     def wait(self, condition: Callable[[], object], what: str, pause_s: float = 0.001) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
