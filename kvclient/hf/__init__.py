@@ -15,15 +15,26 @@ is known of a model). Inside a prompt: repair (which tokens) → blend (the pass
 conversation_state (in the store) → conversation (the turns).
 """
 
-from kvclient.hf.attach import Attachment, attach
-from kvclient.hf.conversation import Conversation, Turn
-from kvclient.hf.engine import Engine, Result, Warmed
-from kvclient.hf.repair import Repair
-from kvclient.hf.report import Report
-from kvclient.hf.selftest import Verdict, self_test
-from kvclient.hf.structure import Refused
-from kvclient.hf.verify import Outcome, Verification
-from kvclient.hf.window import Held, Window
+import importlib.util
+from typing import Any
+
+if importlib.util.find_spec("kvclient._core") is not None:
+    from kvclient.hf.attach import Attachment, attach
+    from kvclient.hf.conversation import Conversation, Turn
+    from kvclient.hf.engine import Engine, Result, Warmed
+    from kvclient.hf.repair import Repair
+    from kvclient.hf.report import Report
+    from kvclient.hf.selftest import Verdict, self_test
+    from kvclient.hf.structure import Refused
+    from kvclient.hf.verify import Outcome, Verification
+    from kvclient.hf.window import Held, Window
+else:  # a bare checkout on a machine with a GPU: its attention and its AWQ layers need no store
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(name)
+        raise ImportError(f"kvclient.hf.{name} needs the client's native module: `make build`")
+
 
 __all__ = [
     "Attachment",

@@ -71,11 +71,10 @@ def _scales(heads: int, tokens: int, head_dim: int, group: int) -> tuple[int, ..
     return (heads, -(-tokens // group), head_dim) if group else (heads, tokens)
 
 
-Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 @torch.library.custom_op("kvclient::quantise", mutates_args=(), device_types=BOTH)
-def quantise(elements: torch.Tensor, bits: int, group: int, path: int = FAST) -> Quantised:
+def quantise(
+    elements: torch.Tensor, bits: int, group: int, path: int = FAST
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scale, zero, unfit) of [heads, tokens, head_dim]: K with a group, V with group 0.
 
     unfit: int32 [1], not 0 if a value is not finite or beyond 65504; on a CPU that raises NotQuantisable.
@@ -88,7 +87,7 @@ def quantise(elements: torch.Tensor, bits: int, group: int, path: int = FAST) ->
 
 
 @quantise.register_fake
-def _quantised(elements: torch.Tensor, bits: int, group: int, path: int = FAST) -> Quantised:
+def _quantised(elements, bits, group, path=FAST):
     heads, tokens, head_dim = elements.shape
     scales = _scales(heads, tokens, head_dim, group)
     return (
