@@ -28,6 +28,7 @@ from bench.reuse_ttft import ROOT, daemon, say
 POSITIONS = 64  # that KL is taken over
 QUESTION = 20  # tokens behind a document
 WINDOW_POSITIONS = 16  # of each turn, fed one by one
+WAYS_TO_CUT = ("fixed", "sentence", "paragraph", "document")
 CHUNKERS = (("fixed", 0), *((name, n) for name in ("sentence", "paragraph") for n in (0, 64)))
 SHIFTS = (1, 37, 64, 127)
 
@@ -182,7 +183,8 @@ def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) 
 def found_of(subject: Subject, prompt: list[int], size: int) -> float:
     from kvclient.blocks import plan
 
-    with plan(subject.client, subject.kv.identity, prompt[:-1], min_tokens=32) as segments:
+    kv = subject.kv
+    with plan(subject.client, kv.identity, prompt[:-1], min_tokens=32, chunker=kv.chunker) as segments:
         return min(1.0, (segments.tokens("approximate") + segments.tokens("exact")) / size)
 
 
@@ -291,25 +293,28 @@ def window(subject: Subject) -> Iterator[dict[str, Any]]:
 
 
 def chunkers(subject: Subject) -> Iterator[dict[str, Any]]:
-    """A document of 1,000 tokens warmed by each chunker, then behind another preamble."""
-    from kvclient.hf import Engine
-
-    text, other = subject.texts[0], subject.texts[2]
+    """A document of 1,000 tokens warmed in parts by each chunker, or computed in context in blocks cut by it;
+    then behind another preamble.
+    """
+    text, licence, other = subject.texts[0], subject.texts[3], subject.texts[2]
     body, behind = text[300:1300], text[1300:]
-    for chunker, overlap in CHUNKERS:
+    prompts = [other[50 : 50 + s] + body + behind[:QUESTION] for s in (37, 127)]
+    ways = [(True, *way) for way in CHUNKERS] + [(False, name, 0) for name in WAYS_TO_CUT]
+    for alone, chunker, overlap in ways:
         with fresh(subject):
-            subject.kv.detach()
-            engine = Engine(
-                subject.model, subject.tokenizer, subject.client, repair=subject.kv.repair, self_test=False,
-                salt=f"{chunker} {overlap}", weights_digest=bytes(32),
-            )  # fmt: skip
-            subject.kv = engine.kv
-            parts = engine.warm(body, chunker=chunker, overlap_tokens=overlap).parts
-            prompts = [other[50 : 50 + s] + body + behind[:QUESTION] for s in (37, 127)]
-            rows = [row for prompt in prompts for row in subject.measured(prompt, behind[QUESTION:])]
+            cut = "fixed" if alone else chunker
+            subject.reattach(f"{alone} {chunker} {overlap}", chunker=cut, tokenizer=subject.tokenizer)
+            parts = 1
+            if alone:
+                parts = subject.kv.warm(body, chunker=chunker, overlap_tokens=overlap).parts
+            else:
+                subject.generate(licence[:40] + body + licence[100:160])
+            rows = [row for ids in prompts for row in subject.measured(ids, behind[QUESTION:], only="auto")]
             found = mean(found_of(subject, prompt, len(body)) for prompt in prompts)
-        for row in averaged(f"{chunker}, overlap {overlap}", rows):
+        how = f"warmed, overlap {overlap}" if alone else "in context, blocks cut so"
+        for row in averaged(f"{chunker}, {how}", rows):
             yield row | {"parts": parts, "document_found": found}
+    subject.reattach("after chunkers")
 
 
 CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {

@@ -30,7 +30,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_TOKENS = 20
-POOL = "2GiB"
+POOL = "1GiB"
 START_TIMEOUT_S = 20.0
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"

@@ -15,20 +15,22 @@ from hypothesis import strategies as st
 
 import kvclient
 from kvclient.blocks import meta, plan
+from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
 
 LAYOUT = kvclient.Layout(1, 1, 1, "uint8", 64)
 IDENTITY, OTHER = bytes(32), bytes([1]) * 32
 
 
-def put(client, tokens, size, identity=IDENTITY, partial=False, contents=None):
-    chain = kvclient.chain(identity, tokens, size, partial=partial)
+def put(client, tokens, size, identity=IDENTITY, partial=False, contents=None, chain=None):
+    chain = kvclient.chain(identity, tokens, size, partial=partial) if chain is None else chain
     if not len(chain):
         return chain
     ids = np.asarray(tokens, np.int32)
     with client.create(chain, client.register_layout(LAYOUT)) as writer:
         for index in writer.granted:
-            own = ids[index * size : index * size + chain.token_counts[index]]
+            start = chain.start_tokens[index]
+            own = ids[start : start + chain.token_counts[index]]
             area = meta.pack(
                 meta.Meta(chain.parent_keys[index], chain.content_keys[index], own.tobytes(), b"")
             )
@@ -107,6 +109,39 @@ def test_any_assembly_of_stored_pieces_is_covered(data):
                 )
         with plan(client, OTHER, prompt, size) as segments:
             assert segments.tokens("live") == len(prompt)
+
+
+class Words:
+    """Every fifth token ends a sentence, every seventh a paragraph."""
+
+    def decode(self, tokens):
+        return "\n\n" if tokens[0] % 7 == 0 else "." if tokens[0] % 5 == 0 else " w"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(["sentence", "paragraph", "document"]), size=st.sampled_from([4, 16]),
+    alphabet=st.sampled_from([10, 10_000]), seed=st.integers(0, 1000),
+    parts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=5),
+)  # fmt: skip
+def test_texts_cut_by_content_are_found_whole_in_any_order(rule, size, alphabet, seed, parts):
+    """Each behind some new tokens: its first block holds a window, the others follow it."""
+    random, chunker = np.random.default_rng(seed), Chunker(rule, size, Words())
+    texts = [random.integers(0, alphabet, n).tolist() for n in (2 * size, 3 * size, 50, 90)]
+    with kvclient.InMemoryClient(16 << 20) as client:
+        for text in texts:
+            chain = chunker.chain(IDENTITY, text, partial=True)
+            put(client, text, chunker.most, chain=chain)
+        prompt, places = [], []
+        for number, gap in parts:
+            prompt += random.integers(20_000, 30_000, gap).tolist()
+            places.append((len(prompt), len(texts[number])))
+            prompt += texts[number]
+        with plan(client, IDENTITY, prompt, chunker=chunker) as segments:
+            check(segments, prompt)
+            live = [at for s in segments if s.kind == "live" for at in range(s.start, s.stop)]
+            for start, count in places:
+                assert not set(live) & set(range(start, start + count)), (start, count, live)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 15, 16, 17, 100])
