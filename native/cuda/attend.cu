@@ -10,6 +10,13 @@ extern template int launch<Decode<64>>(const Attention&, const Grid&);
 extern template int launch<Decode<96>>(const Attention&, const Grid&);
 extern template int launch<Decode<128>>(const Attention&, const Grid&);
 extern template int launch<Decode<256>>(const Attention&, const Grid&);
+extern template int launch<Prefill<64, 1>>(const Attention&, const Grid&);
+extern template int launch<Prefill<64, 2>>(const Attention&, const Grid&);
+extern template int launch<Prefill<96, 1>>(const Attention&, const Grid&);
+extern template int launch<Prefill<96, 2>>(const Attention&, const Grid&);
+extern template int launch<Prefill<128, 1>>(const Attention&, const Grid&);
+extern template int launch<Prefill<128, 2>>(const Attention&, const Grid&);
+extern template int launch<Prefill<256, 1>>(const Attention&, const Grid&);
 
 int device_now(Device* device) {
   int id = 0, major = 0, minor = 0, processors = 0, block = 0, processor = 0;

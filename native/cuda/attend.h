@@ -9,6 +9,7 @@
 #include "cuda/decode.h"
 #include "cuda/launch.h"
 #include "cuda/naive.h"
+#include "cuda/prefill.h"
 
 namespace kvk {
 
@@ -28,7 +29,7 @@ int plan_for(const kvk_attention& a, const Device& device, bool cut, Plan* plan)
   plan->start = launch<Kernel>;
   const uint32_t rows = a.query_tokens * (a.query_heads / a.kv_heads);
   uint32_t warps = Kernel::kMostWarps;
-  while (warps > 1 && Kernel::shared_bytes(warps, rows) > device.shared_block && Kernel::kWidth != 0) warps /= 2;
+  while (warps > 1 && Kernel::shared_bytes(warps, rows) > device.shared_block && Kernel::kWidth != 0) --warps;
   plan->grid = {0, warps, Kernel::shared_bytes(warps, rows)};
   if (plan->grid.shared_bytes > device.shared_block)
     return fail(KVK_UNSUPPORTED, "head_dim=%u needs %llu bytes of shared memory; a block has %llu", a.head_dim,
@@ -63,10 +64,31 @@ inline int plan_decode(const kvk_attention& a, const Device& device, Plan* plan)
   return plan_for<Decode<256>>(a, device, true, plan);
 }
 
-inline uint32_t path_for(const kvk_attention& a, const Device& device) {
-  if (a.path != KVK_CUDA_AUTO) return a.path;
-  if (a.dtype == KVK_F32 || a.head_dim > 256 || (a.dtype == KVK_BF16 && device.capability < 80)) return KVK_CUDA_REFERENCE;
-  return KVK_CUDA_DECODE;
+// 128 rows where there are so many and the device's blocks have the room, else 64.
+template <uint32_t kDim>
+int plan_prefill(const kvk_attention& a, const Device& device, Plan* plan) {
+  using Tall = Prefill<kDim, 2>;
+  if (static_cast<uint64_t>(a.query_tokens) * (a.query_heads / a.kv_heads) > 64 &&
+      Tall::shared_bytes(0, 0) <= device.shared_block)
+    return plan_for<Tall>(a, device, true, plan);
+  return plan_for<Prefill<kDim, 1>>(a, device, true, plan);
+}
+
+inline int plan_prefill(const kvk_attention& a, const Device& device, Plan* plan) {
+  if (a.head_dim <= 64) return plan_prefill<64>(a, device, plan);
+  if (a.head_dim <= 96) return plan_prefill<96>(a, device, plan);
+  if (a.head_dim <= 128) return plan_prefill<128>(a, device, plan);
+  return plan_for<Prefill<256, 1>>(a, device, true, plan);
+}
+
+inline int plan_path(const kvk_attention& a, const Device& device, uint32_t path, Plan* plan) {
+  if (path == KVK_CUDA_REFERENCE) return plan_for<Naive>(a, device, false, plan);
+  if (path != KVK_CUDA_DECODE && path != KVK_CUDA_PREFILL)
+    return fail(KVK_UNSUPPORTED, "path=%u: there is no path of that number", path);
+  if (a.dtype == KVK_F32 || a.head_dim > 256)
+    return fail(KVK_UNSUPPORTED, "path=%u, dtype=%u, head_dim=%u; this kernel has 16-bit queries of at most 256", path, a.dtype,
+                a.head_dim);
+  return path == KVK_CUDA_DECODE ? plan_decode(a, device, plan) : plan_prefill(a, device, plan);
 }
 
 inline int plan_of(const kvk_attention* args, Plan* plan) {
@@ -74,15 +96,13 @@ inline int plan_of(const kvk_attention* args, Plan* plan) {
   Device device;
   if (int status = device_now(&device)) return status;
   const kvk_attention& a = *args;
-  switch (path_for(a, device)) {
-    case KVK_CUDA_REFERENCE: return plan_for<Naive>(a, device, false, plan);
-    case KVK_CUDA_DECODE:
-      if (a.dtype == KVK_F32 || a.head_dim > 256)
-        return fail(KVK_UNSUPPORTED, "path=%u, dtype=%u, head_dim=%u; this kernel has 16-bit queries of at most 256", a.path,
-                    a.dtype, a.head_dim);
-      return plan_decode(a, device, plan);
-    default: return fail(KVK_UNSUPPORTED, "path=%u: there is no path of that number", a.path);
-  }
+  if (a.path != KVK_CUDA_AUTO) return plan_path(a, device, a.path, plan);
+  // Before compute capability 8.0 there is no product of bf16; what it becomes then, fp16, has not its range.
+  const bool narrow = a.dtype == KVK_BF16 && device.capability < 80;
+  const bool few = static_cast<uint64_t>(a.query_tokens) * (a.query_heads / a.kv_heads) <= kDecodeRows;
+  if (!narrow && !few && plan_path(a, device, KVK_CUDA_PREFILL, plan) == KVK_OK) return KVK_OK;
+  if (!narrow && plan_path(a, device, KVK_CUDA_DECODE, plan) == KVK_OK) return KVK_OK;
+  return plan_path(a, device, KVK_CUDA_REFERENCE, plan);
 }
 
 }  // namespace kvk

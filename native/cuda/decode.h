@@ -33,7 +33,7 @@ struct TileShape {
 
 template <uint32_t kDim>
 struct Decode {
-  static constexpr uint32_t kMostWarps = 4, kBlocksAtOnce = kDim > 128 ? 1 : 2;  // of a processor
+  static constexpr uint32_t kMostWarps = 4, kBlocksAtOnce = kDim > 128 ? 1 : kDim > 64 ? 2 : 3;  // of a processor
   static constexpr uint32_t kRows = 16, kWidth = kDim, kUnits = kDim / 32;
   static constexpr uint32_t kValueUnit = kDim % 64 == 0 ? 64 : 32, kOf = kValueUnit / 8;  // channels a lane has of a unit of V
   static constexpr uint32_t kMostTokens = 32;
@@ -49,7 +49,7 @@ struct Decode {
   // Of a block: `rows` of queries in fp32, 16 positions, a word. Of a warp: two descriptions, what each token's weight is
   // multiplied by and adds, two tiles (later: its result), the queries turned, and as operands.
   static constexpr KVK_BOTH uint32_t block_bytes(uint32_t rows) { return 4 * rows * kQueryStride + 8 * kRows + 16; }
-  static constexpr uint32_t kTokensAt = 2 * sizeof(kvk_segment), kStagesAt = kTokensAt + kMostTokens * sizeof(TokenScale);
+  static constexpr uint32_t kTokensAt = sizeof(Way), kStagesAt = kTokensAt + kMostTokens * sizeof(TokenScale);
   static constexpr uint32_t kOperandsAt = (kStagesAt + larger(2 * kStage, kMergeBytes) + 15) / 16 * 16;
   static constexpr uint32_t kTurnedAt = kOperandsAt + kOperandBytes;
   static constexpr KVK_BOTH uint32_t warp_bytes(uint32_t rows) { return kTurnedAt + 4 * rows * kQueryStride; }
@@ -103,10 +103,10 @@ struct Decode {
   static KVK_DEVICE_FN uint32_t load(const kvk_attention& a, const kvk_segment& s, uint32_t kv_head, const Tile& tile,
                                      uint8_t* stage, Loaded& loaded) {
     using Shape = TileShape<kDim, kKind>;
-    load_rows<kDim, kKind, Shape::kTokens>(a, s, at(s.k, kv_head * s.k_head_stride), s.k_token_stride, tile, stage,
-                                           Shape::kKeyStride, lane_index(), 32);
-    load_rows<kDim, kKind, Shape::kTokens>(a, s, at(s.v, kv_head * s.v_head_stride), s.v_token_stride, tile,
-                                           stage + Shape::kValuesAt, Shape::kValueStride, lane_index(), 32);
+    load_rows<kDim, kKind, Shape::kTokens, 32>(a, s, at(s.k, kv_head * s.k_head_stride), s.k_token_stride, tile, stage,
+                                               Shape::kKeyStride, lane_index());
+    load_rows<kDim, kKind, Shape::kTokens, 32>(a, s, at(s.v, kv_head * s.v_head_stride), s.v_token_stride, tile,
+                                               stage + Shape::kValuesAt, Shape::kValueStride, lane_index());
     const void* scale = is_quantised(kKind) ? scales_of(s.k_scale, s, kv_head, tile.start, a.head_dim) : nullptr;
     const bool same = scale == loaded.scale && s.turn == loaded.turn && kKind == loaded.kind;
     loaded.scale = scale, loaded.turn = s.turn, loaded.kind = kKind;
@@ -306,7 +306,6 @@ struct Decode {
     uint32_t kv_head, rows;
     int64_t position[2];
     const float* queries;
-    kvk_segment* held;
     TokenScale* tokens;
     float* turned;
     uint32_t* operands;
@@ -345,9 +344,8 @@ struct Decode {
         add_values<kKind>(stage + Shape::kValuesAt + 16 * step * Shape::kValueStride, unit, weight[step], state);
   }
 
-  static KVK_DEVICE_FN void compute_any(const Warp& warp, const Tile& tile, const uint8_t* stage, uint32_t v_scale,
-                                        State& state) {
-    const kvk_segment& s = warp.held[tile.slot];
+  static KVK_DEVICE_FN void compute_any(const Warp& warp, const kvk_segment& s, const Tile& tile, const uint8_t* stage,
+                                        uint32_t v_scale, State& state) {
     if (s.turn != nullptr && s.turn != state.turned_by) {
       turn_queries(warp.a, warp.queries, warp.rows, s.turn, warp.turned);
       state.turned_by = s.turn;
@@ -398,13 +396,13 @@ struct Decode {
       const Tile then = walk.next(16, 32);
       uint32_t then_scale = 0;
       if (then.count != 0)
-        then_scale = load_any(warp.a, warp.held[then.slot], warp.kv_head, then, warp.stages + stage * kStage, loaded);
+        then_scale = load_any(warp.a, walk.segment(then), warp.kv_head, then, warp.stages + stage * kStage, loaded);
       copy_commit();
       stage ^= 1;
       if (tile.count != 0) {
         copy_wait<1>();
         sync_warp();
-        compute_any(warp, tile, warp.stages + stage * kStage, v_scale, state);
+        compute_any(warp, walk.segment(tile), tile, warp.stages + stage * kStage, v_scale, state);
         sync_warp();
       } else if (then.count == 0) {
         break;
@@ -437,25 +435,19 @@ struct Decode {
     }
     sync_block();
 
-    int64_t least = positions[0], most = positions[0];
-    for (uint32_t row = 1; row < rows; ++row) {
-      least = positions[row] < least ? positions[row] : least;
-      most = positions[row] > most ? positions[row] : most;
-    }
     const uint32_t row = lane_index() / 4;
     const Warp warp{p.a,
                     work.kv_head,
                     rows,
                     {positions[row < rows ? row : rows - 1], positions[row + 8 < rows ? row + 8 : rows - 1]},
                     queries,
-                    reinterpret_cast<kvk_segment*>(own),
                     reinterpret_cast<TokenScale*>(own + kTokensAt),
                     reinterpret_cast<float*>(own + kTurnedAt),
                     reinterpret_cast<uint32_t*>(own + kOperandsAt),
                     own + kStagesAt};
     State state = nothing_yet();
     const uint64_t start = (static_cast<uint64_t>(work.split) * warps + warp_index()) * step;
-    Walk walk(p.a, sequence, warp.held, start, start + step, least, most);
+    Walk walk(p.a, sequence, *reinterpret_cast<Way*>(own), start, start + step, rows, [&](uint32_t i) { return positions[i]; });
     go_through(warp, walk, state);
     leave(state, reinterpret_cast<float*>(warp.stages));
     sync_block();

@@ -8,27 +8,39 @@
 
 namespace kvk {
 
-// `kTokens` rows from the first of a tile on, by `workers` threads of which this is `worker`: asynchronously where all is
+// `kTokens` rows from the first of a tile on, by `kWorkers` threads of which this is `worker`: asynchronously where all is
 // aligned to 16 bytes, else element by element. Elements of another type than the kind's become that type.
-template <uint32_t kDim, Kind kKind, uint32_t kTokens>
+template <uint32_t kDim, Kind kKind, uint32_t kTokens, uint32_t kWorkers>
 KVK_DEVICE_FN void load_rows(const kvk_attention& a, const kvk_segment& s, const void* from, int64_t stride, const Tile& tile,
-                             uint8_t* to, uint32_t to_stride, uint32_t worker, uint32_t workers) {
+                             uint8_t* to, uint32_t to_stride, uint32_t worker) {
   constexpr uint32_t kBits = bits_of_kind(kKind), kRowBytes = kDim * kBits / 8, kChunks = kRowBytes / 16;
   const uint32_t bytes = a.head_dim * kBits / 8;
   from = at(from, static_cast<int64_t>(tile.start) * stride);
   const bool native = is_quantised(kKind) || s.codec == (kKind == kBf16 ? KVK_BF16 : KVK_F16);
   if (native && ((reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(stride) | bytes) & 15) == 0) {
+    if constexpr (kWorkers % kChunks == 0) {  // a thread has one column
+      constexpr uint32_t kStep = kWorkers / kChunks;
+      const uint32_t chunk = worker % kChunks;
+      uint32_t token = worker / kChunks;
+      const uint32_t count = 16 * chunk < bytes ? tile.count : 0;
+      const void* row = at(from, token * stride + 16 * chunk);
+      to += token * to_stride + 16 * chunk;
 #pragma unroll 4
-    for (uint32_t i = worker; i < kTokens * kChunks; i += workers) {
-      const uint32_t token = i / kChunks, chunk = i % kChunks;
-      const bool there = token < tile.count && 16 * chunk < bytes;
-      copy_async(to + token * to_stride + 16 * chunk, there ? at(from, token * stride + 16 * chunk) : from, there ? 16 : 0);
+      for (uint32_t i = 0; i < kTokens / kStep; ++i, token += kStep, row = at(row, kStep * stride), to += kStep * to_stride)
+        copy_async(to, token < count ? row : from, token < count ? 16 : 0);
+    } else {
+#pragma unroll 1
+      for (uint32_t i = worker; i < kTokens * kChunks; i += kWorkers) {
+        const uint32_t token = i / kChunks, chunk = i % kChunks;
+        const bool there = token < tile.count && 16 * chunk < bytes;
+        copy_async(to + token * to_stride + 16 * chunk, there ? at(from, token * stride + 16 * chunk) : from, there ? 16 : 0);
+      }
     }
     return;
   }
   constexpr uint32_t kEach = is_quantised(kKind) ? kRowBytes : kDim;
 #pragma unroll 1
-  for (uint32_t i = worker; i < kTokens * kEach; i += workers) {
+  for (uint32_t i = worker; i < kTokens * kEach; i += kWorkers) {
     const uint32_t token = i / kEach, j = i % kEach;
     const bool there = token < tile.count && j < (is_quantised(kKind) ? bytes : a.head_dim);
     const void* row = at(from, there ? token * stride : 0);

@@ -14,9 +14,7 @@ struct Naive {
   static constexpr uint32_t kWidth = 0, kBlocksAtOnce = 2;
   static constexpr uint32_t kSlots = KVK_MAX_HEAD_DIM / 32;
 
-  static uint64_t shared_bytes(uint32_t warps, uint32_t) {
-    return warps * (KVK_MAX_HEAD_DIM * sizeof(float) + 2 * sizeof(kvk_segment));
-  }
+  static uint64_t shared_bytes(uint32_t warps, uint32_t) { return warps * (KVK_MAX_HEAD_DIM * sizeof(float) + sizeof(Way)); }
 
   static KVK_DEVICE_FN float load(const kvk_segment& s, bool values, uint32_t kv_head, uint32_t token, uint32_t i, uint32_t n) {
     const void* row = values ? at(s.v, kv_head * s.v_head_stride + static_cast<int64_t>(token) * s.v_token_stride)
@@ -58,14 +56,14 @@ struct Naive {
     const uint32_t row = work.row_start + warp_index(), lane = lane_index();
     if (row >= p.rows) return;
     auto* q = reinterpret_cast<float*>(shared) + warp_index() * KVK_MAX_HEAD_DIM;
-    auto* held = reinterpret_cast<kvk_segment*>(shared + kRows * KVK_MAX_HEAD_DIM * sizeof(float)) + 2 * warp_index();
+    auto* way = reinterpret_cast<Way*>(shared + kRows * KVK_MAX_HEAD_DIM * sizeof(float)) + warp_index();
     for (uint32_t i = lane; i < p.a.head_dim; i += 32) q[i] = element(p.a.dtype, query_row(p, work, row), i);
     sync_warp();
     const int64_t position = position_of(p, work, row);
-    Walk walk(p.a, p.a.sequences[work.batch], held, 0, ~uint64_t{0} >> 1, position, position);
+    Walk walk(p.a, p.a.sequences[work.batch], *way, 0, ~uint64_t{0} >> 1, 1, [&](uint32_t) { return position; });
     Sums sums;
     for (Tile tile = walk.next(64, 64); tile.count != 0; tile = walk.next(64, 64)) {
-      const kvk_segment& s = held[tile.slot];
+      const kvk_segment& s = walk.segment(tile);
       float turned[kSlots];
 #pragma unroll
       for (uint32_t slot = 0; slot < kSlots; ++slot) {

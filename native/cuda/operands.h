@@ -14,6 +14,18 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 #if defined(__CUDACC__)
 
+KVK_DEVICE_FN uint32_t add_halves(uint32_t a, uint32_t b) {
+  uint32_t c;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+// At most 65504: what a code and its scale make may be rounded beyond it.
+KVK_DEVICE_FN uint32_t clamp_halves(uint32_t a) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("min.f16x2 %0, %0, %1;" : "+r"(a) : "r"(0x7bff7bff));
+#endif
+  return a;
+}
 KVK_DEVICE_FN uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -38,6 +50,11 @@ inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
   const auto lo = fma_half(static_cast<uint16_t>(a), static_cast<uint16_t>(b), static_cast<uint16_t>(c));
   const auto hi = fma_half(static_cast<uint16_t>(a >> 16), static_cast<uint16_t>(b >> 16), static_cast<uint16_t>(c >> 16));
   return lo | static_cast<uint32_t>(hi) << 16;
+}
+inline uint32_t add_halves(uint32_t a, uint32_t b) { return fma_halves(a, 0x3c003c00, b); }
+inline uint32_t clamp_halves(uint32_t a) {
+  const uint32_t low = a & 0xffff, high = a >> 16;
+  return (low == 0x7c00 ? 0x7bff : low) | (high == 0x7c00 ? 0x7bff : high) << 16;
 }
 
 #endif

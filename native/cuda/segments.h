@@ -36,99 +36,121 @@ KVK_DEVICE_FN uint64_t keys_of(const kvk_sequence& sequence) {
   return keys;
 }
 
+// A walk's place in shared memory, one for each warp that walks: it costs no registers between tiles.
+struct alignas(16) Way {
+  kvk_segment held[2];
+  const kvk_segment* segments;
+  const kvk_segment* tail;
+  uint64_t count, start, stop;
+  int64_t least, most;
+  struct Now {
+    uint64_t index, key;  // of the segment that comes next
+    uint32_t token, token_stop, slot, returned;
+  } now;
+};
+
 class Walk {
  public:
-  // The rows that look are at least..most; `held` is the warp's own shared memory, two segments.
-  KVK_DEVICE_FN Walk(const kvk_attention& a, const kvk_sequence& sequence, kvk_segment* held, uint64_t start, uint64_t stop,
-                     int64_t least, int64_t most)
-      : a_(a), sequence_(sequence), held_(held), start_(start), stop_(stop), least_(least), most_(most) {
-    find();
-    fetch();
+  // Over keys start..stop, for `rows` that look from position(row).
+  template <class Position>
+  KVK_DEVICE_FN Walk(const kvk_attention& a, const kvk_sequence& sequence, Way& way, uint64_t start, uint64_t stop, uint32_t rows,
+                     Position position)
+      : a_(a), way_(way) {
+    Way::Now now = find(sequence, start);
+    if (lane_index() == 0) {
+      int64_t least = position(0), most = least;
+      for (uint32_t row = 1; row < rows; ++row) {
+        const int64_t one = position(row);
+        least = one < least ? one : least, most = one > most ? one : most;
+      }
+      way.segments = sequence.segments, way.tail = &sequence.tail, way.count = sequence.count;
+      way.start = start, way.stop = stop, way.least = least, way.most = most, way.now = now;
+    }
+    sync_warp();
+    fetch(now.index);
   }
+
+  KVK_DEVICE_FN const kvk_segment& segment(const Tile& tile) const { return way_.held[tile.slot]; }
+  KVK_DEVICE_FN int64_t least() const { return way_.least; }
+  KVK_DEVICE_FN int64_t most() const { return way_.most; }
 
   // The next tile, of at most `wide` tokens for 16-bit elements and `quantised_wide` for codes. The tile before it may still be
   // in use, the one before that not.
   KVK_DEVICE_FN Tile next(uint32_t wide, uint32_t quantised_wide) {
-    while (token_ >= token_stop_) {
-      if (index_ > sequence_.count || key_ >= stop_) return {0, 0, 0, kHalf, 0};
-      slot_ = returned_ ^ 1;
-      settle();
-      fetch();
-      clip();
+    Way::Now now = way_.now;
+    while (now.token >= now.token_stop) {
+      if (now.index > way_.count || now.key >= way_.stop) return {0, 0, 0, kHalf, 0};
+      now.slot = now.returned ^ 1;
+      settle(way_.held[now.slot]);
+      fetch(++now.index);
+      clip(way_.held[now.slot], now);
     }
-    const kvk_segment& s = held_[slot_];
+    const kvk_segment& s = way_.held[now.slot];
     const Kind kind = kind_of(a_, s.codec);
-    const uint32_t most = is_quantised(kind) ? quantised_wide - token_ % quantised_wide : wide;
-    const uint32_t left = token_stop_ - token_, count = left < most ? left : most, token = token_;
-    token_ += count;
-    returned_ = slot_;
-    return {slot_, token, count, kind, s.new_position + static_cast<int64_t>(token - s.first)};
+    const uint32_t most = is_quantised(kind) ? quantised_wide - now.token % quantised_wide : wide;
+    const uint32_t left = now.token_stop - now.token, count = left < most ? left : most, token = now.token;
+    now.token += count;
+    now.returned = now.slot;
+    sync_warp();  // all have read what is written now
+    if (lane_index() == 0) way_.now = now;
+    sync_warp();
+    return {now.slot, token, count, kind, s.new_position + static_cast<int64_t>(token - s.first)};
   }
 
  private:
   // The first segment that reaches into the stretch: each lane adds up a run of segments, one lane's run has it.
-  KVK_DEVICE_FN void find() {
+  static KVK_DEVICE_FN Way::Now find(const kvk_sequence& sequence, uint64_t start) {
     const uint32_t lane = lane_index();
-    const uint64_t run = (sequence_.count + 31) / 32, first = lane * run;
-    const uint64_t last = first + run < sequence_.count ? first + run : sequence_.count;
+    const uint64_t run = (sequence.count + 31) / 32, first = lane * run;
+    const uint64_t last = first + run < sequence.count ? first + run : sequence.count;
     uint64_t keys = 0;
-    for (uint64_t i = first; i < last; ++i) keys += sequence_.segments[i].tokens;
+    for (uint64_t i = first; i < last; ++i) keys += sequence.segments[i].tokens;
     uint64_t before = keys;
     for (uint32_t by = 1; by < 32; by *= 2) {
       const uint64_t other = shuffle_up(before, by);
       if (lane >= by) before += other;
     }
-    const uint32_t has = ballot(before > start_);
+    const uint32_t has = ballot(before > start);
     before -= keys;
     uint64_t index = first;
     if (has != 0 && lane == first_bit(has))
-      for (uint32_t tokens; before + (tokens = sequence_.segments[index].tokens) <= start_; ++index) before += tokens;
+      for (uint32_t tokens; before + (tokens = sequence.segments[index].tokens) <= start; ++index) before += tokens;
     const uint32_t from = has == 0 ? 31 : first_bit(has);
-    if (has == 0) before += keys, index = sequence_.count;
-    index_ = shuffle(index, from);
-    key_ = shuffle(before, from);
+    if (has == 0) before += keys, index = sequence.count;
+    return {shuffle(index, from), shuffle(before, from), 0, 0, 0, 0};
   }
 
-  // Asks for the description of segment index_ (count: the tail): a word or two for each lane.
-  KVK_DEVICE_FN void fetch() {
-    if (index_ > sequence_.count) return;
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(index_ < sequence_.count ? sequence_.segments + index_ : &sequence_.tail);
+  // Asks for the description of a segment (count: the tail): a word or two for each lane.
+  KVK_DEVICE_FN void fetch(uint64_t index) {
+    if (index > way_.count) return;
+    const auto* words = reinterpret_cast<const uint32_t*>(index < way_.count ? way_.segments + index : way_.tail);
     ahead_[0] = words[lane_index()];
     if (lane_index() < kWords - 32) ahead_[1] = words[lane_index() + 32];
   }
-  KVK_DEVICE_FN void settle() {
+  KVK_DEVICE_FN void settle(kvk_segment& held) {
     sync_warp();  // a description that was passed over may still be read
-    auto* words = reinterpret_cast<uint32_t*>(held_ + slot_);
+    auto* words = reinterpret_cast<uint32_t*>(&held);
     words[lane_index()] = ahead_[0];
     if (lane_index() < kWords - 32) words[lane_index() + 32] = ahead_[1];
     sync_warp();
-    ++index_;
   }
   // The tokens of the segment that belong to the stretch and that some row may see.
-  KVK_DEVICE_FN void clip() {
-    const kvk_segment& s = held_[slot_];
-    const uint64_t end = key_ + s.tokens;
-    int64_t from = start_ > key_ ? static_cast<int64_t>(start_ - key_) : 0;
-    int64_t to = static_cast<int64_t>((end < stop_ ? end : stop_) - key_);
-    if (a_.causal != 0 && to > most_ - s.new_position + 1) to = most_ - s.new_position + 1;
-    if (a_.window != 0 && from < least_ - s.new_position - a_.window + 1) from = least_ - s.new_position - a_.window + 1;
-    key_ = end;
-    if (from > to) from = to;
-    token_ = from < to ? s.first + static_cast<uint32_t>(from) : 0;
-    token_stop_ = from < to ? s.first + static_cast<uint32_t>(to) : 0;
+  KVK_DEVICE_FN void clip(const kvk_segment& s, Way::Now& now) const {
+    const uint64_t end = now.key + s.tokens, start = way_.start, stop = way_.stop;
+    int64_t from = start > now.key ? static_cast<int64_t>(start - now.key) : 0;
+    int64_t to = static_cast<int64_t>((end < stop ? end : stop) - now.key);
+    if (a_.causal != 0 && to > way_.most - s.new_position + 1) to = way_.most - s.new_position + 1;
+    if (a_.window != 0 && from < way_.least - s.new_position - a_.window + 1) from = way_.least - s.new_position - a_.window + 1;
+    now.key = end;
+    now.token = from < to ? s.first + static_cast<uint32_t>(from) : 0;
+    now.token_stop = from < to ? s.first + static_cast<uint32_t>(to) : 0;
   }
 
   static constexpr uint32_t kWords = sizeof(kvk_segment) / 4;
   static_assert(sizeof(kvk_segment) % 4 == 0 && kWords > 32 && kWords <= 64);
 
   const kvk_attention& a_;
-  const kvk_sequence& sequence_;
-  kvk_segment* held_;
-  uint64_t start_, stop_;
-  int64_t least_, most_;
-  uint64_t index_ = 0, key_ = 0;  // of the segment that comes next
-  uint32_t token_ = 0, token_stop_ = 0, slot_ = 0, returned_ = 0;
+  Way& way_;
   uint32_t ahead_[2] = {0, 0};
 };
 

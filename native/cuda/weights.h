@@ -56,6 +56,7 @@ KVK_DEVICE_FN void weigh(const TokenScale* tokens, float above, float (&score)[k
   for (uint32_t h = 0; h < 2; ++h) {
     Row& row = rows[h];
     float most = -kInfinity;
+    if constexpr (kQuantised) forget_memory();
 #pragma unroll
     for (uint32_t j = 0; j < kBlocks; ++j)
 #pragma unroll
@@ -67,6 +68,7 @@ KVK_DEVICE_FN void weigh(const TokenScale* tokens, float above, float (&score)[k
     const float now = most > row.reference ? most : row.reference, from = now == -kInfinity ? 0.0f : now;
     down[h] = factor_of(row.reference, now);
     row.reference = now, row.total *= down[h], row.shift *= down[h];
+    if constexpr (kQuantised) forget_memory();
 #pragma unroll
     for (uint32_t j = 0; j < kBlocks; ++j) {
       float x[2];

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["decode"])
+@pytest.fixture(params=["decode", "prefill"])
 def path(request):
     return request.param
 
 
-@pytest.fixture(params=["reference", "decode"])
+@pytest.fixture(params=["reference", "decode", "prefill"])
 def any_path(request):
     return request.param
 
@@ -78,8 +78,8 @@ def test_what_the_fast_kernels_have_not_goes_to_the_naive_one(head_dim, dtype):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("tokens", [1, 7, 16, 17])
-@pytest.mark.parametrize("keys", [1, 32, 33, 200])
+@pytest.mark.parametrize("tokens", [1, 16, 17])
+@pytest.mark.parametrize("keys", [1, 33, 200])
 def test_lengths(path, codec, tokens, keys):
     case = Case(1, 2, 64, tokens, "bfloat16", seed=tokens)
     case.row().segment(keys, 0, codec).segment(tokens, keys, tail=True)
@@ -88,7 +88,7 @@ def test_lengths(path, codec, tokens, keys):
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("first", [1, 31, 45, 64])
+@pytest.mark.parametrize("first", [1, 45, 64])
 def test_parts_of_blocks(path, codec, group, first):
     case = Case(2, 3, 64, 2, "float16")
     case.row().segment(77, 10, codec, first=first, group=group, after=9).segment(2, 87, tail=True)
@@ -121,7 +121,7 @@ def test_one_block_under_two_turns(path):
 
 
 @pytest.mark.parametrize("codec", ["", "int8"])
-@pytest.mark.parametrize("window", [1, 5, 64, 1000])
+@pytest.mark.parametrize("window", [1, 64, 1000])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_window(path, codec, window, splits):
     case = Case(1, 4, 64, 13, "float16", options={"window": window})
@@ -140,11 +140,10 @@ def test_window(path, codec, window, splits):
         {"sinks": np.linspace(-3, 9, 8).astype(np.float32), "softcap": 5.0, "window": 40},
     ],
 )
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("codec", "splits"), [("", 1), ("int8", 4), ("int4", 2)])
 def test_softcap_sinks_and_no_mask(any_path, codec, options, splits):
     case = Case(2, 4, 48, 5, "float16", options=options)
-    case.row().segment(600, 0, codec).segment(12, 600, tail=True)
+    case.row().segment(300, 0, codec).segment(12, 300, tail=True)
     agree(case.queries(), any_path, (codec,), splits)
 
 
