@@ -1,8 +1,8 @@
 """Proves that a model says the same through each backend of a GPU as by torch's own attention.
 
-Method: tiny random models of several architectures in fp16 on the device; the logits of a padded batch and of
-generation, through every backend that this GPU has, against plain generate(), to rounding. A fallback that was
-not expected fails.
+Method: tiny random models of several architectures in fp16 on the device; the first logits of a generation
+through every backend that this GPU has against plain generate(), to rounding. A fallback that was not
+expected fails.
 """
 
 import pytest
