@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse lint format asan fuzz clean native cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton lint format asan fuzz clean native cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -123,6 +123,10 @@ gpu-sanitize: ## the GPU tests under compute-sanitizer: memcheck, and racecheck 
 
 bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate(), with SmolLM2 (10 minutes)
 	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json
+
+triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
+	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	@$(PY) -m pytest -q tests/kernels/test_triton.py
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .

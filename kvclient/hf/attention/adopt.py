@@ -96,7 +96,7 @@ def lacking(model: torch.nn.Module, asked: bool = False) -> str | None:
     if not readable:
         chosen = os.environ.get(backends.ENVIRONMENT) or installed(model) is not None
         unfit = backends.unfit(model.device, model.dtype, backends.head_dim_of(model))
-        return "torch" if chosen else unfit or "torch"
+        return backend.name if chosen else unfit or backend.name
     usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     if not asked and installed(model) is None and model.config._attn_implementation != usual:
         return "chosen_attention"  # eager gives the weights of attention, others have reasons of their own

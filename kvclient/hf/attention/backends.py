@@ -14,13 +14,13 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import devices
-from kvclient.kernels import contract
+from kvclient.kernels import contract, triton_calls
 
 ENVIRONMENT = "KVCLIENT_BACKEND"
 DTYPES = {torch.float32: contract.F32, torch.float16: contract.F16, torch.bfloat16: contract.BF16}
 
 # In order of preference; the last one always runs.
-_NOT_BUILT = {"triton": "this build has no Triton kernels", "cpu_amx": "this build has no AMX kernels"}
+_NOT_BUILT = {"cpu_amx": "this build has no AMX kernels"}
 _CPU = {"cpu_avx512": ("avx512_vnni", "avx512"), "cpu_avx2": ("avx2",)}
 _OWN_GPU, _TORCH_GPU = ("cuda_sm90a", "cuda"), ("torch_cudnn", "torch_flash")
 NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, "cpu_amx", *_CPU, "torch")
@@ -28,6 +28,7 @@ _HALVES = (torch.float16, torch.bfloat16)  # what attention on a GPU computes in
 _GPU_HEAD_DIMS: dict[str, Callable[[int], bool]] = {
     "cuda_sm90a": lambda n: n == 128,
     "cuda": lambda n: n <= 256,
+    "triton": lambda n: n <= 256,
     "torch_cudnn": lambda n: n % 8 == 0 and n <= 128,
     "torch_flash": lambda n: n % 8 == 0 and n <= 256,
 }
@@ -60,6 +61,8 @@ def backend(name: str) -> Backend:
         return TORCH
     if name in _OWN_GPU:
         return Backend(name, 0, "cuda")
+    if name == "triton":
+        return Backend(name, None, triton_calls.device().type)
     if name in _TORCH_GPU:
         return Backend(name, None, "cuda")
     path = next(path for path in _CPU[name] if contract.lacks(path) is None)
@@ -75,6 +78,8 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     if forced := name or os.environ.get(ENVIRONMENT):
         return backend(forced)
     for candidate in NAMES[:-1]:
+        if candidate == "triton" and device.type == "cpu":
+            continue  # interpreted: only for who names it
         if _lacks(candidate) is None and unfit(device, dtype, head_dim, backend(candidate)) is None:
             return backend(candidate)
     return TORCH
@@ -105,6 +110,8 @@ def head_dim_of(model: torch.nn.Module) -> int:
 def _lacks(name: str) -> str | None:
     if name in _NOT_BUILT:
         return _NOT_BUILT[name]
+    if name == "triton":
+        return triton_calls.lacks()
     if name in _GPU_HEAD_DIMS:
         return devices.lacks(name)
     if name == "torch":

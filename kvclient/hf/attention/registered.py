@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends, dense, fused, plain
+from kvclient.hf.attention import backends, dense, fused, plain, twin
 from kvclient.hf.attention.backends import Backend
 from kvclient.hf.attention.layer import in_step, layer_of
 from kvclient.kernels import contract
@@ -186,6 +186,8 @@ def attention(
         reason = fused.unfit(starts, window, key.shape[2], cap, s_aux)
         if reason is None:
             return fused.attend(backend.name, query, key, value, scale, causal), None
+    elif reason is None and backend.name == "triton":
+        return twin.attend(query, key, value, starts, s_aux, scale, cap, window, causal), None
     elif reason is None:
         run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
         return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
