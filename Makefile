@@ -125,7 +125,7 @@ bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain gen
 	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json
 
 triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
-	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
 	@$(PY) -m pytest -q tests/kernels/test_triton.py
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test

@@ -115,6 +115,27 @@ def _rows_of(first, stop, group, kv_head, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _other_of_pair(dims, rotary_dim, INTERLEAVED: tl.constexpr):
+    half = rotary_dim // 2
+    if INTERLEAVED:
+        other = dims + 1 - 2 * (dims % 2)
+    else:
+        other = tl.where(dims < half, dims + half, dims - half)
+    return tl.where(dims < rotary_dim, other, dims)
+
+
+@triton.jit
+def _seen(queries, keys, there, window, CAUSAL: tl.constexpr):
+    distance = queries[:, None] - keys[None]
+    seen = there
+    if CAUSAL:
+        seen = seen & (distance >= 0)
+    if window > 0:
+        seen = seen & (distance < window)
+    return seen
+
+
+@triton.jit
 def attend_tile(
     table, segments, q, q_batch, q_head, q_token, positions, out, out_batch, out_head, out_token, lse, sinks,
     partial, kv_heads, group, tokens, scale, softcap, window, rotary_dim, splits, D: tl.constexpr,
@@ -131,12 +152,7 @@ def attend_tile(
     query = _elements(q, row[:, None] + size * dims[None], inside, QUERY)
     partner = query
     if TURNED:
-        half = rotary_dim // 2
-        if INTERLEAVED:
-            other = dims + 1 - 2 * (dims % 2)
-        else:
-            other = tl.where(dims < half, dims + half, dims - half)
-        other = tl.where(dims < rotary_dim, other, dims)
+        other = _other_of_pair(dims, rotary_dim, INTERLEAVED)
         partner = _elements(q, row[:, None] + size * other[None], inside, QUERY)
     place = tl.load(
         (positions + 8 * (batch * tokens + token)).to(tl.pointer_type(tl.int64)), mask=real, other=0
@@ -165,12 +181,7 @@ def attend_tile(
                 scores = tl.dot(turned, tl.trans(keys), input_precision=PRECISION) * scale
                 if softcap > 0:
                     scores = softcap * (1 - 2 / (1 + tl.exp(tl.minimum(2 * scores / softcap, 80.0))))
-                distance = place[:, None] - (key_at + own)[None]
-                seen = there[None] & real[:, None]
-                if CAUSAL:
-                    seen &= distance >= 0
-                if window > 0:
-                    seen &= distance < window
+                seen = _seen(place, key_at + own, there[None] & real[:, None], window, CAUSAL)
                 scores = tl.where(seen, scores * LOG2E, float("-inf"))
                 now = tl.maximum(most, tl.max(scores, 1))
                 against = tl.where(now == float("-inf"), 0.0, now)
