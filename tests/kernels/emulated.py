@@ -7,6 +7,7 @@ workspace has exactly the bytes that were asked for.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -66,3 +67,33 @@ def run(case: Case, path: str, splits: int = 0) -> tuple[np.ndarray, np.ndarray]
     attend(args)
     del alive
     return widen(out), lse.astype(np.float64)
+
+
+def fenced(array: np.ndarray) -> np.ndarray:
+    """A copy that ends where a page ends which no readable one follows: reading on ends the process."""
+    pages = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    copy = np.frombuffer(memory, array.dtype, array.size, pages - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def fence(case: Case) -> list[np.ndarray]:
+    """Puts each array that a segment of this case points into before such a page."""
+    moved = []
+    for row, tail in zip(case.rows, case.tails, strict=True):
+        for part in (*row, *([] if tail is None else [tail])):
+            keys, values, turned = part.alive
+            quantised = isinstance(keys, kernels.Quantised)
+            arrays = {"k": keys.codes, "v": values.codes} if quantised else {"k": keys, "v": values}
+            if quantised:
+                arrays |= {"k_scale": keys.scale, "k_zero": keys.zero}
+                arrays |= {"v_scale": values.scale, "v_zero": values.zero}
+            if part.struct.turn:
+                arrays["turn"] = turned
+            for name, array in arrays.items():
+                moved.append(fenced(array))
+                setattr(part.struct, name, moved[-1].ctypes.data)
+    return moved

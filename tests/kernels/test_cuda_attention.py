@@ -46,7 +46,7 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = (), splits: int = 0) 
         narrow = "bfloat16" in codecs or (case.dtype == "bfloat16" and "" in codecs)
         bound += (1.5e-3 + 5e-5 * largest if quantised else 0) + (8e-3 if narrow else 0)
         exact = not quantised and not narrow and set(codecs) <= {"", case.dtype}
-        lse_bound += (1e-4 if exact else 2e-3) * largest  # queries that were turned are rounded again
+        lse_bound += (5e-4 if exact else 2e-3) * largest  # queries that were turned are rounded again
     scale = max(1e-30, np.abs(want).max())
     assert np.abs(out - want).max() <= bound * scale + 1e-30
     assert calc_diff(out, want) <= max(1e-12, bound**2)
@@ -284,6 +284,18 @@ def test_memory_of_any_alignment(path, codec, offset):
         setattr(part.struct, name, room.ctypes.data + start)
         moved.append(room)
     agree(case, path, (codec,))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("head_dim", [18, 96, 128])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_nothing_is_read_behind_the_end(any_path, codec, head_dim, tokens):
+    """Every array ends where a page ends that no other follows."""
+    case = Case(1, 2, head_dim, 2, "float16")
+    case.row().segment(tokens, 0, codec, delta=3).segment(2, tokens, tail=True).queries()
+    moved = emulated.fence(case)
+    agree(case, any_path, (codec,))
+    del moved
 
 
 def test_a_table_stands_for_the_sequences_and_its_tail_grows(path):
