@@ -20,6 +20,8 @@ TESTS = [
     "tests/engines/test_backends.py",
     "tests/engines/test_in_place.py",
     "tests/engines/test_in_place_default.py",
+    "tests/engines/test_paged.py",
+    "tests/engines/test_decode_graph.py",
     "tests/e2e/test_hf_generate.py",
     "tests/e2e/test_hf_inside.py",
     "tests/e2e/test_hf_chunkers.py",
