@@ -21,6 +21,7 @@ HEADERS = [*sorted((ROOT / "native/cuda").glob("*.h")), *sorted((ROOT / "native"
 ARCHITECTURES = ("75", "80", "86", "89", "90", "90a")
 FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", "-lineinfo")
 MULTIPLIES = ("awq", "attend_decode", "attend_prefill")  # beginnings of names of files with mma in them
+EMPTY = {("attend_prefill_256", "75")}  # its tiles need more shared memory than a block has there
 HOST_ONLY = ("attend", "transfer")  # files without a kernel
 NVCC = shutil.which("nvcc")
 KEPT = ROOT / "build/cuda-code"
@@ -70,7 +71,7 @@ def test_nothing_is_spilled(source, architecture):
         return
     sass = subprocess.run([tool, "-sass", code], capture_output=True, text=True, check=True).stdout
     assert not re.search(r"\b(LDL|STL)\b", sass)
-    if source.stem.startswith(MULTIPLIES):
+    if source.stem.startswith(MULTIPLIES) and (source.stem, architecture) not in EMPTY:
         assert re.search(r"\bHMMA\b", sass)
 
 
