@@ -121,8 +121,9 @@ gpu: ## on a machine with a GPU: build the kernels for it, test them (pytest -m 
 gpu-sanitize: ## the GPU tests under compute-sanitizer: memcheck, and racecheck where threads share memory
 	@.ci/gpu sanitize
 
-bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate(), with SmolLM2 (10 minutes)
-	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --json bench/out/reuse.json
+bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate() and KVBoost, with SmolLM2 (an hour)
+	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --kvboost --json bench/out/reuse.json
+	@$(PY) -m bench.reuse_inside --kvboost --quick --dtype bfloat16 --json bench/out/reuse_bf16.json
 
 triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
