@@ -19,7 +19,7 @@ QUERIES, DOCUMENTS, DOCUMENT_TOKENS = 500, 30, 160
 SAMPLED = 5  # every so many of the first and last hundred queries plain generate() is asked too
 STORE_MIB = 128  # 2,900 tokens; all documents have 4,800
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
-CHOICES, CHOICE_TOKENS, PASSAGE = 4, 16, 480
+ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 24, 4, 16, 480
 
 
 def queries(subject: Any) -> Iterator[dict[str, Any]]:
@@ -90,7 +90,7 @@ def choice(subject: Any) -> Iterator[dict[str, Any]]:
     texts = [*subject.texts, subject.code]
     right: dict[str, list[bool]] = {"0 %": [], "50 %": [], "95 %": []}
     like_cold: dict[str, list[bool]] = {"50 %": [], "95 %": []}
-    for number in range(24):
+    for number in range(ITEMS):
         text = texts[number % len(texts)]
         at = chance.randrange(0, len(text) - PASSAGE - 200)
         passage, behind = text[at : at + PASSAGE], at + PASSAGE
