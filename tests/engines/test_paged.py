@@ -7,6 +7,7 @@ What is shared and what is copied is read off the pool's own counts; in the end 
 
 import copy
 import gc
+import sys
 import threading
 
 import pytest
@@ -44,6 +45,11 @@ def used(kv) -> int:
     return kv.paged_stats().used
 
 
+def masks_by_itself(model) -> bool:
+    """Models of transformers 5.0 make their own masks of padded rows, which torch has to take, counted."""
+    return not hasattr(sys.modules[type(model).__module__], "create_causal_mask")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_plain_generation(name, client, left):
     """Over several pages, cold and warm, alone and in padded rows."""
@@ -62,7 +68,7 @@ def test_equals_plain_generation(name, client, left):
             tokens, found = generate(model, rows, attention_mask=mask)[:2]
             assert torch.equal(tokens, plain_rows) and near(found, row_logits)
         assert used(kv) == 0
-    assert left() == {}
+    assert set(left()) == ({"mask"} if masks_by_itself(model) else set())
 
 
 @pytest.mark.parametrize("new_tokens", [1, 4, 5, 70])
