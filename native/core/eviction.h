@@ -12,11 +12,9 @@
 //
 // Queues. One 8-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie
 // in the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. The
-// eight children of a node share a cache line, and the lines below them are fetched while they are compared: of
-// half a million only the two lowest of seven levels are in no cache (LaMarca & Ladner, "The influence of caches on the
-// performance of heaps", 1996). Every operation is O(log n) in the blocks of one class. A record's place in its heap is kept by
-// the caller
-// (`Places`).
+// eight children of a node share a cache line, and the lines below them are fetched while they are compared: of half a million
+// only the lowest levels are in no cache (LaMarca & Ladner, "The influence of caches on the performance of heaps", 1996). Every
+// operation is O(log n) in the blocks of one class. A record's place in its heap is kept by the caller (`Places`).
 #pragma once
 
 #include <algorithm>
