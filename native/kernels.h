@@ -243,9 +243,18 @@ KVK_EXPORT int kvk_event_wait(void* event, void* stream); /* the stream's later 
 KVK_EXPORT int kvk_event_synchronise(void* event);        /* the caller waits */
 
 /* The CPU library's ways to compute. `reference` is the naive kernel the others are measured against; `avx512` needs F, BW,
- * DQ and VL, `avx512_vnni` also VNNI and BF16. `auto` is what KVK_CPU_PATH names in the environment, or the last that this
- * machine can run. */
-enum kvk_cpu_path { KVK_CPU_AUTO = 0, KVK_CPU_REFERENCE = 1, KVK_CPU_AVX2 = 2, KVK_CPU_AVX512 = 3, KVK_CPU_AVX512_VNNI = 4 };
+ * DQ and VL, `avx512_vnni` also VNNI and BF16, `avx512_fp16` also AVX512-FP16, `amx` also TILE, BF16 and INT8 of AMX, and the
+ * kernel's permission, which kvk_cpu_lacks() asks for. `auto` is what KVK_CPU_PATH names in the environment, or the last that
+ * this machine can run. */
+enum kvk_cpu_path {
+  KVK_CPU_AUTO = 0,
+  KVK_CPU_REFERENCE = 1,
+  KVK_CPU_AVX2 = 2,
+  KVK_CPU_AVX512 = 3,
+  KVK_CPU_AVX512_VNNI = 4,
+  KVK_CPU_AVX512_FP16 = 5,
+  KVK_CPU_AMX = 6
+};
 /* The path that `auto` stands for. */
 KVK_EXPORT uint32_t kvk_cpu_auto(void);
 /* NULL if this machine can run `path`, else a sentence that says what it lacks. */

@@ -18,7 +18,7 @@ ABI = 1
 OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
 F32, F16, BF16, INT8, INT4 = range(5)
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
-PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni")
+PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx")
 _OWN = Path(__file__).parent
 MAX_HEAD_DIM = 512
 MAX_GQA = 128
@@ -142,13 +142,13 @@ Awq = _struct(
 )
 
 
-_BOTH = {
+CPU_FUNCTIONS = {
     "kvk_attend": Attention,
     "kvk_quantise": Conversion,
     "kvk_dequantise": Conversion,
     "kvk_rotate": Rotation,
 }
-CUDA_FUNCTIONS = _BOTH | {
+CUDA_FUNCTIONS = CPU_FUNCTIONS | {
     "kvk_load": Loading,
     "kvk_score": Scoring,
     "kvk_copy_pages": Pages,
@@ -175,9 +175,7 @@ _TRANSFER = {
 @cache
 def cpu() -> ctypes.CDLL:
     """The CPU library. Raises Unsupported if it was not built or is of another version."""
-    library = opened(_OWN / "_cpu.so", "CPU", _BOTH)
-    library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
-    return library
+    return opened(_OWN / "_cpu.so", "CPU", CPU_FUNCTIONS)
 
 
 @cache
@@ -208,6 +206,8 @@ def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) 
             raise Unsupported(f"the {kind} kernels of this build have no {function}")
         getattr(library, function).restype = c_int
         getattr(library, function).argtypes = [POINTER(struct)]
+    if functions is CPU_FUNCTIONS:
+        library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
     if functions is CUDA_FUNCTIONS:
         library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]
         library.kvk_cuda_table.restype = c_uint64

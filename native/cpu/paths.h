@@ -21,7 +21,7 @@ struct Path {
   void (*attend)(const kvk_attention&, const Task&, Scratch);
 };
 
-extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath;
+extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath, kAvx512Fp16Path, kAmxPath;
 
 // What this machine lacks for `path`, or null.
 const char* lacks(uint32_t path);

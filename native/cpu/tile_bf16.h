@@ -1,4 +1,5 @@
-// Tiles of bf16 keys and values, multiplied in pairs of elements (vdpbf16ps). Included by avx512_vnni.cc alone.
+// Tiles of bf16 keys and values, multiplied in pairs of elements (vdpbf16ps). Included by avx512_vnni.cc and what
+// builds on it.
 //
 // Owns the packing of bf16 operands. Invariant: queries are exact, in two bf16 parts where one does not hold them; weights are
 // rounded to bf16, as everywhere in the field.

@@ -1,4 +1,5 @@
-// Tiles of int8 and int4 keys and values, multiplied as integers (vpdpbusd). Included by avx512_vnni.cc alone.
+// Tiles of int8 and int4 keys and values, multiplied as integers (vpdpbusd). Included by avx512_vnni.cc and what
+// builds on it.
 //
 // Owns the folding: K's scales go into the queries, V's into the weights, and both become 16-bit integers with one step per
 // row, held as two bytes that are multiplied one after the other. Zero points and the middle of the code range are added as
@@ -237,7 +238,8 @@ inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width
   }
 }
 
-inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, Scratch& s) {
+// The weights with the values' scales in them: s.weight, and a step and a shift a row.
+inline void fold_weights(const Tile& tile, uint32_t rows, float* step, float* shift, Scratch& s) {
   const kvk_segment& segment = *tile.segment;
   const uint16_t* scale = at(segment.v_scale, tile.kv_head * segment.v_scale_head_stride) + tile.start;
   const uint16_t* zero = at(segment.v_zero, tile.kv_head * segment.v_scale_head_stride) + tile.start;
@@ -247,7 +249,6 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     scales[i] = halves(scale + 16 * i, first_lanes(tile.count - 16 * i));
     zeros[i] = halves(zero + 16 * i, first_lanes(tile.count - 16 * i));
   }
-  alignas(64) float step[kRows], shift[kRows];
   for (uint32_t r = 0; r < rows; ++r) {
     __m512 bias = _mm512_setzero_ps();
     for (uint32_t i = 0; i < vectors; ++i) {
@@ -257,6 +258,12 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
     }
     split_row(folded, vectors, false, middle(segment.codec), bias, s.weight + 2 * r * kTile, kTile, step + r, shift + r);
   }
+}
+
+inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, Scratch& s) {
+  const kvk_segment& segment = *tile.segment;
+  alignas(64) float step[kRows], shift[kRows];
+  fold_weights(tile, rows, step, shift, s);
   auto* values = reinterpret_cast<uint32_t*>(s.values);
   const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2, depth = (tile.count + 3) / 4;
   Ahead ahead = ahead_of(tile, true, bytes, depth, code_steps(rows, depth, width));

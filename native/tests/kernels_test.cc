@@ -69,7 +69,7 @@ std::vector<uint8_t> quantised(const std::vector<uint8_t>& from, uint32_t heads,
                    nullptr,
                    nullptr};
   std::vector<uint8_t> first;
-  for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AVX512_VNNI; ++path) {
+  for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AMX; ++path) {
     if (kvk_cpu_lacks(path) != nullptr) continue;
     c.path = path;
     CHECK_EQ(kvk_quantise(&c), KVK_OK);
@@ -212,7 +212,7 @@ float value(uint32_t dtype, const std::vector<uint8_t>& bytes, size_t i) {
 }  // namespace
 
 TEST(this_cpu) {
-  for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AVX512_VNNI; ++path)
+  for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AMX; ++path)
     std::printf("  path %u: %s\n", path, kvk_cpu_lacks(path) == nullptr ? "tested" : kvk_cpu_lacks(path));
   CHECK(kvk_cpu_lacks(KVK_CPU_REFERENCE) == nullptr);
   CHECK(kvk_cpu_lacks(99) != nullptr);
@@ -223,7 +223,7 @@ TEST(every_path_agrees_with_the_naive_one) {
     Problem problem;
     const auto naive = problem.run(KVK_CPU_REFERENCE);
     const size_t count = naive.size() / (problem.dtype == KVK_F32 ? 4 : 2);
-    for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AVX512_VNNI; ++path) {
+    for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AMX; ++path) {
       if (kvk_cpu_lacks(path) != nullptr) continue;
       for (uint32_t threads : {1u, 3u}) {
         const auto fast = problem.run(path, threads);

@@ -3,8 +3,8 @@
 Method: against the oracle in double (tests/kernels/oracle.py), over the grid of group sizes, head dimensions,
 lengths, block sizes, codecs, windows and positions, and the corners by name. Bounds, of the largest value:
 fp32 products 2e-6 and the rounding of large scores; integer products of int8 and int4 5e-4, whatever the
-scales; results and weights in fp16 and bf16 to their rounding. A path that this CPU lacks is skipped with
-what is lacking.
+scales; results and weights in fp16 and bf16 to their rounding. AVX512-FP16 and AMX run by emulation where the
+CPU lacks them (tests/kernels/cpu_paths.py); any other path that it lacks is skipped with what is lacking.
 """
 
 import os
@@ -15,19 +15,17 @@ import pytest
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from tests.kernels.compare import assert_bitwise_equal, calc_diff
+from tests.kernels.cpu_paths import PATHS, provide
 from tests.kernels.oracle import Case
 
-PATHS = ["reference", "avx2", "avx512", "avx512_vnni"]
 DTYPES = ["float32", "float16", "bfloat16"]
 CODECS = ["", "int8", "int4", "bfloat16", "float16", "float32"]
 ROUNDING = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}  # of the largest value
 
 
 @pytest.fixture(params=PATHS)
-def path(request):
-    if reason := kernels.lacks(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param
+def path(request, monkeypatch):
+    return provide(request.param, monkeypatch)
 
 
 def agree(case: Case, path: str, codecs: tuple[str, ...] = ()) -> None:
@@ -36,9 +34,12 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = ()) -> None:
     seen = np.isfinite(want_lse)
     largest = np.abs(want_lse[seen]).max(initial=1)  # of the scores, or nearly: their rounding is relative
     bound = ROUNDING[case.dtype] + 4e-7 * largest
-    if path == "avx512_vnni":
-        bound += 5e-4 if {"int8", "int4"} & set(codecs) else 0
-        bound += 8e-3 if "bfloat16" in codecs or (case.dtype == "bfloat16" and "" in codecs) else 0
+    held = {codec or case.dtype for codec in codecs}
+    if path in ("avx512_vnni", "avx512_fp16", "amx"):
+        bound += 5e-4 if {"int8", "int4"} & held else 0
+        bound += 8e-3 if "bfloat16" in held else 0
+    if path in ("avx512_fp16", "amx"):
+        bound += 2e-3 if "float16" in held else 0
     scale = max(1e-30, np.abs(want).max())
     assert np.abs(out - want).max() <= bound * scale + 1e-30
     assert calc_diff(out, want) <= max(1e-12, bound**2)
@@ -212,6 +213,32 @@ def test_a_nan_in_a_query_is_seen_in_its_row_only(path, codec):
     out, _ = case.run(path)
     assert np.isnan(out[0, 1, 0]).all()
     assert np.array_equal(out[0, 0], clean[0, 0]) and np.array_equal(out[0, 1, 1], clean[0, 1, 1])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("tokens", [3, 11, 40])
+def test_integer_sums_are_the_same_on_both_units(codec, tokens, monkeypatch):
+    """Codes in tile registers and in vectors: one scheme, the same bytes. Few rows, and tiles half full."""
+    case = Case(2, 3, 80, tokens, seed=tokens)
+    case.row().segment(64, 0, codec, group=128).segment(90, 64, codec, delta=7).queries(
+        np.arange(150, 150 + tokens)[None]
+    )
+    provide("avx512_vnni", monkeypatch)
+    vectors = case.run("avx512_vnni")
+    tiles = case.run(provide("amx", monkeypatch))
+    for one, other in zip(vectors, tiles, strict=True):
+        assert_bitwise_equal(one, other)
+
+
+@pytest.mark.parametrize("size", [100.0, 6e4])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_fp16_sums_that_overflow_are_found(path, size, tokens):
+    """Values at the end of fp16: sums of a few of them are none, and are computed in fp32."""
+    case = Case(1, 3, 96, tokens, "float16")
+    values = case.noise(70, size / 16).clip(-size, size)
+    values[:, 9:30, 40:] = size
+    case.row().segment(70, 0, values=values).segment(tokens, 70, tail=True)
+    agree(case.queries(), path, ("float16",))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

@@ -2,8 +2,8 @@
 
 Method: NumPy in double is the oracle, written from the header's sentences; the paths must agree bit for bit
 with each other; the extremes that break careless quantisers (constant groups, one token, a last short
-group, fp16's limits, subnormal ranges) are tried by name. A path that this CPU lacks is skipped with what is
-lacking.
+group, fp16's limits, subnormal ranges) are tried by name. A path that this CPU lacks is
+emulated (tests/kernels/cpu_paths.py) or skipped with what is lacking.
 """
 
 import numpy as np
@@ -12,16 +12,15 @@ import pytest
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from tests.kernels.compare import assert_bitwise_equal, calc_diff, narrow, widen
+from tests.kernels.cpu_paths import PATHS, provide
 
-PATHS = ["reference", "avx2", "avx512", "avx512_vnni"]
 DTYPES = ["float32", "float16", "bfloat16"]
 SHAPES = [(1, 1, 2), (2, 31, 64), (3, 128, 64), (1, 130, 96), (2, 33, 128), (1, 40, 18)]
 
 
-def runnable(path: str) -> str:
-    if reason := kernels.lacks(path):
-        pytest.skip(f"{path}: {reason}")
-    return path
+@pytest.fixture
+def path(request, monkeypatch):
+    return provide(request.param, monkeypatch)
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -60,12 +59,11 @@ def unpack(q: kernels.Quantised) -> np.ndarray:
     return np.stack([q.codes & 15, q.codes >> 4], axis=-1).reshape(*q.codes.shape[:2], -1)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantise_equals_the_oracle(path, bits, group, dtype):
-    runnable(path)
     for heads, tokens, head_dim in SHAPES:
         x = narrow(noise(heads, tokens, head_dim, seed=tokens), dtype)
         q = kernels.quantise(x, bits, group, path=path)
@@ -75,11 +73,10 @@ def test_quantise_equals_the_oracle(path, bits, group, dtype):
         assert_bitwise_equal(q.zero, zero)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group", [0, 32, 128])
 def test_what_comes_back_is_within_half_a_step(path, bits, group):
-    runnable(path)
     x = noise(2, 100, 64).astype(np.float32)
     q = kernels.quantise(x, bits, group, path=path)
     back = kernels.dequantise(q, np.empty_like(x), path=path)
@@ -104,10 +101,9 @@ def test_all_paths_write_the_same_bytes(bits, group, dtype):
             assert_bitwise_equal(kernels.dequantise(one, np.empty_like(x), path=path), plain)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("group", [0, 32])
 def test_constant_values_have_no_scale(path, group):
-    runnable(path)
     for value in (0.0, -0.0, 1.5, -65504.0, 65504.0, 6e-8):
         x = np.full((1, 40, 16), value, np.float32)
         q = kernels.quantise(x, 8, group, path=path)
@@ -116,11 +112,10 @@ def test_constant_values_have_no_scale(path, group):
         assert np.abs(back - x).max() <= 6e-8
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("span", [131008.0, 1e-3, 1e-6, 1e-9])
 def test_extreme_ranges(path, group, span):
-    runnable(path)
     x = np.linspace(-span / 2, span / 2, 40 * 16, dtype=np.float32).reshape(1, 40, 16)
     for bits in (8, 4):
         q = kernels.quantise(x, bits, group, path=path)
@@ -130,21 +125,19 @@ def test_extreme_ranges(path, group, span):
         assert (np.abs(back - x) <= step / 2 * (1 + 1e-4) + 1e-7 * span).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 65600.0, -65600.0])
 def test_what_fp16_cannot_hold_is_refused(path, group, bad):
-    runnable(path)
     x = noise(2, 40, 64).astype(np.float32)
     x[1, 39, 63] = bad
     with pytest.raises(kernels.NotQuantisable, match="65504"):
         kernels.quantise(x, 8, group, path=path)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 def test_strided_arrays_are_read_and_written_in_place(path):
     """A layer's memory [2, heads, capacity, head_dim] and a block's bytes, neither of them copied."""
-    runnable(path)
     layer = noise(2, 3, 50, 64).astype(np.float32)
     packed = np.full((3, 40, 3, 64), 7, np.uint8)
     q = kernels.empty(3, 40, 64, 8, 32)
@@ -156,13 +149,12 @@ def test_strided_arrays_are_read_and_written_in_place(path):
     assert np.abs(layer[1, :, 5:45] - layer[0, :, 5:45]).max() < 0.2
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("rope", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [2, 20, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("delta", [0, 1, -77, 31_000])
 def test_rotate_equals_the_oracle(path, rope, rotary_dim, dtype, delta):
-    runnable(path)
     inv_freq = (1 / 10_000 ** (np.arange(rotary_dim // 2) / (rotary_dim // 2))).astype(np.float32)
     x = narrow(noise(2, 9, 64), dtype)
     got = kernels.rotate(x.copy(), kernels.turn(inv_freq, delta), rope, path=path)

@@ -20,10 +20,13 @@ ENVIRONMENT = "KVCLIENT_BACKEND"
 DTYPES = {torch.float32: contract.F32, torch.float16: contract.F16, torch.bfloat16: contract.BF16}
 
 # In order of preference; the last one always runs.
-_NOT_BUILT = {"cpu_amx": "this build has no AMX kernels"}
-_CPU = {"cpu_avx512": ("avx512_vnni", "avx512"), "cpu_avx2": ("avx2",)}
+_CPU = {
+    "cpu_amx": ("amx",),
+    "cpu_avx512": ("avx512_fp16", "avx512_vnni", "avx512"),
+    "cpu_avx2": ("avx2",),
+}
 _OWN_GPU, _TORCH_GPU = ("cuda_sm90a", "cuda"), ("torch_cudnn", "torch_flash")
-NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, "cpu_amx", *_CPU, "torch")
+NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, *_CPU, "torch")
 _HALVES = (torch.float16, torch.bfloat16)  # what attention on a GPU computes in
 _GPU_HEAD_DIMS: dict[str, Callable[[int], bool]] = {
     "cuda_sm90a": lambda n: n == 128,
@@ -65,7 +68,8 @@ def backend(name: str) -> Backend:
         return Backend(name, None, triton_calls.device().type)
     if name in _TORCH_GPU:
         return Backend(name, None, "cuda")
-    path = next(path for path in _CPU[name] if contract.lacks(path) is None)
+    if (path := contract.auto_path()) not in _CPU[name]:  # KVK_CPU_PATH may name another of the same backend
+        path = next(path for path in _CPU[name] if contract.lacks(path) is None)
     return Backend(name, contract.path_number(path))
 
 
@@ -108,8 +112,6 @@ def head_dim_of(model: torch.nn.Module) -> int:
 
 
 def _lacks(name: str) -> str | None:
-    if name in _NOT_BUILT:
-        return _NOT_BUILT[name]
     if name == "triton":
         return triton_calls.lacks()
     if name in _GPU_HEAD_DIMS:
