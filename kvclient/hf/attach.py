@@ -280,7 +280,7 @@ class Attachment:
         self._watch = Watch(model)
         kv = check_structure(model)
         in_place = self._adopted.in_place(model)
-        pool = self._adopted.pool(kv.layers, kv.heads, kv.head_dim, kv.dtype) if in_place else None
+        pool = self._adopted.pool(kv, model.device) if in_place else None
         self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
         self._kv, self._form = kv, Form.of(kv, self._codec)
         layout = self._form.layout(self._options.chunker.most)

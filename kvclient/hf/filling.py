@@ -17,7 +17,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.hf.attention.adopt import IN_PLACE_DEVICES
 from kvclient.hf.attention.device_layer import DeviceLayer, Positions
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
-from kvclient.hf.attention.paged import PagedLayer, leaders
+from kvclient.hf.attention.paged import PagedDeviceLayer, PagedLayer, leaders
 from kvclient.hf.attention.pages import PagePool, PageTable
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.attention.static import StaticLayer, Steps
@@ -69,7 +69,7 @@ class Filling:
         static = self._static(config)
         capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
         in_place = not (static and device.type != "cpu") and self._in_place(device)
-        paged = in_place and self._options.pool is not None and device.type != DeviceLayer.device_type
+        paged = in_place and self._options.pool is not None
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
@@ -78,6 +78,8 @@ class Filling:
         elif in_place:
             make = self._made_in_place(device, paged)
         elif static:
+            if self._options.pool is not None:
+                count_fallback("paged")  # a captured graph reads one tensor that never moves
             self.steps = Steps(self._pads, capacity, device)
             make = functools.partial(StaticLayer, steps=self.steps)
         else:
@@ -91,17 +93,14 @@ class Filling:
         if paged:
             assert pool is not None
             first = leaders([group.rows for group in prompt.groups], prompt.rows)
-            return functools.partial(
-                PagedLayer, **given, table=PageTable(pool, self._pads, first, prompt.length)
-            )
-        if pool is not None:
-            count_fallback("paged")  # pages are host memory; a GPU's tail is one tensor
+            given["table"] = PageTable(pool, self._pads, first, prompt.length)
         if device.type != DeviceLayer.device_type:
-            return functools.partial(InPlaceLayer, **given)
+            return functools.partial(PagedLayer if paged else InPlaceLayer, **given)
         if self._prefix is not None:
             patient = any(one.pending for one in self._found)
             self.staged = Staged(self._prefix, self._form.layers, device, patient)
-        return functools.partial(DeviceLayer, **given, staged=self.staged, positions=Positions())
+        make = PagedDeviceLayer if paged else DeviceLayer
+        return functools.partial(make, **given, staged=self.staged, positions=Positions())
 
     def _static(self, config: Any) -> bool:
         if not self._options.static:

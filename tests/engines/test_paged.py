@@ -284,7 +284,7 @@ def test_a_table_never_writes_what_another_owner_reads():
     def draw(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
-    pool = PagePool(1, 1, 1, torch.float32, 64 * PAGE_TOKENS)
+    pool = PagePool(1, 1, 1, torch.float32, torch.device("cpu"), 64 * PAGE_TOKENS)
     tables = [(PageTable(pool, [0, 0], [0, 0], 100), [[], []])]
     stamp = 0.0
     for _ in range(300):

@@ -13,6 +13,7 @@ import torch
 
 from kvclient.kernels import contract
 
+REAL_CPU = contract.cpu
 EMULATION = Path(__file__).resolve().parents[2] / "build/dev/emulation/cuda.so"
 
 
@@ -53,3 +54,41 @@ def device(request, monkeypatch):
     monkeypatch.setattr(contract, "cuda", lambda: library)
     monkeypatch.setattr(contract, "cpu", lambda: library)
     yield torch.device("cpu")
+
+
+@pytest.fixture
+def place(device, monkeypatch):
+    """Where the models go; on the emulation a CPU that is treated as the GPU."""
+    if device.type == "cpu":
+        from kvclient.hf import staging
+        from kvclient.hf.attention.device_layer import DeviceLayer
+        from kvclient.kernels import cuda
+        from kvclient.kernels.transfer import HostMemory
+
+        library = contract.cuda()
+        monkeypatch.setattr(contract, "cpu", REAL_CPU)  # the model's other attention and the codec
+        monkeypatch.setattr(cuda, "library_for", lambda own: library)
+        monkeypatch.setattr(DeviceLayer, "device_type", "cpu")
+        memory = HostMemory(library)
+        monkeypatch.setattr(staging, "host_memory", lambda: memory)
+    return device
+
+
+@pytest.fixture
+def client():
+    import kvclient
+
+    return kvclient.InMemoryClient()
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """What was counted since the test began."""
+    from kvclient.hf import attention
+
+    before = dict(attention.fallbacks())
+    return lambda: {
+        reason: count - before.get(reason, 0)
+        for reason, count in attention.fallbacks().items()
+        if count != before.get(reason, 0)
+    }

@@ -22,49 +22,11 @@ from kvclient.hf.attention.device_layer import DeviceLayer
 from kvclient.hf.form import Form
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory
-from tests.engines.zoo import generate, known, near, prompt
+from tests.engines.zoo import generate, near, prompt
+from tests.gpu.models import bound, model_on
 from tests.gpu.oracle import noise
 
 BLOCK = 16
-REAL_CPU = contract.cpu
-
-
-@pytest.fixture
-def place(device, monkeypatch):
-    """Where the models go; on the emulation a CPU that is treated as the GPU."""
-    if device.type == "cpu":
-        library = contract.cuda()
-        monkeypatch.setattr(contract, "cpu", REAL_CPU)  # the model's other attention and the codec
-        monkeypatch.setattr(cuda, "library_for", lambda own: library)
-        monkeypatch.setattr(DeviceLayer, "device_type", "cpu")
-        memory = HostMemory(library)
-        monkeypatch.setattr(staging, "host_memory", lambda: memory)
-    return device
-
-
-@pytest.fixture
-def client():
-    return kvclient.InMemoryClient()
-
-
-@pytest.fixture
-def left(monkeypatch):
-    """What was counted since the test began."""
-    before = dict(attention.fallbacks())
-    return lambda: {
-        reason: count - before.get(reason, 0)
-        for reason, count in attention.fallbacks().items()
-        if count != before.get(reason, 0)
-    }
-
-
-def model_on(place, name):
-    dtype = torch.float32 if place.type == "cpu" else torch.float16
-    return known(name, dtype).to(place)
-
-
-def bound(place):
-    return {} if place.type == "cpu" else {"bound": 2e-2}
 
 
 def attached(model, client, **options):
@@ -157,8 +119,6 @@ def test_beams_and_crops_become_dense(place, client, left):
         assert all(layer.keys.shape[:3:2] == (2, n) for layer, n in zip(cache.layers, before, strict=True))
         assert all(torch.equal(layer.values[0], layer.values[1]) for layer in cache.layers)
     assert left() == {"rows": len(before)}
-
-
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

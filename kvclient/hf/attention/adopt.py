@@ -60,10 +60,11 @@ class Adopted:
             return False
         return self.wanted
 
-    def pool(self, *shape: Any) -> PagePool | None:
-        """The pages of an attachment to a model with KV of that shape; None if it has none."""
+    def pool(self, kv: Any, device: torch.device) -> PagePool | None:
+        """The pages of an attachment to a model with such KV on that device; None if it has none."""
         if self.paged_tokens is None:
             return None
+        shape = (kv.layers, kv.heads, kv.head_dim, kv.dtype, device)
         if self._pool is None or self._pool.shape != shape:
             self._pool = PagePool(*shape, self.paged_tokens)
         return self._pool

@@ -98,31 +98,22 @@ class DeviceLayer(InPlaceLayer):
         )  # fmt: skip
         return table, torch.tensor(begins, dtype=torch.int32, device=storage.device)
 
-    def become_dense(self, reason: str) -> None:
-        if self._dense:
+    def _copy_prefix(
+        self, prefix: list[tuple[int, Any]], from_row: list[int], whole: torch.Tensor
+    ) -> None:
+        self._held = None
+        if not prefix:
             return
-        self._open_blocks()
-        length, self._dense, self._call = self._length, True, None
-        prefix, self._prefix = self._prefix or [], []
-        if not self.is_initialized and not prefix:
-            return
-        self._left(reason)
-        rows = self.shape.rows if self._storage is None else self._storage.shape[1]
-        whole = self._allocate(rows, max(length, self.origin + self.shape.capacity))
-        whole[:, :, :, : self.origin] = 0
-        if prefix:
-            self._scatter(prefix, whole)
-        if length > self.origin:
-            self._copy_tail(whole[:, :, :, self.origin : length])
-        self._storage, self.origin, self._held = whole, 0, None
-        self._show(length)
-
-    def _scatter(self, prefix: list[tuple[int, Any]], whole: torch.Tensor) -> None:
         keys, values = whole[:, 0]
         row, token = (whole.stride(axis) * whole.element_size() for axis in (1, 3))
-        places = [at * row + struct.new_position * token for at, struct in prefix]
+        parts = [
+            (to * row + struct.new_position * token, struct)
+            for at, struct in prefix
+            for to, source in enumerate(from_row)
+            if source == at
+        ]
         cuda.load(
-            keys, values, cuda.table([struct for _, struct in prefix], whole.device),
-            torch.tensor(places, dtype=torch.int64, device=whole.device),
-            max(struct.tokens for _, struct in prefix), 0, False,
+            keys, values, cuda.table([struct for _, struct in parts], whole.device),
+            torch.tensor([place for place, _ in parts], dtype=torch.int64, device=whole.device),
+            max(struct.tokens for _, struct in parts), 0, False,
         )  # fmt: skip

@@ -136,11 +136,19 @@ class InPlaceLayer(StoreLayer):
             return
         self._left(reason)
         from_row = self._from_row()
-        dense = self._allocate(len(from_row), max(length, self.origin + self.shape.capacity))
-        whole = as_array(dense)
+        whole = self._allocate(len(from_row), max(length, self.origin + self.shape.capacity))
         whole[:, :, :, : self.origin] = 0
+        self._copy_prefix(prefix, from_row, whole)
+        if length > self.origin:
+            self._copy_tail(whole[:, :, :, self.origin : length])
+        self._storage, self.origin = whole, 0
+        self._show(length)
+
+    def _copy_prefix(self, prefix: list[Any], from_row: list[int], whole: torch.Tensor) -> None:
+        """Writes the blocks' elements into [2, rows, heads, tokens, head_dim], for each row its own."""
+        array = as_array(whole)
         for row, start, block, count, first in prefix:
-            for own, place in zip(block, whole[:, :, :, start : start + count], strict=True):
+            for own, place in zip(block, array[:, :, :, start : start + count], strict=True):
                 if isinstance(own, kernels.Quantised):
                     own = kernels.dequantise(
                         own, np.empty((place.shape[1], own.tokens, own.head_dim), place.dtype)
@@ -148,10 +156,6 @@ class InPlaceLayer(StoreLayer):
                 place[[to for to, source in enumerate(from_row) if source == row]] = own[
                     :, first : first + count
                 ]
-        if length > self.origin:
-            self._copy_tail(dense[:, :, :, self.origin : length])
-        self._storage, self.origin = dense, 0
-        self._show(length)
 
     def _from_row(self) -> list[int]:
         """For each row, the row of the prompt whose blocks it begins with."""

@@ -1,4 +1,4 @@
-"""A layer in place whose own tokens lie in pages of a fixed pool, not in a tensor that grows.
+"""A layer in place whose own tokens lie in pages of a fixed pool, not in a tensor that grows; on a GPU too.
 
 Owns the structs that tell the kernels where a row's blocks and pages lie; they change when a page is added or
 changes hands, once in PAGE_TOKENS tokens, and not with every token. Never copies a page but to part from
@@ -9,7 +9,7 @@ to it what the cache was told exactly once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import sizeof
 from typing import Any
 
@@ -18,10 +18,12 @@ import torch
 
 from kvclient import kernels
 from kvclient.hf.attention.backends import DTYPES
+from kvclient.hf.attention.device_layer import DeviceLayer
 from kvclient.hf.attention.layer import Blocks, InPlaceLayer
 from kvclient.hf.attention.pages import PAGE_TOKENS, PageTable
 from kvclient.hf.cache import Shape
 from kvclient.kernels import contract
+from kvclient.kernels.cuda_attention import Table
 
 _C_TYPES = {name: getattr(contract.Segment, name) for name, _ in contract.Segment._fields_}
 SEGMENT = np.dtype(
@@ -38,8 +40,9 @@ class PagedLayer(InPlaceLayer):
     def __init__(
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
         memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], table: PageTable,
+        **of_device: Any,
     ) -> None:  # fmt: skip
-        super().__init__(index, shape, source, written, None, pads, left)
+        super().__init__(index, shape, source, written, None, pads, left, **of_device)
         self.table = table
         self._version = -1
         self._of_prompt: np.ndarray | None = None  # SEGMENT [rows of the prompt, blocks]
@@ -119,7 +122,7 @@ class PagedLayer(InPlaceLayer):
                 place = memory[table.rows[rows[0]][page], self.index, :, :, low:high]
                 place[0], place[1] = keys[rows[0], :, new], values[rows[0], :, new]
             else:
-                pages = [table.rows[row][page] for row in rows]
+                pages = table.ids(page, rows)
                 every = slice(None) if len(rows) == len(table.rows) else rows
                 memory[pages, self.index, 0, :, low:high] = keys[every, :, new]
                 memory[pages, self.index, 1, :, low:high] = values[every, :, new]
@@ -128,6 +131,7 @@ class PagedLayer(InPlaceLayer):
 
     def __deepcopy__(self, memo: Any) -> PagedLayer:
         """Over the same blocks and pages: who writes first, copies a page."""
+        self._open_blocks()
         other = copy.copy(self)
         other.table, other._of_prompt = copy.deepcopy(self.table, memo), None
         if self._storage is not None:
@@ -145,6 +149,16 @@ class PagedLayer(InPlaceLayer):
         return sequences
 
     def _prepare(self) -> tuple[Any, ...]:
+        segments, begins = self._segments()
+        sequences = (contract.Sequence * len(segments))()
+        for row, own in enumerate(sequences):
+            own.segments = segments.ctypes.data + row * segments.strides[0]
+            own.count = segments.shape[1]
+        pages = segments[:, self._of_prompt.shape[1] :]
+        return sequences, pages, begins, segments
+
+    def _segments(self) -> tuple[np.ndarray, np.ndarray]:
+        """SEGMENT [rows, blocks and pages], and the column that each row's last page begins to count at."""
         table = self.table
         if self._of_prompt is None:
             self._of_prompt = self._blocks_of_prompt()
@@ -167,21 +181,45 @@ class PagedLayer(InPlaceLayer):
         pages["tokens"] = np.clip(self._length - columns, 0, PAGE_TOKENS) - np.minimum(
             first, np.clip(self._length - columns, 0, PAGE_TOKENS)
         )
-        sequences = (contract.Sequence * len(segments))()
-        for row, own in enumerate(sequences):
-            own.segments = segments.ctypes.data + row * segments.strides[0]
-            own.count = segments.shape[1]
-        return sequences, pages, (columns + first)[:, -1], segments
+        return segments, (columns + first)[:, -1]
 
     def _blocks_of_prompt(self) -> np.ndarray:
         """The structs of the store's blocks: made once, whatever becomes of the rows."""
         parts: list[list[bytes]] = [[] for _ in range(self.shape.rows)]
-        for row, start, (keys, values), count, first in self._prefix or []:
-            own = kernels.segment(keys, values, start, first=first, tokens=count).struct
+        for row, own in self._structs():
             parts[row].append(bytes(own))
         most = max(map(len, parts))
         rows = [b"".join(own).ljust(most * SEGMENT.itemsize, b"\0") for own in parts]
         return np.frombuffer(b"".join(rows), SEGMENT).reshape(len(parts), most)
+
+    def _structs(self) -> Iterable[tuple[int, Any]]:
+        for row, start, (keys, values), count, first in self._prefix or []:
+            yield row, kernels.segment(keys, values, start, first=first, tokens=count).struct
+
+
+class PagedDeviceLayer(PagedLayer, DeviceLayer):
+    """The same on a GPU: blocks and pages in device memory, and the table of both, which is written anew when
+    a page is added or changes hands. A row's last page is what DeviceLayer has as its tail.
+    """
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        if self._version != self.table.version:
+            self._call, self._version = None, self.table.version
+        return DeviceLayer.attend(self, *args)
+
+    def _tables(self, heads: int) -> tuple[Table, torch.Tensor]:
+        segments, begins = self._segments()
+        kind = contract.Segment * segments.shape[1]
+        rows = [kind.from_buffer(row) for row in segments]
+        memory = self.table.pool.memory
+        table = Table(
+            [list(row)[:-1] for row in rows], memory.device, heads, self.shape.heads, self.shape.head_dim,
+            [row[-1] for row in rows], (self._held, memory), self.dtype,
+        )  # fmt: skip
+        return table, torch.tensor(begins.astype(np.int32), device=memory.device)
+
+    def _structs(self) -> Iterable[tuple[int, Any]]:
+        return self._prefix or []
 
 
 def leaders(groups: Sequence[Sequence[int]], rows: int) -> list[int]:

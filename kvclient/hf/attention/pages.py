@@ -24,7 +24,9 @@ MAX_POOL_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class PagedStats:
-    """Pages span all layers. `bytes` is address space: memory that was never written is not there yet."""
+    """Pages span all layers. `bytes` is address space: on a CPU memory that was never written is not there
+    yet; a GPU's is taken whole, by the first call.
+    """
 
     page_tokens: int
     pages: int
@@ -38,21 +40,36 @@ class PagedStats:
 
 
 class PagePool:
-    """Thread-safe. `memory` is [pages, layers, K and V, heads, PAGE_TOKENS, head_dim]."""
+    """Thread-safe. `memory` is [pages, layers, K and V, heads, PAGE_TOKENS, head_dim] of one device."""
 
-    def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(
+        self, layers: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, tokens: int
+    ) -> None:
         if not PAGE_TOKENS <= tokens <= MAX_POOL_TOKENS:
             raise InvalidArgument(
                 f"paged_tokens={tokens!r}; it must be from {PAGE_TOKENS} to {MAX_POOL_TOKENS}"
             )
         self.pages = -(-tokens // PAGE_TOKENS)
-        self.shape = (layers, heads, head_dim, dtype)
+        self.shape = (layers, heads, head_dim, dtype, device)
         size = (self.pages + 1, layers, 2, heads, PAGE_TOKENS, head_dim)
-        self.memory = torch.empty(size, dtype=dtype)
+        self.memory = torch.empty(size, dtype=dtype, device=device)
         self._owners = [0] * (self.pages + 1)
         self._free = list(range(self.pages, NOTHING, -1))
         self._lock = threading.RLock()  # a table may be collected, and give back, at any time
         self._peak = self._copied = 0
+        self._streams: set[Any] = set()  # of a GPU, on which pages were read or written
+
+    def follow(self) -> None:
+        """The current stream waits for what the others have queued: a page may come from, or go to, one of
+        them. To be called before pages are taken or written.
+        """
+        if self.memory.device.type != "cuda":
+            return
+        own = torch.cuda.current_stream(self.memory.device)
+        with self._lock:
+            others, self._streams = self._streams - {own}, self._streams | {own}
+        for other in others:
+            own.wait_stream(other)
 
     def take(self) -> int:
         with self._lock:
@@ -126,6 +143,7 @@ class PageTable:
         self.version = 0  # of `rows`: what was derived from another is of no use
         self._leaders, self._common = list(leaders), common
         self._may_share = False
+        self._ids: tuple[Any, torch.Tensor] | None = None
 
     def begin(self, origin: int) -> None:
         """Columns before `origin` are not in pages."""
@@ -140,6 +158,7 @@ class PageTable:
         alone = [row for row in every if stop > self._common or row == self._leaders[row]]
         if stop == self.stop:
             return alone  # another layer was here before
+        self.pool.follow()
         if self._may_share and stop > self._common:
             self._part(start)
         while (column := self.origin + len(self.rows[0]) * PAGE_TOKENS) < stop:
@@ -147,6 +166,14 @@ class PageTable:
         self.stop = stop
         self._may_share |= len(alone) < len(self.rows)
         return alone
+
+    def ids(self, index: int, rows: list[int]) -> torch.Tensor:
+        """The index-th page of these rows, as the pool's memory is indexed: made once for all layers."""
+        key = (self.version, index, tuple(rows))
+        if self._ids is None or self._ids[0] != key:
+            pages = torch.tensor([self.rows[row][index] for row in rows])
+            self._ids = (key, pages.to(self.pool.memory.device))
+        return self._ids[1]
 
     def _append(self, column: int, alone: list[int]) -> None:
         """One page more for every row, from `column` on."""
