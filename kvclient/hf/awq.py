@@ -99,7 +99,7 @@ class AwqLinear(torch.nn.Module):
         return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
+        if x.device.type in cuda.DEVICES:
             if (reason := self._unfit(x)) is None:
                 return self._by_kernels(x)
             _fallbacks[reason] += 1
@@ -125,7 +125,7 @@ class AwqLinear(torch.nn.Module):
             return reason
         if x.dtype not in (torch.float16, torch.bfloat16):
             return "dtype"
-        if x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) < (8, 0):
+        if x.dtype == torch.bfloat16 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
             return "dtype"
         if self.group % LANES_INPUTS or self.out_features % LANES_OUTPUTS:
             return "shape"
