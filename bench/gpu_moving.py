@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from bench import gpu_clock
-from kvclient.hf import awq
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory, Transfer
 
@@ -171,6 +170,8 @@ def awq_few_rows(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def awq_many_rows(_ceilings: dict[str, float]) -> dict[str, Any]:
+    from kvclient.hf import awq  # needs transformers; the other rows do not
+
     (inputs, outputs), result = AWQ_SHAPES[0], {}
     layer = awq.AwqLinear(inputs, outputs, 128, False, torch.float16).to(gpu_clock.DEVICE)
     own = packed_layer(inputs, outputs)

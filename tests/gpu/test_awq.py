@@ -8,6 +8,8 @@ of rows where another kernel begins; what the kernels do not take is computed by
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 from kvclient.hf import awq
 from kvclient.kernels import contract, cuda
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("kvclient._core", reason="the client's native module is not built here")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 import kvclient.hf
 from kvclient.blocks.codec import Kivi

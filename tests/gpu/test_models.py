@@ -8,6 +8,8 @@ expected fails.
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 from kvclient.hf import attention
 from tests.engines.zoo import generate, known, near, prompt
 
