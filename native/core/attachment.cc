@@ -63,7 +63,8 @@ uint64_t process_token() {
 // ---------------------------------------------------------------- the socket
 
 std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count,
-                                          std::span<const uint8_t> body, std::vector<Fd>* descriptors) {
+                                          std::span<const uint8_t> body, std::vector<Fd>* descriptors,
+                                          const std::function<void()>& meanwhile) {
   protocol::Request request{protocol::kMagic, static_cast<uint16_t>(op), 0, count, tag};
   iovec out[2] = {{&request, sizeof request}, {const_cast<uint8_t*>(body.data()), body.size()}};
   msghdr message{};
@@ -76,6 +77,7 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
     if (errno == EAGAIN) throw Error(Code::DeadlineExceeded, "the daemon does not take requests");
     throw Error(Code::Detached, errno_text("the daemon is gone"));
   }
+  if (meanwhile) meanwhile();
   thread_local std::vector<uint8_t> in(protocol::kMaxMessage);
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
   iovec part{in.data(), in.size()};
@@ -114,12 +116,13 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
   return {rest.begin(), rest.end()};
 }
 
-std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body) {
+std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
+                                     const std::function<void()>& meanwhile) {
   if (foreign()) throw Error(Code::Detached, "this process was forked: its copy of the session is the parent's");
   std::lock_guard lock(socket_mutex_);
   if (!socket_) throw Error(Code::Detached, "the session is not attached");
   try {
-    return exchange(socket_.get(), op, ++tag_, count, body, nullptr);
+    return exchange(socket_.get(), op, ++tag_, count, body, nullptr, meanwhile);
   } catch (const Error& error) {
     if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
     connected_.store(false, std::memory_order_release);
@@ -133,16 +136,20 @@ std::array<uint8_t, 32> Attachment::salt() {
   return salt_;
 }
 
-void Attachment::opened(std::span<const Handle> blocks) {
+void Attachment::opened(const void* writer, std::span<const Handle> blocks) {
   std::lock_guard lock(open_mutex_);
-  for (const Handle& block : blocks) open_[block.record] = block.generation;
+  std::vector<Handle>& open = open_[writer];
+  open.insert(open.end(), blocks.begin(), blocks.end());
 }
 
-void Attachment::ended(std::span<const protocol::BlockItem> blocks) {
+void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> blocks) {
   std::lock_guard lock(open_mutex_);
-  for (const protocol::BlockItem& block : blocks) {
-    const auto found = open_.find(block.record);
-    if (found != open_.end() && found->second == block.generation) open_.erase(found);
+  const auto found = open_.find(writer);
+  if (found == open_.end()) return;
+  if (blocks.size() < found->second.size()) {
+    for (const protocol::BlockItem& block : blocks) std::erase(found->second, Handle{block.record, block.generation});
+  } else {  // all that it had
+    open_.erase(found);
   }
 }
 
@@ -152,7 +159,8 @@ void Attachment::close() {
   std::vector<protocol::BlockItem> open;
   {
     std::lock_guard lock(open_mutex_);
-    for (auto [record, generation] : std::exchange(open_, {})) open.push_back({record, 0, generation});
+    for (const auto& [writer, blocks] : std::exchange(open_, {}))
+      for (const Handle& block : blocks) open.push_back({block.record, 0, block.generation});
   }
   try {
     for (size_t at = 0; at < open.size(); at += kMaxKeysPerMessage) {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -49,7 +50,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
   // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
-  std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body);
+  // `meanwhile` runs between the two: work that does not depend on the answer.
+  std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
+                           const std::function<void()>& meanwhile = {});
   void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
 
   // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
@@ -62,9 +65,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // Writers that ended while the daemon could not be told. Sent when the session is resumed.
   void remember_stopped(const std::vector<protocol::BlockItem>& blocks);
-  // What this session's writers have open; close() gives it up.
-  void opened(std::span<const Handle> blocks);
-  void ended(std::span<const protocol::BlockItem> blocks);
+  // What each of this session's writers has open; close() gives it up.
+  void opened(const void* writer, std::span<const Handle> blocks);
+  void ended(const void* writer, std::span<const protocol::BlockItem> blocks);
 
   std::array<uint8_t, 32> salt();  // of the namespace, as the daemon last attached to said it; zeros: none
   uint32_t session() const { return session_; }
@@ -79,7 +82,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();
   static std::vector<uint8_t> exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
-                                       std::vector<Fd>* descriptors);
+                                       std::vector<Fd>* descriptors, const std::function<void()>& meanwhile = {});
 
   AttachOptions options_;
   uint64_t token_ = 0;
@@ -96,7 +99,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<protocol::BlockItem> stopped_;
 
   std::mutex open_mutex_;
-  std::unordered_map<uint32_t, uint64_t> open_;  // record -> generation
+  std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer
 
  public:
   std::unique_ptr<PinBoard> board;  // before the pool

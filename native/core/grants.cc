@@ -70,6 +70,9 @@ void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
 
 // Asks for these items, in messages of at most kMaxKeysPerMessage, the first of which seals `sealing`.
 void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* chain) {
+  const auto hash_contents = [&] {
+    if (chain && sizeof(MetaHead) < layout_.meta_bytes(layout_.block_tokens)) chain->content_keys();
+  };
   for (size_t first = 0; first < which.size() || (first == 0 && sealing); first += kMaxKeysPerMessage) {
     const auto part = which.subspan(std::min(first, which.size()),
                                     std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
@@ -82,6 +85,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
         seals = sealing->end_open(open, true);
     }
     std::vector<uint8_t> body;
+    body.reserve(sizeof(protocol::CreateHead) + seals.size() * sizeof seals[0] + part.size() * sizeof(protocol::CreateItem));
     protocol::append(body, protocol::CreateHead{layout_id_, priority_, ttl_s_, static_cast<uint32_t>(seals.size())});
     for (const auto& seal : seals) protocol::append(body, seal);
     for (size_t i : part) {
@@ -90,7 +94,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
     }
     std::vector<uint8_t> answer;
     try {
-      answer = attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body);
+      answer = attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body, hash_contents);
     } catch (...) {
       if (!seals.empty()) attachment_->remember_stopped(seals);
       throw;
@@ -101,6 +105,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
     const auto grants = reader.take<protocol::GrantItem>(part.size());
     if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
     std::vector<Handle> opened;
+    opened.reserve(part.size());
     for (size_t k = 0; k < part.size(); ++k) {
       Item& item = items_[part[k]];
       item.status = static_cast<Grant>(grants[k].status);
@@ -112,7 +117,7 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       attachment_->wanted_for_writing(item.extent);
       prefetch(part[k]);
     }
-    attachment_->opened(opened);
+    if (!opened.empty()) attachment_->opened(this, opened);
     for (size_t i : part)
       if (items_[i].open) prepare(i, chain);
     give_up_lost(seals, sealed);
@@ -157,7 +162,7 @@ std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which,
                       std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
-  attachment_->ended(out);
+  if (!out.empty()) attachment_->ended(this, out);
   return out;
 }
 
@@ -234,6 +239,8 @@ std::shared_ptr<Grants> Client::create(const Create& request) {
   auto grants = std::make_shared<Grants>(at, layout, request.layout, request.priority, request.ttl_s);
   if (request.chain) grants->chain_ = *request.chain;
   std::vector<size_t> all;
+  grants->items_.reserve(request.keys.size());
+  all.reserve(request.keys.size());
   for (size_t i = 0; i < request.keys.size(); ++i) {
     CreateItem item{.key = request.keys[i]};
     item.tokens = !request.token_counts.empty() ? request.token_counts[i]

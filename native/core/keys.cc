@@ -108,20 +108,27 @@ Key Chain::hash_chunk(const char (&tag)[5], const Key& before, size_t i) const {
   return hash.finish();
 }
 
-const Chain::Storage& Chain::derived() const {
-  std::call_once(storage_->derived_once, [this] {
-    const Storage& storage = *storage_;
-    const Chain whole(storage_, 0, storage.keys.size() - 1);
-    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(identity()), storage.window);
-    storage.content_keys.reserve(whole.size());
-    storage.fingerprints.reserve(whole.size());
+const Key* Chain::content_keys() const {
+  std::call_once(storage_->content_once, [this] {
+    const Chain whole(storage_, 0, storage_->keys.size() - 1);
+    storage_->content_keys.reserve(whole.size());
+    for (size_t i = 0; i < whole.size(); ++i) storage_->content_keys.push_back(whole.hash_chunk("kvc1", identity(), i));
+  });
+  return storage_->content_keys.data() + first_;
+}
+
+const uint64_t* Chain::fingerprints() const {
+  std::call_once(storage_->fingerprints_once, [this] {
+    const Chain whole(storage_, 0, storage_->keys.size() - 1);
+    const uint32_t window = storage_->window;
+    const std::vector<uint64_t> powers = descending_powers(fingerprint_base(identity()), window);
+    storage_->fingerprints.reserve(whole.size());
     for (size_t i = 0; i < whole.size(); ++i) {
-      const uint32_t n = std::min(whole.token_count(i), storage.window);
-      storage.content_keys.push_back(whole.hash_chunk("kvc1", identity(), i));
-      storage.fingerprints.push_back(fingerprint_of(powers.data() + (storage.window - n), whole.tokens(i), n));
+      const uint32_t n = std::min(whole.token_count(i), window);
+      storage_->fingerprints.push_back(fingerprint_of(powers.data() + (window - n), whole.tokens(i), n));
     }
   });
-  return *storage_;
+  return storage_->fingerprints.data() + first_;
 }
 
 size_t Chain::num_tokens() const { return count_ == 0 ? 0 : offset(count_ - 1) + token_count(count_ - 1) - offset(0); }

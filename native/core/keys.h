@@ -60,8 +60,8 @@ class Chain {
     std::vector<int32_t> tokens;  // of all chunks; ids behind the last chunk are not kept
     std::vector<uint64_t> extra;
     std::vector<Key> keys;  // a zero key, then one per chunk: keys[i] is the parent of chunk i
-    // What only writers and searches need, derived at first use.
-    mutable std::once_flag derived_once;
+    // What only writers and searches need, each derived at first use: content keys take as long as the keys.
+    mutable std::once_flag content_once, fingerprints_once;
     mutable std::vector<Key> content_keys;
     mutable std::vector<uint64_t> fingerprints;
   };
@@ -82,8 +82,8 @@ class Chain {
   // size() prefix keys, contiguous, valid as long as this chain or any slice of its prompt lives.
   const Key* keys() const { return storage_->keys.data() + 1 + first_; }
   // The same for content keys and fingerprints. The first call for a prompt computes them; any thread may make it.
-  const Key* content_keys() const { return derived().content_keys.data() + first_; }
-  const uint64_t* fingerprints() const { return derived().fingerprints.data() + first_; }
+  const Key* content_keys() const;
+  const uint64_t* fingerprints() const;
   uint64_t fingerprint(size_t i) const { return fingerprints()[i]; }
 
   // The prefix key before chunk i, also where that chunk lies before this slice; all zeros for a prompt's first chunk.
@@ -120,7 +120,6 @@ class Chain {
       : storage_(std::move(storage)), first_(first), count_(count) {}
 
   Key hash_chunk(const char (&tag)[5], const Key& before, size_t i) const;
-  const Storage& derived() const;
 
   std::shared_ptr<const Storage> storage_;
   size_t first_ = 0;  // chunk of the prompt that this chain starts with

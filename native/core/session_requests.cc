@@ -150,9 +150,11 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   const auto wanted = body.take<protocol::CreateItem>(request.count);
   need_end(body);
   std::vector<CreateItem> items;
+  items.reserve(wanted.size());
   for (const auto& w : wanted) items.push_back({w.key, w.fingerprint, w.tokens, w.base_position, w.parent});
 
   std::vector<uint8_t> out = seal_all(*connection.store, connection.session, seals);
+  out.reserve(round_up(out.size(), 8) + items.size() * sizeof(protocol::GrantItem));
   out.resize(round_up(out.size(), 8));
   const CreateRequest create{connection.session, head.layout, head.priority, head.ttl_s, items};
   for (const Granted& g : connection.store->create(create))

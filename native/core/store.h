@@ -15,6 +15,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -38,6 +39,7 @@ namespace kv {
 struct Handle {
   uint32_t record;
   uint64_t generation;
+  friend bool operator==(const Handle&, const Handle&) = default;
 };
 
 struct Seal {
@@ -245,8 +247,9 @@ class Store {
     bool resumed = false;
     uint32_t pid = 0, uid = 0;
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
-    uint64_t drained = 0;  // entries of its ring seen
-    std::unordered_set<uint32_t> unsealed;
+    uint64_t drained = 0;                          // entries of its ring seen
+    std::pmr::unsynchronized_pool_resource nodes;  // one block comes and one goes all the time: not each by malloc
+    std::pmr::unordered_set<uint32_t> unsealed{&nodes};
   };
 
   struct IoPin {

@@ -17,6 +17,7 @@ import pytest
 
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2
+from tests.descriptors import sockets
 from tests.e2e.grpc_calls import CALL_S, Calls, key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,10 +89,7 @@ def test_every_file_is_for_the_owner_alone(daemon):
 
 def listening_ports(pid):
     """TCP ports that the process listens on, from the kernel's tables."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd)):
-            inodes.add(match.group(1))
+    inodes = sockets(pid)
     ports = {}
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")

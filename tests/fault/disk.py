@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import grpc
 
 from kvclient.conformance.case import check, fill, geometry, new_keys
 from kvclient.errors import KVClientError
+from tests.descriptors import descriptors
 from tests.fault.children import eventually
 
 BLOCK = geometry(layers=8, heads=4, dim=64, tokens=32)  # 8 layers of 32 KiB: half a dozen pages each
@@ -159,10 +159,7 @@ class DiskRig:
 
     def open_files(self) -> list[str]:
         """Descriptors of the daemon below the directory that are not its locks."""
-        found = []
-        for fd in Path(f"/proc/{self.daemon.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                found.append(os.readlink(fd))
+        found = descriptors(self.daemon.pid)
         return [one for one in found if str(self.directory) in one and (".kv" in one or ".tmp" in one)]
 
     # ------------------------------------------------------------ what must hold

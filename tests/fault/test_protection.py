@@ -18,6 +18,7 @@ import pytest
 import kvclient
 from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.errors import KVClientError, NotPermitted, Unavailable
+from tests.descriptors import sockets
 from tests.fault.children import as_user
 
 STRANGER = 12_345
@@ -245,11 +246,7 @@ def test_namespaces_do_not_see_each_other(daemon):
 
 def test_the_daemon_listens_on_no_network(started):
     """Peers' case 17: without --metrics-port there is no TCP or UDP socket at all."""
-    inodes = set()
-    for fd in Path(f"/proc/{started.pid}/fd").iterdir():
-        target = os.readlink(fd)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+    inodes = sockets(started.pid)
     assert inodes, "its Unix sockets at least"
     for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
         for line in Path(f"/proc/{started.pid}/net/{table}").read_text().splitlines()[1:]:

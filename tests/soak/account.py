@@ -8,13 +8,13 @@ deletes every key there can be, so what is left afterwards is leaked.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from kvclient import connect
 from kvstored.v1 import admin_pb2
 from tests.conformance.grpc_door import GrpcClient
+from tests.descriptors import descriptors
 from tests.fault.children import eventually
 from tests.soak.harm import clear_away
 from tests.soak.truth import Universe
@@ -58,8 +58,7 @@ class Account:
         return self._counters()["used_bytes"] + sum(path.lstat().st_size for path in files)
 
     def _expect_few_descriptors(self) -> None:
-        here = Path(f"/proc/{int((self._directory / 'pid').read_text())}/fd")
-        open_files = [os.readlink(one) for one in here.iterdir() if one.is_symlink()]
+        open_files = descriptors(int((self._directory / "pid").read_text()))
         blocks = [one for one in open_files if ".kv" in one and str(self._disk) in one]
         self._expect(not blocks, f"block files are open: {blocks[:5]}")
         self._expect(len(open_files) <= MOST_FILES_OPEN, f"{len(open_files)} descriptors: {open_files}")
