@@ -61,7 +61,7 @@ std::string_view name(Event event);
 
 // ---------------------------------------------------------------- limits of the format
 
-inline constexpr uint32_t kFormatVersion = 2;
+inline constexpr uint32_t kFormatVersion = 3;
 inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
@@ -131,23 +131,28 @@ constexpr Phase progress_phase(uint64_t word) { return static_cast<Phase>(word &
 
 // ---------------------------------------------------------------- the block table (segment "table")
 
-// One record per block, 96 bytes. Every word but `control`, `rank` and `link` is covered by `sequence`, which is odd while the
-// payload changes. `link` (the next free record) is derived and never read at adoption.
-struct alignas(32) Record {
+// One record per block: what look-ups read, in one cache line. Every word but `control` is covered by `sequence`, which is odd
+// while the payload changes; so are the words of its upkeep but `rank` and `link`.
+struct alignas(64) Record {
   std::atomic<uint64_t> control;  // Control
   std::atomic<uint32_t> sequence;
-  std::atomic<uint32_t> owner;  // session that created the block
+  std::atomic<uint32_t> expiry_s;  // CLOCK_REALTIME seconds, 0: never
   std::atomic<uint64_t> key[4];
   std::atomic<uint64_t> extent;  // Extent
   std::atomic<uint64_t> shape;   // Shape
-  std::atomic<uint64_t> fingerprint;
-  std::atomic<uint32_t> created_s;  // CLOCK_REALTIME seconds
-  std::atomic<uint32_t> expiry_s;   // CLOCK_REALTIME seconds, 0: never
-  std::atomic<uint64_t> rank;       // bits of the eviction policy's double; a hint, kept over restarts
-  std::atomic<uint32_t> link;
-  std::atomic<uint32_t> parent;  // low word of the parent's prefix key, 0 if none: leads to a block's children
 };
-static_assert(sizeof(Record) == 96);
+static_assert(sizeof(Record) == 64);
+
+// The rest of what is known of the block of that number, for the store and for searches.
+struct alignas(32) Upkeep {
+  std::atomic<uint64_t> fingerprint;
+  std::atomic<uint64_t> rank;       // bits of the eviction policy's double; a hint, kept over restarts
+  std::atomic<uint32_t> owner;      // session that created the block
+  std::atomic<uint32_t> created_s;  // CLOCK_REALTIME seconds
+  std::atomic<uint32_t> link;       // the next free record: derived, never read at adoption
+  std::atomic<uint32_t> parent;     // low word of the parent's prefix key, 0 if none: leads to a block's children
+};
+static_assert(sizeof(Upkeep) == 32);
 
 // Where a block lies in the pool: first page:36 | pages:28.
 struct Extent {
@@ -195,6 +200,7 @@ struct TableHeader {
   uint32_t header_bytes;
   uint64_t capacity_bytes;
   uint64_t records_offset;
+  uint64_t upkeep_offset;
   uint64_t buckets_offset;
   uint64_t layouts_offset;
   uint64_t geometry_offset;  // Arena's words: where its slabs were cut

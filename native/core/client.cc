@@ -92,12 +92,14 @@ void Client::find_all(Attachment& at, std::span<const Key> keys, std::vector<Fin
   std::vector<size_t> unclear;
   if (door_ == Door::SharedMemory) {
     const size_t n = keys.size();
+    uint32_t likely[kAhead];  // of the keys between the second pass and the third
     for (size_t i = 0; i < n + 2 * kAhead; ++i) {
       if (i < n) at.index.prefetch_bucket(keys[i]);
-      if (i >= kAhead && i < n + kAhead) at.index.prefetch_record(keys[i - kAhead]);
-      if (i < 2 * kAhead) continue;
-      const size_t k = i - 2 * kAhead;
-      if ((found[k] = at.index.find(keys[k], where[k])) == Find::Torn) unclear.push_back(k);
+      if (i >= 2 * kAhead) {
+        const size_t k = i - 2 * kAhead;
+        if ((found[k] = at.index.find(keys[k], likely[k % kAhead], where[k])) == Find::Torn) unclear.push_back(k);
+      }
+      if (i >= kAhead && i < n + kAhead) likely[i % kAhead] = at.index.prefetch_record(keys[i - kAhead]);
     }
   } else {
     for (size_t i = 0; i < keys.size(); ++i) unclear.push_back(i);

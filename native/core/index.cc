@@ -1,32 +1,45 @@
 #include "core/index.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "core/error.h"
 
 namespace kv {
+namespace {
+
+// Bit i: slot i has the key's tag, or is empty and the tag 0. Without a branch: where in its bucket a key stands cannot be
+// foreseen, and a misprediction costs as much as the scan.
+uint32_t candidates(const Bucket& bucket, const Key& key) {
+  const uint64_t tag = key.words[1] << 32;
+  uint32_t out = 0;
+#pragma GCC unroll 7
+  for (uint32_t i = 0; i < kBucketSlots; ++i)
+    out |= static_cast<uint32_t>((bucket.slot[i].load(std::memory_order_relaxed) ^ tag) >> 32 == 0) << i;
+  return out;
+}
+
+uint32_t record_in(const std::atomic<uint64_t>& slot) { return static_cast<uint32_t>(slot.load(std::memory_order_relaxed)) - 1; }
+
+}  // namespace
 
 Index::Index(std::byte* table)
     : header_(reinterpret_cast<TableHeader*>(table)),
       records_(reinterpret_cast<Record*>(table + header_->records_offset)),
+      upkeep_(reinterpret_cast<Upkeep*>(table + header_->upkeep_offset)),
       buckets_(reinterpret_cast<Bucket*>(table + header_->buckets_offset)),
       finder_(reinterpret_cast<FinderBucket*>(table + header_->finder_offset), header_->finder_buckets),
       bucket_count_(header_->buckets),
       reach_(std::min(kMaxProbe, bucket_count_)),
       max_blocks_(header_->max_blocks) {}
 
-void Index::prefetch_record(const Key& key) const {
+uint32_t Index::prefetch_record(const Key& key) const {
   const Bucket& b = buckets_[home(key)];
-  const uint64_t tag = key.words[1] << 32;
-  for (const auto& slot : b.slot) {
-    const uint64_t word = slot.load(std::memory_order_relaxed);
-    if ((word ^ tag) >> 32 || !word) continue;
-    const auto number = static_cast<uint32_t>(word) - 1;
-    if (number >= max_blocks_) continue;
-    __builtin_prefetch(&records_[number]);
-    __builtin_prefetch(reinterpret_cast<const std::byte*>(&records_[number]) + 64);
-    return;
-  }
+  const uint32_t which = candidates(b, key);
+  const uint32_t number = which ? record_in(b.slot[std::countr_zero(which)]) : kAbsent;
+  if (number >= max_blocks_) return kAbsent;
+  __builtin_prefetch(&records_[number]);
+  return number;
 }
 
 // True if the record holds this key. `torn` is set if it changed while it was read.
@@ -53,10 +66,8 @@ Find Index::probe(const Key& key, Snapshot& out) const {
     const uint32_t before = b.sequence.load(std::memory_order_acquire);
     if (before & 1) return Find::Torn;
     bool torn = false;
-    for (const auto& slot : b.slot) {
-      const uint64_t word = slot.load(std::memory_order_relaxed);
-      if (static_cast<uint32_t>(word >> 32) != static_cast<uint32_t>(key.words[1]) || !word) continue;
-      const auto number = static_cast<uint32_t>(word) - 1;
+    for (uint32_t which = candidates(b, key); which; which &= which - 1) {
+      const uint32_t number = record_in(b.slot[std::countr_zero(which)]);
       if (number < max_blocks_ && read_record(number, key, out, torn)) return Find::Hit;
     }
     const uint32_t overflow = b.overflow.load(std::memory_order_relaxed);
@@ -75,6 +86,12 @@ Find Index::find(const Key& key, Snapshot& out) const {
   return Find::Torn;
 }
 
+Find Index::find(const Key& key, uint32_t likely, Snapshot& out) const {
+  bool torn = false;
+  if (likely < max_blocks_ && read_record(likely, key, out, torn) && out.control.state() == State::Sealed) return Find::Hit;
+  return find(key, out);
+}
+
 size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) const {
   uint32_t candidates[2 * kFinderSlots];
   const size_t count = finder_.find(word, candidates);
@@ -87,8 +104,9 @@ size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) co
     for (size_t k = 0; k < 4; ++k) seen.key.words[k] = r.key[k].load(std::memory_order_relaxed);
     seen.record = candidates[i];
     seen.tokens = Shape::unpack(r.shape.load(std::memory_order_relaxed)).tokens;
-    const uint64_t fingerprint = r.fingerprint.load(std::memory_order_relaxed);
-    const uint32_t parent = r.parent.load(std::memory_order_relaxed);
+    const Upkeep& u = upkeep_[candidates[i]];
+    const uint64_t fingerprint = u.fingerprint.load(std::memory_order_relaxed);
+    const uint32_t parent = u.parent.load(std::memory_order_relaxed);
     const State state = Control{r.control.load(std::memory_order_acquire)}.state();
     fence_acquire();
     if (before & 1 || r.sequence.load(std::memory_order_relaxed) != before) continue;
@@ -103,14 +121,15 @@ void Index::prefetch_erase(uint32_t record) const {
   const Record& r = records_[record];
   Key key;
   for (size_t i = 0; i < 4; ++i) key.words[i] = r.key[i].load(std::memory_order_relaxed);
-  prefetch_change(key, r.fingerprint.load(std::memory_order_relaxed), r.parent.load(std::memory_order_relaxed));
+  const Upkeep& u = upkeep_[record];
+  prefetch_change(key, u.fingerprint.load(std::memory_order_relaxed), u.parent.load(std::memory_order_relaxed));
 }
 
 // Keeps the finder to what is indexed.
 void Index::note(uint32_t record, bool indexed) {
-  const Record& r = records_[record];
-  for (uint64_t word : {Finder::by_fingerprint(r.fingerprint.load(std::memory_order_relaxed)),
-                        Finder::by_parent(r.parent.load(std::memory_order_relaxed))}) {
+  const Upkeep& u = upkeep_[record];
+  for (uint64_t word : {Finder::by_fingerprint(u.fingerprint.load(std::memory_order_relaxed)),
+                        Finder::by_parent(u.parent.load(std::memory_order_relaxed))}) {
     if (indexed)
       finder_.insert(word, record);
     else

@@ -37,7 +37,7 @@ struct Sighting {
 
 enum class Find { Hit, Miss, Torn };
 
-// The mapped table: header, records, buckets. Views over memory that somebody else owns.
+// The mapped table: header, records and their upkeep, buckets. Views over memory that somebody else owns.
 class Index {
  public:
   Index() = default;
@@ -45,12 +45,15 @@ class Index {
 
   TableHeader& header() const { return *header_; }
   Record& record(uint32_t number) const { return records_[number]; }
+  Upkeep& upkeep(uint32_t number) const { return upkeep_[number]; }
   uint32_t max_blocks() const { return max_blocks_; }
 
   // Reader side.
   Find find(const Key& key, Snapshot& out) const;
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
-  void prefetch_record(const Key& key) const;
+  // The record that probably holds the key, by the first bucket it may be in; kAbsent if none there does.
+  uint32_t prefetch_record(const Key& key) const;
+  Find find(const Key& key, uint32_t likely, Snapshot& out) const;  // the same, looking first at the record that was said
   // The cache lines that insert() or erase() of this block will touch.
   void prefetch_change(const Key& key, uint64_t fingerprint, uint32_t parent) const {
     prefetch_bucket(key);
@@ -58,9 +61,9 @@ class Index {
     finder_.prefetch(Finder::by_parent(parent));
   }
   void prefetch_erase(uint32_t record) const;
-  void prefetch_both_lines(uint32_t record) const {
+  void prefetch_whole(uint32_t record) const {
     __builtin_prefetch(&records_[record]);
-    __builtin_prefetch(reinterpret_cast<const std::byte*>(&records_[record]) + 64);
+    __builtin_prefetch(&upkeep_[record]);
   }
   const Finder& finder() const { return finder_; }
   // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size(). With
@@ -92,6 +95,7 @@ class Index {
 
   TableHeader* header_ = nullptr;
   Record* records_ = nullptr;
+  Upkeep* upkeep_ = nullptr;
   Bucket* buckets_ = nullptr;
   Finder finder_;
   uint32_t bucket_count_ = 0;

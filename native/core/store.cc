@@ -95,7 +95,7 @@ double Store::use_now() {
   if (since() / kHalfLifeSeconds > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
-      index_.record(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
+      index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
     policy_.scale(factor);
     on_disk_.scale(factor);
     std::set<std::pair<double, uint32_t>> wishes;
@@ -112,7 +112,7 @@ double Store::add_use(uint32_t record) {
   const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
   const double added = weight * use_now();  // first: it may divide all ranks
   const double score = rank(record) + added;
-  index_.record(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
+  index_.upkeep(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
   return score;
 }
 
@@ -191,24 +191,25 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
   if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
   if (!offset) return out;
   Record& r = index_.record(record);
-  free_head_ = r.link.load(std::memory_order_relaxed);
+  Upkeep& u = index_.upkeep(record);
+  free_head_ = u.link.load(std::memory_order_relaxed);
   const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
   if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
   out.extent = {*offset, length};
   {
     Writing writing(r.sequence);
-    r.owner.store(request.owner, std::memory_order_relaxed);
+    u.owner.store(request.owner, std::memory_order_relaxed);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
     r.extent.store(out.extent.pack(), std::memory_order_relaxed);
     r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
-    r.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
+    u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t now = realtime_s();
-    r.created_s.store(now, std::memory_order_relaxed);
+    u.created_s.store(now, std::memory_order_relaxed);
     const uint64_t expiry = uint64_t{now} + request.ttl_s + 1;
     r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
                      std::memory_order_relaxed);
-    r.parent.store(item.parent, std::memory_order_relaxed);
-    r.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
+    u.parent.store(item.parent, std::memory_order_relaxed);
+    u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
@@ -290,9 +291,8 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   const auto [handle, checksummed] = block;
   if (handle.record >= index_.max_blocks()) return Done::Stale;
   const Control now = control(handle.record);
-  Record& r = index_.record(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
-  if (r.owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
   const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
   transition(handle.record, Event::Seal, State::Sealed, flags);
   created_ -= 1;
@@ -324,7 +324,7 @@ Done Store::abort(uint32_t owner, Handle handle) {
   const bool created = now.state() == State::Created && now.generation() == handle.generation;
   const bool quarantined = now.state() == State::Quarantined && now.generation() == handle.generation + 1;
   if (!created && !quarantined) return Done::Stale;
-  if (index_.record(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
   if (quarantined) quarantined_ -= 1;
   sessions_.at(owner)->unsealed.erase(handle.record);
   to_zombie(handle.record, Event::Abort);

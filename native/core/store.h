@@ -280,7 +280,7 @@ class Store {
   uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
   bool expired(uint32_t expiry_s) const;
   Done seal_one(uint32_t owner, const Seal& block);
-  double rank(uint32_t record) const { return std::bit_cast<double>(index_.record(record).rank.load(std::memory_order_relaxed)); }
+  double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
   double use_now();
   double add_use(uint32_t record);
   void use(uint32_t record);

@@ -16,7 +16,7 @@ namespace kv {
 namespace {
 
 struct Geometry {
-  uint64_t layouts, geometry, records, buckets, finder, total;
+  uint64_t layouts, geometry, records, upkeep, buckets, finder, total;
 };
 
 Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
@@ -24,7 +24,8 @@ Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
   g.layouts = kPageBytes;
   g.geometry = g.layouts + kMaxLayouts * kLayoutSlotBytes;
   g.records = round_up(g.geometry + 8 * Arena::geometry_words(capacity), kPageBytes);
-  g.buckets = round_up(g.records + uint64_t{sizeof(Record)} * max_blocks, kPageBytes);
+  g.upkeep = round_up(g.records + uint64_t{sizeof(Record)} * max_blocks, kPageBytes);
+  g.buckets = round_up(g.upkeep + uint64_t{sizeof(Upkeep)} * max_blocks, kPageBytes);
   g.finder = round_up(g.buckets + uint64_t{sizeof(Bucket)} * Index::buckets_for(max_blocks), kPageBytes);
   g.total = round_up(g.finder + uint64_t{sizeof(FinderBucket)} * Finder::buckets_for(max_blocks), kPageBytes);
   return g;
@@ -123,6 +124,7 @@ void Store::lay_out_new_table() {
   header->header_bytes = sizeof(TableHeader);
   header->capacity_bytes = options_.capacity_bytes;
   header->records_offset = g.records;
+  header->upkeep_offset = g.upkeep;
   header->buckets_offset = g.buckets;
   header->layouts_offset = g.layouts;
   header->geometry_offset = g.geometry;
@@ -136,7 +138,7 @@ void Store::lay_out_new_table() {
   arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
   for (uint32_t record = options_.max_blocks; record-- > 0;) {
     index_.record(record).control.store(Control::make(1, State::Free).word, std::memory_order_relaxed);
-    index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+    index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
     free_head_ = record;
   }
   header->epoch.store(2, std::memory_order_release);
@@ -161,9 +163,10 @@ void Store::adopt() {
   if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
       header->max_blocks != options_.max_blocks || header->capacity_bytes != options_.capacity_bytes ||
       header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
-      header->buckets_offset != g.buckets || header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
-      header->finder_buckets != Finder::buckets_for(options_.max_blocks) || header->finder_offset != g.finder ||
-      header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
+      header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets || header->layouts_offset != g.layouts ||
+      header->geometry_offset != g.geometry || header->finder_buckets != Finder::buckets_for(options_.max_blocks) ||
+      header->finder_offset != g.finder || header->total_bytes != g.total ||
+      !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
     throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
   const uint64_t epoch = header->epoch.load();
   if (epoch == kEpochRetired) throw Error(Code::IncompatibleVersion, "the table was retired");
@@ -181,7 +184,7 @@ void Store::adopt() {
     if (adopt_record(record)) continue;
     if (const Control c = control(record); c.state() != State::Free)
       r.control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
-    r.link.store(free_head_);
+    index_.upkeep(record).link.store(free_head_);
     free_head_ = record;
   }
   reap_sessions();
@@ -216,7 +219,6 @@ void Store::adopt_sessions() {
 
 // False if the record is FREE or cannot be kept.
 bool Store::adopt_record(uint32_t record) {
-  Record& r = index_.record(record);
   const Control found = control(record);
   const Extent extent = extent_of(record);
   const Shape shape = shape_of(record);
@@ -230,7 +232,8 @@ bool Store::adopt_record(uint32_t record) {
   used_bytes_ += extent.length;
   if (found.flags() & kFlagDeleted) file_must_go(key);
   set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);
-  const uint32_t owner = r.owner.load();
+  Upkeep& u = index_.upkeep(record);
+  const uint32_t owner = u.owner.load();
   next_session_ = std::max(next_session_, owner + 1);
   if (found.state() == State::Created) transition(record, Event::SessionEnd, State::Quarantined, control(record).flags());
   if (found.state() == State::Created || found.state() == State::Quarantined) {
@@ -249,7 +252,7 @@ bool Store::adopt_record(uint32_t record) {
     zombies_.push_back(record);
     return true;
   }
-  if (const double score = std::bit_cast<double>(r.rank.load()); !std::isfinite(score) || score < 0) r.rank.store(0);
+  if (const double score = std::bit_cast<double>(u.rank.load()); !std::isfinite(score) || score < 0) u.rank.store(0);
   policy_.insert(class_of(record), record, rank(record));
   remember_expiry(record);
   if (options_.disk) wish_to_write(record, found.flags() & kFlagQueued);

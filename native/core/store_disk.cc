@@ -78,14 +78,15 @@ std::optional<WriteJob> Store::begin_write() {
   pin.generation = now.generation();
   pin.count += 1;
   const Record& r = index_.record(record);
+  const Upkeep& u = index_.upkeep(record);
   return WriteJob{{record, now.generation()},
                   key_of(record),
                   extent_of(record),
                   shape_of(record),
-                  r.fingerprint.load(std::memory_order_relaxed),
-                  r.created_s.load(std::memory_order_relaxed),
+                  u.fingerprint.load(std::memory_order_relaxed),
+                  u.created_s.load(std::memory_order_relaxed),
                   r.expiry_s.load(std::memory_order_relaxed),
-                  r.parent.load(std::memory_order_relaxed),
+                  u.parent.load(std::memory_order_relaxed),
                   (now.flags() & kFlagChecksummed) != 0};
 }
 
@@ -128,7 +129,7 @@ void Store::file_gone(const Key& key) {
   tombstones_ -= 1;
   transition(record, Event::Delete, State::Free, 0);
   records_used_ -= 1;
-  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
   free_head_ = record;
 }
 
@@ -148,20 +149,21 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
   if (free_head_ == Index::kAbsent) return false;
   const uint32_t record = free_head_;
   Record& r = index_.record(record);
+  Upkeep& u = index_.upkeep(record);
   {
     Writing writing(r.sequence);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(key.words[i], std::memory_order_relaxed);
-    r.owner.store(0, std::memory_order_relaxed);
+    u.owner.store(0, std::memory_order_relaxed);
     r.extent.store(0, std::memory_order_relaxed);
     r.shape.store(Shape{kUnknownLayout, kDefaultPriority, 0, 0}.pack(), std::memory_order_relaxed);
-    r.fingerprint.store(0, std::memory_order_relaxed);
-    r.created_s.store(static_cast<uint32_t>(::time(nullptr)), std::memory_order_relaxed);
+    u.fingerprint.store(0, std::memory_order_relaxed);
+    u.created_s.store(static_cast<uint32_t>(::time(nullptr)), std::memory_order_relaxed);
     r.expiry_s.store(expiry_s, std::memory_order_relaxed);
-    r.parent.store(0, std::memory_order_relaxed);
-    r.rank.store(0, std::memory_order_relaxed);
+    u.parent.store(0, std::memory_order_relaxed);
+    u.rank.store(0, std::memory_order_relaxed);
   }
   if (!index_.insert(key, record)) return false;
-  free_head_ = r.link.load(std::memory_order_relaxed);
+  free_head_ = u.link.load(std::memory_order_relaxed);
   transition(record, Event::Indexed, State::Disk, 0);
   on_disk_.insert(kOneQueue, record, 0);
   remember_expiry(record);
@@ -184,7 +186,7 @@ void Store::drop_disk_record(uint32_t record, Event event) {
   index_.erase(key_of(record), record);
   transition(record, event, State::Free, 0);
   records_used_ -= 1;
-  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
   free_head_ = record;
 }
 
@@ -237,7 +239,7 @@ bool Store::adopt_disk_record(uint32_t record) {
     return true;
   }
   if (index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
-  if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.record(record).rank.store(0);
+  if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.upkeep(record).rank.store(0);
   on_disk_.insert(kOneQueue, record, rank(record));
   remember_expiry(record);
   records_used_ += 1;

@@ -47,7 +47,7 @@ std::optional<Description> Store::describe(const Key& key) {
   Lock lock(mutex_);
   Snapshot snapshot;
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
-  const uint32_t created = index_.record(snapshot.record).created_s.load(std::memory_order_relaxed);
+  const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
   return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record)};
 }
 
@@ -61,9 +61,10 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
     const Key key = key_of(record);
     const auto* bytes = reinterpret_cast<const uint8_t*>(&key);
     if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
-    const Record& r = index_.record(record);
-    const Snapshot snapshot{record, c, extent_of(record), shape_of(record), r.expiry_s.load(std::memory_order_relaxed)};
-    out.push_back({key, record, c.state(), snapshot, r.created_s.load(std::memory_order_relaxed), rank(record)});
+    const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
+    const Snapshot snapshot{record, c, extent_of(record), shape_of(record), expiry_s};
+    out.push_back(
+        {key, record, c.state(), snapshot, index_.upkeep(record).created_s.load(std::memory_order_relaxed), rank(record)});
   }
   return out;
 }

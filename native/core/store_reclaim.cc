@@ -72,7 +72,7 @@ void Store::free_zombie(uint32_t record) {
   if (demote(record)) return;
   records_used_ -= 1;
   transition(record, Event::LastPinGone, State::Free, 0);
-  index_.record(record).link.store(free_head_, std::memory_order_relaxed);
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
   free_head_ = record;
 }
 
@@ -182,7 +182,7 @@ void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const 
       passed.emplace_back(victim, score);
     else
       victims.push_back(victim);
-    index_.prefetch_both_lines(victim);
+    index_.prefetch_whole(victim);
   }
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {

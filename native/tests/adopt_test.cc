@@ -44,9 +44,9 @@ void write_record(Index& index, uint32_t record, const Key& k, Extent extent, ui
   for (size_t i = 0; i < 4; ++i) r.key[i].store(k.words[i]);
   r.extent.store(extent.pack());
   r.shape.store(Shape{layout, kDefaultPriority, tokens, 0}.pack());
-  r.owner.store(owner);
+  index.upkeep(record).owner.store(owner);
   r.expiry_s.store(0);
-  r.rank.store(0);
+  index.upkeep(record).rank.store(0);
   r.control.store(Control::make(generation, state).word);
 }
 
@@ -241,9 +241,9 @@ TEST(two_records_of_one_key_and_garbage_of_value_are_survived) {
   const uint32_t a = rig.handle(3).record, b = rig.handle(4).record;
   for (size_t i = 0; i < 4; ++i) index.record(b).key[i].store(index.record(a).key[i].load());
   const double garbage[] = {INFINITY, -INFINITY, NAN, -1, 1e308};
-  for (uint64_t i = 5; i < 10; ++i) index.record(rig.handle(i).record).rank.store(std::bit_cast<uint64_t>(garbage[i - 5]));
-  index.record(rig.handle(9).record).owner.store(~0u);
-  index.record(rig.handle(9).record).link.store(~0u);
+  for (uint64_t i = 5; i < 10; ++i) index.upkeep(rig.handle(i).record).rank.store(std::bit_cast<uint64_t>(garbage[i - 5]));
+  index.upkeep(rig.handle(9).record).owner.store(~0u);
+  index.upkeep(rig.handle(9).record).link.store(~0u);
   rig.restart();
   CHECK(rig.resident(3));
   CHECK_EQ(rig.store->stats().blocks, 9u);
@@ -261,7 +261,9 @@ TEST(random_garbage_in_all_records_never_breaks_an_invariant) {
     for (uint64_t i = 0; i < 200; ++i) rig.put(i, static_cast<uint32_t>(2 + random() % 9));
     auto& index = StoreTest::index(*rig.store);
     for (int i = 0; i < 400; ++i) {
-      auto& r = index.record(static_cast<uint32_t>(random() % 256));
+      const auto number = static_cast<uint32_t>(random() % 256);
+      auto& r = index.record(number);
+      auto& u = index.upkeep(number);
       const uint64_t small = random() % 64;
       switch (random() % 8) {
         case 0: r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), random() & 255).word); break;
@@ -269,9 +271,9 @@ TEST(random_garbage_in_all_records_never_breaks_an_invariant) {
         case 2: r.extent.store(Extent{random() % 1100 * kPageBytes, small * kPageBytes}.pack()); break;
         case 3: r.extent.store(random()); break;
         case 4: r.shape.store(Shape{static_cast<uint32_t>(small % 2), 35, static_cast<uint32_t>(small), 0}.pack()); break;
-        case 5: r.key[0].store(random()), r.owner.store(static_cast<uint32_t>(small % 3 ? page.id : random())); break;
+        case 5: r.key[0].store(random()), u.owner.store(static_cast<uint32_t>(small % 3 ? page.id : random())); break;
         case 6: r.sequence.store(static_cast<uint32_t>(random())); break;
-        default: r.rank.store(random()), r.expiry_s.store(static_cast<uint32_t>(random() % 3 ? 0 : random())); break;
+        default: u.rank.store(random()), r.expiry_s.store(static_cast<uint32_t>(random() % 3 ? 0 : random())); break;
       }
     }
     rig.restart();

@@ -102,7 +102,8 @@ TEST(words_survive_packing_at_their_limits) {
 // Table, progress words, and on the daemon's heap: per block an entry of the eviction heap (record, score), its place there, two
 // of the arena's slot lists, and at most five quarters of an expiry.
 TEST(a_block_costs_at_most_160_bytes_of_index) {
-  CHECK_EQ(sizeof(Record), 96u);
+  CHECK_EQ(sizeof(Record), 64u);
+  CHECK_EQ(sizeof(Upkeep), 32u);
   CHECK_EQ(sizeof(Bucket), 64u);
   constexpr uint32_t kBlocks = 1u << 20;
   constexpr uint64_t kCapacity = uint64_t{kBlocks} * (64 << 10);

@@ -36,8 +36,8 @@ TEST(a_block_used_twice_comes_back_after_eviction) {
   CHECK(rig.right(1));
   const Snapshot at = rig.store->lookup(key(1)).snapshot;
   CHECK_EQ(at.shape.base_position, 5u);
-  CHECK_EQ(StoreTest::index(*rig.store).record(at.record).fingerprint.load(), 1u);
-  CHECK_EQ(StoreTest::index(*rig.store).record(at.record).parent.load(), 9u);
+  CHECK_EQ(StoreTest::index(*rig.store).upkeep(at.record).fingerprint.load(), 1u);
+  CHECK_EQ(StoreTest::index(*rig.store).upkeep(at.record).parent.load(), 9u);
   CHECK(at.control.flags() & kFlagChecksummed);
   rig.store->check_integrity();
   CHECK_EQ(rig.store->scrub(~0ull).corrupt, 0u);

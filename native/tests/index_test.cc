@@ -33,7 +33,8 @@ class Table {
     header->max_blocks = blocks;
     header->buckets = buckets ? buckets : Index::buckets_for(blocks);
     header->records_offset = kPageBytes;
-    header->buckets_offset = kPageBytes + round_up(sizeof(Record) * blocks, 64);
+    header->upkeep_offset = kPageBytes + sizeof(Record) * blocks;
+    header->buckets_offset = round_up(header->upkeep_offset + sizeof(Upkeep) * blocks, 64);
     index = Index(static_cast<std::byte*>(memory_));
   }
   ~Table() { ::munmap(memory_, length_); }
@@ -65,7 +66,8 @@ class Table {
 
  private:
   static size_t bytes(uint32_t blocks, uint32_t buckets) {
-    return kPageBytes + round_up(sizeof(Record) * blocks, 64) + sizeof(Bucket) * (buckets ? buckets : Index::buckets_for(blocks));
+    return kPageBytes + round_up((sizeof(Record) + sizeof(Upkeep)) * blocks, 64) +
+           sizeof(Bucket) * (buckets ? buckets : Index::buckets_for(blocks));
   }
   void* memory_;
   size_t length_;
@@ -79,6 +81,26 @@ Key homed(uint32_t home, uint32_t buckets, uint64_t i) {
 }
 
 }  // namespace
+
+TEST(a_record_said_to_be_likely_is_believed_only_if_it_is_sealed_and_has_the_key) {
+  Table table(64);
+  table.add(3, key(1));
+  table.add(4, key(2));
+  CHECK_EQ(table.index.prefetch_record(key(1)), 3u);
+  Snapshot at;
+  for (const uint32_t likely : {3u, 4u, 5u, 63u, 64u, Index::kAbsent}) {
+    CHECK(table.index.find(key(1), likely, at) == Find::Hit);
+    CHECK_EQ(at.record, 3u);
+    CHECK(table.index.find(key(9), likely, at) == Find::Miss);
+  }
+  // Evicted and written again elsewhere between the two looks: the old record still has the key.
+  table.index.erase(key(1), 3);
+  table.index.record(3).control.store(Control::make(2, State::Zombie).word, std::memory_order_release);
+  CHECK(table.index.find(key(1), 3, at) == Find::Miss);
+  table.add(7, key(1));
+  CHECK(table.index.find(key(1), 3, at) == Find::Hit);
+  CHECK_EQ(at.record, 7u);
+}
 
 TEST(a_full_table_finds_all_and_only_what_is_in_it) {
   constexpr uint32_t kBlocks = 20'000;
