@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_build
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT, RECORD = ROOT / "docs/gpu.md", ROOT / "docs/gpu.json"
 
@@ -174,13 +176,31 @@ Written by `python -m bench.gpu --document` from gpu.json beside it, which is wh
 out; nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. `.ci/gpu`
 builds, tests and measures on a machine with nvcc and torch.
 """
+OPEN = """## What only a GPU can tell
+
+Every row above; and besides: that a decode step is captured as a CUDA graph; that streams which share a
+pool of pages wait for each other (tests see that they are asked to); that read-only shared maps are
+registered rather than bounced; what compute-sanitizer says (`make gpu-sanitize`). Not written, for the same
+reason: wgmma for sm_90a (those devices run the mma.sync path; the backend `cuda_sm90a` says so) and sm_70
+(nvcc 13 has none, NVRTC 12.9 would). Head dimension 256 is written, and was tuned on no device."""
 NOTHING = "Nothing was run on a GPU yet: neither `pytest -m gpu` nor `bench/gpu.py`. Row by row:"
 
 
 def document(result: dict[str, Any] | None) -> str:
+    return f"{HEAD}\n{_run(result)}\n\n{OPEN}\n{_built()}"
+
+
+def _built() -> str:
+    record = gpu_build.RECORD
+    if not record.exists():
+        return ""
+    return f"\n## What was compiled\n\n{gpu_build.words(json.loads(record.read_text()))}\n"
+
+
+def _run(result: dict[str, Any] | None) -> str:
     if result is None:
         nothing = {"rows": {row.key: {"not measured": "no GPU so far"} for row in ROWS}}
-        return f"{HEAD}\n{NOTHING}\n\n{table(nothing)}\n"
+        return f"{NOTHING}\n\n{table(nothing)}"
     about, limits = result["machine"], result["ceilings"]
     machine = f"{about['device']} ({about['memory_gib']} GiB), torch {about['torch']}, CUDA {about['cuda']}"
     rates = [
@@ -190,7 +210,7 @@ def document(result: dict[str, Any] | None) -> str:
         f"pinned to device {limits['pinned_bytes_s'] / 1e9:,.1f} GB/s",
     ]
     run = f"Last run: {about['when']}, {machine}, commit {about['commit']}, {result['seconds']} s."
-    return f"{HEAD}\n{run}\nCeilings in the same run: {', '.join(rates)}.\n\n{table(result)}\n"
+    return f"{run}\nCeilings in the same run: {', '.join(rates)}.\n\n{table(result)}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends, dense, fused, plain, registered
+from kvclient.kernels import contract
 from tests.engines.zoo import REFUSED, SERVED, generate, known, prompt
+from tests.kernels.cpu_paths import provide
 
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")  # these call no registered function
 NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
@@ -24,7 +26,7 @@ NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
 MASKS_OF_THEIR_OWN = ("llama4",)  # attends in chunks
 if transformers.__version__.startswith("5.0."):
     MASKS_OF_THEIR_OWN += ("opt", "stablelm")
-BACKENDS = ["cpu_avx512", "cpu_avx2", "torch"]
+BACKENDS = ["cpu_avx512", "cpu_amx", "cpu_avx2", "torch"]
 TELLING = (
     "llama",
     "gemma2",
@@ -59,6 +61,14 @@ def counts():
         }
 
     return new
+
+
+@pytest.fixture(autouse=True)
+def emulated(request, monkeypatch):
+    """AMX by emulation where this CPU has none."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("backend") == "cpu_amx":
+        provide("amx", monkeypatch)
 
 
 def padded_rows():
@@ -133,6 +143,15 @@ def test_the_best_that_fits_is_chosen(monkeypatch):
     monkeypatch.setenv(backends.ENVIRONMENT, "cuda")
     with pytest.raises(InvalidArgument, match="cuda cannot run here"):
         backends.choose(cpu, torch.bfloat16, 64)
+
+
+def test_amx_is_chosen_where_it_is(monkeypatch):
+    provide("amx", monkeypatch)
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        chosen = backends.choose(torch.device("cpu"), dtype, 64)
+        assert (chosen.name, chosen.path) == ("cpu_amx", contract.path_number("amx"))
+    assert backends.backend("cpu_avx512").path == contract.path_number("avx512_fp16")
 
 
 def test_a_gpu_gets_the_first_that_takes_its_tensors(monkeypatch):
