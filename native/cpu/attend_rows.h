@@ -260,6 +260,8 @@ inline void softmax_row(const kvk_attention& a, Seen keys, uint32_t count, uint3
 struct Held {
   const void* whose = nullptr;
   uint32_t group = 0;
+  const float* laid_out = nullptr;  // what few rows have beside it, and for which codec
+  uint32_t codec = 0;
 };
 
 inline int64_t position_of(const kvk_attention& a, const Task& task, uint32_t r) {
@@ -278,11 +280,11 @@ inline const float* queries_for(const kvk_attention& a, const kvk_segment& segme
   return s.turned;
 }
 
-// Tokens of a tile that starts at token `start` of its block and may go on to `stop`.
-inline uint32_t tile_tokens(const kvk_segment& segment, uint64_t start, uint64_t stop) {
+// Tokens of a tile, at most `most`, that starts at token `start` of its block and may go on to `stop`.
+inline uint32_t tile_tokens(const kvk_segment& segment, uint64_t start, uint64_t stop, uint32_t most) {
   const uint64_t left = stop - start;
-  if (!quantised(segment.codec)) return static_cast<uint32_t>(left < kTile ? left : kTile);
-  const uint64_t step = start % 32 != 0 ? 32 : kTile;  // groups of 32 tokens then start at multiples of 32 in the tile
+  if (!quantised(segment.codec)) return static_cast<uint32_t>(left < most ? left : most);
+  const uint64_t step = start % 32 != 0 ? 32 : most;  // groups of 32 tokens then start at multiples of 32 in the tile
   const uint64_t whole = step - start % step;
   return static_cast<uint32_t>(left < whole ? left : whole);
 }
@@ -292,16 +294,18 @@ void attend_segment(const kvk_attention& a, const Task& task, const kvk_segment&
                     const kvk_segment* next, const float* q, Held& held, Scratch& s) {
   const uint32_t rows = task.row_stop - task.row_start, width = padded(a.head_dim);
   const uint64_t stop = segment.first + to;
+  const uint32_t most = Isa::most_tokens(segment, rows, a.head_dim);
   for (uint64_t start = segment.first + from; start < stop;) {
-    Tile tile{&segment, task.kv_head, static_cast<uint32_t>(start), tile_tokens(segment, start, stop), &segment, 0};
+    Tile tile{&segment, task.kv_head, static_cast<uint32_t>(start), tile_tokens(segment, start, stop, most), &segment, 0};
     tile.next_start = tile.start + tile.count;
     if (tile.next_start == stop) tile.next_segment = next, tile.next_start = next == nullptr ? 0 : next->first;
     const int64_t first_key = segment.new_position + static_cast<int64_t>(start - segment.first);
+    start += tile.count;
+    if (Isa::few(a, task, tile, rows, q, held, s)) continue;
     if (!Isa::scores(tile, rows, a.head_dim, width, q, held, s)) scores_f32(tile, rows, a.head_dim, width, q, s);
     for (uint32_t r = 0; r < rows; ++r)
       softmax_row(a, seen(a, position_of(a, task, task.row_start + r), first_key, tile.count), tile.count, width, r, s);
     if (!Isa::values(tile, rows, a.head_dim, width, s)) values_f32(tile, rows, a.head_dim, width, s);
-    start += tile.count;
   }
 }
 
@@ -322,6 +326,10 @@ void attend_rows(const kvk_attention& a, const Task& task, Scratch s) {
     first_position = r == 0 || position < first_position ? position : first_position;
     last_position = r == 0 || position > last_position ? position : last_position;
   }
+  for (uint32_t r = rows; r < round_up(rows, 4); ++r) {  // some paths take four rows at once
+    for (uint32_t i = 0; i < width; ++i) s.sum[r * width + i] = 0;
+    s.most[r] = -__builtin_inff(), s.total[r] = 0;
+  }
   const kvk_sequence& sequence = a.sequences[task.batch];
   const float* turned_by = nullptr;
   Held held;
@@ -339,7 +347,7 @@ void attend_rows(const kvk_attention& a, const Task& task, Scratch s) {
     if (from >= to) continue;
     const float* before = turned_by;
     const float* q = queries_for(a, segment, rows, width, &turned_by, s);
-    if (turned_by != before) held.whose = nullptr;
+    if (turned_by != before) held = {};
     const kvk_segment* next = i + 1 < sequence.count ? &segment + 1 : nullptr;
     attend_segment<Isa>(a, task, segment, static_cast<uint64_t>(from), static_cast<uint64_t>(to), next, q, held, s);
   }

@@ -135,7 +135,12 @@ struct Problem {
   kvk_sequence sequence{};
   kvk_attention args{};
 
-  Problem() : heads(pick(1, 3)), group(pick(1, 9)), head_dim(2 * pick(1, 80)), tokens(pick(1, 20)), dtype(pick(0, 2)) {
+  Problem()
+      : heads(pick(1, 3)),
+        group(pick(1, 9)),
+        head_dim(pick(0, 2) ? 2 * pick(1, 80) : 64 * pick(1, 4)),
+        tokens(pick(0, 2) ? pick(1, 20) : pick(1, 2)),
+        dtype(pick(0, 2)) {
     int64_t position = 0;
     for (uint32_t i = pick(0, 4); i-- > 0; position += 150)
       blocks.push_back(block(heads, pick(1, 150), head_dim, pick(0, 4), 32u << pick(0, 2), position));
