@@ -4,6 +4,7 @@
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/tile_amx.h"
+#include "cpu/tile_few.h"
 #include "cpu/tile_fp16.h"
 
 namespace kvk {
@@ -12,7 +13,7 @@ namespace {
 // Fewer rows leave most of a tile's sixteen empty, and there the packing is what takes time.
 constexpr uint32_t kManyRows = 8;
 
-struct Amx {
+struct Amx : FewRows<kManyRows - 1> {
   static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held, Scratch& s) {
     const bool many = rows >= kManyRows;
     if (quantised(tile.segment->codec))

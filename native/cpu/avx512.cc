@@ -6,9 +6,7 @@
 namespace kvk {
 namespace {
 
-struct Avx512 {
-  static uint32_t most_tokens(const kvk_segment&, uint32_t, uint32_t) { return kTile; }
-  static bool few(const kvk_attention&, const Task&, const Tile&, uint32_t, const float*, Held&, Scratch&) { return false; }
+struct Avx512 : AllRowsAlike {
   static bool scores(const Tile&, uint32_t, uint32_t, uint32_t, const float*, Held&, Scratch&) { return false; }
   static bool values(const Tile&, uint32_t, uint32_t, uint32_t, Scratch&) { return false; }
 };

@@ -3,13 +3,14 @@
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/tile_bf16.h"
+#include "cpu/tile_few.h"
 #include "cpu/tile_fp16.h"
 #include "cpu/tile_vnni.h"
 
 namespace kvk {
 namespace {
 
-struct Fp16 {
+struct Fp16 : FewRows<kFewRows> {
   static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held, Scratch& s) {
     if (quantised(tile.segment->codec))
       scores_vnni(tile, rows, head_dim, width, q, held, s);

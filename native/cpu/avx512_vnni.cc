@@ -9,19 +9,7 @@
 namespace kvk {
 namespace {
 
-struct Vnni {
-  static uint32_t most_tokens(const kvk_segment& segment, uint32_t rows, uint32_t head_dim) {
-    return for_few(segment, rows, head_dim) ? kFewTile : kTile;
-  }
-  static bool few(const kvk_attention& a, const Task& task, const Tile& tile, uint32_t rows, const float* q, Held& held,
-                  Scratch& s) {
-    if (!for_few(*tile.segment, rows, a.head_dim)) return false;
-    if (tile.segment->codec == KVK_INT8)
-      attend_few<KVK_INT8>(a, task, tile, rows, q, held, s);
-    else
-      attend_few<KVK_INT4>(a, task, tile, rows, q, held, s);
-    return true;
-  }
+struct Vnni : FewRows<kFewRows> {
   static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held, Scratch& s) {
     if (quantised(tile.segment->codec))
       scores_vnni(tile, rows, head_dim, width, q, held, s);

@@ -1,4 +1,4 @@
-// Tiles of int8 and int4 under a few query rows: decoding. Included by avx512_vnni.cc alone.
+// Tiles of int8 and int4 under a few query rows: decoding. Included by the paths that have VNNI.
 //
 // Four rows at a time, and nothing laid out anew in memory: keys and values are multiplied as they come, as 16-bit integers
 // (vpdpwssd), so that a row has one sum where cpu/tile_vnni.h, which takes all other shapes, has two. K's scales go into the
@@ -12,12 +12,6 @@
 
 namespace kvk {
 namespace {
-
-// Whether a segment is for this file. Of 4 rows all are computed, so one or two alone are not.
-inline bool for_few(const kvk_segment& segment, uint32_t rows, uint32_t head_dim) {
-  return quantised(segment.codec) && rows <= kFewRows && (rows % kFew == 0 || rows % kFew == 3) && head_dim % 64 == 0 &&
-         head_dim <= kFewHeadDim;
-}
 
 // sum += the two products of each lane's 16-bit integers. Not the intrinsic: g++ 12 copies its sums from register to register.
 inline void multiply_add(__m512i& sum, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
@@ -313,6 +307,28 @@ inline void attend_few(const kvk_attention& a, const Task& task, const Tile& til
     values_few<kCodec>(tile, r, a.head_dim, step, shift, stream, s);
   }
 }
+
+// A path that takes int8 and int4 this way, up to `kMost` rows. Of four rows all are computed, so one or two are not worth it.
+template <uint32_t kMost>
+struct FewRows {
+  static_assert(kMost <= kFewRows);
+  static bool fits(const kvk_segment& segment, uint32_t rows, uint32_t head_dim) {
+    return quantised(segment.codec) && rows <= kMost && (rows % kFew == 0 || rows % kFew == 3) && head_dim % 64 == 0 &&
+           head_dim <= kFewHeadDim;
+  }
+  static uint32_t most_tokens(const kvk_segment& segment, uint32_t rows, uint32_t head_dim) {
+    return fits(segment, rows, head_dim) ? kFewTile : kTile;
+  }
+  static bool few(const kvk_attention& a, const Task& task, const Tile& tile, uint32_t rows, const float* q, Held& held,
+                  Scratch& s) {
+    if (!fits(*tile.segment, rows, a.head_dim)) return false;
+    if (tile.segment->codec == KVK_INT8)
+      attend_few<KVK_INT8>(a, task, tile, rows, q, held, s);
+    else
+      attend_few<KVK_INT4>(a, task, tile, rows, q, held, s);
+    return true;
+  }
+};
 
 }  // namespace
 }  // namespace kvk

@@ -1,4 +1,4 @@
-"""Proves the form of int8 and int4 attention that decoding takes on AVX-512 VNNI: four rows at once.
+"""Proves the form in which decoding multiplies int8 and int4 on AVX-512 VNNI: four rows at once.
 
 Against the oracle in double as in test_attention.py, over what that form distinguishes: rows of four and of
 three, one to four fours, whole and half lines of a head, tiles of 128 that are cut by blocks, groups and
@@ -19,7 +19,7 @@ CODECS = ["int8", "int4"]
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize(("group", "tokens"), [(3, 1), (4, 1), (7, 1), (8, 1), (4, 3), (4, 4), (16, 1)])
+@pytest.mark.parametrize(("group", "tokens"), [(3, 1), (4, 1), (7, 1), (8, 1), (4, 3), (16, 1)])
 def test_rows_and_heads(codec, head_dim, group, tokens):
     case = Case(2, group, head_dim, tokens, "bfloat16", seed=head_dim + group)
     case.row().segment(128, 0, codec).segment(200, 128, codec, group=128)
@@ -33,7 +33,8 @@ def test_rows_and_heads(codec, head_dim, group, tokens):
 @pytest.mark.parametrize("tokens", [1, 7, 150])
 def test_parts_of_blocks(codec, group, first, tokens):
     case = Case(2, 4, 64)
-    case.row().segment(tokens, 10, codec, first=first, group=group, after=9).segment(1, 10 + tokens, tail=True)
+    case.row().segment(tokens, 10, codec, first=first, group=group, after=9)
+    case.segment(1, 10 + tokens, tail=True)
     agree(case.queries(), PATH, (codec,))
 
 
