@@ -42,12 +42,12 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def daemon() -> Iterator[str]:
+def daemon(memory: str = POOL) -> Iterator[str]:
     """A daemon of our own; its runtime directory."""
     import kvclient
 
     with tempfile.TemporaryDirectory(prefix="kvbench-ttft-") as home:
-        command = [sys.executable, "-m", "kvstored", "serve", "--dir", home, "--memory", POOL, "--discard"]
+        command = [sys.executable, "-m", "kvstored", "serve", "--dir", home, "--memory", memory, "--discard"]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
         try:
             deadline = time.monotonic() + START_TIMEOUT_S

@@ -16,14 +16,14 @@ import contextlib
 import json
 import os
 import pathlib
-import select
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 
 import model as example_model
 
@@ -32,28 +32,28 @@ MEMORY = "512MiB"
 NEW_TOKENS = 24
 DOCUMENT_CHARACTERS = 2800  # 500 to 900 tokens
 BLOCK_TOKENS = 128
-HALF_WAY = 12  # layers of 30 after which the doomed process is killed
-START_TIMEOUT_S, ANSWER_TIMEOUT_S, BACK_TIMEOUT_S = 120.0, 240.0, 5.0
+HALF_WAY = 12  # the layer of 30 behind which the doomed process is killed
+START_TIMEOUT_S, ANSWER_TIMEOUT_S = 120.0, 240.0
 
 
 class Failed(Exception):
     """The demo cannot go on; the text says why."""
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Failed(f"{what}: not within {timeout_s:.0f} s")
-        time.sleep(0.002)
-
-
 @contextlib.contextmanager
 def daemon(home: pathlib.Path) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "kvstored", "serve", "--dir", str(home), "--memory", MEMORY, "--discard"]
-    with open(home / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True
+    )
     try:
+        said = []
+        for line in process.stderr:  # until it ends
+            said.append(line)
+            if " ready " in line:
+                break
+        else:
+            raise Failed(f"the daemon ended:\n{''.join(said)}")
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
@@ -77,6 +77,14 @@ class Worker:
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
+        self.lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
 
     def ask(self, document: str, question: str, **options: object) -> None:
         command = {"document": document, "question": question, "new_tokens": NEW_TOKENS, **options}
@@ -84,10 +92,10 @@ class Worker:
         self.process.stdin.write(json.dumps(command) + "\n")
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict:
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
-            raise Failed(f"{self.name} did not answer within {timeout_s:.0f} s")
-        line = self.process.stdout.readline()
+        try:
+            line = self.lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise Failed(f"{self.name} did not answer within {timeout_s:.0f} s") from None
         if not line:
             raise Failed(f"{self.name} ended with status {self.process.wait()}")
         return json.loads(line)
@@ -139,10 +147,6 @@ class Demo:
         ids = tokenizers.Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json")).encode(document).ids
         return self.kvclient.chain(bytes.fromhex(next(iter(self.identities))), ids, block_tokens=BLOCK_TOKENS)
 
-    def layers_ready(self, chain) -> int:
-        with self.client.get(chain[:1], follow=True) as blocks:
-            return blocks[0].layers_ready if blocks[0] is not None and not blocks[0].sealed else 0
-
     def plain(self, document: str, question: str) -> str:
         """The text that plain generate() gives, in the first process with the store left out."""
         self.workers["first"].ask(document, question, store=False)
@@ -165,9 +169,9 @@ class Demo:
             self.expect(result["equal"], f"{worker.name}'s text differs from plain generate()")
 
     def follows(self, document: str) -> None:
-        first, second, chain = self.workers["first"], self.workers["second"], self.chain(document)
-        first.ask(document, ASK[0])
-        wait_for(lambda: self.layers_ready(chain) > 0, "the first layer of a new document", ANSWER_TIMEOUT_S)
+        first, second = self.workers["first"], self.workers["second"]
+        first.ask(document, ASK[0], tell=[0])
+        first.answer()  # that the first layer is computed
         second.ask(document, ASK[0])
         one = self.note("first", "computes a second document", first.answer())
         two = self.note("second", "joins while first computes it", second.answer())
@@ -177,14 +181,12 @@ class Demo:
 
     def dies(self, document: str) -> None:
         doomed, third, chain = self.workers["doomed"], self.workers["third"], self.chain(document)
-        doomed.ask(document, ASK[0])
-        wait_for(
-            lambda: self.layers_ready(chain) > 0, "the first layer of a third document", ANSWER_TIMEOUT_S
-        )
+        doomed.ask(document, ASK[0], tell=[0, HALF_WAY])
+        doomed.answer()  # that the first layer is computed
         third.ask(document, ASK[0])
-        wait_for(lambda: self.layers_ready(chain) > HALF_WAY, f"layer {HALF_WAY}", ANSWER_TIMEOUT_S)
+        doomed.answer()  # that so many are
         doomed.kill()
-        say(f"doomed: killed after {HALF_WAY} of 30 layers")
+        say(f"doomed: killed behind layer {HALF_WAY} of 30")
         result = self.note("third", "had joined doomed, which was killed", third.answer())
         result["equal"] = result["text"] == self.plain(document, ASK[0])
         self.expect(result["equal"], "third's text after doomed's death differs from plain generate()")
@@ -192,13 +194,10 @@ class Demo:
 
     def memory_is_back(self) -> dict:
         """Nothing that doomed had is left: only sealed blocks take memory."""
-
-        def settled() -> bool:
-            stats = self.client.stats()
-            return not any(stats.get(kind, 0) for kind in ("created", "zombies", "quarantined"))
-
-        wait_for(settled, "the memory of the killed process", BACK_TIMEOUT_S)
-        return self.client.stats()
+        stats = self.client.stats()
+        left = {kind: stats[kind] for kind in ("created", "zombies", "quarantined") if stats[kind]}
+        self.expect(not left, f"the killed process left {left}")
+        return stats
 
 
 ASK = ("\n\nIn short, the text above says that", "\n\nThe most important word of the text above is")
@@ -240,9 +239,6 @@ def main() -> int:
     try:
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(daemon(home))
-            wait_for(lambda: (home / "kvstored.sock").exists() or server.poll() is not None, "the daemon", 20)
-            if server.poll() is not None:
-                raise Failed(f"the daemon ended:\n{(home / 'log').read_text()}")
             demo = Demo(model_dir, home, stack)
             before = demo.client.stats()
             one, two, three = documents()

@@ -7,11 +7,8 @@ Starts a daemon in a temporary directory, and itself again as the other process.
 import subprocess
 import sys
 import tempfile
-import time
 
 from side_by_side import ROOT, ask, engine, text_of
-
-import kvclient
 
 DOCUMENT = text_of("docs/design.md", 3000)
 
@@ -29,17 +26,10 @@ def main() -> None:
         return process("the second process", f"Do as you are told. Read:\n\n{DOCUMENT}\n\nThe title is")
     with tempfile.TemporaryDirectory() as home:
         serve = [sys.executable, "-m", "kvstored", "serve", "--dir", home, "--memory", "512MiB", "--discard"]
-        daemon = subprocess.Popen(serve, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        daemon = subprocess.Popen(serve, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         try:
-            deadline = time.monotonic() + 20
-            while True:
-                try:
-                    kvclient.connect(dir=home).close()
-                    break
-                except kvclient.Unavailable:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.05)
+            if not any(" ready " in line for line in daemon.stderr):  # what it logs, until it ends
+                raise SystemExit("the daemon did not start")
             again = [sys.executable, __file__, *sys.argv[1:], "--dir", home]
             for own in (["--first"], []):
                 subprocess.run([*again, *own], check=True)
