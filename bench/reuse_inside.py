@@ -23,10 +23,9 @@ from statistics import mean, median
 from typing import Any
 
 from bench.reuse_long import choice, codecs, far, queries
+from bench.reuse_swapped import POSITIONS, QUESTION, averaged, swapped
 from bench.reuse_ttft import ROOT, daemon, say
 
-POSITIONS = 64  # that KL is taken over
-QUESTION = 20  # tokens behind a document
 WINDOW_POSITIONS = 16  # of each turn, fed one by one
 WAYS_TO_CUT = ("fixed", "sentence", "paragraph", "document")
 CHUNKERS = (("fixed", 0), *((name, n) for name in ("sentence", "paragraph") for n in (0, 64)))
@@ -84,6 +83,13 @@ class Subject:
                 **options,
             )
             return out, time.process_time() - began
+
+    def fresh(self) -> None:
+        """An identity of its own: nothing of the cases before is found."""
+        self.cases += 1
+        if self.boosted is not None:
+            self.boosted.fresh()
+        self.reattach(f"case {self.cases}")
 
     def reattach(self, salt: str, **options: Any) -> None:
         """An identity of its own."""
@@ -161,7 +167,7 @@ def repaired(kv: Any, repair: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- the cases
 
 
-def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def document(subject: Subject, shifts: tuple[int, ...], sizes: list[int]) -> Iterator[dict[str, Any]]:
     """One document behind another preamble, computed inside a prompt, or alone."""
     text, licence, other = subject.texts[0], subject.texts[3], subject.texts[2]
     for size in sizes:
@@ -172,10 +178,10 @@ def document(subject: Subject, shifts: tuple[int, ...], sizes: tuple[int, ...]) 
             "computed alone": body,
         }
         for name, source in sources.items():
-            with fresh(subject):
-                subject.store(source)
-                rows = [row for s in shifts for row in subject.measured(prompts[s], behind[QUESTION:])]
-                found = mean(found_of(subject, prompt, size) for prompt in prompts.values())
+            subject.fresh()
+            subject.store(source)
+            rows = [row for s in shifts for row in subject.measured(prompts[s], behind[QUESTION:])]
+            found = mean(found_of(subject, prompt, size) for prompt in prompts.values())
             for row in averaged(f"document of {size}, {name}", rows):
                 yield row | {"document_found": found}
 
@@ -188,44 +194,27 @@ def found_of(subject: Subject, prompt: list[int], size: int) -> float:
         return min(1.0, (segments.tokens("approximate") + segments.tokens("exact")) / size)
 
 
-def swapped(subject: Subject) -> Iterator[dict[str, Any]]:
-    """Two documents, in the other order; the continuation is that of the one that now comes last."""
-    design, _, tour, licence = subject.texts
-    pairs = {
-        "two documents of 600, swapped: a licence and code": (licence, 600, subject.code, 5000, tour),
-        "two documents of 600, swapped: of one project": (tour, 200, design, 300, licence),
-    }
-    for name, (last, start, other, other_start, around) in pairs.items():
-        one, two = last[start : start + 600], other[other_start : other_start + 600]
-        behind = last[start + 600 :]
-        with fresh(subject):
-            subject.store(around[:40] + one + two + around[100:160])
-            prompt = around[200:233] + two + one + behind[:QUESTION]
-            rows = subject.measured(prompt, behind[QUESTION:])
-        yield from averaged(name, rows)
-
-
 def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
     """Eight turns, each a prompt of all that was said."""
     text = subject.texts[1]
     history = list(subject.texts[3][:200])
     ratios, times, equal, theirs = [], [], [], []
-    with fresh(subject):
-        for turn in range(8):
-            history += text[turn * 60 : turn * 60 + 60]
-            cold, cold_s = subject.generate(history, plain=True)
-            out, own_s = subject.generate(history)
-            ratios.append(own_s / cold_s)
-            times.append(own_s)
-            equal.append(int(out.sequences[0, -1]) == int(cold.sequences[0, -1]))
-            if subject.boosted is not None:
-                with subject.without(subject.model):
-                    theirs.append(subject.boosted.first(history)[2] / cold_s)
-            answer, _ = subject.generate(history, max_new_tokens=40)
-            history = answer.sequences[0].tolist()
-            if subject.boosted is not None:
-                with subject.without(subject.model):
-                    subject.boosted.store(history[:-1])
+    subject.fresh()
+    for turn in range(8):
+        history += text[turn * 60 : turn * 60 + 60]
+        cold, cold_s = subject.generate(history, plain=True)
+        out, own_s = subject.generate(history)
+        ratios.append(own_s / cold_s)
+        times.append(own_s)
+        equal.append(int(out.sequences[0, -1]) == int(cold.sequences[0, -1]))
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                theirs.append(subject.boosted.first(history)[2] / cold_s)
+        answer, _ = subject.generate(history, max_new_tokens=40)
+        history = answer.sequences[0].tolist()
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                subject.boosted.store(history[:-1])
     yield {
         "case": "conversation of 8 turns",
         "ttft_to_hf": ratios[-1],
@@ -240,10 +229,10 @@ def shared(subject: Subject) -> Iterator[dict[str, Any]]:
     code, text = subject.code, subject.texts[1]
     cases = {"code context, 3 questions": code[:2000], "few-shot": text[:600], "system prompt": text[:260]}
     for name, prefix in cases.items():
-        with fresh(subject):
-            subject.store(prefix + text[1000:1020])
-            prompts = [prefix + text[1100 + 40 * i : 1130 + 40 * i] for i in range(3)]
-            rows = [row for ids in prompts for row in subject.measured(ids, only="auto")]
+        subject.fresh()
+        subject.store(prefix + text[1000:1020])
+        prompts = [prefix + text[1100 + 40 * i : 1130 + 40 * i] for i in range(3)]
+        rows = [row for ids in prompts for row in subject.measured(ids, only="auto")]
         yield from averaged(name, rows)
 
 
@@ -252,13 +241,13 @@ def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
     ratios, theirs = [], []
     for number, start in enumerate((3100, 4300, 5500, 6700)):
         ids = subject.code[start : start + 1000]
-        with fresh(subject):
-            times = {
-                plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
-            }
-            if subject.boosted is not None:
-                with subject.without(subject.model):
-                    theirs.append(subject.boosted.first(ids)[2] / times[True])
+        subject.fresh()
+        times = {
+            plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
+        }
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                theirs.append(subject.boosted.first(ids)[2] / times[True])
         ratios.append(times[False] / times[True])
     yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)} | (
         {"kvboost_ttft_to_hf": median(theirs)} if theirs else {}
@@ -301,16 +290,16 @@ def chunkers(subject: Subject) -> Iterator[dict[str, Any]]:
     prompts = [other[50 : 50 + s] + body + behind[:QUESTION] for s in (37, 127)]
     ways = [(True, *way) for way in CHUNKERS] + [(False, name, 0) for name in WAYS_TO_CUT]
     for alone, chunker, overlap in ways:
-        with fresh(subject):
-            cut = "fixed" if alone else chunker
-            subject.reattach(f"{alone} {chunker} {overlap}", chunker=cut, tokenizer=subject.tokenizer)
-            parts = 1
-            if alone:
-                parts = subject.kv.warm(body, chunker=chunker, overlap_tokens=overlap).parts
-            else:
-                subject.generate(licence[:40] + body + licence[100:160])
-            rows = [row for ids in prompts for row in subject.measured(ids, behind[QUESTION:], only="auto")]
-            found = mean(found_of(subject, prompt, len(body)) for prompt in prompts)
+        subject.fresh()
+        cut = "fixed" if alone else chunker
+        subject.reattach(f"{alone} {chunker} {overlap}", chunker=cut, tokenizer=subject.tokenizer)
+        parts = 1
+        if alone:
+            parts = subject.kv.warm(body, chunker=chunker, overlap_tokens=overlap).parts
+        else:
+            subject.generate(licence[:40] + body + licence[100:160])
+        rows = [row for ids in prompts for row in subject.measured(ids, behind[QUESTION:], only="auto")]
+        found = mean(found_of(subject, prompt, len(body)) for prompt in prompts)
         how = f"warmed, overlap {overlap}" if alone else "in context, blocks cut so"
         for row in averaged(f"{chunker}, {how}", rows):
             yield row | {"parts": parts, "document_found": found}
@@ -332,29 +321,13 @@ CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
 }
 
 
-@contextlib.contextmanager
-def fresh(subject: Subject) -> Iterator[None]:
-    """Within it, an identity of its own: nothing of the cases before is found."""
-    subject.cases += 1
-    if subject.boosted is not None:
-        subject.boosted.fresh()
-    subject.reattach(f"case {subject.cases}")
-    yield
-
-
-def averaged(case: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Per repair the means over the rows."""
-    for name in dict.fromkeys(row["repair"] for row in rows):
-        own = [{k: v for k, v in row.items() if k != "repair"} for row in rows if row["repair"] == name]
-        yield {"case": case, "repair": name, **{key: mean(row[key] for row in own) for key in own[0]}}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one size, two shifts")
+    parser.add_argument("--tokens", type=int, nargs="+", help="the sizes of --case document")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kvboost", action="store_true", help="KVBoost 0.9.0 beside it, from PyPI")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
@@ -368,9 +341,10 @@ def main() -> None:
         subject = Subject(chosen.dtype, client, repairs, chosen.kvboost)
         subject.generate(subject.code[:150], plain=True)  # whatever torch does once
         for name in chosen.case or CASES:
-            given = ()
+            given: tuple[Any, ...] = ()
             if name == "document":
-                given = ((1, 64), (1000,)) if chosen.quick else (SHIFTS, (1000, 2000))
+                sizes = chosen.tokens or ([1000] if chosen.quick else [1000, 2000])
+                given = ((1, 64) if chosen.quick else SHIFTS, sizes)
             for row in CASES[name](subject, *given):
                 rows.append(row)
                 say(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))

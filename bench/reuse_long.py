@@ -18,6 +18,7 @@ from typing import Any
 from bench.reuse_ttft import daemon
 
 QUERIES, DOCUMENTS, DOCUMENT_TOKENS = 500, 30, 160
+BLOCK_TOKENS = 32  # a document holds a whole block wherever it is cut, if it has two less one token
 SAMPLED = 5  # every so many queries plain generate() is asked too
 STORE_MIB = 128  # 2,900 tokens; all documents have 4,800
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
@@ -39,7 +40,7 @@ def queries(subject: Any) -> Iterator[dict[str, Any]]:
     own = subject.client
     with daemon(f"{STORE_MIB}MiB") as home, kvclient.connect(dir=home) as client:
         subject.client = client
-        subject.reattach("queries")
+        subject.reattach("queries", block_tokens=BLOCK_TOKENS)
         for number in range(QUERIES):
             one, two = chance.choices(documents, weights, k=2)
             at = chance.randrange(len(whole) - 100)

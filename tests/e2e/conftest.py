@@ -2,8 +2,15 @@
 
 import pytest
 
+import kvclient
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
 
 
 @pytest.fixture

@@ -20,12 +20,6 @@ from tests.engines.zoo import build, generate, prompt
 BLOCK = 16
 
 
-@pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
 def reuse_of(model, client, **options):
     """Tokens that this model, attached now, takes from the store for a prompt of four blocks and a bit."""
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False, **options) as kv:

@@ -34,12 +34,6 @@ def model():
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def attach(model, client):
     attached = []
 

@@ -20,12 +20,6 @@ BLOCK = 16
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def engine(home, client):
     with Engine.from_pretrained(
         home, client, dtype=torch.float32, block_tokens=BLOCK, repair="auto", self_test=False

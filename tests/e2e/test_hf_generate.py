@@ -21,12 +21,6 @@ BLOCK = 16
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def model():
     return build("llama")
 

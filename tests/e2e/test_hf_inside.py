@@ -31,12 +31,6 @@ def asked(shift):
     return torch.cat([prompt(shift, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
 
 
-@pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def model():
     return build("llama", layers=6)

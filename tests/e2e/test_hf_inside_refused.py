@@ -17,12 +17,6 @@ from tests.engines.zoo import build, generate, prompt
 BLOCK = 16
 
 
-@pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def model():
     return build("llama", layers=6)

@@ -15,12 +15,6 @@ BLOCK = 16
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def model():
     return build("llama")
 

@@ -33,12 +33,6 @@ def model():
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def kv(model, client):
     with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
         yield kv

@@ -51,12 +51,6 @@ def model():
 
 
 @pytest.fixture
-def client():
-    with kvclient.InMemoryClient(64 << 20) as client:
-        yield client
-
-
-@pytest.fixture
 def engine(model, client):
     with Engine(model, Words(), client, block_tokens=32, repair=None, self_test=False) as engine:
         yield engine

@@ -1,0 +1,74 @@
+"""Two documents that come back in the other order, ten pairs of them.
+
+    python -m bench.reuse_inside --case swapped
+
+Owns this case and the means over rows; the model, the store and the contenders are bench.reuse_inside's.
+Never compares times of different runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import heapq
+import inspect
+import tarfile
+import textwrap
+from collections.abc import Iterator
+from statistics import mean
+from typing import Any
+
+from bench.reuse_ttft import ROOT
+
+POSITIONS = 64  # that KL is taken over
+QUESTION = 20  # tokens behind a document
+DOCUMENTS = ("docs/design.md", "docs/formats.md", "docs/tour.md", "LICENSE")
+SWAPPED = 600
+MODULES = (argparse, functools, heapq, tarfile, textwrap)
+# The text that comes last, from which token; the other one, from which; what stands around both.
+PAIRS = (
+    ("LICENSE", 600, "argparse", 5000, "docs/tour.md"),
+    ("tarfile", 12000, "heapq", 300, "docs/tour.md"),
+    ("docs/tour.md", 900, "functools", 2000, "LICENSE"),
+    ("textwrap", 600, "docs/tour.md", 1000, "LICENSE"),
+    ("docs/design.md", 2000, "tarfile", 4000, "LICENSE"),
+    ("heapq", 500, "docs/formats.md", 1500, "LICENSE"),
+    ("docs/formats.md", 3000, "LICENSE", 300, "argparse"),
+    ("argparse", 3000, "tarfile", 9000, "LICENSE"),
+    ("docs/formats.md", 800, "docs/design.md", 2500, "LICENSE"),
+    ("docs/tour.md", 200, "docs/design.md", 300, "LICENSE"),
+)
+
+
+def swapped(subject: Any) -> Iterator[dict[str, Any]]:
+    """Two documents, in the other order; the continuation is that of the one that now comes last. Beside it,
+    what the other one means to it: the KL of the same prompt without that, computed cold.
+    """
+    texts = {name: subject.encode((ROOT / name).read_text()) for name in DOCUMENTS}
+    texts |= {module.__name__: subject.encode(inspect.getsource(module)) for module in MODULES}
+    every = []
+    for last, start, other, other_start, around in PAIRS:
+        one = texts[last][start : start + SWAPPED]
+        two = texts[other][other_start : other_start + SWAPPED]
+        behind, before = texts[last][start + SWAPPED :], texts[around][200:233]
+        following = behind[QUESTION : QUESTION + POSITIONS]
+        subject.fresh()
+        subject.store(texts[around][:40] + one + two + texts[around][100:160])
+        rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
+        said = [
+            subject.said(out.logits[0], out.past_key_values, following, plain=True)
+            for ids in (before + two + one, before + one)
+            for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
+        ]
+        without = float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
+        rows = [row | {"kl_without_the_other": without} for row in rows]
+        every += rows
+        yield from averaged(f"two documents of {SWAPPED}, swapped: {other}, {last}", rows)
+    yield from averaged(f"two documents of {SWAPPED}, swapped: {len(PAIRS)} pairs", every)
+
+
+def averaged(case: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Per repair the means over the rows."""
+    for name in dict.fromkeys(row["repair"] for row in rows):
+        own = [{k: v for k, v in row.items() if k != "repair"} for row in rows if row["repair"] == name]
+        yield {"case": case, "repair": name, **{key: mean(row[key] for row in own) for key in own[0]}}
