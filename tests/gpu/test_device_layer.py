@@ -7,6 +7,7 @@ and the transfer are the same, over host memory; so what first meets a GPU has r
 built dense is seen in memory.
 """
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,3 +154,17 @@ def test_deviations_are_summed_on_the_gpu(place, monkeypatch):
     monkeypatch.setattr(cuda, "DEVICES", (place.type,))
     for own, other in zip(blend.compared(stored, fresh, columns.to(place)), wanted, strict=True):
         assert own.shape == (2, 3) and torch.allclose(own.cpu(), other, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself(place, client, left):
+    """Blocks and tail: whether the copy was made after the first step or before anything was asked for."""
+    model, ids = model_on(place, "llama"), prompt(61).to(place)
+    more = torch.tensor([[5]], device=place)
+    wanted = model(torch.cat([ids, more], 1)).logits[:, -1]
+    with attached(model, client):
+        generate(model, ids, 1)
+        _, _, cache = generate(model, ids, 1)
+        for own in (copy.deepcopy(cache), cache):
+            assert near(model(more, past_key_values=own).logits[:, -1], wanted, **bound(place))
+    assert left() == {}

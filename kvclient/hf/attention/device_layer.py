@@ -7,6 +7,7 @@ InPlaceLayer; and the table's tails are as long as the tokens kept when the atte
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ class DeviceLayer(InPlaceLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_staged": None}
+
+    def __deepcopy__(self, memo: Any) -> DeviceLayer:
+        """Over the same blocks, with a tail of its own."""
+        self._open_blocks()
+        other = copy.copy(self)
+        if self._storage is not None:
+            other._storage = self._storage.clone()
+            if self._dense:
+                other._show(self._length)
+        return other
 
     def _open_blocks(self) -> None:
         if self._prefix is None:
