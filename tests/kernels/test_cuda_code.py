@@ -24,6 +24,7 @@ MULTIPLIES = ("awq", "attend_decode", "attend_prefill")  # beginnings of names o
 EMPTY = {("attend_prefill_256", "75")}  # its tiles need more shared memory than a block has there
 HOST_ONLY = ("attend", "transfer")  # files without a kernel
 NVCC = shutil.which("nvcc")
+COMPILE_S = 1200  # a minute or two on a quiet machine
 KEPT = ROOT / "build/cuda-code"
 
 
@@ -50,7 +51,7 @@ def compiled(source: Path, architecture: str) -> tuple[str, Path]:
         target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
         done = subprocess.run(
             [NVCC, *FLAGS, "-I", ROOT / "native", target, "-cubin", "-o", kept, source],
-            capture_output=True, text=True, timeout=280, check=False,
+            capture_output=True, text=True, timeout=COMPILE_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         said.write_text(done.stdout + done.stderr)
@@ -58,6 +59,7 @@ def compiled(source: Path, architecture: str) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * COMPILE_S)
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
