@@ -28,6 +28,7 @@ constexpr int kBacklog = 128;
 constexpr uint64_t kStreamGapNs = 200'000;
 constexpr uint64_t kStreamPollNs = 200'000;
 constexpr int kBatch = 64;
+constexpr int kLooks = 8;  // at the connection that asked last, before all are asked after
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -120,9 +121,11 @@ void SessionServer::run() {
     }
     epoll_event events[kBatch];
     const bool polling = monotonic_ns() < poll_until_ns;
+    const bool served = polling && serve_last();
+    if (served && !connections_.count(last_served_)) next_tick = 0;
     const int count =
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
-    if (count > 0) {
+    if (count > 0 || served) {
       const uint64_t event_ns = monotonic_ns();
       poll_until_ns = event_ns - last_event_ns < kStreamGapNs && pace.worthwhile() ? event_ns + kStreamPollNs : 0;
       last_event_ns = event_ns;
@@ -142,6 +145,7 @@ void SessionServer::run() {
         close(process->second);
         next_tick = 0;
       } else if (auto connection = connections_.find(fd); connection != connections_.end()) {
+        last_served_ = fd;
         serve(*connection->second);
         if (!connections_.count(fd)) next_tick = 0;  // a session ended: what it held may be free at once
       }
@@ -256,16 +260,29 @@ void SessionServer::drop_silent_connections() {
   for (int fd : silent) close(fd);
 }
 
-void SessionServer::serve(Connection& connection) {
+bool SessionServer::serve(Connection& connection) {
   const int fd = connection.socket.get();
   iovec data{buffer_.data(), buffer_.size()};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;  // no control buffer: descriptors a client sends are discarded by the kernel
   const ssize_t received = ::recvmsg(fd, &message, MSG_DONTWAIT);
-  if (received < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (received <= 0 || message.msg_flags & MSG_TRUNC) return close(fd);
-  handle(connection, {buffer_.data(), static_cast<size_t>(received)});
+  if (received < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (received <= 0 || message.msg_flags & MSG_TRUNC)
+    close(fd);
+  else
+    handle(connection, {buffer_.data(), static_cast<size_t>(received)});
+  return true;
+}
+
+// Who asked last will probably ask next. Looking there first, without epoll or giving way, halves a round trip; the others have
+// their turn after each message.
+bool SessionServer::serve_last() {
+  const auto last = connections_.find(last_served_);
+  if (last == connections_.end()) return false;
+  for (int look = 0; look < kLooks; ++look)
+    if (serve(*last->second)) return true;
+  return false;
 }
 
 // Malformed beyond reading: the connection ends. Anything else gets a typed answer.

@@ -63,7 +63,8 @@ class SessionServer {
 
   void run();
   void accept_all();
-  void serve(Connection& connection);
+  bool serve(Connection& connection);  // false: no message had come
+  bool serve_last();
   void close(int socket);
   void handle(Connection& connection, std::span<const uint8_t> message);
   std::vector<uint8_t> answer(Connection& connection, const protocol::Request& request, protocol::Reader body);
@@ -87,6 +88,7 @@ class SessionServer {
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
+  int last_served_ = -1;  // looked at first while messages stream
   Tokens tokens_;
   std::mutex tenants_mutex_;
   std::vector<Tenant> new_tenants_;  // not yet taken over by the thread

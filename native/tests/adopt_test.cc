@@ -44,9 +44,8 @@ void write_record(Index& index, uint32_t record, const Key& k, Extent extent, ui
   for (size_t i = 0; i < 4; ++i) r.key[i].store(k.words[i]);
   r.extent.store(extent.pack());
   r.shape.store(Shape{layout, kDefaultPriority, tokens, 0}.pack());
-  index.upkeep(record).owner.store(owner);
   r.expiry_s.store(0);
-  index.upkeep(record).rank.store(0);
+  index.upkeep(record).owner.store(owner), index.upkeep(record).rank.store(0);
   r.control.store(Control::make(generation, state).word);
 }
 
@@ -261,17 +260,16 @@ TEST(random_garbage_in_all_records_never_breaks_an_invariant) {
     for (uint64_t i = 0; i < 200; ++i) rig.put(i, static_cast<uint32_t>(2 + random() % 9));
     auto& index = StoreTest::index(*rig.store);
     for (int i = 0; i < 400; ++i) {
-      const auto number = static_cast<uint32_t>(random() % 256);
-      auto& r = index.record(number);
-      auto& u = index.upkeep(number);
-      const uint64_t small = random() % 64;
+      const auto number = static_cast<uint32_t>(random() % 256), small = static_cast<uint32_t>(random() % 64);
+      Record& r = index.record(number);
+      Upkeep& u = index.upkeep(number);
       switch (random() % 8) {
         case 0: r.control.store(Control::make(1 + small, static_cast<State>(random() % 7), random() & 255).word); break;
         case 1: r.control.store(random() & 0x00ffffffffffffffull); break;
         case 2: r.extent.store(Extent{random() % 1100 * kPageBytes, small * kPageBytes}.pack()); break;
         case 3: r.extent.store(random()); break;
-        case 4: r.shape.store(Shape{static_cast<uint32_t>(small % 2), 35, static_cast<uint32_t>(small), 0}.pack()); break;
-        case 5: r.key[0].store(random()), u.owner.store(static_cast<uint32_t>(small % 3 ? page.id : random())); break;
+        case 4: r.shape.store(Shape{small % 2, 35, small, 0}.pack()); break;
+        case 5: r.key[0].store(random()), u.owner.store(small % 3 ? page.id : static_cast<uint32_t>(random())); break;
         case 6: r.sequence.store(static_cast<uint32_t>(random())); break;
         default: u.rank.store(random()), r.expiry_s.store(static_cast<uint32_t>(random() % 3 ? 0 : random())); break;
       }
