@@ -17,10 +17,10 @@ from typing import Any
 
 from bench.reuse_ttft import daemon
 
-QUERIES, DOCUMENTS, DOCUMENT_TOKENS = 500, 30, 160
+QUERIES, DOCUMENTS, DOCUMENT_TOKENS = 500, 30, 96
 BLOCK_TOKENS = 32  # a document holds a whole block wherever it is cut, if it has two less one token
 SAMPLED = 5  # every so many queries plain generate() is asked too
-STORE_MIB = 128  # 2,900 tokens; all documents have 4,800
+STORE_MIB = 80  # 1,800 tokens; all documents have 2,880
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
 ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 24, 4, 16, 480
 

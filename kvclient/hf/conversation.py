@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvclient.errors import InvalidArgument, NotPermitted
 from kvclient.hf.conversation_state import Shelf, State
@@ -65,9 +70,10 @@ class Conversation:
     def say(
         self, text: str | Sequence[int], max_new_tokens: int = 64, *,
         on_token: Callable[[int, str], None] | None = None, stop: str | Sequence[str] = (),
-        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, repetition_penalty: float = 1.0,
     ) -> Turn:  # fmt: skip
-        """Computes `text` behind all that was said, and an answer. temperature 0 takes the most likely token.
+        """Computes `text` behind all that was said, and an answer. temperature 0 takes the most likely token;
+        repetition_penalty is on the tokens of this turn, asked and answered.
         The text is taken as it stands: roles and their marks are the application's. An end token is part of
         the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
         from what the store holds.
@@ -80,6 +86,7 @@ class Conversation:
         if not new:
             raise InvalidArgument("there is nothing to say: a text without tokens")
         warpers = _warpers(temperature, top_p, top_k)
+        penalty = _penalty(repetition_penalty)
         stops = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
         listener = Listener([max_new_tokens], self._tokenizer, self._ends, stops, on_token, began)
         fed = [*([self._state.pending] if self._state.pending >= 0 else []), *new]
@@ -89,7 +96,8 @@ class Conversation:
         try:
             while not done:
                 logits = self._cache.feed(fed)
-                fed = [_chosen(logits, warpers)]
+                fed = [_chosen(logits[None].float(), [*penalty, *warpers], new, temperature > 0)]
+                new.append(fed[0])
                 done = bool(listener(torch.tensor([fed]), None)[0])
         except BaseException:
             self._state, self._cache = State(), self._begun()  # half a turn is none: back to what is stored
@@ -133,20 +141,25 @@ class Conversation:
         return [int(token) for token in text]
 
 
-def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any] | None:
+def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any]:
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
         given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
         raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0")
     if not temperature:
-        return None
+        return []
     more = [TopKLogitsWarper(top_k)] if top_k else []
     return [TemperatureLogitsWarper(temperature), *more, TopPLogitsWarper(top_p)]
 
 
-def _chosen(logits: torch.Tensor, warpers: list[Any] | None) -> int:
-    if warpers is None:
-        return int(logits.argmax())
-    scores = logits[None].float()
-    for warper in warpers:
-        scores = warper(None, scores)
-    return int(torch.multinomial(scores.softmax(-1), 1))
+def _penalty(repetition_penalty: float) -> list[Any]:
+    if repetition_penalty <= 0:
+        raise InvalidArgument(f"repetition_penalty={repetition_penalty}; it must be above 0")
+    return [RepetitionPenaltyLogitsProcessor(repetition_penalty)] if repetition_penalty != 1 else []
+
+
+def _chosen(scores: torch.Tensor, processors: list[Any], said: list[int], sampled: bool) -> int:
+    if processors:
+        tokens = torch.tensor([said], device=scores.device)
+        for process in processors:
+            scores = process(tokens, scores)
+    return int(torch.multinomial(scores.softmax(-1), 1)) if sampled else int(scores.argmax())

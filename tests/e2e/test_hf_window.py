@@ -256,7 +256,8 @@ def test_the_end_of_the_positions_and_wrong_arguments_are_named(engine):
     with pytest.raises(InvalidArgument, match="512 positions"):
         wide.say(ids(100), 20)  # more would be held than the model has positions
     assert wide.turn == 1 and wide.say(ids(10), 3).saved
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}):
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0},
+                  {"repetition_penalty": 0.0}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             talk.say(ids(3), **wrong)
     with pytest.raises(InvalidArgument, match="without tokens"):
@@ -314,6 +315,8 @@ def test_sampling_and_stop_strings(engine):
     greedy = engine.conversation("greedy", window=SMALL).say(ids(20), 12)
     one = engine.conversation("one", window=SMALL).say(ids(20), 12, temperature=1.5, top_k=1).tokens
     assert one == greedy.tokens != sampled
+    penalised = engine.conversation("new words", window=SMALL).say(ids(20), 12, repetition_penalty=1e9).tokens
+    assert len(set(penalised)) == 12 and not set(penalised) & set(ids(20)), "nothing is said twice"
     stop = greedy.text[9:13]
     stopped = engine.conversation("stop", window=SMALL).say(ids(20), 12, stop=stop)
     assert stopped.finish == "stop" and stopped.text == greedy.text[: greedy.text.find(stop)]
