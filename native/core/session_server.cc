@@ -24,9 +24,10 @@ constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by t
 constexpr int kBacklog = 128;
 
 // While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that
-// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
-constexpr uint64_t kStreamGapNs = 200'000;
-constexpr uint64_t kStreamPollNs = 200'000;
+// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). As long as filling 16 MiB takes: create
+// comes before it, seal after. A lone message costs no polling.
+constexpr uint64_t kStreamGapNs = 1'000'000;
+constexpr uint64_t kStreamPollNs = 1'000'000;
 constexpr int kBatch = 64;
 constexpr int kLooks = 8;  // at the connection that asked last, before all are asked after
 
