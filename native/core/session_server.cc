@@ -24,8 +24,8 @@ constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by t
 constexpr int kBacklog = 128;
 
 // While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that
-// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). As long as filling 16 MiB takes: create
-// comes before it, seal after. A lone message costs no polling.
+// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). As long as filling 16 MiB takes:
+// create comes before it, seal after. A lone message costs no polling.
 constexpr uint64_t kStreamGapNs = 1'000'000;
 constexpr uint64_t kStreamPollNs = 1'000'000;
 constexpr int kBatch = 64;
