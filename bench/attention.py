@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +38,15 @@ Timed = dict[str, Callable[[], object]]
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def placed(array: np.ndarray) -> np.ndarray:
+    """The same where the pool would have it: layers of a block begin at multiples of 512 bytes."""
+    memory = np.empty(array.nbytes + 512, np.uint8)
+    start = -memory.ctypes.data % 512
+    out = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
 
 
 class Problem:
@@ -64,9 +74,10 @@ class Problem:
         """Blocks of 128 tokens, each in memory of its own as in the pool; and their bytes."""
         parts, size = [], 0
         for start in range(0, stop, BLOCK):
-            k, v = (np.ascontiguousarray(x[:, start : start + BLOCK]) for x in (self.keys, self.values))
+            k, v = (placed(x[:, start : start + BLOCK]) for x in (self.keys, self.values))
             if bits:
                 k, v = kernels.quantise(k, bits, group), kernels.quantise(v, bits, 0)
+                k, v = (replace(x, codes=placed(x.codes)) for x in (k, v))
             size += sum(x.codes.nbytes + x.scale.nbytes + x.zero.nbytes if bits else x.nbytes for x in (k, v))
             parts.append(kernels.segment(k, v, start))
         return parts, size

@@ -6,13 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels.h"
+#include "argument_checks.h"
 
 namespace kvk {
-
-int fail(int status, const char* format, ...);  // the including library's own
-
-inline bool is_element(uint32_t dtype) { return dtype == KVK_F32 || dtype == KVK_F16 || dtype == KVK_BF16; }
 
 inline int check_segment(const kvk_attention& a, const kvk_segment& s) {
   if (s.tokens == 0) return KVK_OK;
@@ -34,9 +30,7 @@ inline int check_segment(const kvk_attention& a, const kvk_segment& s) {
 
 // `segments`: whether they can be read here.
 inline int check_attention(const kvk_attention* args, bool segments) {
-  if (args == nullptr || args->size != sizeof(kvk_attention) || args->abi != KVK_ABI)
-    return fail(KVK_INVALID, "a struct of %u bytes, ABI %u; this library has %zu, ABI %u", args == nullptr ? 0 : args->size,
-                args == nullptr ? 0 : args->abi, sizeof(kvk_attention), KVK_ABI);
+  if (int status = check_version(args)) return status;
   const kvk_attention& a = *args;
   if (a.head_dim < 1 || a.head_dim > KVK_MAX_HEAD_DIM)
     return fail(KVK_INVALID, "head_dim=%u; it must be from 1 to %u", a.head_dim, KVK_MAX_HEAD_DIM);

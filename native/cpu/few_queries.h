@@ -132,11 +132,12 @@ inline void lay_out_halves(const uint16_t* from, uint32_t head_dim, float* out) 
   }
 }
 
-// The queries with one group's scales of K in them as 16-bit integers, [four rows][line][plane][row] of 64 bytes; s.step and
-// s.shift.
+// The queries with one group's scales of K in them as 16-bit integers, [four rows][sixteen bytes of a key][plane][row], each of
+// them four times beside itself for four keys; s.step and s.shift.
 template <uint32_t kCodec>
 inline void fold_few(const Tile& tile, uint32_t group, uint32_t rows, uint32_t head_dim, const float* laid, Stream& stream,
                      Scratch& s) {
+  constexpr uint32_t kPlanes = Planes<kCodec>::kCount;
   const kvk_segment& segment = *tile.segment;
   const int64_t start = tile.kv_head * segment.k_scale_head_stride + int64_t{2} * group * head_dim;
   alignas(64) float scale[kFewHeadDim], zero[kFewHeadDim];
@@ -145,7 +146,7 @@ inline void fold_few(const Tile& tile, uint32_t group, uint32_t rows, uint32_t h
   const uint32_t width = lines_of<kCodec>(head_dim) * 32 * Planes<kCodec>::kCount;
   auto* out = reinterpret_cast<__m512i*>(s.query);
   const uint32_t lines = stream.of_step(1, width / 16);
-  for (uint32_t r = 0; r < rows; r += kFew, laid += kFew * width, out += kFew * width / 32) {
+  for (uint32_t r = 0; r < rows; r += kFew, laid += kFew * width, out += kFew * width / 8) {
     __m512 most[kFew], sum[kFew];
 #pragma GCC unroll 4
     for (uint32_t i = 0; i < kFew; ++i) most[i] = sum[i] = _mm512_setzero_ps();
@@ -174,7 +175,12 @@ inline void fold_few(const Tile& tile, uint32_t group, uint32_t rows, uint32_t h
           const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole[h]), _mm512_set1_ps(s.step[r + i]), x);
           sum[i] = _mm512_fmadd_ps(lost, _mm512_set1_ps(middle(kCodec)), sum[i]);
         }
-        _mm512_store_si512(out + j / 32 * kFew + i, _mm512_packs_epi32(whole[0], whole[1]));
+        const __m512i words = _mm512_packs_epi32(whole[0], whole[1]);
+        __m512i* to = out + (j / 32 / kPlanes * 4 * kPlanes + j / 32 % kPlanes) * kFew + i;
+        _mm512_store_si512(to, _mm512_shuffle_i32x4(words, words, 0x00));
+        _mm512_store_si512(to + kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0x55));
+        _mm512_store_si512(to + 2 * kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0xaa));
+        _mm512_store_si512(to + 3 * kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0xff));
       }
     store_by_row(row_sum(sum_quarters(sum[0], sum[1], sum[2], sum[3])), s.shift + r);
   }

@@ -1,9 +1,9 @@
 #include "cpu/paths.h"
 
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include "argument_checks.h"
 
 #if defined(__x86_64__) && !defined(KVK_EMULATED)
 #include <sys/syscall.h>
@@ -21,8 +21,6 @@ constexpr const Path *kFp16 = &kAvx512Fp16Path, *kTiles = &kAmxPath;
 constexpr const Path* kPaths[] = {nullptr, &kReferencePath, &kAvx2Path, &kAvx512Path, &kAvx512VnniPath, kFp16, kTiles};
 constexpr const char* kNames[] = {"auto", "reference", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx"};
 constexpr uint32_t kPathCount = sizeof kPaths / sizeof *kPaths;
-
-thread_local char error_text[256];
 
 uint32_t choose() {
   uint32_t best = KVK_CPU_REFERENCE;
@@ -99,14 +97,6 @@ const Path* path_of(uint32_t path) {
     return nullptr;
   }
   return kPaths[path == KVK_CPU_AUTO ? auto_path() : path];
-}
-
-int fail(int status, const char* format, ...) {
-  va_list values;
-  va_start(values, format);
-  std::vsnprintf(error_text, sizeof error_text, format, values);
-  va_end(values);
-  return status;
 }
 
 }  // namespace kvk

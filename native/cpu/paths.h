@@ -29,7 +29,4 @@ const char* lacks(uint32_t path);
 const Path* path_of(uint32_t path);
 uint32_t auto_path();
 
-// Sets the calling thread's error text and returns `status`.
-int fail(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
-
 }  // namespace kvk

@@ -35,28 +35,28 @@ inline __m512i beside(const uint8_t* one, const uint8_t* other) {
                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)), 1);
 }
 
-// x0, x1: sixteen bytes of four keys each; q: the queries' words for them, [plane][row] of 64 bytes.
+// x0, x1: sixteen bytes of four keys each; q: the queries' words for them, [plane][row].
 template <uint32_t kCodec, uint32_t kPlane>
-inline void multiply_plane(__m512i x0, __m512i x1, const __m512i* q, uint32_t quarter, __m512i (*sum)[kFew]) {
+inline void multiply_plane(__m512i x0, __m512i x1, const __m512i* q, __m512i (*sum)[kFew]) {
   const __m512i one = Planes<kCodec>::template of<kPlane>(x0), other = Planes<kCodec>::template of<kPlane>(x1);
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) {
-    const __m512i factor =
-        _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(q + kPlane * kFew + r) + quarter));
+    const __m512i factor = _mm512_load_si512(q + kPlane * kFew + r);
     multiply_add(sum[0][r], one, factor);
     multiply_add(sum[1][r], other, factor);
   }
-  if constexpr (kPlane + 1 < Planes<kCodec>::kCount) multiply_plane<kCodec, kPlane + 1>(x0, x1, q, quarter, sum);
+  if constexpr (kPlane + 1 < Planes<kCodec>::kCount) multiply_plane<kCodec, kPlane + 1>(x0, x1, q, sum);
 }
 
 // Scores of eight keys and four rows, two registers.
 template <uint32_t kCodec>
 inline void score_eight(const Eight& keys, uint32_t bytes, const __m512i* q, __m512 step, __m512 shift, float* out,
                         Stream& stream, uint32_t lines) {
+  constexpr uint32_t kSixteen = Planes<kCodec>::kCount * kFew;  // registers for sixteen bytes
   __m512i sum[2][kFew];
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) sum[0][r] = sum[1][r] = _mm512_setzero_si512();
-  for (uint32_t start = 0; start < bytes; start += 32) {
+  for (uint32_t start = 0; start < bytes; start += 32, q += 2 * kSixteen) {
     stream.ask(lines);
     __m512i x[2][2];
 #pragma GCC unroll 2
@@ -65,10 +65,8 @@ inline void score_eight(const Eight& keys, uint32_t bytes, const __m512i* q, __m
       const __m512i b = beside(keys.row[4 * g + 2] + start, keys.row[4 * g + 3] + start);
       x[g][0] = _mm512_shuffle_i32x4(a, b, 0x88), x[g][1] = _mm512_shuffle_i32x4(a, b, 0xdd);
     }
-    const uint32_t quarter = start / 16 % 4;
-    multiply_plane<kCodec, 0>(x[0][0], x[1][0], q, quarter, sum);
-    multiply_plane<kCodec, 0>(x[0][1], x[1][1], q, quarter + 1, sum);
-    if (quarter != 0) q += Planes<kCodec>::kCount * kFew;
+    multiply_plane<kCodec, 0>(x[0][0], x[1][0], q, sum);
+    multiply_plane<kCodec, 0>(x[0][1], x[1][1], q + kSixteen, sum);
   }
 #pragma GCC unroll 2
   for (uint32_t g = 0; g < 2; ++g) {
@@ -83,7 +81,7 @@ inline void scores_few(const kvk_attention& a, const Tile& tile, uint32_t rows, 
                        Scratch& s) {
   const kvk_segment& segment = *tile.segment;
   const uint32_t head_dim = a.head_dim, bytes = head_dim * Planes<kCodec>::kBits / 8;
-  const uint32_t block = lines_of<kCodec>(head_dim) * Planes<kCodec>::kCount * kFew;
+  const uint32_t block = 4 * lines_of<kCodec>(head_dim) * Planes<kCodec>::kCount * kFew;
   float* laid = s.q + kFewRows * head_dim;
   if (held.laid_out != q || held.codec != kCodec) {
     lay_out<kCodec>(q, rows, head_dim, laid);

@@ -178,7 +178,7 @@ int bring(const Rows& r, uint32_t heads, uint32_t dtype, uint32_t path, cudaStre
 extern "C" {
 
 int kvk_quantise(const kvk_conversion* args) {
-  if (int status = kvk::check_conversion(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   const kvk_conversion& c = *args;
   if (c.heads == 0 || c.tokens == 0) return KVK_OK;
   auto* stream = static_cast<cudaStream_t>(c.stream);
@@ -188,7 +188,7 @@ int kvk_quantise(const kvk_conversion* args) {
 }
 
 int kvk_dequantise(const kvk_conversion* args) {
-  if (int status = kvk::check_conversion(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   const kvk_conversion& c = *args;
   if (c.heads == 0 || c.tokens == 0) return KVK_OK;
   const kvk::Side side{c.codes, c.codes_head_stride, c.codes_token_stride, c.scale, c.zero, c.scale_head_stride, nullptr, c.codec,
@@ -198,7 +198,7 @@ int kvk_dequantise(const kvk_conversion* args) {
 }
 
 int kvk_rotate(const kvk_rotation* args) {
-  if (int status = kvk::check_rotation(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   const kvk_rotation& r = *args;
   if (r.heads == 0 || r.tokens == 0) return KVK_OK;
   const kvk::Side side{r.in, r.in_head_stride, r.in_token_stride, nullptr, nullptr, 0, r.turn, r.dtype, 0};

@@ -1,60 +1,26 @@
-// What the functions of the CUDA library ask of the structs of native/kernels.h before they touch anything.
+// What the CUDA library's functions ask besides (argument_checks.h): that a launch can hold it.
 //
-// Owns the checks that several functions share. Never looks at memory the arguments point to: it is the device's.
+// Owns the limits of a launch. Never looks at memory the arguments point to: it is the device's.
 #pragma once
 
-#include "kernels.h"
+#include "argument_checks.h"
 
 namespace kvk {
 
-[[gnu::format(printf, 2, 3)]] int fail(int status, const char* format, ...);  // cuda/errors.h
-
-inline bool is_element(uint32_t dtype) { return dtype == KVK_F32 || dtype == KVK_F16 || dtype == KVK_BF16; }
-
 constexpr uint32_t kMostHeads = 65535;  // of a launch's second and third dimension
 
-template <class Args>
-int check_version(const Args* a) {
-  if (a != nullptr && a->size == sizeof(Args) && a->abi == KVK_ABI) return KVK_OK;
-  return fail(KVK_INVALID, "a struct of %u bytes, ABI %u; this library has %zu, ABI %u", a == nullptr ? 0 : a->size,
-              a == nullptr ? 0 : a->abi, sizeof(Args), KVK_ABI);
+inline int check_heads(uint32_t heads) {
+  return heads <= kMostHeads ? KVK_OK : fail(KVK_INVALID, "heads=%u; at most %u", heads, kMostHeads);
 }
 
-inline int check_shape(uint32_t heads, uint32_t head_dim, uint32_t dtype) {
-  if (head_dim < 1 || head_dim > KVK_MAX_HEAD_DIM)
-    return fail(KVK_INVALID, "head_dim=%u; it must be from 1 to %u", head_dim, KVK_MAX_HEAD_DIM);
-  if (heads > kMostHeads) return fail(KVK_INVALID, "heads=%u; at most %u", heads, kMostHeads);
-  if (!is_element(dtype)) return fail(KVK_INVALID, "dtype=%u; elements are f32, f16 or bf16", dtype);
-  return KVK_OK;
+inline int check_launch(const kvk_conversion* c) {
+  if (int status = check_conversion(c)) return status;
+  return check_heads(c->heads);
 }
 
-inline int check_turning(uint32_t rope, uint32_t rotary_dim, uint32_t head_dim, uint32_t least) {
-  if (rotary_dim < least || rotary_dim > head_dim || rotary_dim % 2 != 0)
-    return fail(KVK_INVALID, "rotary_dim=%u of head_dim=%u; it must be even and no more", rotary_dim, head_dim);
-  if (rope > KVK_ROPE_INTERLEAVED) return fail(KVK_INVALID, "rope=%u; it must be half or interleaved", rope);
-  return KVK_OK;
-}
-
-inline int check_conversion(const kvk_conversion* c) {
-  if (int status = check_version(c)) return status;
-  if (int status = check_shape(c->heads, c->head_dim, c->dtype)) return status;
-  if (c->codec != KVK_INT8 && c->codec != KVK_INT4) return fail(KVK_INVALID, "codec=%u; it must be int8 or int4", c->codec);
-  if (c->codec == KVK_INT4 && c->head_dim % 2 != 0) return fail(KVK_INVALID, "head_dim=%u; int4 needs an even one", c->head_dim);
-  if (c->group != 0 && c->group != 32 && c->group != 64 && c->group != 128)
-    return fail(KVK_INVALID, "group=%u; it must be 0, 32, 64 or 128", c->group);
-  const bool nothing = c->heads == 0 || c->tokens == 0;
-  if (!nothing && (c->elements == nullptr || c->codes == nullptr || c->scale == nullptr || c->zero == nullptr))
-    return fail(KVK_INVALID, "a null pointer for %u heads of %u tokens", c->heads, c->tokens);
-  return KVK_OK;
-}
-
-inline int check_rotation(const kvk_rotation* r) {
-  if (int status = check_version(r)) return status;
-  if (int status = check_shape(r->heads, r->head_dim, r->dtype)) return status;
-  if (int status = check_turning(r->rope, r->rotary_dim, r->head_dim, 2)) return status;
-  if (r->heads != 0 && r->tokens != 0 && (r->in == nullptr || r->out == nullptr || r->turn == nullptr))
-    return fail(KVK_INVALID, "a null pointer for %u heads of %u tokens", r->heads, r->tokens);
-  return KVK_OK;
+inline int check_launch(const kvk_rotation* r) {
+  if (int status = check_rotation(r)) return status;
+  return check_heads(r->heads);
 }
 
 }  // namespace kvk

@@ -1,15 +1,10 @@
 // What the CUDA library says of itself: its ABI, its last error, and what a device lacks to run it.
 //
 // Loads on a machine without a GPU or a driver: the runtime is linked in and finds the driver when it is first asked.
-#include <cstdarg>
-#include <cstdio>
-
 #include "cuda/errors.h"
 
 namespace kvk {
 namespace {
-
-thread_local char error_text[256];
 
 constexpr int kLeastCapability = 75;
 
@@ -45,14 +40,6 @@ int look_at(int device) {
 }
 
 }  // namespace
-
-int fail(int status, const char* format, ...) {
-  va_list values;
-  va_start(values, format);
-  std::vsnprintf(error_text, sizeof error_text, format, values);
-  va_end(values);
-  return status;
-}
 
 int checked(cudaError_t error, const char* what) {
   return error == cudaSuccess ? KVK_OK : fail(KVK_DEVICE, "%s: %s", what, cudaGetErrorString(error));

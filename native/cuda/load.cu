@@ -103,7 +103,8 @@ __global__ void score_naively(const __grid_constant__ kvk_scoring a) {
 template <class Args>
 int check_segments(const Args* a) {
   if (int status = check_version(a)) return status;
-  if (int status = check_shape(a->heads, a->head_dim, a->dtype)) return status;
+  if (int status = check_shape(a->head_dim, a->dtype)) return status;
+  if (int status = check_heads(a->heads)) return status;
   if (int status = check_turning(a->rope, a->rotary_dim, a->head_dim, 0)) return status;
   if (a->count > kMostHeads) return fail(KVK_INVALID, "count=%u segments; at most %u in one call", a->count, kMostHeads);
   if (a->count != 0 && a->heads != 0 && (a->segments == nullptr || a->k == nullptr || a->v == nullptr))

@@ -1,23 +1,7 @@
 // The CUDA library's kvk_attend, run by the emulation on host memory; for tests only.
 #include "cuda/attend.h"
 
-#include <cstdarg>
-#include <cstdio>
-
 namespace kvk {
-namespace {
-
-thread_local char error_text[256];
-
-}  // namespace
-
-int fail(int status, const char* format, ...) {
-  va_list values;
-  va_start(values, format);
-  std::vsnprintf(error_text, sizeof error_text, format, values);
-  va_end(values);
-  return status;
-}
 
 // Of an H100, but for the number of processors: so few keys are still cut.
 int device_now(Device* device) {

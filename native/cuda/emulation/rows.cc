@@ -100,13 +100,13 @@ void score_token(const kvk_scoring& a, const Side& side, const void* computed, u
 extern "C" {
 
 int kvk_quantise(const kvk_conversion* args) {
-  if (int status = kvk::check_conversion(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   if (!kvk::quantise(*args) && args->status != nullptr) *args->status = KVK_RANGE;
   return KVK_OK;
 }
 
 int kvk_dequantise(const kvk_conversion* args) {
-  if (int status = kvk::check_conversion(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   const kvk_conversion& c = *args;
   const kvk::Side side{c.codes, c.codes_head_stride, c.codes_token_stride, c.scale, c.zero, c.scale_head_stride, nullptr, c.codec,
                        c.group};
@@ -116,7 +116,7 @@ int kvk_dequantise(const kvk_conversion* args) {
 }
 
 int kvk_rotate(const kvk_rotation* args) {
-  if (int status = kvk::check_rotation(args)) return status;
+  if (int status = kvk::check_launch(args)) return status;
   const kvk_rotation& r = *args;
   const kvk::Side side{r.in, r.in_head_stride, r.in_token_stride, nullptr, nullptr, 0, r.turn, r.dtype, 0};
   kvk::bring(side, {r.head_dim, r.rope, r.rotary_dim}, r.heads, 0, r.tokens, {r.out, r.out_head_stride, r.out_token_stride},
