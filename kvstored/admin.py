@@ -92,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 adopted=self._pools[name].adopted,
                 place=self._pools[name].place,
                 huge_pages=self._pools[name].huge_pages,
-                problem=store.problem(),
+                problem=await self._threads.run(store.problem),
                 memory_quota_bytes=config.capacity_bytes(name),
                 disk_quota_bytes=config.disk_bytes(name),
                 readers=about.readers,

@@ -15,6 +15,7 @@ from kvstored import _core, render
 from kvstored.errors import Exit, StoreError
 from kvstored.units import approximate_size
 
+IDENTITIES = 8  # named in the line of one directory; the JSON has all
 MAX_LISTED = 10_000  # findings in the JSON of one directory; the counts count all
 
 
@@ -81,6 +82,14 @@ def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
     return {"directory": directory, **report, "findings": findings}
 
 
+def _by_identity(blocks: dict[str, int]) -> str:
+    """The models whose blocks lie there, by the first digits of their reuse identities, most blocks first."""
+    ranked = sorted(blocks.items(), key=lambda one: (-one[1], one[0]))
+    shown = [f"{name[:12]} {count}" for name, count in ranked[:IDENTITIES]]
+    more = [f"{len(ranked) - IDENTITIES} more"] if len(ranked) > IDENTITIES else []
+    return "identities: " + ", ".join(shown + more)
+
+
 def summary(one: dict[str, Any]) -> str:
     counted = [f"{count} {kind}" for kind, count in one["found"].items() if count]
     parts = [
@@ -88,6 +97,8 @@ def summary(one: dict[str, Any]) -> str:
         f"{approximate_size(one['read_bytes'])} of it read",
         ", ".join(counted) or "nothing wrong",
     ]
+    if one["identities"]:
+        parts.append(_by_identity(one["identities"]))
     if one["errors"]:
         parts.append(f"{one['errors']} could not be listed")
     if one["repaired"]:

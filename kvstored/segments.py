@@ -117,7 +117,7 @@ class Segments:
                 given_up[namespace] = why_not
         # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no
         # block.
-        roomy = self._check_space([known[namespace] for namespace in given_up])
+        roomy = self._room_somewhere([known[namespace] for namespace in given_up])
         for namespace, why_not in given_up.items():
             log.info("pool_discarded", namespace=namespace, why=why_not)
             self._give_up(known[namespace], at_leisure=roomy)
@@ -219,6 +219,17 @@ class Segments:
         rundir.write_whole(
             self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode()
         )
+
+    def _room_somewhere(self, given_up: list[dict[str, Any]]) -> bool:
+        """_check_space(), and if nobody chose the tmpfs of huge pages and it is too small, ordinary ones."""
+        try:
+            return self._check_space(given_up)
+        except StartupError as too_small:
+            if not self._by_itself or self._place.name != HUGE_DIR:
+                raise
+            log.warning("huge_pages_not_used", path=HUGE_DIR, why=str(too_small))
+        self._place = self._placed(SHM_DIR)
+        return self._check_space(given_up)
 
     def _check_space(self, given_up: list[dict[str, Any]]) -> bool:
         """Refuses a file system that cannot hold what is promised, before anything is made: later it would be

@@ -3,8 +3,10 @@
 Owns the format; never decides what to do with a block. Invariant: unpack answers None for every byte string
 that pack did not make, however it is damaged.
 
-    u32 magic | u32 tokens | u32 extra_words (0, 1 or 4) | u32 0 | parent's prefix key or zeros | content key
-    tokens x int32 id | tokens x extra_words x u64 extra id
+    u32 magic | u32 tokens | u32 extra_words (0, 1 or 4) | u32 has_identity (0 or 1) | parent's prefix key or
+    zeros | content key | tokens x int32 id | tokens x extra_words x u64 extra id | identity, if it has one
+
+The reuse identity is for whoever looks at a block's file: it stands where the area has room left for it.
 """
 
 from __future__ import annotations
@@ -23,24 +25,27 @@ class Meta(NamedTuple):
     content_key: bytes
     token_ids: bytes  # int32, little-endian
     extra_ids: bytes  # u64, little-endian, one or four per token; empty if there are none
+    identity: bytes = b""  # the reuse identity, empty if it is not said
 
 
 def pack(meta: Meta) -> bytes:
     tokens = len(meta.token_ids) // 4
     extra_words = len(meta.extra_ids) // (8 * tokens) if tokens else 0
-    header = _HEADER.pack(MAGIC, tokens, extra_words, 0, meta.parent_key, meta.content_key)
-    return header + meta.token_ids + meta.extra_ids
+    header = _HEADER.pack(MAGIC, tokens, extra_words, bool(meta.identity), meta.parent_key, meta.content_key)
+    return header + meta.token_ids + meta.extra_ids + meta.identity
 
 
 def unpack(area: memoryview | bytes, tokens: int) -> Meta | None:
     """The meta of a block of `tokens` tokens, or None if the area does not hold one."""
     if len(area) < _HEADER.size + 4 * tokens:
         return None
-    magic, count, extra_words, zero, parent, content = _HEADER.unpack_from(area)
-    if magic != MAGIC or count != tokens or extra_words not in (0, 1, 4) or zero:
+    magic, count, extra_words, has_identity, parent, content = _HEADER.unpack_from(area)
+    if magic != MAGIC or count != tokens or extra_words not in (0, 1, 4) or has_identity not in (0, 1):
         return None
     ids_end = _HEADER.size + 4 * tokens
     extra_end = ids_end + 8 * tokens * extra_words
-    if len(area) < extra_end:
+    end = extra_end + KEY_BYTES * has_identity
+    if len(area) < end:
         return None
-    return Meta(parent, content, bytes(area[_HEADER.size : ids_end]), bytes(area[ids_end:extra_end]))
+    token_ids, extra_ids = bytes(area[_HEADER.size : ids_end]), bytes(area[ids_end:extra_end])
+    return Meta(parent, content, token_ids, extra_ids, bytes(area[extra_end:end]))

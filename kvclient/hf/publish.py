@@ -173,9 +173,9 @@ def _metas(chain: Any, first: int) -> list[bytes]:
     """The meta areas of the blocks from `first` on: with them a reader confirms its hit."""
     ids = memoryview(chain.token_ids).cast("B")
     ends = list(accumulate(chain.token_counts))
-    parents, contents = chain.parent_keys, chain.content_keys
+    parents, contents, own = chain.parent_keys, chain.content_keys, chain.identity
     return [
-        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b""))
+        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b"", own))
         for i, (end, count) in enumerate(zip(ends, chain.token_counts, strict=True))
         if i >= first
     ]

@@ -20,6 +20,9 @@ nb::dict as_dict(const kv::FsckReport& report) {
   out["repaired"] = report.repaired, out["failed"] = report.failed, out["errors"] = report.errors, out["wrong"] = report.wrong();
   for (size_t i = 0; i < kv::kFindings; ++i) found[text(kv::name(static_cast<kv::Finding>(i))).c_str()] = report.found[i];
   out["found"] = found;
+  nb::dict identities;
+  for (const auto& [name, blocks] : report.identities) identities[name.c_str()] = blocks;
+  out["identities"] = identities;
   return out;
 }
 

@@ -26,44 +26,13 @@ struct Tier {
   std::unique_ptr<DiskTier> tier;
 };
 
-// What a schedule of failures stands between.
-class Borrowed final : public kv::Files {
- public:
-  explicit Borrowed(kv::Files& files) : files_(files) {}
-  int open_read(const std::string& path, uint64_t* bytes) override { return files_.open_read(path, bytes); }
-  int create_temp(uint64_t bytes, std::string* temp) override { return files_.create_temp(bytes, temp); }
-  int publish(const std::string& temp, const std::string& path) override { return files_.publish(temp, path); }
-  int remove(const std::string& path) override { return files_.remove(path); }
-  int aside(const std::string& path) override { return files_.aside(path); }
-  int space(kv::Space* space) override { return files_.space(space); }
-  void close(int fd) override { files_.close(fd); }
-
- private:
-  kv::Files& files_;
-};
-
-class BorrowedEngine final : public kv::Engine {
- public:
-  explicit BorrowedEngine(kv::Engine& engine) : engine_(engine) {}
-  bool submit(kv::Transfer* transfer) override { return engine_.submit(transfer); }
-  size_t completed(std::span<kv::Transfer*> done) override { return engine_.completed(done); }
-  int event_fd() const override { return engine_.event_fd(); }
-  uint32_t depth() const override { return engine_.depth(); }
-  uint32_t in_flight() const override { return engine_.in_flight(); }
-  std::string name() const override { return engine_.name(); }
-
- private:
-  kv::Engine& engine_;
-};
-
 DiskTier::Directory open_directory(Tier& self, const std::string& path, const std::string& faults) {
   kv::Choice choice = kv::choose_engine(path, kDepth);
   self.engines.emplace_back(choice.engine->name(), choice.reason);
   auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
   if (faults.empty()) return {path, std::move(files), std::move(choice.engine)};
   self.faults.push_back(std::make_unique<kv::Faults>(faults, path, std::move(files), std::move(choice.engine)));
-  return {path, std::make_unique<Borrowed>(self.faults.back()->files()),
-          std::make_unique<BorrowedEngine>(self.faults.back()->engine())};
+  return {path, self.faults.back()->take_files(), self.faults.back()->take_engine()};
 }
 
 nb::dict stats(Tier& self) {

@@ -46,10 +46,17 @@ void Grants::prepare(size_t i, const Chain* chain) {
   const bool has_extra = extra && std::any_of(extra, extra + extra_count, [](uint64_t id) { return id != 0; });
   const uint64_t need = sizeof(MetaHead) + 4ull * n + (has_extra ? 8 * extra_count : 0);
   if (need > layout_.meta_bytes(n)) return;  // a layout without room for it: such blocks are found by prefix only
-  const MetaHead head{kMetaMagic, n, has_extra ? chain->extra_words() : 0, 0, chain->parent_key(i), chain->content_keys()[i]};
+  const bool has_identity = need + sizeof(Key) <= layout_.meta_bytes(n);
+  const MetaHead head{.magic = kMetaMagic,
+                      .tokens = n,
+                      .extra_words = has_extra ? chain->extra_words() : 0,
+                      .has_identity = has_identity,
+                      .parent = chain->parent_key(i),
+                      .content = chain->content_keys()[i]};
   std::memcpy(block + meta, &head, sizeof head);
   std::memcpy(block + meta + sizeof head, chain->tokens(i), 4 * n);
   if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * extra_count);
+  if (has_identity) std::memcpy(block + meta + identity_offset(head), &chain->identity(), sizeof(Key));
 }
 
 // Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.

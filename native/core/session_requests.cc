@@ -59,10 +59,10 @@ std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<
   std::vector<uint8_t> out;
   LowerTier* lower = store.lower();
   for (const Key& key : keys) {
-    LowerTier::Promise promise{store.lookup(key).presence, 0};
-    if (promise.presence == Presence::Missing || promise.presence == Presence::OnDisk)
-      promise = lower ? lower->promote(key, priority) : LowerTier::Promise{};
-    append(out, protocol::PromiseItem{static_cast<uint32_t>(promise.presence), promise.wait_us});
+    Presence presence = store.lookup(key).presence;
+    if (presence == Presence::Missing || presence == Presence::OnDisk)
+      presence = lower ? lower->promote(key, priority) : Presence::Missing;
+    append(out, protocol::PromiseItem{static_cast<uint32_t>(presence), 0});
   }
   return out;
 }

@@ -302,6 +302,7 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     if (!connection.store) throw Error(Code::FailedPrecondition, "attach first");
     const std::vector<uint8_t> reply = answer(connection, request, body);
     Store& used = *connection.store;
+    used.note_request(began_ns);
     if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
     if (static_cast<protocol::Op>(request.op) == protocol::Op::Seal) used.make_room_ahead();
   } catch (const Error& error) {

@@ -31,6 +31,7 @@
 #include "core/eviction.h"
 #include "core/index.h"
 #include "core/layout.h"
+#include "core/polling.h"
 #include "core/pool.h"
 #include "core/session_file.h"
 
@@ -120,12 +121,8 @@ struct Deleted {
 // The tier below, as the doors see it. Calls take microseconds, do no I/O, and are made without the store's lock.
 class LowerTier {
  public:
-  struct Promise {
-    Presence presence = Presence::Missing;  // Pending: it is being loaded. Resident: look again. OnDisk: too many loads wait
-    uint32_t wait_us = 0;                   // what the load is estimated to take from now
-  };
   virtual ~LowerTier() = default;
-  virtual Promise promote(const Key& key, uint32_t priority) = 0;
+  virtual Presence promote(const Key& key, uint32_t priority) = 0;
   virtual bool forget(const Key& key) = 0;  // true if a file of it was known
   virtual void forget_all() = 0;
 };
@@ -201,6 +198,8 @@ class Store {
   void load_ended();                                             // wakes those who wait for loads
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
+  // True while requests come close behind each other: what need not be done now can wait a moment.
+  bool streaming() const { return monotonic_ns() < stream_until_ns_.load(std::memory_order_relaxed); }
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
 
   // ---- sessions
@@ -219,6 +218,7 @@ class Store {
   uint64_t session_page_bytes(uint32_t session);
   std::vector<SessionInfo> sessions();
 
+  void note_request(uint64_t now_ns);  // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again.
   int tick();
   // To be called when nobody waits for an answer: room for another batch like the last.
@@ -354,6 +354,7 @@ class Store {
   Pool pool_;
   Index index_;
   std::atomic<uint64_t>* progress_ = nullptr;
+  std::atomic<uint64_t> last_request_ns_{0}, stream_until_ns_{0};
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
 
   mutable std::mutex mutex_;  // guards all that follows

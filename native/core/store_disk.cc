@@ -272,7 +272,7 @@ std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t pri
     const Presence here = lookup(key).presence;
     LowerTier* below = lower();
     if (here == Presence::Resident || here == Presence::Pending || !below) return here;
-    return below->promote(key, priority).presence;
+    return below->promote(key, priority);
   };
   std::vector<uint8_t> out;
   for (const Key& key : keys) out.push_back(static_cast<uint8_t>(look(key)));

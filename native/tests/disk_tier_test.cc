@@ -90,7 +90,7 @@ TEST(what_was_deleted_does_not_come_back) {
   rig.fill(1000);
   for (uint64_t i = 1; i <= 10; ++i) {
     CHECK(rig.store->remove(key(i)));
-    CHECK_EQ(rig.tier->promote(key(i), 35).presence, Presence::Missing);
+    CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Missing);
     CHECK_EQ(rig.presence(i), Presence::Missing);
   }
   CHECK(eventually([&] { return rig.files().empty() && rig.tier->stats().bytes == 0; }));
@@ -106,7 +106,7 @@ TEST(a_delete_in_the_middle_of_a_write_leaves_no_file) {
     for (uint64_t spin = test::mixed(i) % 4000; i % 3 && spin; --spin) rig.tier->stats();  // anywhere in the write
     CHECK(rig.store->remove(key(i)));
     rig.store->settle();
-    CHECK_EQ(rig.tier->promote(key(i), 35).presence, Presence::Missing);
+    CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Missing);
   }
   CHECK(eventually([&] { return !rig.busy() && rig.files().empty() && rig.tier->stats().bytes == 0; }));
   CHECK_EQ(rig.store->stats().used_bytes, 0u);

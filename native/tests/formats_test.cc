@@ -145,7 +145,7 @@ constexpr Field kFields[] = {
     PROTOCOL(PromoteHead, priority),
     PROTOCOL(PromoteHead, reserved),
     PROTOCOL(PromiseItem, presence),
-    PROTOCOL(PromiseItem, wait_us),
+    PROTOCOL(PromiseItem, reserved),
 };
 #undef PROTOCOL
 #undef FIELD

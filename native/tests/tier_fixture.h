@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,11 +41,18 @@ class DiskRig {
     start_tier();
   }
   void start_tier() {
+    make_tier();
+    run_tier();
+  }
+  void make_tier() {
     DiskTier::Options options;
     Choice choice = choose_engine(directory, 8);
     options.directories.push_back({directory, std::make_unique<RealFiles>(directory, choice.direct), std::move(choice.engine)});
     options.quota_bytes = quota_;
+    if (also) also(options);
     tier = std::make_unique<DiskTier>(*store, std::move(options));
+  }
+  void run_tier() {
     tier->start();
     CHECK(eventually([&] { return !tier->stats().indexing; }));
   }
@@ -90,7 +98,7 @@ class DiskRig {
   }
   Presence presence(uint64_t number) { return store->lookup(key(number)).presence; }
   bool load(uint64_t number) {
-    CHECK(tier->promote(key(number), 35).presence == Presence::Pending);
+    CHECK(tier->promote(key(number), 35) == Presence::Pending);
     return eventually([&] { return presence(number) != Presence::OnDisk && !busy(); }) && presence(number) == Presence::Resident;
   }
   bool busy() { return tier->stats().loads_in_flight + tier->stats().loads_waiting + tier->stats().writes_in_flight != 0; }
@@ -118,6 +126,7 @@ class DiskRig {
   std::unique_ptr<Store> store;
   std::unique_ptr<DiskTier> tier;
   uint32_t layout = 0, owner = 0;
+  std::function<void(DiskTier::Options&)> also;  // what the next tier is to have besides
 
  private:
   const uint64_t quota_;

@@ -5,6 +5,7 @@ the daemon runs and after it.
 
 from hashlib import sha256
 
+import kvclient
 from kvclient.conformance.case import pattern
 from kvstored.cli import main
 from kvstored.errors import Exit
@@ -21,6 +22,22 @@ def test_the_reference_reads_what_a_daemon_wrote(rig):
         assert (fields["tokens"], fields["layers"]) == (BLOCK.block_tokens, BLOCK.num_layers)
         for layer, found in enumerate(layers):
             assert found == pattern(key, layer, BLOCK.layer_shape(layer, BLOCK.block_tokens)).tobytes()
+
+
+def test_a_file_says_whose_block_it_holds(rig, capsys):
+    disk = rig()
+    identity = bytes(range(32))
+    chain = kvclient.chain(identity, range(BLOCK.block_tokens), BLOCK.block_tokens)
+    with disk.client.create(chain, disk.layout):
+        pass
+    disk.client.touch(chain.keys)
+    disk.settled()
+    (other,) = disk.put_on_disk(1)
+    fields, _ = reference.read(disk.file_of(chain.keys[0]).read_bytes())
+    assert (fields["identity"], fields["content_key"]) == (identity, chain.content_keys[0])
+    assert reference.read(disk.file_of(other).read_bytes())[0]["identity"] == bytes(32), "not said, not known"
+    assert main(["fsck", str(disk.directory)]) == Exit.DONE
+    assert f"identities: {identity.hex()[:12]} 1, unknown 1" in capsys.readouterr().out
 
 
 def test_fsck_agrees(rig, capsys):

@@ -155,7 +155,11 @@ class DiskRig:
         return next(path for path in self.files() if path.name == key.hex() + ".kv")
 
     def bytes_on_disk(self) -> int:
-        return sum((path.stat().st_size + PAGE - 1) // PAGE * PAGE for path in self.files())
+        sizes = []
+        for path in self.files():
+            with contextlib.suppress(FileNotFoundError):  # the daemon removes files meanwhile
+                sizes.append(path.stat().st_size)
+        return sum((size + PAGE - 1) // PAGE * PAGE for size in sizes)
 
     def open_files(self) -> list[str]:
         """Descriptors of the daemon below the directory that are not its locks."""

@@ -92,7 +92,12 @@ def test_a_slow_disk_slows_nobody_down(rig, tmp_path, integrity):
         for _ in range(20):
             kv.client.touch(resident)
             assert kv.load(resident, wait_s=0) == [True] * 4
-        kv.delete(resident)
+        refused = kv.counters()["no_space"]
+        for _ in range(12):  # an eviction storm: several times the pool, and no block waits for its write
+            kv.client.touch(kv.put(16))
+        now = kv.counters()
+        assert now["no_space"] == refused
+        assert now["evictions"] and now["disk_written"] < now["creates"] // 2
         print(f"20 rounds beside a slow disk took {time.monotonic() - begun:.3f} s")
         assert all(kv.load(before, wait_s=30.0))
         kv.daemon.kill()

@@ -38,7 +38,8 @@ def test_text_names_what_is_wrong_and_sums_up(tmp_path, capsys):
     assert main(["fsck", "--repair", str(tmp_path)]) == Exit.DONE
     assert capsys.readouterr().out.splitlines()[0].endswith(": removed")
     assert main(["fsck", str(tmp_path)]) == Exit.DONE
-    assert capsys.readouterr().out.endswith("nothing wrong\n")
+    identity = reference.read(reference.block(1)[1])[0]["identity"].hex()
+    assert capsys.readouterr().out.endswith(f"nothing wrong; identities: {identity[:12]} 1\n")
 
 
 def test_what_is_kept_is_told(tmp_path, capsys):

@@ -123,6 +123,6 @@ def test_unpack_of_garbage_is_none_or_whole(area, tokens):
 
 def test_meta_round_trip():
     packed = meta.pack(meta.Meta(b"p" * 32, b"c" * 32, bytes(range(64)), b""))
-    assert meta.unpack(packed + bytes(99), 16) == (b"p" * 32, b"c" * 32, bytes(range(64)), b"")
+    assert meta.unpack(packed + bytes(99), 16) == (b"p" * 32, b"c" * 32, bytes(range(64)), b"", b"")
     assert meta.unpack(packed, 15) is None
     assert meta.unpack(packed[:-1], 16) is None

@@ -13,9 +13,10 @@ from kvclient.blocks import meta
 IDENTITY = bytes(range(32))
 
 
+@pytest.mark.parametrize("identity", [b"", IDENTITY])
 @pytest.mark.parametrize("extra_words", [0, 1, 4])
-def test_round_trip(extra_words):
-    made = meta.Meta(b"p" * 32, b"c" * 32, bytes(4 * 5), bytes([7]) * (8 * 5 * extra_words))
+def test_round_trip(extra_words, identity):
+    made = meta.Meta(b"p" * 32, b"c" * 32, bytes(4 * 5), bytes([7]) * (8 * 5 * extra_words), identity)
     assert meta.unpack(meta.pack(made) + bytes(100), 5) == made
 
 
@@ -42,8 +43,9 @@ def test_a_block_put_by_chain_carries_it(daemon):
     with client.get(chain) as blocks:
         first, second = (meta.unpack(block.meta, 16) for block in blocks)
     ids = bytes(chain.token_ids.cast("B"))
-    assert first == meta.Meta(meta.NO_PARENT, chain.content_keys[0], ids[:64], b"")
+    assert first == meta.Meta(meta.NO_PARENT, chain.content_keys[0], ids[:64], b"", IDENTITY)
     assert second.parent_key == chain.keys[0]
     assert second.content_key == chain.content_keys[1]
+    assert second.identity == b""  # extra ids left no room for it
     assert second.extra_ids == b"".join(i.to_bytes(8, "little") for i in [0] * 4 + [9] * 12)
     client.close()

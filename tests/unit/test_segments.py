@@ -264,6 +264,16 @@ def test_a_tmpfs_with_huge_pages_is_taken_when_nobody_names_another(world, huge)
     assert not list(huge.iterdir())
 
 
+def test_a_tmpfs_with_huge_pages_that_is_too_small_is_not_used(world, huge):
+    subprocess.run(["mount", "-o", "remount,size=4k", huge], check=True)
+    _, (pool,) = world.open()
+    assert pool.place == SHM_DIR and not pool.huge_pages and not list(huge.iterdir())
+    assert adopted(world) == [True]
+    world.config = dataclasses.replace(world.config, pool_dir=str(huge))
+    with pytest.raises(StartupError, match="bytes free"):
+        world.open()
+
+
 def test_a_pool_is_adopted_where_it_lies_though_a_new_one_would_lie_elsewhere(world, huge, monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(places, "HUGE_DIR", "/absent")

@@ -82,7 +82,6 @@ class Faults::FaultyFiles final : public Files {
     if (error == 0) faults_.unsafe_.erase(path);
     return error;
   }
-  int space(Space* space) override { return real_->space(space); }
   void close(int fd) override { real_->close(fd); }
 
  private:
@@ -206,6 +205,8 @@ Faults::Faults(const std::string& schedule, const std::string& directory, std::u
 Faults::~Faults() = default;
 Files& Faults::files() { return *files_; }
 Engine& Faults::engine() { return *engine_; }
+std::unique_ptr<Files> Faults::take_files() { return std::move(files_); }
+std::unique_ptr<Engine> Faults::take_engine() { return std::move(engine_); }
 
 void Faults::parse(const std::string& schedule) {
   for (size_t at = 0; at < schedule.size();) {

@@ -35,6 +35,9 @@ class Faults {
   ~Faults();
   Files& files();
   Engine& engine();
+  // For an owner of their own. This must outlive them.
+  std::unique_ptr<Files> take_files();
+  std::unique_ptr<Engine> take_engine();
   uint64_t injected() const { return injected_; }
 
  private:

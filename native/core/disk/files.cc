@@ -5,7 +5,6 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -145,13 +144,6 @@ int RealFiles::aside(const std::string& path) {
         move(path, std::string(kAsideDirectory) + "/" + std::string(last_name(path)) + "." + std::to_string(i), RENAME_NOREPLACE);
   // Kept already as often as anybody will look at it.
   return result == -EEXIST ? remove(path) : result;
-}
-
-int RealFiles::space(Space* space) {
-  struct statvfs about;
-  if (::fstatvfs(root_.get(), &about) != 0) return -errno;
-  *space = {about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize, about.f_favail};
-  return 0;
 }
 
 void RealFiles::close(int fd) { ::close(fd); }

@@ -21,12 +21,6 @@ inline constexpr char kTempDirectory[] = "tmp";
 inline constexpr char kAsideDirectory[] = "aside";
 bool is_temp_name(std::string_view name);  // of a file in DIR/tmp
 
-struct Space {
-  uint64_t total_bytes = 0;
-  uint64_t free_bytes = 0;  // for this user
-  uint64_t free_files = 0;
-};
-
 // Holds a directory of blocks for one daemon, or for one repair: -EWOULDBLOCK while another holds it. Closing lets go.
 int lock_directory(const std::string& directory);
 
@@ -42,7 +36,6 @@ class Files {
   virtual int publish(const std::string& temp, const std::string& path) = 0;
   virtual int remove(const std::string& path) = 0;  // a file, temporary or not; never a directory
   virtual int aside(const std::string& path) = 0;   // moves a file where nobody looks for it
-  virtual int space(Space* space) = 0;
   virtual void close(int fd) = 0;
 };
 
@@ -55,7 +48,6 @@ class RealFiles final : public Files {
   int publish(const std::string& temp, const std::string& path) override;
   int remove(const std::string& path) override;
   int aside(const std::string& path) override;
-  int space(Space* space) override;
   void close(int fd) override;
 
  private:

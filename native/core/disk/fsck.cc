@@ -22,6 +22,7 @@ namespace kv {
 namespace {
 
 constexpr uint64_t kWindowBytes = 4 << 20;  // read at a time; a multiple of any alignment of direct I/O
+constexpr size_t kMaxIdentities = 1024;     // counted by name; a directory has a handful
 constexpr auto kProgressEvery = std::chrono::milliseconds(250);
 
 std::string text(int error) { return std::strerror(-error); }
@@ -128,7 +129,7 @@ class Check {
     if (!decoded) return std::string(decoded.wrong);
     const FileHeader& header = *decoded.header;
     if (header.key != key) return "of another block";
-    if (!options_.layers) return {};
+    if (!options_.layers) return count(header.identity), std::string();
     uint64_t at = kBlockFileHeaderBytes;
     for (uint32_t layer = 0; layer < header.layers; ++layer) {
       const std::optional<uint32_t> sum = checksum(at, header.layer_bytes(layer));
@@ -138,7 +139,14 @@ class Check {
     }
     const std::optional<uint32_t> sum = checksum(at, bytes - at);
     if (!sum) return unreadable();
-    return *sum == header.tail_checksum ? "" : "the bytes behind the layers differ";
+    if (*sum != header.tail_checksum) return "the bytes behind the layers differ";
+    count(header.identity);
+    return {};
+  }
+
+  void count(const Key& identity) {
+    const std::string name = identity == Key{} ? "unknown" : hex(identity);
+    if (report_.identities.contains(name) || report_.identities.size() < kMaxIdentities) ++report_.identities[name];
   }
 
   std::optional<uint32_t> checksum(uint64_t at, uint64_t bytes) {

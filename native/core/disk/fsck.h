@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <string_view>
 
@@ -39,8 +40,9 @@ struct FsckReport {
   uint64_t aside = 0;  // files in DIR/aside
   uint64_t found[kFindings] = {};
   uint64_t repaired = 0;
-  uint64_t failed = 0;  // repairs
-  uint64_t errors = 0;  // directories or files that could not even be listed
+  uint64_t failed = 0;                         // repairs
+  uint64_t errors = 0;                         // directories or files that could not even be listed
+  std::map<std::string, uint64_t> identities;  // good blocks by the reuse identity in their header, as hexadecimal digits
   // What is wrong still.
   uint64_t wrong() const;
 };

@@ -15,10 +15,9 @@
 namespace kv {
 namespace {
 
-constexpr size_t kMaxQueue = 4096;                     // loads that wait
-constexpr uint32_t kRemovalsATurn = 64;                // so that reading goes on between them
-constexpr uint64_t kAssumedBytesPerS = 1'000'000'000;  // until something was loaded
-constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;     // the speed is that of about the last 4 GiB
+constexpr size_t kMaxQueue = 4096;                  // loads that wait
+constexpr uint32_t kRemovalsATurn = 64;             // so that reading goes on between them
+constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;  // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
 constexpr uint64_t kLastRemovalsMs = 1000;
 
@@ -43,6 +42,7 @@ DiskTier::DiskTier(Store& store, Options options)
       pool_guard_(pool_, &pool_hit_),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      day_(static_cast<uint64_t>(::time(nullptr)) / kDayS),
       index_(options.max_files),
       quota_bytes_(options.quota_bytes) {
   if (options.directories.empty() || options.directories.size() > 64)
@@ -51,8 +51,9 @@ DiskTier::DiskTier(Store& store, Options options)
   watch(epoll_.get(), wake_.get());
   for (Directory& directory : options.directories) {
     watch(epoll_.get(), directory.engine->event_fd());
-    places_.push_back({.at = std::move(directory), .state = {}, .text = {}});
+    places_.push_back({.at = std::move(directory), .state = {}, .text = {}, .waiting = {}});
   }
+  queues_.resize(places_.size());
 }
 
 DiskTier::~DiskTier() { stop(); }
@@ -76,31 +77,26 @@ void DiskTier::stop() {
 
 // ---------------------------------------------------------------- what the doors call
 
-LowerTier::Promise DiskTier::promote(const Key& key, uint32_t priority) {
-  const uint64_t speed = bytes_per_s_.load(std::memory_order_relaxed);
-  auto wait_us = [&](uint64_t bytes) {
-    const uint64_t waiting = waiting_bytes_.load(std::memory_order_relaxed) + bytes;
-    return static_cast<uint32_t>(std::min<uint64_t>(
-        UINT32_MAX, latency_us_.load(std::memory_order_relaxed) + waiting * 1'000'000 / (speed ? speed : kAssumedBytesPerS)));
-  };
+// Pending: it is being loaded. OnDisk: too many loads wait. Resident: look again.
+Presence DiskTier::promote(const Key& key, uint32_t priority) {
   std::lock_guard lock(mutex_);
   const FileIndex::Entry* entry = index_.find(key);
   const uint64_t bytes = entry ? entry->bytes() : 0;
-  if (loading_.contains(key) && !cancelled_.contains(key)) return {Presence::Pending, wait_us(0)};
-  if (queued_.contains(key)) return {Presence::Pending, wait_us(0)};
-  if (entry ? entry->doomed : scanned_ || doom_what_is_found_ || doomed_unknown_.contains(key)) return {Presence::Missing, 0};
-  if (loading_.contains(key)) return {Presence::Missing, 0};
+  if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
+  if (queued_.contains(key)) return Presence::Pending;
+  if (entry ? entry->doomed : listed() || doom_what_is_found_ || doomed_unknown_.contains(key)) return Presence::Missing;
+  if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
-    if (now_ms() < vain->second) return {Presence::Missing, 0};
+    if (now_ms() < vain->second) return Presence::Missing;
     in_vain_.erase(vain);
   }
-  if (queue_.size() >= kMaxQueue) return {Presence::OnDisk, wait_us(bytes)};
-  const Promise promise{Presence::Pending, wait_us(bytes)};
-  queue_.emplace(std::pair(~priority, ++arrivals_), Wanted{key, bytes});
+  Queue& queue = queues_[entry ? entry->directory : home(key)];
+  if (queue.size() >= kMaxQueue) return Presence::OnDisk;
+  queue.emplace(std::pair(~priority, ++arrivals_), Wanted{key, bytes});
   queued_.insert(key);
   waiting_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-  if (queue_.size() == 1) ::eventfd_write(wake_.get(), 1);
-  return promise;
+  if (queue.size() == 1) ::eventfd_write(wake_.get(), 1);
+  return Presence::Pending;
 }
 
 bool DiskTier::forget(const Key& key) {
@@ -109,7 +105,7 @@ bool DiskTier::forget(const Key& key) {
   FileIndex::Entry* entry = index_.find(key);
   const bool known = entry && !entry->doomed;
   if (entry && entry->doomed) return false;
-  if (!entry && (scanned_ || !doomed_unknown_.insert(key).second)) return false;
+  if (!entry && (listed() || !doomed_unknown_.insert(key).second)) return false;
   if (entry) entry->doomed = true;
   doomed_.push_back(key);
   ::eventfd_write(wake_.get(), 1);
@@ -121,7 +117,7 @@ void DiskTier::forget_all() {
   for (const auto* keys : {&loading_, &writing_}) cancelled_.insert(keys->begin(), keys->end());
   index_.each([](FileIndex::Entry& entry) { entry.doomed = true; });
   sweep_ = true;
-  doom_what_is_found_ = !scanned_;
+  doom_what_is_found_ = !listed();
   ::eventfd_write(wake_.get(), 1);
 }
 
@@ -137,7 +133,7 @@ DiskTier::Stats DiskTier::stats() {
   s.files = index_.size();
   s.bytes = index_.bytes() + reserved_bytes_;
   s.quota_bytes = quota_bytes_;
-  s.loads_waiting = queue_.size();
+  for (const Queue& queue : queues_) s.loads_waiting += queue.size();
   s.loads_in_flight = loading_.size();
   s.writes_in_flight = writing_.size() + starting_.load();
   s.written_today_bytes = written_today_.load();
@@ -169,7 +165,7 @@ void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
   while (!stop_.load()) {
     const bool more = turn();
-    wait(more ? 0 : kIdleMs);
+    wait(more ? 0 : until_rested_ms());
   }
   // What is in flight ends: a load's memory and a write's block are held until then.
   while (!loads_.empty() || !writes_.empty()) {
@@ -192,12 +188,17 @@ bool DiskTier::turn() {
   reap();
   submit_waiting();
   probe();
-  start_loads();
+  for (uint8_t d = 0; d < places_.size(); ++d) start_loads(d);
   start_writes();
   tell_speed();
   make_quota_room(0);
   std::lock_guard lock(mutex_);
   return sweep_ || !doomed_.empty();
+}
+
+int DiskTier::until_rested_ms() const {
+  const uint64_t now = monotonic_ns();
+  return now < rest_until_ns_ ? static_cast<int>((rest_until_ns_ - now) / 1'000'000) + 1 : kIdleMs;
 }
 
 void DiskTier::wait(int timeout_ms) {
@@ -215,24 +216,22 @@ void DiskTier::reap() {
     const size_t count = place.at.engine->completed(done);
     for (size_t i = 0; i < count; ++i) {
       Step& step = *static_cast<Step*>(done[i]->user);
-      step.load ? load_step_done(step) : write_done(*step.write);
+      step.load ? load_step_done(step) : write_step_done(step);
     }
   }
 }
 
 bool DiskTier::submit(Step& step, uint8_t directory) {
   step.transfer.user = &step;
-  if (waiting_steps_.empty() && places_[directory].at.engine->submit(&step.transfer)) return true;
-  waiting_steps_.emplace_back(&step, directory);
+  Place& place = places_[directory];
+  if (place.waiting.empty() && place.at.engine->submit(&step.transfer)) return true;
+  place.waiting.push_back(&step);
   return false;
 }
 
 void DiskTier::submit_waiting() {
-  while (!waiting_steps_.empty()) {
-    auto [step, directory] = waiting_steps_.front();
-    if (!places_[directory].at.engine->submit(&step->transfer)) return;
-    waiting_steps_.pop_front();
-  }
+  for (Place& place : places_)
+    while (!place.waiting.empty() && place.at.engine->submit(&place.waiting.front()->transfer)) place.waiting.pop_front();
 }
 
 // ---------------------------------------------------------------- removing
@@ -249,7 +248,10 @@ bool DiskTier::remove_file(const Key& key, uint8_t directory) {
   }
   std::lock_guard lock(mutex_);
   index_.erase(key);
-  if (scanned_) doomed_unknown_.erase(key);  // until then its name may still come up
+  if (scanned_)
+    doomed_unknown_.erase(key);
+  else if (doomed_unknown_.contains(key))
+    gone_unknown_.push_back(key);  // its name may still come up
   return true;
 }
 

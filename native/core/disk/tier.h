@@ -72,7 +72,7 @@ class DiskTier final : public LowerTier {
   void start();
   void stop();  // what is in flight ends or is abandoned; no file is left half
 
-  Promise promote(const Key& key, uint32_t priority) override;
+  Presence promote(const Key& key, uint32_t priority) override;
   bool forget(const Key& key) override;
   void forget_all() override;
 
@@ -84,6 +84,7 @@ class DiskTier final : public LowerTier {
   double thread_cpu_s() const;
 
  private:
+  struct Step;
   struct Place {  // a directory and how it fares
     Directory at;
     uint32_t errors = 0;  // in a row
@@ -91,6 +92,9 @@ class DiskTier final : public LowerTier {
     uint64_t probe_bytes = kPageBytes;  // what it last had no room for
     bool reading = false;               // what failed
     std::string state, text;
+    std::deque<Step*> waiting;     // what its engine had no room for
+    size_t loads = 0, writes = 0;  // under way
+    uint64_t load_bytes = 0;       // of the files of those loads
   };
   struct alignas(kPageBytes) Page {
     std::byte bytes[kBlockFileHeaderBytes];
@@ -118,6 +122,8 @@ class DiskTier final : public LowerTier {
   // tier.cc
   void run();
   bool turn();
+  bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
+  int until_rested_ms() const;
   void wait(int timeout_ms);
   void reap();
   bool submit(Step& step, uint8_t directory);
@@ -134,8 +140,8 @@ class DiskTier final : public LowerTier {
   void tell_speed();
 
   // tier_load.cc
-  void start_loads();
-  bool start_load(const Key& key);
+  void start_loads(uint8_t directory);
+  bool take_load(uint8_t directory, Load& load);
   int open_file(const Key& key, uint8_t* directory, uint64_t* bytes);
   void load_step_done(Step& step);
   void read_header(Load& load);
@@ -148,9 +154,13 @@ class DiskTier final : public LowerTier {
 
   // tier_write.cc
   void start_writes();
+  void give_way();
   bool may_write() const;
+  bool takes_a_write(uint8_t directory) const;
   void start_write(const WriteJob& job);
   bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
+  void plan_pieces(Write& write);
+  void write_step_done(Step& step);
   void write_done(Write& write);
   void end_write(Write& write, bool written);
 
@@ -184,9 +194,9 @@ class DiskTier final : public LowerTier {
   std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
-  std::deque<std::pair<Step*, uint8_t>> waiting_steps_;  // what an engine had no room for
-  std::vector<std::pair<Key, uint8_t>> stubborn_;        // files of deleted blocks that could not be removed yet
-  uint64_t day_ = 0;
+  std::vector<std::pair<Key, uint8_t>> stubborn_;              // files of deleted blocks that could not be removed yet
+  uint64_t rest_until_ns_ = 0;                                 // no write begins before
+  std::atomic<uint64_t> day_;                                  // of written_today_
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
 
   mutable std::mutex mutex_;  // guards all that follows; never held over I/O or a call of the store
@@ -195,12 +205,14 @@ class DiskTier final : public LowerTier {
     Key key;
     uint64_t bytes;
   };
-  std::map<std::pair<uint32_t, uint64_t>, Wanted> queue_;  // (highest priority first, order of arrival) -> what to load
+  using Queue = std::map<std::pair<uint32_t, uint64_t>, Wanted>;  // (highest priority first, order of arrival) -> what to load
+  std::vector<Queue> queues_;                                     // one per directory: a slow one holds up itself only
   std::unordered_set<Key, KeyHash> queued_;
   std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
   std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
   std::vector<Leftover> leftovers_;                     // temporary files to be removed; in reserved_bytes_ until they are
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index

@@ -24,31 +24,33 @@ uint32_t realtime_s() { return static_cast<uint32_t>(::time(nullptr)); }
 
 }  // namespace
 
-void DiskTier::start_loads() {
-  uint64_t in_flight = 0;
-  for (auto& [key, load] : loads_) in_flight += load->file_bytes;
-  while (waiting_steps_.empty() && !stop_.load() &&
-         (loads_.size() < kFewLoads || (loads_.size() < kManyLoads && in_flight < kBytesInFlight))) {
+// The next one that waits for a directory. False if none does.
+bool DiskTier::take_load(uint8_t directory, Load& load) {
+  std::lock_guard lock(mutex_);
+  for (Queue& queue = queues_[directory]; !queue.empty();) {
+    load.key = queue.begin()->second.key;
+    load.waiting_bytes = queue.begin()->second.bytes;
+    queue.erase(queue.begin());
+    queued_.erase(load.key);
+    if (loading_.insert(load.key).second) return true;
+    waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);  // deleted while it was being loaded, wanted again
+  }
+  return false;
+}
+
+void DiskTier::start_loads(uint8_t directory) {
+  const Place& place = places_[directory];
+  while (place.waiting.empty() && !stop_.load() &&
+         (place.loads < kFewLoads || (place.loads < kManyLoads && place.load_bytes < kBytesInFlight))) {
     auto load = std::make_unique<Load>();
-    {
-      std::lock_guard lock(mutex_);
-      if (queue_.empty()) return;
-      load->key = queue_.begin()->second.key;
-      load->waiting_bytes = queue_.begin()->second.bytes;
-      queue_.erase(queue_.begin());
-      queued_.erase(load->key);
-      if (loading_.contains(load->key)) {  // deleted while it was being loaded, and wanted again
-        waiting_bytes_.fetch_sub(load->waiting_bytes, std::memory_order_relaxed);
-        continue;
-      }
-      loading_.insert(load->key);
-    }
+    if (!take_load(directory, *load)) return;
     load->begun_ns = monotonic_ns();
     if (loads_.empty()) busy_since_ns_ = load->begun_ns;
     for (auto& [key, other] : loads_) other->alone = load->alone = false;
     Load& started = *load;
     loads_.emplace(started.key, std::move(load));
     started.fd = open_file(started.key, &started.directory, &started.file_bytes);
+    places_[started.directory].loads += 1, places_[started.directory].load_bytes += started.file_bytes;
     if (started.fd == -ENOENT || started.fd == -ELOOP || started.fd == -ENXIO) {
       end_load(started, Outcome::Missing);
     } else if (started.fd < 0) {
@@ -57,7 +59,6 @@ void DiskTier::start_loads() {
     } else if (started.file_bytes <= kBlockFileHeaderBytes || started.file_bytes % kPageBytes) {
       end_load(started, Outcome::Corrupt);
     } else {
-      in_flight += started.file_bytes;
       read_header(started);
     }
   }
@@ -261,6 +262,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
     if (!writing_.contains(load.key)) cancelled_.erase(load.key);
     waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);
   }
+  places_[load.directory].loads -= 1, places_[load.directory].load_bytes -= load.file_bytes;
   const Key key = load.key;
   loads_.erase(key);  // `load` is gone
   store_.load_ended();

@@ -38,11 +38,12 @@ void DiskTier::scan() {
     conditions_.push_back({places_[d].at.path, "failed", wrong + ": nothing is written, because the quota is not known"});
   }
   if (stop_.load()) return;
-  prune();
+  if (!unlisted_) prune();  // written by this thread only
   std::lock_guard lock(mutex_);
   scanned_ = true;
-  doom_what_is_found_ = false;
-  doomed_unknown_.clear();
+  doom_what_is_found_ &= unlisted_;
+  for (const Key& key : gone_unknown_) doomed_unknown_.erase(key);  // the others' files are still to be removed
+  gone_unknown_.clear();
   ::eventfd_write(wake_.get(), 1);
 }
 
@@ -51,6 +52,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   {
     std::lock_guard lock(mutex_);
     for (const FoundFile& file : found) {
+      if (file.written_s / kDayS == day_) written_today_ += file.bytes;  // the day's budget outlives its daemon
       if (doomed_unknown_.contains(file.key)) continue;
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
       // Longer than all may be together: no block, however little of it is there. Counted, it would push out all others.

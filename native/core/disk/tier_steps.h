@@ -8,6 +8,8 @@
 
 namespace kv {
 
+inline constexpr uint64_t kDayS = 86'400;
+
 // Runs what changes the store. False: it refused, because its namespace was fenced meanwhile; then nobody is waiting for this any
 // more.
 template <class F>
@@ -50,7 +52,9 @@ struct DiskTier::Write {
   uint64_t bytes = 0;
   uint64_t begun_ns = 0;
   std::unique_ptr<Page> page = std::make_unique<Page>();
-  Step step;
+  std::list<Step> steps;
+  uint32_t in_flight = 0;
+  int64_t result = 0;  // bytes written, or -errno of the first step that failed
 };
 
 }  // namespace kv

@@ -1,6 +1,7 @@
 // A block into a file, behind its seal. The store says which block is worth it; here is decided when: after the reads that wait,
 // within the quota and the day's budget, and only where the directory is well.
 
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -13,21 +14,45 @@
 
 namespace kv {
 namespace {
-constexpr size_t kWritesAtOnce = 4;  // what it takes to keep the device busy
-constexpr uint64_t kDayS = 86'400;
+constexpr size_t kWritesAtOnce = 4;  // in a directory: what it takes to keep the device busy
+constexpr uint64_t kPieceBytes = 1ull << 20;
+constexpr uint64_t kPoliteBytes = 256ull << 10;  // the processor is the kernel's while it takes a piece: 10 to 50 µs then
+constexpr uint64_t kAloneNs = 3'000;             // giving way takes less when nobody wants the processor
+constexpr uint64_t kRestNs = 8'000'000;
 }  // namespace
 
+// Between two steps of writing, while sessions send request upon request: whoever wants this processor has it first, or a put
+// would wait for all that is done for four blocks. If somebody did want it, the next block is begun a little later. So what puts
+// at the speed of memory meets a step of ours rarely, and at least a block every kRestNs is written all the same: most of what
+// comes that fast leaves memory before any disk could take it.
+void DiskTier::give_way() {
+  if (!loads_.empty() || !store_.streaming()) return;
+  const uint64_t before = monotonic_ns();
+  ::sched_yield();
+  const uint64_t now = monotonic_ns();
+  if (now - before > kAloneNs) rest_until_ns_ = now + kRestNs;
+}
+
 bool DiskTier::may_write() const {
+  if (monotonic_ns() < rest_until_ns_) return false;
   const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
   const bool spent = daily_write_bytes_ && today == day_ && written_today_.load(std::memory_order_relaxed) >= daily_write_bytes_;
-  bool any_well = false;
-  for (uint8_t d = 0; d < places_.size(); ++d) any_well |= well(d);
+  bool room = false;
+  for (uint8_t d = 0; d < places_.size() && !room; ++d) room = takes_a_write(d);
   std::lock_guard lock(mutex_);
-  return scanned_ && !unlisted_ && queue_.empty() && any_well && !spent && !sweep_;
+  return room && scanned_ && !unlisted_ && !spent && !sweep_;
+}
+
+// A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.
+bool DiskTier::takes_a_write(uint8_t directory) const {
+  const Place& place = places_[directory];
+  if (!well(directory) || place.writes >= kWritesAtOnce || !place.waiting.empty()) return false;
+  std::lock_guard lock(mutex_);
+  return queues_[directory].empty();
 }
 
 void DiskTier::start_writes() {
-  while (writes_.size() < kWritesAtOnce && waiting_steps_.empty() && !stop_.load() && may_write()) {
+  while (!stop_.load() && may_write()) {
     std::optional<WriteJob> job;
     starting_.store(1);  // before it leaves the store's queue: whoever counts sees it in one place at least
     try {
@@ -37,6 +62,7 @@ void DiskTier::start_writes() {
     if (job) start_write(*job);
     starting_.store(0);
     if (!job) return;
+    give_way();
   }
 }
 
@@ -47,12 +73,12 @@ void DiskTier::start_write(const WriteJob& job) {
   write->begun_ns = monotonic_ns();
   write->bytes = kBlockFileHeaderBytes + job.extent.length;
   write->directory = home(job.key);
-  while (!well(write->directory)) write->directory = static_cast<uint8_t>((write->directory + 1) % places_.size());
+  while (!takes_a_write(write->directory)) write->directory = static_cast<uint8_t>((write->directory + 1) % places_.size());
   bool there, doomed;
   {
     std::lock_guard lock(mutex_);
     const FileIndex::Entry* entry = index_.find(job.key);
-    there = entry && !entry->doomed, doomed = entry && entry->doomed;
+    there = entry && !entry->doomed, doomed = entry ? entry->doomed : doomed_unknown_.contains(job.key);
   }
   if (there || doomed || writes_.contains(job.key)) {  // it lies there since it was in memory before, or is just being removed
     store_.end_write(job.handle, there);
@@ -70,8 +96,10 @@ void DiskTier::start_write(const WriteJob& job) {
     writing_.insert(job.key);
   }
   Write& started = *write;
+  places_[started.directory].writes += 1;
   writes_.emplace(job.key, std::move(write));
   started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
+  give_way();
   if (started.fd < 0) {
     started.temp.clear();
     places_[started.directory].probe_bytes = started.bytes;
@@ -79,13 +107,29 @@ void DiskTier::start_write(const WriteJob& job) {
     write_errors_ += 1;
     return end_write(started, false);
   }
-  started.step.write = &started;
-  started.step.transfer.fd = started.fd;
-  started.step.transfer.write = true;
-  started.step.transfer.parts[0] = {started.page->bytes, kBlockFileHeaderBytes};
-  started.step.transfer.parts[1] = {pool_.data() + job.extent.offset, job.extent.length};
-  started.step.transfer.count = 2;
-  submit(started.step, started.directory);
+  plan_pieces(started);
+  for (Step& step : started.steps) {
+    submit(step, started.directory);
+    give_way();
+  }
+}
+
+// The header goes with the first piece.
+void DiskTier::plan_pieces(Write& write) {
+  const Extent& extent = write.job.extent;
+  const uint64_t piece = store_.streaming() ? kPoliteBytes : kPieceBytes;
+  for (uint64_t at = 0; at < extent.length; at += piece) {
+    Step& step = write.steps.emplace_back();
+    step.write = &write;
+    Transfer& transfer = step.transfer;
+    transfer.fd = write.fd, transfer.write = true;
+    if (at == 0)
+      transfer.parts[transfer.count++] = {write.page->bytes, kBlockFileHeaderBytes};
+    else
+      transfer.offset = kBlockFileHeaderBytes + at;
+    transfer.parts[transfer.count++] = {pool_.data() + extent.offset + at, std::min(piece, extent.length - at)};
+  }
+  write.in_flight = static_cast<uint32_t>(write.steps.size());
 }
 
 // The header, with the checksums the writer left or those of the bytes as they are. False if no file can hold such a block.
@@ -111,6 +155,9 @@ bool DiskTier::describe_block(Write& write, const WriteJob& job, const KnownLayo
     MetaHead meta;
     std::memcpy(&meta, block + layout.meta_offset(tokens), sizeof meta);
     if (meta.magic == kMetaMagic) header.content_key = meta.content;
+    const bool known_size = meta.magic == kMetaMagic && meta.tokens == tokens && meta.extra_words <= 4 && meta.has_identity == 1;
+    if (known_size && identity_offset(meta) + sizeof(Key) <= layout.meta_bytes(tokens))
+      std::memcpy(&header.identity, block + layout.meta_offset(tokens) + identity_offset(meta), sizeof(Key));
   }
   const uint64_t tail = layout.layers_bytes(tokens);
   header.tail_checksum = crc32c(block + tail, header.data_bytes - tail);
@@ -118,9 +165,18 @@ bool DiskTier::describe_block(Write& write, const WriteJob& job, const KnownLayo
   return !pool_hit_.load();  // a client cut the pool under us: zeroes, not the block's bytes
 }
 
+void DiskTier::write_step_done(Step& step) {
+  Write& write = *step.write;
+  if (step.transfer.result < 0)
+    write.result = step.transfer.result;
+  else if (write.result >= 0)
+    write.result += step.transfer.result;
+  if (--write.in_flight == 0) write_done(write);
+}
+
 // Written whole, the file gets its name; then the store says whether the block is still wanted.
 void DiskTier::write_done(Write& write) {
-  const int64_t result = write.step.transfer.result;
+  const int64_t result = write.result;
   if (result != static_cast<int64_t>(write.bytes)) {
     if (result != -EFAULT) went_wrong(write.directory, result < 0 ? static_cast<int>(-result) : EIO, true, "writing a file");
     write_errors_ += 1;
@@ -137,6 +193,7 @@ void DiskTier::write_done(Write& write) {
     write_errors_ += 1;
     return end_write(write, false);
   }
+  give_way();
   write.temp.clear();
   went_well(write.directory, true);
   end_write(write, true);
@@ -148,7 +205,7 @@ void DiskTier::end_write(Write& write, bool written) {
   if (write.fd >= 0) files.close(write.fd);
   if (written) {
     const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
-    if (std::exchange(day_, today) != today) written_today_.store(0);
+    if (day_.exchange(today) != today) written_today_.store(0);
     written_today_ += write.bytes;
     written_ += 1, write_bytes_ += write.bytes;
     write_latency_.add(monotonic_ns() - write.begun_ns);
@@ -169,6 +226,7 @@ void DiskTier::end_write(Write& write, bool written) {
   }
   const uint8_t directory = write.directory;
   if (!write.temp.empty()) remove_leftover({write.temp, directory, write.bytes});
+  places_[directory].writes -= 1;
   writes_.erase(job.key);  // `write` is gone
   if (store_.end_write(job.handle, keep)) return;
   if (written) {  // deleted meanwhile: gone before it can be found

@@ -1,0 +1,124 @@
+// Goal: of several directories each fares by itself. One that answers nothing holds up neither the reading nor the writing of the
+// others; what it holds comes when it answers again. A directory that cannot be listed is read and not written.
+//
+// Proven by removal (in a copy of the tree): start_loads() asks whether any directory's engine is full instead of this one's: the
+// first test fails.
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+
+#include "check.h"
+#include "tier_fixture.h"
+
+namespace kv {
+namespace {
+
+namespace fs = std::filesystem;
+using test::DiskRig;
+using test::eventually;
+using test::key;
+
+// Passes everything on, and says that nothing is done while `stuck`.
+class StuckEngine final : public Engine {
+ public:
+  StuckEngine(std::unique_ptr<Engine> engine, std::atomic<bool>& stuck) : engine_(std::move(engine)), stuck_(stuck) {}
+  bool submit(Transfer* transfer) override { return in_flight() < depth() && engine_->submit(transfer); }
+  size_t completed(std::span<Transfer*> done) override {
+    Transfer* now[kMaxDepth];
+    const size_t count = engine_->completed(now);
+    held_.insert(held_.end(), now, now + count);
+    if (stuck_.load()) return 0;
+    const size_t given = std::min(done.size(), held_.size());
+    std::copy_n(held_.begin(), given, done.begin());
+    held_.erase(held_.begin(), held_.begin() + static_cast<ptrdiff_t>(given));
+    return given;
+  }
+  int event_fd() const override { return engine_->event_fd(); }
+  uint32_t depth() const override { return engine_->depth(); }
+  uint32_t in_flight() const override { return engine_->in_flight() + static_cast<uint32_t>(held_.size()); }
+  std::string name() const override { return "stuck"; }
+
+ private:
+  const std::unique_ptr<Engine> engine_;
+  std::atomic<bool>& stuck_;
+  std::vector<Transfer*> held_;
+};
+
+struct TwoDirectories {
+  TwoDirectories() {
+    rig.also = [this](DiskTier::Options& options) {
+      DiskTier::Directory& first = options.directories[0];
+      event = first.engine->event_fd();
+      first.engine = std::make_unique<StuckEngine>(std::move(first.engine), stuck);
+      Choice choice = choose_engine(other.directory, 8);
+      options.directories.push_back(
+          {other.directory, std::make_unique<RealFiles>(other.directory, choice.direct), std::move(choice.engine)});
+    };
+    other.stop();  // only its directory is wanted
+    rig.restart(true);
+  }
+  ~TwoDirectories() { release(); }
+  void release() {
+    stuck = false;
+    ::eventfd_write(event, 1);
+  }
+  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
+
+  std::atomic<bool> stuck{false};
+  int event = -1;
+  DiskRig other, rig;
+};
+
+TEST(a_directory_that_does_not_answer_holds_up_no_other) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  constexpr uint64_t kBlocks = 48, kMore = 12;
+  for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.put_on_disk(i));
+  rig.fill(1000);
+  two.stuck = true;
+  for (uint64_t i = 0; i < kBlocks; ++i) CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Pending);
+  uint64_t there = 0;
+  for (uint64_t i = 0; i < kBlocks; ++i) {
+    if (!two.in_other(i)) continue;
+    there += 1;
+    CHECK(eventually([&] { return rig.presence(i) == Presence::Resident; }));
+  }
+  CHECK(there > 0 && there < kBlocks);
+  for (uint64_t i = 2000; i < 2000 + kMore; ++i) {
+    CHECK(rig.put(i, kMaxPriority));
+    CHECK(eventually([&] { return rig.on_disk_as_well(i); }));
+    CHECK(two.in_other(i));
+  }
+  CHECK_EQ(rig.tier->stats().loaded, there);
+  two.release();
+  CHECK(eventually([&] { return !rig.busy(); }));
+  CHECK_EQ(rig.tier->stats().loaded, kBlocks);
+  rig.store->check_integrity();
+}
+
+TEST(nothing_is_written_where_a_directory_could_not_be_listed) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 3; ++i) CHECK(rig.put_on_disk(i));
+  rig.tier.reset();
+  rig.make_tier();
+  rlimit before;
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{0, before.rlim_max};
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  rig.run_tier();  // which waits for the end of the listing
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  const auto conditions = rig.tier->conditions();
+  CHECK_EQ(conditions.size(), 1u);
+  if (conditions.size() == 1) {
+    CHECK_EQ(conditions[0].state, std::string("failed"));
+    CHECK(conditions[0].text.find("nothing is written") != std::string::npos);
+  }
+  CHECK(rig.put(10, kMaxPriority));
+  CHECK_EQ(rig.store->stats().pending_writes, 1u);
+  for (uint64_t i = 1; i <= 3; ++i) CHECK(rig.load(i));  // each goes through turns that would have written
+  CHECK_EQ(rig.tier->stats().written, 0u);
+  CHECK_EQ(rig.files().size(), 3u);
+  rig.store->check_integrity();
+}
+
+}  // namespace
+}  // namespace kv
