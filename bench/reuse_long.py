@@ -22,7 +22,7 @@ BLOCK_TOKENS = 32  # a document holds a whole block wherever it is cut, if it ha
 SAMPLED = 5  # every so many queries plain generate() is asked too
 STORE_MIB = 80  # 1,800 tokens; all documents have 2,880
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
-ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 24, 4, 16, 480
+ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 12, 4, 16, 480
 
 
 def queries(subject: Any) -> Iterator[dict[str, Any]]:
