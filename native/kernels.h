@@ -255,7 +255,8 @@ enum kvk_cpu_path {
   KVK_CPU_AVX512_FP16 = 5,
   KVK_CPU_AMX = 6
 };
-/* The path that `auto` stands for. */
+/* The path that `auto` stands for; KVK_CPU_AUTO if KVK_CPU_PATH names none that can run here: kvk_cpu_lacks(KVK_CPU_AUTO) says
+ * why, and so does every call that leaves the path to `auto`. */
 KVK_EXPORT uint32_t kvk_cpu_auto(void);
 /* NULL if this machine can run `path`, else a sentence that says what it lacks. */
 KVK_EXPORT const char* kvk_cpu_lacks(uint32_t path);

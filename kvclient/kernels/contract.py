@@ -249,5 +249,10 @@ def lacks(name: str) -> str | None:
 
 
 def auto_path() -> str:
-    """The path that "auto" stands for on this machine."""
+    """The path that "auto" stands for on this machine.
+
+    Raises InvalidArgument if KVK_CPU_PATH names one that there is not, or that cannot run here.
+    """
+    if reason := lacks("auto"):
+        raise InvalidArgument(reason)
     return PATHS[cpu().kvk_cpu_auto()]

@@ -1,5 +1,6 @@
 #include "cpu/paths.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -22,15 +23,31 @@ constexpr const Path* kPaths[] = {nullptr, &kReferencePath, &kAvx2Path, &kAvx512
 constexpr const char* kNames[] = {"auto", "reference", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx"};
 constexpr uint32_t kPathCount = sizeof kPaths / sizeof *kPaths;
 
-uint32_t choose() {
-  uint32_t best = KVK_CPU_REFERENCE;
+// What `auto` stands for. With `problem`, nothing: the environment names what cannot be had.
+struct Choice {
+  uint32_t path = KVK_CPU_AUTO;
+  char problem[200] = "";
+};
+
+Choice choose() {
+  Choice out;
   const char* wanted = std::getenv("KVK_CPU_PATH");
+  const char* missing = "there is no path of that name";
   for (uint32_t path = KVK_CPU_REFERENCE; path < kPathCount; ++path) {
-    if (lacks(path) != nullptr) continue;
-    if (wanted != nullptr && std::strcmp(wanted, kNames[path]) == 0) return path;
-    best = path;
+    const char* lacking = lacks(path);
+    if (wanted == nullptr && lacking == nullptr) out.path = path;
+    if (wanted == nullptr || std::strcmp(wanted, kNames[path]) != 0) continue;
+    if (lacking == nullptr) out.path = path;
+    missing = lacking;
   }
-  return best;
+  if (wanted != nullptr && missing != nullptr)
+    std::snprintf(out.problem, sizeof out.problem, "KVK_CPU_PATH=%.40s: %s", wanted, missing);
+  return out;
+}
+
+const Choice& chosen() {
+  static const Choice choice = choose();
+  return choice;
 }
 
 #if defined(__x86_64__)
@@ -71,7 +88,8 @@ const char* lacks_avx(uint32_t path) {
 }  // namespace
 
 const char* lacks(uint32_t path) {
-  if (path == KVK_CPU_AUTO || path == KVK_CPU_REFERENCE) return nullptr;
+  if (path == KVK_CPU_AUTO) return chosen().problem[0] ? chosen().problem : nullptr;
+  if (path == KVK_CPU_REFERENCE) return nullptr;
   if (path >= kPathCount) return "there is no path of that number";
   if (kPaths[path] == nullptr) return "the compiler of this build has no -mavx512fp16";
 #if defined(__x86_64__)
@@ -86,10 +104,7 @@ const char* lacks(uint32_t path) {
 #endif
 }
 
-uint32_t auto_path() {
-  static const uint32_t path = choose();
-  return path;
-}
+uint32_t auto_path() { return chosen().path; }
 
 const Path* path_of(uint32_t path) {
   if (const char* missing = lacks(path)) {

@@ -207,6 +207,24 @@ def test_the_native_path_can_be_forced_from_outside():
     assert done.stdout.strip() == "reference", done.stderr
 
 
+@pytest.mark.parametrize("name", ["avx1024", "amx", ""])
+def test_a_native_path_that_cannot_be_had_is_an_error_that_names_it(name):
+    if contract.lacks("amx") is None and name == "amx":
+        pytest.skip("this machine has AMX")
+    code = """
+import torch
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import backends
+try:
+    backends.choose(torch.device("cpu"), torch.float32, 64)
+except InvalidArgument as error:
+    print(error)
+"""
+    env = {"KVK_CPU_PATH": name, "PYTHONPATH": "."}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith(f"KVK_CPU_PATH={name}: "), done.stderr
+
+
 def test_installing_twice_is_refused_and_uninstalling_is_not():
     model = known("llama")
     attention.install(model, "torch")
