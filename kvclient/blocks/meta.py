@@ -35,6 +35,14 @@ def pack(meta: Meta) -> bytes:
     return header + meta.token_ids + meta.extra_ids + meta.identity
 
 
+def put(area: memoryview, meta: Meta) -> None:
+    """Packs it into the area; without the identity where a short block's area has no room left for it."""
+    packed = pack(meta)
+    if len(packed) > len(area):
+        packed = pack(meta._replace(identity=b""))
+    area[: len(packed)] = packed
+
+
 def unpack(area: memoryview | bytes, tokens: int) -> Meta | None:
     """The meta of a block of `tokens` tokens, or None if the area does not hold one."""
     if len(area) < _HEADER.size + 4 * tokens:

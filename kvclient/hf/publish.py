@@ -70,7 +70,7 @@ class Publisher:
             starts = chain.start_tokens
             for index in writer.granted:
                 block = writer[index]
-                block.meta[: len(metas[index])] = metas[index]
+                meta.put(block.meta, metas[index])
                 start = pad + starts[first + index]
                 self._slots.append(Slot(writer, index, block, row, start, start + block.tokens))
         self.no_space += writer.results.count("no_space")
@@ -169,13 +169,13 @@ class Publisher:
             self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
 
 
-def _metas(chain: Any, first: int) -> list[bytes]:
-    """The meta areas of the blocks from `first` on: with them a reader confirms its hit."""
+def _metas(chain: Any, first: int) -> list[meta.Meta]:
+    """What the meta areas of the blocks from `first` on say: with it a reader confirms its hit."""
     ids = memoryview(chain.token_ids).cast("B")
     ends = list(accumulate(chain.token_counts))
     parents, contents, own = chain.parent_keys, chain.content_keys, chain.identity
     return [
-        meta.pack(meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b"", own))
+        meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b"", own)
         for i, (end, count) in enumerate(zip(ends, chain.token_counts, strict=True))
         if i >= first
     ]

@@ -20,6 +20,15 @@ def test_round_trip(extra_words, identity):
     assert meta.unpack(meta.pack(made) + bytes(100), 5) == made
 
 
+def test_a_short_block_has_no_room_for_the_identity():
+    made = meta.Meta(b"p" * 32, b"c" * 32, bytes(4 * 2), b"", IDENTITY)
+    whole = len(meta.pack(made))
+    for room, found in ((whole, made), (whole - 1, made._replace(identity=b""))):
+        area = bytearray(b"\xff" * room)
+        meta.put(memoryview(area), made)
+        assert meta.unpack(area, 2) == found
+
+
 @given(st.binary(max_size=200), st.integers(0, 20))
 def test_garbage_is_no_meta(area, tokens):
     found = meta.unpack(area, tokens)
