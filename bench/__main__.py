@@ -50,7 +50,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--json", type=Path, metavar="FILE", help="where the figures go (default bench/out/TIME.json)"
     )
     parser.add_argument(
-        "--into", type=Path, metavar="FILE", help="replace these rows in an earlier run's file"
+        "--into", type=Path, metavar="FILE", help="replace these rows in an earlier run's file, or begin one"
     )
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="measure nothing: print the table of this file"
@@ -159,7 +159,8 @@ def main() -> int:
     run["load_after"] = round(os.getloadavg()[0], 2)
     target = chosen.json or ROOT / "bench" / "out" / time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
     if chosen.into:
-        target, run = chosen.into, replaced(json.loads(chosen.into.read_text()), run)
+        target = chosen.into
+        run = replaced(json.loads(target.read_text()), run) if target.exists() else run
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(run, indent=1) + "\n")
     print(markdown(run), end="")
