@@ -95,6 +95,25 @@ TEST(a_directory_that_does_not_answer_holds_up_no_other) {
   rig.store->check_integrity();
 }
 
+// Reads asked for between the look at the directories and the choice of one: whoever waits for them to go waits for ever.
+TEST(reads_asked_for_at_any_moment_hold_up_no_write) {
+  DiskRig rig;
+  for (uint64_t i = 1; i <= 8; ++i) CHECK(rig.put_on_disk(i));
+  std::atomic<bool> stop{false};
+  std::thread asking([&] {
+    for (uint64_t i = 0; !stop.load(); ++i) rig.tier->promote(key(1 + i % 8), 35);
+  });
+  for (uint64_t i = 2000; i < 2300; ++i) {
+    rig.put(i, kMaxPriority);
+    const uint64_t before = rig.tier->stats().written;
+    CHECK(eventually([&] { return rig.tier->stats().written > before || rig.store->stats().pending_writes == 0; }));
+  }
+  stop.store(true);
+  asking.join();
+  CHECK(eventually([&] { return !rig.busy(); }));
+  rig.store->check_integrity();
+}
+
 TEST(nothing_is_written_where_a_directory_could_not_be_listed) {
   DiskRig rig;
   for (uint64_t i = 1; i <= 3; ++i) CHECK(rig.put_on_disk(i));

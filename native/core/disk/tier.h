@@ -156,7 +156,9 @@ class DiskTier final : public LowerTier {
   void start_writes();
   void give_way();
   bool may_write() const;
+  bool has_room(uint8_t directory) const;
   bool takes_a_write(uint8_t directory) const;
+  uint8_t directory_for(const Key& key) const;
   void start_write(const WriteJob& job);
   bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
   void plan_pieces(Write& write);

@@ -43,12 +43,27 @@ bool DiskTier::may_write() const {
   return room && scanned_ && !unlisted_ && !spent && !sweep_;
 }
 
+// As far as this thread alone decides.
+bool DiskTier::has_room(uint8_t directory) const {
+  const Place& place = places_[directory];
+  return well(directory) && place.writes < kWritesAtOnce && place.waiting.empty();
+}
+
 // A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.
 bool DiskTier::takes_a_write(uint8_t directory) const {
-  const Place& place = places_[directory];
-  if (!well(directory) || place.writes >= kWritesAtOnce || !place.waiting.empty()) return false;
+  if (!has_room(directory)) return false;
   std::lock_guard lock(mutex_);
   return queues_[directory].empty();
+}
+
+// The key's own directory, or the next one that takes a write. Once around: reads that were asked for since may_write() looked
+// wait for this very thread.
+uint8_t DiskTier::directory_for(const Key& key) const {
+  const auto after = [&](uint8_t d) { return static_cast<uint8_t>((d + 1) % places_.size()); };
+  uint8_t directory = home(key);
+  for (size_t i = 0; i < places_.size() && !takes_a_write(directory); ++i) directory = after(directory);
+  for (size_t i = 0; i < places_.size() && !has_room(directory); ++i) directory = after(directory);
+  return directory;
 }
 
 void DiskTier::start_writes() {
@@ -72,8 +87,7 @@ void DiskTier::start_write(const WriteJob& job) {
   write->job = job;
   write->begun_ns = monotonic_ns();
   write->bytes = kBlockFileHeaderBytes + job.extent.length;
-  write->directory = home(job.key);
-  while (!takes_a_write(write->directory)) write->directory = static_cast<uint8_t>((write->directory + 1) % places_.size());
+  write->directory = directory_for(job.key);
   bool there, doomed;
   {
     std::lock_guard lock(mutex_);
