@@ -21,7 +21,7 @@ from kvstored import __version__, _core, access, log, rundir
 from kvstored.admin import AdminService
 from kvstored.calls import CallCounts, Decoding, Threads
 from kvstored.config import Config
-from kvstored.doors import Door, GuestsDoor, OwnersDoor
+from kvstored.doors import Door, GuestsDoor, OwnersDoor, Shares
 from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.events import Event, Events
 from kvstored.exposition import Figures, render
@@ -217,7 +217,8 @@ class Daemon:
                 ("grpc.server_handshake_timeout_ms", GUEST_HANDSHAKE_MS),
                 ("grpc.max_connection_idle_ms", GUEST_IDLE_MS),
             )
-            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds)
+            shares = Shares(self._sessions, config.max_calls)
+            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds, shares)
             servers.append((guests, config.in_dir("guests.sock"), self._opening))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.in_dir("guests.sock"))  # also where no other user is configured any more
@@ -235,9 +236,11 @@ class Daemon:
             await server.start()
         return [server for server, _, _ in servers]
 
-    def _new_grpc(self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
+    def _new_grpc(
+        self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...], *shares: Shares
+    ) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=(Decoding(),),
+            interceptors=(*shares, Decoding()),
             maximum_concurrent_rpcs=config.max_calls,
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -53,10 +53,10 @@ std::vector<kv::Tenant> tenants(const GivenTenants& given) {
   return out;
 }
 
-// (namespace, read-only) of the living session that has this token, or None.
+// (namespace, read-only, user id) of the living session that has this token, or None.
 nb::object token(const kv::SessionServer& server, const nb::bytes& shown) {
   const auto grant = server.token({static_cast<const uint8_t*>(shown.data()), shown.size()});
-  return grant ? nb::object(nb::make_tuple(grant->name, grant->read_only)) : nb::none();
+  return grant ? nb::object(nb::make_tuple(grant->name, grant->read_only, grant->uid)) : nb::none();
 }
 
 // The table of a block's life, for the documents: (from, event, to).

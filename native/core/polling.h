@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace kv {
@@ -16,6 +17,22 @@ inline uint64_t monotonic_ns() {
   ::clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
+
+// Requests that come close behind each other: a create comes before filling a block, its seal after, 1 ms where it has 16 MiB. One
+// thread notes, any may ask.
+class Stream {
+ public:
+  static constexpr uint64_t kGapNs = 1'000'000;
+  void note(uint64_t now_ns) {
+    if (now_ns - last_ns_ < kGapNs) until_ns_.store(now_ns + kGapNs, std::memory_order_relaxed);
+    last_ns_ = now_ns;
+  }
+  bool runs(uint64_t now_ns) const { return now_ns < until_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  uint64_t last_ns_ = 0;
+  std::atomic<uint64_t> until_ns_{0};
+};
 
 class Polling {
  public:

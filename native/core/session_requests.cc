@@ -165,7 +165,7 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
 
 // The same token however often it is asked for: a session has one at most.
 std::vector<uint8_t> SessionServer::token_of(Connection& connection) {
-  if (!connection.token) connection.token = tokens_.issue({connection.store->name(), connection.read_only});
+  if (!connection.token) connection.token = tokens_.issue({connection.store->name(), connection.read_only, connection.who.uid});
   return {connection.token->begin(), connection.token->end()};
 }
 

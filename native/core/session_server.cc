@@ -23,11 +23,6 @@ namespace {
 constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by then is dropped
 constexpr int kBacklog = 128;
 
-// While messages come this close behind each other, the next is looked for this long before the thread sleeps: a processor that
-// fell asleep takes tens of microseconds to wake (docs/design.md, "Decisions that differ"). As long as filling 16 MiB takes:
-// create comes before it, seal after. A lone message costs no polling.
-constexpr uint64_t kStreamGapNs = 1'000'000;
-constexpr uint64_t kStreamPollNs = 1'000'000;
 constexpr int kBatch = 64;
 constexpr int kLooks = 8;  // at the connection that asked last, before all are asked after
 
@@ -110,8 +105,10 @@ double SessionServer::thread_cpu_s() const {
 
 void SessionServer::run() {
   uint64_t next_tick = 0;
+  // While messages stream, the next is looked for before the thread sleeps: a processor that fell asleep takes tens of
+  // microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
+  Stream messages;
   Polling pace;
-  uint64_t last_event_ns = 0, poll_until_ns = 0;
   for (;;) {
     const uint64_t now = now_ms();
     if (now >= next_tick) {
@@ -121,18 +118,15 @@ void SessionServer::run() {
       drop_silent_connections();
     }
     epoll_event events[kBatch];
-    const bool polling = monotonic_ns() < poll_until_ns;
+    const bool polling = messages.runs(monotonic_ns()) && pace.worthwhile();
     const bool served = polling && serve_last();
     if (served && !connections_.count(last_served_)) next_tick = 0;
     const int count =
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
-    if (count > 0 || served) {
-      const uint64_t event_ns = monotonic_ns();
-      poll_until_ns = event_ns - last_event_ns < kStreamGapNs && pace.worthwhile() ? event_ns + kStreamPollNs : 0;
-      last_event_ns = event_ns;
-    } else if (polling) {
-      if (!pace.give_way()) poll_until_ns = 0;
-    }
+    if (count > 0 || served)
+      messages.note(monotonic_ns());
+    else if (polling)
+      pace.give_way();
     bool knock = false;
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;

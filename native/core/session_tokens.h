@@ -20,6 +20,7 @@ class Tokens {
   struct Grant {
     std::string name;  // of the namespace
     bool read_only;
+    uint32_t uid;  // of the session's process
   };
 
   Token issue(const Grant& grant);

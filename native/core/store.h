@@ -199,7 +199,7 @@ class Store {
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
   // True while requests come close behind each other: what need not be done now can wait a moment.
-  bool streaming() const { return monotonic_ns() < stream_until_ns_.load(std::memory_order_relaxed); }
+  bool streaming() const { return requests_.runs(monotonic_ns()); }
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
 
   // ---- sessions
@@ -218,7 +218,7 @@ class Store {
   uint64_t session_page_bytes(uint32_t session);
   std::vector<SessionInfo> sessions();
 
-  void note_request(uint64_t now_ns);  // by the one thread that serves sessions
+  void note_request(uint64_t now_ns) { requests_.note(now_ns); }  // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again.
   int tick();
   // To be called when nobody waits for an answer: room for another batch like the last.
@@ -354,7 +354,7 @@ class Store {
   Pool pool_;
   Index index_;
   std::atomic<uint64_t>* progress_ = nullptr;
-  std::atomic<uint64_t> last_request_ns_{0}, stream_until_ns_{0};
+  Stream requests_;
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
 
   mutable std::mutex mutex_;  // guards all that follows

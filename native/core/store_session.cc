@@ -108,12 +108,6 @@ void Store::reap_sessions() {
   }
 }
 
-void Store::note_request(uint64_t now_ns) {
-  constexpr uint64_t kGapNs = 500'000;
-  if (now_ns - last_request_ns_.exchange(now_ns, std::memory_order_relaxed) < kGapNs)
-    stream_until_ns_.store(now_ns + kGapNs, std::memory_order_relaxed);
-}
-
 uint64_t Store::session_page_bytes(uint32_t id) {
   Lock lock(mutex_);
   const auto found = sessions_.find(id);

@@ -62,7 +62,7 @@ TEST(credentials) {
 
 TEST(tokens_of_sessions) {
   Tokens tokens;
-  const Tokens::Token one = tokens.issue({"a", false}), two = tokens.issue({"b", true});
+  const Tokens::Token one = tokens.issue({"a", false, 1}), two = tokens.issue({"b", true, 2});
   CHECK(one != two);
   const auto found = tokens.check(two);
   CHECK(found && found->name == "b" && found->read_only);

@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 
 import grpc
 import pytest
@@ -352,6 +353,43 @@ def test_no_token_is_written_anywhere(tenants, fork):
 def test_without_other_users_there_is_no_second_socket(daemon):
     alone = daemon(memory="8MiB")
     assert not (alone.dir / "guests.sock").exists()
+
+
+def test_one_user_holds_half_of_the_calls(daemon, fork):
+    """Calls that never end, as many as are accepted: another user is served beside them, and who shows no
+    token holds none."""
+    lists = f"default:writers={WRITER}+{OTHER}"
+    one = daemon("8MiB", ("--namespaces", lists, "--max-calls", "8"))
+
+    def hold(steps) -> None:
+        client, over = one.connect(), threading.Event()
+
+        def silent():
+            over.wait()
+            yield from ()
+
+        for guest, accepted, refusal in (
+            (Guest(one, client), 4, Code.RESOURCE_EXHAUSTED),
+            (Guest(one, None), 0, Code.UNAUTHENTICATED),
+        ):
+            calls = [guest.store.Write.future(silent(), metadata=guest.metadata()) for _ in range(8)]
+            eventually(
+                lambda calls=calls, accepted=accepted: sum(call.done() for call in calls) == 8 - accepted,
+                "the others are refused",
+            )
+            assert {call.code() for call in calls if call.done()} == {refusal}
+        steps.reached("held")
+        over.set()
+
+    def work(_steps) -> None:
+        guest = Guest(one, one.connect())
+        assert guest.ask(guest.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
+
+    holder = fork(as_user(WRITER, hold))
+    holder.run_to("held")
+    fork(as_user(OTHER, work)).finish()
+    holder.go_on()
+    holder.finish()
 
 
 def test_connections_of_strangers_are_bounded(daemon, fork):

@@ -1,0 +1,48 @@
+// Streams of requests: two that come close behind each other begin one, silence ends it, and what sessions send is noted with the
+// store that they use and with no other.
+#include "core/polling.h"
+#include "tests/session_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+namespace {
+
+TEST(requests_close_behind_each_other_are_a_stream) {
+  Stream stream;
+  const uint64_t begun = 1'000'000'000, gap = Stream::kGapNs;
+  CHECK(!stream.runs(begun));
+  stream.note(begun);
+  CHECK(!stream.runs(begun));  // a lone one
+  stream.note(begun + gap);
+  CHECK(!stream.runs(begun + gap));  // too late
+  stream.note(begun + 2 * gap - 1);
+  CHECK(stream.runs(begun + 2 * gap - 1) && stream.runs(begun + 3 * gap - 2));
+  CHECK(!stream.runs(begun + 3 * gap - 1));
+  stream.note(begun + 3 * gap - 2);  // it goes on
+  CHECK(stream.runs(begun + 4 * gap - 3) && !stream.runs(begun + 4 * gap - 2));
+}
+
+TEST(a_store_streams_while_its_requests_do) {
+  Rig rig(16 * kMiB, 16), other(16 * kMiB, 16);
+  CHECK(!rig.store->streaming());
+  CHECK(eventually([&] {
+    for (int i = 0; i < 2; ++i) rig.store->note_request(monotonic_ns());
+    return rig.store->streaming();
+  }));
+  CHECK(!other.store->streaming());
+  CHECK(eventually([&] { return !rig.store->streaming(); }));
+}
+
+TEST(what_a_session_asks_is_noted) {
+  Daemon daemon;
+  auto client = daemon.client();
+  const Key keys[] = {key(1)};
+  CHECK(eventually([&] {
+    for (int i = 0; i < 2; ++i) client->remove(keys);
+    return daemon.rig.store->streaming();
+  }));
+  CHECK(eventually([&] { return !daemon.rig.store->streaming(); }));
+}
+
+}  // namespace
