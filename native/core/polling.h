@@ -18,8 +18,8 @@ inline uint64_t monotonic_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// Requests that come close behind each other: a create comes before filling a block, its seal after, 1 ms where it has 16 MiB. One
-// thread notes, any may ask.
+// Requests that come close behind each other: a create comes before filling a block, its seal after, 1 ms where it has 16 MiB.
+// One thread notes, any may ask.
 class Stream {
  public:
   static constexpr uint64_t kGapNs = 1'000'000;
