@@ -6,9 +6,7 @@ and dead ones.
 
 import contextlib
 import os
-import socket
 import stat
-import threading
 
 import grpc
 import pytest
@@ -353,76 +351,3 @@ def test_no_token_is_written_anywhere(tenants, fork):
 def test_without_other_users_there_is_no_second_socket(daemon):
     alone = daemon(memory="8MiB")
     assert not (alone.dir / "guests.sock").exists()
-
-
-def test_one_user_holds_half_of_the_calls(daemon, fork):
-    """Calls that never end, as many as are accepted: another user is served beside them, and who shows no
-    token holds none."""
-    lists = f"default:writers={WRITER}+{OTHER}"
-    one = daemon("8MiB", ("--namespaces", lists, "--max-calls", "8"))
-
-    def hold(steps) -> None:
-        client, over = one.connect(), threading.Event()
-
-        def silent():
-            over.wait()
-            yield from ()
-
-        for guest, accepted, refusal in (
-            (Guest(one, client), 4, Code.RESOURCE_EXHAUSTED),
-            (Guest(one, None), 0, Code.UNAUTHENTICATED),
-        ):
-            calls = [guest.store.Write.future(silent(), metadata=guest.metadata()) for _ in range(8)]
-            eventually(
-                lambda calls=calls, accepted=accepted: sum(call.done() for call in calls) == 8 - accepted,
-                "the others are refused",
-            )
-            assert {call.code() for call in calls if call.done()} == {refusal}
-        steps.reached("held")
-        over.set()
-
-    def work(_steps) -> None:
-        guest = Guest(one, one.connect())
-        assert guest.ask(guest.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
-
-    holder = fork(as_user(WRITER, hold))
-    holder.run_to("held")
-    fork(as_user(OTHER, work)).finish()
-    holder.go_on()
-    holder.finish()
-
-
-def test_connections_of_strangers_are_bounded(daemon, fork):
-    """Anybody may knock at guests.sock. What a stranger holds open costs a bounded number of descriptors, the
-    owner notices nothing, and guests are served again when it has gone."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}", "--max-sessions", "16"))
-    owner = one.connect()
-
-    def descriptors() -> int:
-        return len(os.listdir(f"/proc/{one.pid}/fd"))
-
-    before = descriptors()
-
-    def knock(steps) -> None:
-        held = [socket.socket(socket.AF_UNIX) for _ in range(400)]
-        for knocking in held:
-            knocking.settimeout(0)
-            with contextlib.suppress(BlockingIOError):
-                knocking.connect(str(one.dir / "guests.sock"))
-        for knocking in held:
-            with contextlib.suppress(OSError):
-                knocking.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
-        steps.reached("held")
-
-    def work(_steps) -> None:
-        guest = Guest(one, one.connect())
-        lookup = store_pb2.LookupRequest(keys=new_keys(1))
-        eventually(lambda: guest.ask(guest.store.Lookup, lookup)[0] is Code.OK, "guests are served")
-
-    stranger = fork(as_user(12_399, knock))
-    stranger.run_to("held")
-    owner.touch(new_keys(1))
-    assert descriptors() - before < 16 + 24
-    stranger.go_on()
-    stranger.finish()
-    fork(as_user(WRITER, work)).finish()
