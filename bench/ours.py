@@ -152,9 +152,12 @@ class Ours:
 
     def new_chain(self, chunks):
         self.fresh += 1
-        chain = prompt(self.fresh, chunks, kind=1 + time.monotonic_ns() % (1 << 30))
-        self.filled.append(chain)
-        return chain
+        return prompt(self.fresh, chunks, kind=1 + time.monotonic_ns() % (1 << 30))
+
+    def filled_chain(self, chunks):
+        """One that refill deletes. (Not for short calls: a process that keeps growing takes page faults.)"""
+        self.filled.append(self.new_chain(chunks))
+        return self.filled[-1]
 
     def op_create_many(self, params):
         while self.client.stats()["evictions"] == 0:
@@ -179,7 +182,7 @@ class Ours:
 
         def before(i):
             nonlocal chain
-            chain = self.new_chain(batch)
+            chain = self.filled_chain(batch)
 
         def run(i):
             with create(chain, layout) as writer:
@@ -199,7 +202,7 @@ class Ours:
         self.filled, evictions, seen = [], self.client.stats()["evictions"], set()
         for more in (False, True):
             while len(seen) < PROBED if more else self.client.stats()["evictions"] == evictions:
-                with self.client.create(self.new_chain(1), layout) as writer:
+                with self.client.create(self.filled_chain(1), layout) as writer:
                     address = writer[0].layer(0).ctypes.data
                 if more and address in seen:
                     return f"a destination came back after {len(seen)} puts"

@@ -245,11 +245,12 @@ std::shared_ptr<Grants> Client::create(const Create& request) {
   const Layout& layout = at->layout(request.layout);
   auto grants = std::make_shared<Grants>(at, layout, request.layout, request.priority, request.ttl_s);
   if (request.chain) grants->chain_ = *request.chain;
-  std::vector<size_t> all;
-  grants->items_.reserve(request.keys.size());
-  all.reserve(request.keys.size());
+  const uint64_t* fingerprints = request.chain ? request.chain->fingerprints() : nullptr;
+  grants->items_.resize(request.keys.size());
+  std::vector<size_t> all(request.keys.size());
   for (size_t i = 0; i < request.keys.size(); ++i) {
-    CreateItem item{.key = request.keys[i]};
+    CreateItem& item = grants->items_[i].wanted;
+    item.key = request.keys[i];
     item.tokens = !request.token_counts.empty() ? request.token_counts[i]
                   : request.chain               ? request.chain->token_count(i)
                                                 : layout.block_tokens;
@@ -260,12 +261,11 @@ std::shared_ptr<Grants> Client::create(const Create& request) {
       throw Error(Code::InvalidArgument,
                   "token_counts is " + std::to_string(item.tokens) + ", must be 1 to " + std::to_string(layout.block_tokens));
     if (request.chain) {
-      item.fingerprint = request.chain->fingerprint(i);
+      item.fingerprint = fingerprints[i];
       item.base_position = static_cast<uint32_t>(request.chain->start_token(i));
       item.parent = static_cast<uint32_t>(request.chain->parent_key(i).words[0]);
     }
-    grants->items_.push_back({.wanted = item, .checksummed = {}});
-    all.push_back(i);
+    all[i] = i;
   }
   grants->claim(all, request.sealing, request.chain);
   return grants;
