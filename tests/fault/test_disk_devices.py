@@ -5,7 +5,6 @@ without any seam.
 """
 
 import contextlib
-import os
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
