@@ -75,6 +75,7 @@ class StoreLayer(DynamicLayer):
 
     # ---------------------------------------------------------------- what the model calls
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
+#include <new>
 #include <thread>
 
 namespace kvk {
@@ -42,8 +43,8 @@ class Pool {
   void grow(uint32_t threads) {
     for (; started_ < threads; ++started_) try {
         std::thread([this, worker = started_ + 1, seen = call_] { serve(worker, seen); }).detach();
-      } catch (const std::system_error&) {
-        return;  // fewer will do
+      } catch (const std::exception&) {
+        return;  // no thread, or no memory for one: fewer will do
       }
   }
 
@@ -76,20 +77,23 @@ class Pool {
   std::atomic<uint64_t> next_{0};
 };
 
-Pool& pool() {
+Pool* pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* known = current.load(std::memory_order_acquire);
-  if (known != nullptr && known->owner() == getpid()) return *known;
-  auto* fresh = new Pool(getpid());  // never freed: its threads may run until the process ends; a parent's is not ours to free
-  if (current.compare_exchange_strong(known, fresh)) return *fresh;
+  if (known != nullptr && known->owner() == getpid()) return known;
+  // Never freed: its threads may run until the process ends; a parent's is not ours to free.
+  auto* fresh = new (std::nothrow) Pool(getpid());
+  if (fresh == nullptr || current.compare_exchange_strong(known, fresh)) return fresh;
   delete fresh;
-  return *known;
+  return known;
 }
 
 }  // namespace
 
 void run_on(uint32_t threads, uint64_t count, void (*work)(void*, uint32_t, uint64_t), void* context) {
-  pool().run(threads < kMaxThreads ? threads : kMaxThreads, count, work, context);
+  Pool* shared = threads > 1 ? pool() : nullptr;
+  if (shared != nullptr) return shared->run(threads < kMaxThreads ? threads : kMaxThreads, count, work, context);
+  for (uint64_t i = 0; i < count; ++i) work(context, 0, i);
 }
 
 }  // namespace kvk

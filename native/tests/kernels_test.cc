@@ -1,12 +1,30 @@
 // The CPU kernels over memory of exactly the size that the arguments describe, so that the sanitizers see every byte read or
-// written outside it; each path's result against the naive one. The oracle in double is in tests/kernels.
+// written outside it; each path's result against the naive one; and that no call allocates. The oracle in double is in
+// tests/kernels.
 #include "kernels.h"
 
+#include <atomic>
 #include <cmath>
 #include <random>
 #include <thread>
 
 #include "tests/check.h"
+
+namespace {
+std::atomic<uint64_t> allocations{0};  // since the start; a sanitizer has malloc to itself, and none is counted
+}
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+extern "C" {
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* __libc_memalign(size_t, size_t);
+void* malloc(size_t bytes) { return ++allocations, __libc_malloc(bytes); }
+void* calloc(size_t count, size_t bytes) { return ++allocations, __libc_calloc(count, bytes); }
+void* realloc(void* old, size_t bytes) { return ++allocations, __libc_realloc(old, bytes); }
+void* aligned_alloc(size_t align, size_t bytes) { return ++allocations, __libc_memalign(align, bytes); }
+}
+#endif
 
 namespace {
 
@@ -72,10 +90,13 @@ std::vector<uint8_t> quantised(const std::vector<uint8_t>& from, uint32_t heads,
   for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AMX; ++path) {
     if (kvk_cpu_lacks(path) != nullptr) continue;
     c.path = path;
-    CHECK_EQ(kvk_quantise(&c), KVK_OK);
+    const uint64_t before = allocations;
+    const int done = kvk_quantise(&c), undone = kvk_dequantise(&c);
+    CHECK_EQ(uint64_t{allocations}, before);
+    CHECK_EQ(done, KVK_OK);
+    CHECK_EQ(undone, KVK_OK);
     if (first.empty()) first = codes;
     CHECK(first == codes);
-    CHECK_EQ(kvk_dequantise(&c), KVK_OK);
     for (size_t i = 0; i < elements.size(); i += 4) {
       float x, back;
       std::memcpy(&x, &from[i], 4), std::memcpy(&back, &elements[i], 4);
@@ -127,16 +148,18 @@ Block block(uint32_t heads, uint32_t tokens, uint32_t head_dim, uint32_t codec, 
 }
 
 struct Problem {
-  uint32_t heads, group, head_dim, tokens, dtype;
+  uint32_t batch, heads, group, head_dim, tokens, dtype;
   std::vector<Block> blocks;
   std::vector<kvk_segment> segments;
   std::vector<uint8_t> q;
   std::vector<int64_t> positions;
-  kvk_sequence sequence{};
+  std::vector<float> sinks;
+  std::vector<kvk_sequence> sequences;  // of each row the same
   kvk_attention args{};
 
   Problem()
-      : heads(pick(1, 3)),
+      : batch(pick(1, 2)),
+        heads(pick(1, 3)),
         group(pick(1, 9)),
         head_dim(pick(0, 2) ? 2 * pick(1, 80) : 64 * pick(1, 4)),
         tokens(pick(0, 2) ? pick(1, 20) : pick(1, 2)),
@@ -146,33 +169,36 @@ struct Problem {
       blocks.push_back(block(heads, pick(1, 150), head_dim, pick(0, 4), 32u << pick(0, 2), position));
     for (const Block& b : blocks) segments.push_back(b.segment);
     blocks.push_back(block(heads, tokens, head_dim, dtype, 32, position));
-    sequence = {segments.data(), segments.size(), blocks.back().segment};
-    q = elements(dtype, size_t{heads} * group * tokens * head_dim);
-    for (uint32_t t = 0; t < tokens; ++t) positions.push_back(position + t);
+    sequences.assign(batch, {segments.data(), segments.size(), blocks.back().segment});
+    q = elements(dtype, size_t{batch} * heads * group * tokens * head_dim);
+    for (uint32_t b = 0; b < batch; ++b)
+      for (uint32_t t = 0; t < tokens; ++t) positions.push_back(position + t);
+    if (pick(0, 1))
+      for (uint32_t h = 0; h < heads * group; ++h) sinks.push_back(noise());
     const int64_t row = int64_t{head_dim} * (dtype == KVK_F32 ? 4 : 2);
     args = {sizeof(kvk_attention),
             KVK_ABI,
-            1,
+            batch,
             heads * group,
             heads,
             head_dim,
             tokens,
             dtype,
             q.data(),
-            0,
+            row * tokens * heads * group,
             row * tokens,
             row,
             nullptr,
-            0,
+            row * tokens * heads * group,
             row * tokens,
             row,
             nullptr,
             positions.data(),
-            &sequence,
-            nullptr,
+            sequences.data(),
+            sinks.empty() ? nullptr : sinks.data(),
             0.2f,
             pick(0, 1) ? 0.0f : 9.0f,
-            1,
+            pick(0, 3) ? 1u : 0u,
             pick(0, 1) ? 0u : 100u,
             pick(0, 1),
             head_dim / 2 * 2,
@@ -183,17 +209,40 @@ struct Problem {
             nullptr};
   }
 
-  std::vector<uint8_t> run(uint32_t path, uint32_t threads = 1) {
+  // `allocated`: becomes how often memory was asked for by a call whose threads run already.
+  std::vector<uint8_t> run(uint32_t path, uint32_t threads = 1, uint64_t* allocated = nullptr) {
     kvk_attention a = args;
     std::vector<uint8_t> out(q.size(), 0xff);
-    a.out = out.data(), a.path = path, a.threads = threads;
+    std::vector<float> lse(size_t{batch} * heads * group * tokens);
+    a.out = out.data(), a.lse = lse.data(), a.path = path, a.threads = threads;
     std::vector<uint8_t> workspace(kvk_attention_workspace(&a));
     CHECK(!workspace.empty());
     a.workspace = workspace.data(), a.workspace_bytes = workspace.size();
     CHECK_EQ(kvk_attend(&a), KVK_OK);
+    if (allocated != nullptr) {
+      const uint64_t before = allocations;
+      kvk_attention_workspace(&a), kvk_attend(&a);
+      *allocated = allocations - before;
+    }
     return out;
   }
 };
+
+// K of exactly its size, turned where it lies: [head][token][element].
+std::vector<uint8_t> turned(uint32_t path, uint32_t dtype, uint32_t head_dim, uint32_t rotary_dim, uint32_t rope,
+                            const std::vector<uint8_t>& from, const std::vector<float>& turn) {
+  std::vector<uint8_t> keys = from;
+  const int64_t row = int64_t{head_dim} * (dtype == KVK_F32 ? 4 : 2);
+  const auto tokens = static_cast<uint32_t>(from.size() / row / 2);
+  const kvk_rotation r{
+      sizeof(kvk_rotation), KVK_ABI, 2,           tokens,       head_dim, dtype,       rope, rotary_dim, keys.data(),
+      row * tokens,         row,     keys.data(), row * tokens, row,      turn.data(), path, nullptr};
+  const uint64_t before = allocations;
+  const int done = kvk_rotate(&r);
+  CHECK_EQ(uint64_t{allocations}, before);
+  CHECK_EQ(done, KVK_OK);
+  return keys;
+}
 
 float value(uint32_t dtype, const std::vector<uint8_t>& bytes, size_t i) {
   uint32_t bits;
@@ -223,6 +272,14 @@ TEST(this_cpu) {
   CHECK(kvk_cpu_lacks(99) != nullptr);
 }
 
+TEST(what_other_libraries_allocate_is_counted) {
+  const uint64_t before = allocations;
+  std::thread([] {}).join();  // as the pool starts one
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  CHECK(allocations > before);
+#endif
+}
+
 TEST(every_path_agrees_with_the_naive_one) {
   for (int i = 0; i < 120; ++i) {
     Problem problem;
@@ -231,13 +288,27 @@ TEST(every_path_agrees_with_the_naive_one) {
     for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AMX; ++path) {
       if (kvk_cpu_lacks(path) != nullptr) continue;
       for (uint32_t threads : {1u, 3u}) {
-        const auto fast = problem.run(path, threads);
+        uint64_t allocated = 0;
+        const auto fast = problem.run(path, threads, &allocated);
+        CHECK_EQ(allocated, uint64_t{0});
         float worst = 0;
         for (size_t j = 0; j < count; ++j)
           worst = std::fmax(worst, std::fabs(value(problem.dtype, naive, j) - value(problem.dtype, fast, j)));
         CHECK(worst < 0.06f);
       }
     }
+  }
+}
+
+TEST(every_path_turns_keys_into_the_same_bytes) {
+  for (int i = 0; i < 60; ++i) {
+    const uint32_t head_dim = pick(2, 130), rotary_dim = 2 * pick(1, head_dim / 2), dtype = pick(0, 2), rope = pick(0, 1);
+    const auto keys = elements(dtype, size_t{2} * pick(1, 9) * head_dim);
+    std::vector<float> inv_freq(rotary_dim / 2, 0.3f), turn(rotary_dim);
+    kvk_turn(inv_freq.data(), rotary_dim / 2, pick(0, 5000), turn.data());
+    const auto naive = turned(KVK_CPU_REFERENCE, dtype, head_dim, rotary_dim, rope, keys, turn);
+    for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AMX; ++path)
+      if (kvk_cpu_lacks(path) == nullptr) CHECK(turned(path, dtype, head_dim, rotary_dim, rope, keys, turn) == naive);
   }
 }
 

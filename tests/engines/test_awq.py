@@ -1,47 +1,22 @@
 """Proves that AWQ "gemm" checkpoints load straight from safetensors and compute what their words stand for.
 
-Method: a packer written from the format makes small checkpoints of tiny random models; the model
-that holds the dequantised weights in ordinary linear layers is the oracle. The order of nibbles is checked
-against the published one; every wrong checkpoint is refused with what is wrong about it.
+Method: a packer written from the format makes small checkpoints of tiny random models (of SmolLM2:
+tests/e2e/test_awq_smollm2.py); the model that holds the dequantised weights in ordinary linear layers is the
+oracle. The order of nibbles is checked against the published one; every wrong checkpoint is refused with what
+is wrong about it.
 """
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
+from tests.engines.awq_checkpoint import write_checkpoint
 from tests.engines.zoo import build, generate, prompt
 
 GROUP = 16
-QUANTISATION = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
-
-
-def write(home, model, quantisation=QUANTISATION, change=None):
-    """An AWQ checkpoint of `model`, whose linear layers then hold what the checkpoint's stand for."""
-    tensors = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            words = dict(
-                zip(("qweight", "qzeros", "scales"), awq.quantise(module.weight, GROUP), strict=True)
-            )
-            del tensors[f"{name}.weight"]
-            tensors.update({f"{name}.{part}": value for part, value in words.items()})
-            twin = awq.AwqLinear(module.in_features, module.out_features, GROUP, False, module.weight.dtype)
-            twin.load_state_dict(words)
-            with torch.no_grad():
-                module.weight.copy_(twin.weights(0, module.out_features, module.weight.dtype).t())
-    if change is not None:
-        change(tensors)
-    save_file(
-        {name: value.clone().contiguous() for name, value in tensors.items()}, home / "model.safetensors"
-    )
-    config = model.config.to_dict() | {"quantization_config": quantisation, "dtype": "float32"}
-    (home / "config.json").write_text(json.dumps(config, default=str))
-    model.generation_config.save_pretrained(home)
-    return home
 
 
 def test_a_word_holds_its_columns_in_the_published_order():
@@ -116,7 +91,7 @@ def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
     model = build(name)
     if model is None:
         pytest.skip(f"this transformers has no {name}")
-    home, ids = write(tmp_path, model), prompt(40)
+    home, ids = write_checkpoint(tmp_path, model, GROUP), prompt(40)
     loaded = awq.from_pretrained(home)
     packed = [module for module in loaded.modules() if isinstance(module, awq.AwqLinear)]
     assert len(packed) >= 3 * 4
@@ -146,13 +121,13 @@ def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
     ],
 )
 def test_what_is_wrong_is_refused(quantisation, change, words, tmp_path):
-    home = write(tmp_path, build("llama"), QUANTISATION | quantisation, change)
+    home = write_checkpoint(tmp_path, build("llama"), GROUP, quantisation, change)
     with pytest.raises(InvalidArgument, match=words):
         awq.from_pretrained(home)
 
 
 def test_an_index_cannot_name_files_elsewhere(tmp_path):
-    home = write(tmp_path, build("llama"))
+    home = write_checkpoint(tmp_path, build("llama"), GROUP)
     (home / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"x": "../model.safetensors"}})
     )

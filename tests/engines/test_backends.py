@@ -6,6 +6,7 @@ rounding in bf16 (later ones may follow another token); padded rows; whatever th
 answered by torch, rightly, and counted by its reason.
 """
 
+import re
 import subprocess
 import sys
 
@@ -305,3 +306,28 @@ def test_compiled_without_a_break():
         wanted, _ = layer(hidden, places, None)
         found, _ = torch.compile(layer, backend="eager", fullgraph=True)(hidden, places, None)
     assert torch.equal(found, wanted)
+
+
+def test_a_whole_model_is_one_graph(counts):
+    model, ids = known("llama", layers=2), prompt(23)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        attention.install(model, runnable("cpu_avx2"))
+        compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+        found = compiled(ids, past_key_values=transformers.DynamicCache(config=model.config)).logits
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert counts() == {}
+
+
+@pytest.mark.parametrize("name", attention.available_backends())
+def test_each_backend_can_be_forced_or_says_why_not(name, monkeypatch):
+    """By the environment alone, for who installs kernels and for who asks which he would get."""
+    monkeypatch.setenv(backends.ENVIRONMENT, name)
+    model = known("llama", layers=1)
+    if reason := attention.available_backends()[name]:
+        with pytest.raises(InvalidArgument, match=re.escape(f"backend {name} cannot run here: {reason}")):
+            attention.install(model)
+        assert attention.installed(model) is None
+        return
+    assert attention.backend_of(model).name == name
+    assert attention.install(model) == attention.installed(model) == name

@@ -140,6 +140,20 @@ def test_reuse_inside_a_prompt_goes_on_under_the_kernels(client, left):
     assert "mask" in left()
 
 
+def test_a_compiled_model_reads_in_place_too(client, left):
+    """What a cache does is not for a graph: torch.compile leaves it out, and compiles what is between."""
+    model, ids = known("llama", layers=1), prompt(61)
+    plain, logits, _ = generate(model, ids, 2)
+    with attached(model, client) as kv:
+        model.model.layers[0].compile(backend="eager")
+        for reused in (0, 48):
+            tokens, found, cache = generate(model, ids, 2)
+            assert kv.last.reused_tokens == reused
+            assert torch.equal(tokens, plain) and near(found, logits)
+        assert cache.layers[0].origin == 48 and len(cache.layers[0]._prefix) == 3
+    assert left() == {}
+
+
 def test_what_is_read_is_what_lies_there(client):
     """Other bytes in the blocks give other logits: the blocks are read at every step, not once."""
     model, ids = known("llama"), prompt(61)

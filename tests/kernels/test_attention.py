@@ -313,23 +313,6 @@ def test_what_is_wrong_is_said():
         refused(case)
 
 
-def test_structs_of_another_version_are_refused():
-    """Size and ABI come first in every struct; the library looks at nothing else before it knows them."""
-    from ctypes import byref, sizeof
-
-    from kvclient.kernels import contract
-
-    library = contract.cpu()
-    for function, struct in (
-        (library.kvk_attend, contract.Attention),
-        (library.kvk_quantise, contract.Conversion),
-        (library.kvk_rotate, contract.Rotation),
-    ):
-        for size, abi in ((sizeof(struct) - 8, contract.ABI), (sizeof(struct), contract.ABI + 1)):
-            assert function(byref(struct(size, abi))) == contract.INVALID
-            assert f"{size} bytes, ABI {abi}".encode() in library.kvk_last_error()
-
-
 def test_a_small_workspace_is_refused(path):
     case = Case(1, 2, 64)
     case.row().segment(40, 0, "int8").queries()

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, fused, plain, twin
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.layer import in_step, layer_of
+from kvclient.hf.attention.layer import HANDLE, in_step, layer_of
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -129,6 +129,11 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     if in_step():
         return None
     padding, keys = kwargs.get("attention_mask"), kwargs.get("kv_length")
+    if torch.compiler.is_compiling():
+        function = kwargs.get("mask_function", causal_mask_function)
+        if padding is None and function is causal_mask_function and _all_written(kwargs, keys):
+            return None
+        return _mask_outside(*args, **kwargs)  # its values decide
     if not _known(kwargs.get("mask_function", causal_mask_function)) or not _all_written(kwargs, keys):
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
     if padding is None:
@@ -143,6 +148,9 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         padding._kvclient_starts = starts
         return padding
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+_mask_outside = torch.compiler.disable(mask)
 
 
 def _known(function: Callable[..., Any]) -> bool:
@@ -171,6 +179,11 @@ def attention(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    if torch.compiler.is_compiling() and hasattr(key, HANDLE):  # what its layer does is not for a graph
+        return _attention_outside(
+            backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
+            s_aux, is_causal, position_bias, **kwargs,
+        )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
@@ -198,6 +211,9 @@ def attention(
     else:
         seen = plain.visible(query.shape[2], key.shape[2], starts, window, causal, query.device)
     return plain.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
+
+
+_attention_outside = torch.compiler.disable(attention)
 
 
 def _unfit(

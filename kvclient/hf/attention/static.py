@@ -48,6 +48,7 @@ class StaticLayer(StoreLayer):
         super().__init__(*args, **kwargs)
         self._steps: Steps | None = steps
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
