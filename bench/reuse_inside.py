@@ -327,7 +327,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one size, two shifts")
-    parser.add_argument("--tokens", type=int, nargs="+", help="the sizes of --case document")
+    parser.add_argument("--tokens", type=int, nargs="+", help="the sizes of documents (document, swapped)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kvboost", action="store_true", help="KVBoost 0.9.0 beside it, from PyPI")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
@@ -345,6 +345,8 @@ def main() -> None:
             if name == "document":
                 sizes = chosen.tokens or ([1000] if chosen.quick else [1000, 2000])
                 given = ((1, 64) if chosen.quick else SHIFTS, sizes)
+            elif name == "swapped" and chosen.tokens:
+                given = (chosen.tokens,)
             for row in CASES[name](subject, *given):
                 rows.append(row)
                 say(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))

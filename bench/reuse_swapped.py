@@ -1,6 +1,6 @@
 """Two documents that come back in the other order, ten pairs of them.
 
-    python -m bench.reuse_inside --case swapped
+    python -m bench.reuse_inside --case swapped [--tokens 600 1000]
 
 Owns this case and the means over rows; the model, the store and the contenders are bench.reuse_inside's.
 Never compares times of different runs.
@@ -14,7 +14,7 @@ import heapq
 import inspect
 import tarfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import Any
 
@@ -23,9 +23,10 @@ from bench.reuse_ttft import ROOT
 POSITIONS = 64  # that KL is taken over
 QUESTION = 20  # tokens behind a document
 DOCUMENTS = ("docs/design.md", "docs/formats.md", "docs/tour.md", "LICENSE")
-SWAPPED = 600
+SWAPPED = (600,)  # tokens of a document
 MODULES = (argparse, functools, heapq, tarfile, textwrap)
-# The text that comes last, from which token; the other one, from which; what stands around both.
+# The text that comes last, from which token; the other one, from which; what stands around both. Where a text
+# is too short for that, its end.
 PAIRS = (
     ("LICENSE", 600, "argparse", 5000, "docs/tour.md"),
     ("tarfile", 12000, "heapq", 300, "docs/tour.md"),
@@ -40,31 +41,41 @@ PAIRS = (
 )
 
 
-def swapped(subject: Any) -> Iterator[dict[str, Any]]:
+def swapped(subject: Any, sizes: Sequence[int] = SWAPPED) -> Iterator[dict[str, Any]]:
     """Two documents, in the other order; the continuation is that of the one that now comes last. Beside it,
     what the other one means to it: the KL of the same prompt without that, computed cold.
     """
     texts = {name: subject.encode((ROOT / name).read_text()) for name in DOCUMENTS}
     texts |= {module.__name__: subject.encode(inspect.getsource(module)) for module in MODULES}
-    every = []
-    for last, start, other, other_start, around in PAIRS:
-        one = texts[last][start : start + SWAPPED]
-        two = texts[other][other_start : other_start + SWAPPED]
-        behind, before = texts[last][start + SWAPPED :], texts[around][200:233]
-        following = behind[QUESTION : QUESTION + POSITIONS]
-        subject.fresh()
-        subject.store(texts[around][:40] + one + two + texts[around][100:160])
-        rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
-        said = [
-            subject.said(out.logits[0], out.past_key_values, following, plain=True)
-            for ids in (before + two + one, before + one)
-            for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
-        ]
-        without = float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
-        rows = [row | {"kl_without_the_other": without} for row in rows]
-        every += rows
-        yield from averaged(f"two documents of {SWAPPED}, swapped: {other}, {last}", rows)
-    yield from averaged(f"two documents of {SWAPPED}, swapped: {len(PAIRS)} pairs", every)
+    for size in sizes:
+        every = []
+        for pair in PAIRS:
+            rows = _pair(subject, texts, size, *pair)
+            every += rows
+            yield from averaged(f"two documents of {size}, swapped: {pair[2]}, {pair[0]}", rows)
+        yield from averaged(f"two documents of {size}, swapped: {len(PAIRS)} pairs", every)
+
+
+def _pair(
+    subject: Any, texts: dict[str, list[int]], size: int,
+    last: str, start: int, other: str, other_start: int, around: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    start = min(start, len(texts[last]) - size - QUESTION - POSITIONS)
+    other_start = min(other_start, len(texts[other]) - size)
+    one = texts[last][start : start + size]
+    two = texts[other][other_start : other_start + size]
+    behind, before = texts[last][start + size :], texts[around][200:233]
+    following = behind[QUESTION : QUESTION + POSITIONS]
+    subject.fresh()
+    subject.store(texts[around][:40] + one + two + texts[around][100:160])
+    rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
+    said = [
+        subject.said(out.logits[0], out.past_key_values, following, plain=True)
+        for ids in (before + two + one, before + one)
+        for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
+    ]
+    without = float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
+    return [row | {"kl_without_the_other": without} for row in rows]
 
 
 def averaged(case: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,7 @@ class Turn:
     tokens: list[int]
     ttft_s: float
     total_s: float
-    finish: str  # "stop": the end of the text or a stop string; "length"
+    finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
     held: Held
     saved: bool  # whether the store holds the conversation as it is now
     taken_over: bool  # whether this turn went on where another process had left off
@@ -70,10 +70,12 @@ class Conversation:
     def say(
         self, text: str | Sequence[int], max_new_tokens: int = 64, *,
         on_token: Callable[[int, str], None] | None = None, stop: str | Sequence[str] = (),
-        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, repetition_penalty: float = 1.0,
+        soft_stop: float = 1.0, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+        repetition_penalty: float = 1.0,
     ) -> Turn:  # fmt: skip
         """Computes `text` behind all that was said, and an answer. temperature 0 takes the most likely token;
-        repetition_penalty is on the tokens of this turn, asked and answered.
+        repetition_penalty is on the tokens of this turn, asked and answered. soft_stop: from this share of
+        max_new_tokens on, the answer ends with a sentence.
         The text is taken as it stands: roles and their marks are the application's. An end token is part of
         the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
         from what the store holds.
@@ -88,7 +90,8 @@ class Conversation:
         warpers = _warpers(temperature, top_p, top_k)
         penalty = _penalty(repetition_penalty)
         stops = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
-        listener = Listener([max_new_tokens], self._tokenizer, self._ends, stops, on_token, began)
+        limits = [max_new_tokens]
+        listener = Listener(limits, self._tokenizer, self._ends, stops, on_token, began, soft_stop)
         fed = [*([self._state.pending] if self._state.pending >= 0 else []), *new]
         fed = [*self._system, *fed] if not self._cache.tokens else fed
         self._cache.check_room(len(fed) + max_new_tokens)

@@ -62,7 +62,7 @@ class Result:
     tokens_per_s: float  # of those behind the first
     report: Report  # reuse per kind and tier
     first_logits: torch.Tensor  # of the first new token
-    finish: str  # "stop": the end of the text or a stop string; "length"
+    finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
 
     @property
     def reuse_ratio(self) -> float:
@@ -127,21 +127,24 @@ class Engine:
         self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,
         on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
         temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, stop: str | Sequence[str] = (),
-        repetition_penalty: float = 1.0, seed: int | None = None, prefill_chunk_size: int | None = None,
+        soft_stop: float = 1.0, repetition_penalty: float = 1.0, seed: int | None = None,
+        prefill_chunk_size: int | None = None,
     ) -> Result:  # fmt: skip
         """One answer. mode: "baseline" without the store, "prefix" with exact reuse only, "chunk" with all
         that is switched on. on_token: called with each token's id and the text it adds. cacheable_prefix_len:
         only so many of the prompt's tokens are published. temperature 0 takes the most likely token.
+        soft_stop: from this share of max_new_tokens on, the answer ends with a sentence.
         """
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
         return self._answers(
-            [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, seed, sampling
+            [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, soft_stop, seed, sampling
         )[0]
 
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int] = 64, mode: str = "chunk", *,
         cacheable_prefix_len: int | None = None, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
-        stop: str | Sequence[str] = (), repetition_penalty: float = 1.0, seed: int | None = None,
+        stop: str | Sequence[str] = (), soft_stop: float = 1.0, repetition_penalty: float = 1.0,
+        seed: int | None = None,
     ) -> list[Result]:  # fmt: skip
         """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
         if not prompts:
@@ -150,7 +153,9 @@ class Engine:
         if len(limits) != len(prompts):
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
-        return self._answers(prompts, limits, mode, None, cacheable_prefix_len, stop, seed, sampling)
+        return self._answers(
+            prompts, limits, mode, None, cacheable_prefix_len, stop, soft_stop, seed, sampling
+        )
 
     def conversation(
         self, name: str, system: Prompt = "", window: Window | None = None, priority: int = 50
@@ -222,7 +227,8 @@ class Engine:
     def _answers(
         self, prompts: Sequence[Prompt], limits: list[int], mode: str,
         on_token: Callable[[int, str], None] | None,
-        cacheable: int | None, stop: str | Sequence[str], seed: int | None, sampling: dict[str, Any],
+        cacheable: int | None, stop: str | Sequence[str], soft_stop: float, seed: int | None,
+        sampling: dict[str, Any],
     ) -> list[Result]:  # fmt: skip
         began = time.perf_counter()
         if mode not in MODES:
@@ -235,7 +241,7 @@ class Engine:
             raise InvalidArgument("a prompt without tokens")
         stops = [stop] if isinstance(stop, str) else list(stop)
         stops = [stop for stop in stops if stop]
-        listener = Listener(limits, self.tokenizer, self._ends, stops, on_token, began)
+        listener = Listener(limits, self.tokenizer, self._ends, stops, on_token, began, soft_stop)
         with contextlib.ExitStack() as context:
             if mode == "baseline":
                 context.enter_context(self.kv.bypass())

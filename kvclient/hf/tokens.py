@@ -1,4 +1,4 @@
-"""What hears each new token of a generate() call: limits per row, stop strings, callbacks.
+"""What hears each new token of a generate() call: limits per row, stop strings, ends of sentences, callbacks.
 
 Owns the tokens and the text of the answers as they grow. Never chooses a token. Invariant: a row that has
 ended gets no further token, whatever generate() pads it with.
@@ -6,6 +6,7 @@ ended gets no further token, whatever generate() pads it with.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
+from kvclient.errors import InvalidArgument
+
 UNFINISHED = "\ufffd"  # what a tokenizer shows for a character whose last bytes are still to come
+# Of a text that ends with a sentence. A point behind a digit may be that of a number that goes on.
+SENTENCE = re.compile(r"(?:[!?。！？]|(?<!\d)\.)[\"')\]]*\s*$")
 
 
 class Listener(StoppingCriteria):
@@ -21,11 +26,14 @@ class Listener(StoppingCriteria):
 
     def __init__(
         self, limits: Sequence[int], tokenizer: Any, ends: frozenset[int], stops: Sequence[str] = (),
-        on_token: Callable[[int, str], None] | None = None, began: float = 0.0,
+        on_token: Callable[[int, str], None] | None = None, began: float = 0.0, soft_stop: float = 1.0,
     ) -> None:  # fmt: skip
+        """soft_stop: from this share of its limit on, a row ends with a sentence."""
+        if not 0 < soft_stop <= 1:
+            raise InvalidArgument(f"soft_stop={soft_stop!r}; it must be above 0 and at most 1")
         rows = len(limits)
         self._limits, self._tokenizer, self._ends, self._stops = limits, tokenizer, ends, stops
-        self._on_token = on_token
+        self._on_token, self._soft_stop = on_token, soft_stop
         self.first_at = began
         self._heard = False
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -51,7 +59,7 @@ class Listener(StoppingCriteria):
     @property
     def _follows(self) -> bool:
         """Whether the text is needed while it grows."""
-        return bool(self._stops) or self._on_token is not None
+        return bool(self._stops) or self._on_token is not None or self._soft_stop < 1
 
     def _decoded(self, row: int) -> str:
         return self._tokenizer.decode(self._tokens[row], skip_special_tokens=True)
@@ -68,6 +76,9 @@ class Listener(StoppingCriteria):
         cut = min((text.find(stop) for stop in self._stops if stop in text), default=-1)
         if cut >= 0:
             text, self._finish[row] = text[:cut], "stop"
+        soft = len(self._tokens[row]) >= self._soft_stop * self._limits[row]
+        if soft and self._finish[row] is None and SENTENCE.search(text):
+            self._finish[row] = "sentence"
         self._texts[row] = text
         if self._on_token is not None and row == 0:
             self._tell(token, text)

@@ -3,6 +3,7 @@
 A tiny random model with a tokenizer of bytes, saved and loaded as a user's would be, and the in-memory fake.
 """
 
+import re
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
+from kvclient.hf import tokens as tokens_module
+from kvclient.hf.tokens import Listener
 
 TEXT = (
     "The store keeps what was computed. A document may stand anywhere in a prompt, behind any other words. "
@@ -116,6 +119,49 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(engine):
     assert result.finish == "stop"
 
 
+class Joined:
+    """A tokenizer whose tokens are pieces of one text."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, **_given):
+        return "".join(self.pieces[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "heard"),
+    [
+        (("A", " b", ".", " c", " d", ".", " e", " f"), 6),  # the first sentence ends too soon
+        (("A", " b", " c", " d", " 3", ".", "14", "!"), 8),  # a number goes on
+        (("A", " b", " c", ' "d', '?"', "\n", " e", "."), 5),
+        (("A", " b", " c", " d", " e", " f", " g", " h"), 8),
+    ],
+)
+def test_a_soft_stop_waits_for_the_end_of_a_sentence(pieces, heard):
+    """peers' case: from three quarters of the limit on; the finish says why only if it was not the limit."""
+    told = []
+    tell = lambda _token, text: told.append(text)  # noqa: E731
+    listener = Listener([8, 8], Joined(*pieces), frozenset(), on_token=tell, soft_stop=0.5)
+    for token in range(8):
+        done = listener(torch.tensor([[token], [7]]), None)
+        if done[0]:
+            break
+    tokens, text, finish = listener.answer(0)
+    assert (len(tokens), text) == (heard, "".join(pieces[:heard])) and text == "".join(told)
+    assert finish == ("length" if heard == 8 else "sentence")
+
+
+def test_an_answer_and_a_batch_end_with_a_sentence(engine, monkeypatch):
+    whole = engine.generate(TEXT, 12)
+    monkeypatch.setattr(tokens_module, "SENTENCE", re.compile(re.escape(whole.text[-5]) + "$"))
+    soft = engine.generate(TEXT, 12, soft_stop=0.2)
+    assert soft.finish == "sentence" and 3 <= len(soft.tokens) < 12
+    assert soft.tokens == whole.tokens[: len(soft.tokens)]
+    assert engine.generate_batch([TEXT], 12, soft_stop=0.2)[0].tokens == soft.tokens
+    assert engine.generate(TEXT, 12).tokens == whole.tokens
+
+
 def test_an_end_token_ends_the_answer(engine):
     tokens = plain(engine, TEXT, 10)
     engine.model.generation_config.eos_token_id = [2, tokens[4]]
@@ -213,7 +259,7 @@ def test_verify_takes_texts(engine):
     "wrong",
     [
         {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"repetition_penalty": 0.0},
-        {"max_new_tokens": 0}, {"cacheable_prefix_len": -1},
+        {"max_new_tokens": 0}, {"cacheable_prefix_len": -1}, {"soft_stop": 0.0}, {"soft_stop": 1.5},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(engine, wrong):

@@ -6,6 +6,7 @@ process for the take-over, the in-memory fake for the rest.
 """
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 import kvclient
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
-from kvclient.hf import Engine, Window
+from kvclient.hf import Engine, Window, tokens
 from kvclient.hf.conversation_state import Shelf
 from kvclient.hf.structure import Refused
 from kvclient.hf.window import WindowCache
@@ -162,7 +163,7 @@ SECOND = """
 import sys
 import torch
 import kvclient
-from kvclient.hf import Engine, Window
+from kvclient.hf import Engine, Window, tokens
 from tests.e2e.test_hf_window import SMALL, Words, ids
 from tests.engines.zoo import build
 with kvclient.connect(sys.argv[1]) as client:
@@ -308,7 +309,7 @@ def test_a_namespace_that_says_its_salt_late_parts_conversations(model, client):
         assert engine.conversation("late", window=SMALL).turn == 0
 
 
-def test_sampling_and_stop_strings(engine):
+def test_sampling_stop_strings_and_soft_stops(engine, monkeypatch):
     talk = engine.conversation("sampled", window=SMALL)
     torch.manual_seed(1)
     sampled = talk.say(ids(20), 12, temperature=1.5, top_k=50, top_p=0.95).tokens
@@ -320,6 +321,9 @@ def test_sampling_and_stop_strings(engine):
     stop = greedy.text[9:13]
     stopped = engine.conversation("stop", window=SMALL).say(ids(20), 12, stop=stop)
     assert stopped.finish == "stop" and stopped.text == greedy.text[: greedy.text.find(stop)]
+    monkeypatch.setattr(tokens, "SENTENCE", re.compile("$"))
+    soft = engine.conversation("soft", window=SMALL).say(ids(20), 12, soft_stop=0.5)
+    assert (soft.finish, soft.tokens) == ("sentence", greedy.tokens[:6])
 
 
 def test_without_a_daemon_it_goes_on_and_says_that_nothing_is_saved(engine, tmp_path):
