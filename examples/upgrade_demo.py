@@ -26,7 +26,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_TIMEOUT_S, END_TIMEOUT_S, RESTART_LIMIT_S = 30.0, 30.0, 1.0
-BETWEEN_S = 1.0  # of load before, between and after the upgrades
+WRITES_BETWEEN = 200  # of each client before, between and after the upgrades: about a second
 STEP_S = 0.002  # a client's pause: two processors have to serve everybody here
 KNOWN_BLOCKS, READ_AT_ONCE, WRITE_AT_ONCE = 64, 4, 2
 
@@ -35,7 +35,8 @@ KNOWN_BLOCKS, READ_AT_ONCE, WRITE_AT_ONCE = 64, 4, 2
 
 
 def work(directory: str) -> dict[str, float]:
-    """Reads and writes until standard input ends. Every block it has sealed must be found, with its bytes."""
+    """Reads and writes until standard input ends, and says when it has written as often as a line of it asks.
+    Every block it has sealed must be found, with its bytes."""
     import kvclient
     from kvclient.conformance.case import SMALL, check, fill, new_keys
 
@@ -52,7 +53,15 @@ def work(directory: str) -> dict[str, float]:
             last[what] = now
 
         print("ready", flush=True)
-        while not select.select([sys.stdin], [], [], STEP_S)[0]:
+        asked = 0
+        while True:
+            if select.select([sys.stdin], [], [], STEP_S)[0]:
+                if not (line := sys.stdin.readline()):
+                    break
+                asked = seen["writes"] + int(line)
+            if 0 < asked <= seen["writes"]:
+                print("written", flush=True)
+                asked = 0
             keys, suppressed = new_keys(WRITE_AT_ONCE), client.suppressed_total
             with client.create(keys, layout) as writer:
                 for index in writer.granted:
@@ -146,6 +155,17 @@ def start_client(home: pathlib.Path) -> subprocess.Popen[str]:
     return client
 
 
+def load(clients: list[subprocess.Popen[str]]) -> None:
+    """Returns when each client has written so often again."""
+    for client in clients:
+        client.stdin.write(f"{WRITES_BETWEEN}\n")
+        client.stdin.flush()
+    for client in clients:
+        if not select.select([client.stdout], [], [], END_TIMEOUT_S)[0]:
+            raise SystemExit(f"a client has not written {WRITES_BETWEEN} times within {END_TIMEOUT_S:.0f} s")
+        client.stdout.readline()  # or it has ended, which tell() reports
+
+
 def run(home: pathlib.Path, given: argparse.Namespace) -> bool:
     good = True
     builds = [another_build(home, f"1.0.{number}") for number in range(given.upgrades + 1)]
@@ -154,7 +174,7 @@ def run(home: pathlib.Path, given: argparse.Namespace) -> bool:
     try:
         clients += [start_client(home) for _ in range(given.clients)]
         for build in builds[1:]:
-            time.sleep(BETWEEN_S)
+            load(clients)
             before = status(home)
             daemon, down_s = upgrade(home, daemon, build, given.kill)
             after = status(home)
@@ -164,9 +184,9 @@ def run(home: pathlib.Path, given: argparse.Namespace) -> bool:
                 + ("blocks kept" if adopted else "BLOCKS LOST")
             )
             good = good and adopted and down_s <= RESTART_LIMIT_S and after["version"] == build.name
-        time.sleep(BETWEEN_S)
+        load(clients)
         for number, client in enumerate(clients):
-            said, _ = client.communicate("\n", END_TIMEOUT_S)
+            said, _ = client.communicate(timeout=END_TIMEOUT_S)
             good = tell(number, client.returncode, said) and good
     finally:
         for process in (*clients, daemon):

@@ -99,7 +99,7 @@ class NoBlocks:
     def __iter__(self) -> Iterator[None]:
         return iter([None] * self._count)
 
-    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """There is nothing to wait for."""
 
     def release(self) -> None:

@@ -27,6 +27,7 @@ from kvclient.segment import whole_seconds
 
 SOCKET_NAME = "kvstored.sock"
 MAX_TIMEOUT_S = 3600.0
+MAX_PINS = 1 << 20
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 
 Answer = TypeVar("Answer")
@@ -53,17 +54,22 @@ def connect(
     max_pins: int = 65_536,
     door: str = "shm",
 ) -> KVClient:
-    """Attaches to the daemon of that runtime directory.
+    """Attaches to the daemon of that runtime directory (default: default_directory()).
 
-    on_error="raise": a store that cannot be reached raises Unavailable. on_error="miss": it counts as
-    empty, also when connecting; `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. The
-    caller's own errors are raised either way. door="socket" sends look-ups to the daemon instead of reading
-    the index.
+    timeout_s bounds every call, and every wait that is not told another time. read_only attaches as a
+    reader; max_pins is how many blocks the client may hold at a time. on_error="raise": a store that cannot
+    be reached raises Unavailable. on_error="miss": it counts as empty, also when connecting;
+    `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. The caller's own errors are raised
+    either way. door="socket" sends look-ups to the daemon instead of reading the index. Raises
+    InvalidArgument, NotPermitted (also for a namespace that is not there), Unavailable, DeadlineExceeded,
+    IncompatibleVersion.
     """
     if on_error not in ("raise", "miss"):
         raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidArgument(f"timeout_s={timeout_s!r}; it must be above 0 and at most {MAX_TIMEOUT_S}")
+    if not isinstance(max_pins, int) or not 1 <= max_pins <= MAX_PINS:
+        raise InvalidArgument(f"max_pins={max_pins!r}; it must be 1 to {MAX_PINS}")
     if door not in ("shm", "socket"):
         raise InvalidArgument(f'door={door!r}; it must be "shm" or "socket"')
     from kvclient import _core  # not at import: the fake and the layouts need nothing native
@@ -110,7 +116,10 @@ class KVClient:
     # (No lambda over their arguments: each argument that one names costs every call a cell of 30 ns.)
 
     def lookup(self, keys: Any) -> Any:
-        """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states."""
+        """How far the keys are present: .resident leading blocks in memory, how many right behind them are
+        .pending (being written) or .on_disk, and .states, a byte per key (0 missing, 1 pending, 2 resident,
+        3 on disk). `keys` here and below: a Chain, a list of 32-byte keys, or their bytes in one piece.
+        """
         try:
             return self._lookup(keys)
         except Detached:
@@ -123,7 +132,8 @@ class KVClient:
 
         With wait_s, what lies on disk is loaded, and what others write is waited for, so many seconds at
         most; with follow as well, a block is there from its first layer on. With verify, a block whose bytes
-        do not match their checksums is a miss, and the daemon drops it if it finds the same.
+        do not match their checksums is a miss, and the daemon drops it if it finds the same. Beyond max_pins
+        the item itself raises PinsExhausted when it is taken.
         """
         try:
             if wait_s or verify:
@@ -157,7 +167,11 @@ class KVClient:
     ) -> Any:
         """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception.
 
-        `sealing` is an earlier writer whose granted blocks are sealed in the same message.
+        priority is 0 to 100: of two blocks used alike the lower goes first. ttl_s is how many seconds from
+        now the blocks may live (rounded up to whole ones), None for ever. token_counts has the tokens of each
+        block where they are fewer than the layout's. `sealing` is an earlier writer whose granted blocks are
+        sealed in the same message. A key that gets no memory answers "no_space" and fails nothing else.
+        Raises InvalidArgument, NotPermitted, Unavailable, DeadlineExceeded.
         """
         seconds = whole_seconds(ttl_s)
         return self._call(
@@ -204,7 +218,8 @@ class KVClient:
             return told
 
     def stats(self) -> dict[str, Any]:
-        """The namespace's figures: used_bytes, capacity_bytes, blocks, pins, sessions, hits, misses, …"""
+        """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,
+        sessions, hits, misses, evictions and more, all integers."""
         return self._call(lambda native: native.stats())
 
     def grpc_token(self) -> str:
@@ -229,6 +244,7 @@ class KVClient:
 
     @property
     def attached(self) -> bool:
+        """Whether the session with the daemon stands at this moment."""
         return self._native is not None and not self._closed and self._native.attached
 
     @property
@@ -238,9 +254,11 @@ class KVClient:
 
     # Facts of the attachment, for diagnosis. (No __getattr__: it would slow down every attribute of the
     # class.)
-    session = property(lambda self: self._native.session)
-    epoch = property(lambda self: self._native.epoch)
-    populated_bytes = property(lambda self: self._native.populated_bytes)
+    session = property(lambda self: self._native.session, doc="The session's number in its namespace.")
+    epoch = property(lambda self: self._native.epoch, doc="Of the daemon attached to; it grows with each.")
+    populated_bytes = property(
+        lambda self: self._native.populated_bytes, doc="Bytes of the pool in this process's page tables."
+    )
 
     def __enter__(self) -> KVClient:
         return self

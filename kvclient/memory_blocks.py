@@ -94,21 +94,21 @@ class Span:
         r = self._record
         return self.part(r.geometry.meta_offset(r.tokens), r.geometry.meta_length(r.tokens), writable)
 
-    def layer(self, index: int, writable: bool) -> np.ndarray:
+    def layer(self, layer: int, writable: bool) -> np.ndarray:
         r = self._record
-        check_bounds("layer", index, 0, r.geometry.num_layers - 1)
-        shape = r.geometry.layer_shape(index, r.tokens)
-        view = self.part(
-            r.geometry.layer_offset(index, r.tokens), r.geometry.layer_length(index, r.tokens), writable
-        )
-        return np.frombuffer(view, _NUMPY[r.geometry.dtype]).reshape(shape)
+        check_bounds("layer", layer, 0, r.geometry.num_layers - 1)
+        length = r.geometry.layer_length(layer, r.tokens)
+        view = self.part(r.geometry.layer_offset(layer, r.tokens), length, writable)
+        kind = _NUMPY[r.geometry.dtype] if r.geometry.shaped(layer) else np.uint8
+        return np.frombuffer(view, kind).reshape(r.geometry.layer_shape(layer, r.tokens))
 
-    def tensor(self, index: int) -> Any:
+    def tensor(self, layer: int) -> Any:
         import torch  # only who asks for tensors pays for torch
 
         # torch knows no read-only tensors: what protects a reader's block is that its mapping is read-only.
-        tensor = torch.from_numpy(self.layer(index, writable=True))
-        return tensor.view(torch.bfloat16) if self._record.geometry.dtype == "bfloat16" else tensor
+        array = self.layer(layer, writable=True)
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 class BlockView:
@@ -137,25 +137,27 @@ class BlockView:
     def meta(self) -> memoryview:
         return self._ready(self._record.geometry.num_layers - 1).meta(writable=False)
 
-    def layer(self, index: int) -> np.ndarray:
-        return self._ready(index).layer(index, writable=False)
+    def layer(self, layer: int) -> np.ndarray:
+        """An array [2, kv_heads, tokens, head_dim], bfloat16 as uint16; bytes under a codec."""
+        return self._ready(layer).layer(layer, writable=False)
 
-    def tensor(self, index: int) -> Any:
-        return self._ready(index).tensor(index)
+    def tensor(self, layer: int) -> Any:
+        """The torch view of it. Writing to it ends the process: the mapping is read-only."""
+        return self._ready(layer).tensor(layer)
 
-    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """Waits until that layer is there. Raises BlockLost or DeadlineExceeded."""
-        check_bounds("layer", index, 0, self._record.geometry.num_layers - 1)
+        check_bounds("layer", layer, 0, self._record.geometry.num_layers - 1)
         deadline = self._client.deadline(timeout_s)
         changed = self._client.store.changed
         with changed:
-            while self._record.layers_ready <= index:
+            while self._record.layers_ready <= layer:
                 if self._record.state == ZOMBIE:
                     there = self._record.layers_ready
-                    raise BlockLost(f"the writer ended after {there} layers; layer {index} will not come")
+                    raise BlockLost(f"the writer ended after {there} layers; layer {layer} will not come")
                 if not changed.wait(max(0.0, deadline - time.monotonic())):
                     there = self._record.layers_ready
-                    raise DeadlineExceeded(f"layer {index} did not come in time; {there} are there")
+                    raise DeadlineExceeded(f"layer {layer} did not come in time; {there} are there")
 
     def verify(self) -> bool:
         """Whether the bytes still have the checksum they were sealed with."""
@@ -196,12 +198,12 @@ class Blocks(Sequence):
     def __iter__(self) -> Iterator[BlockView | None]:
         return (self[i] for i in range(len(self)))
 
-    def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """Waits for that layer of all blocks that were found."""
         deadline = self._client.deadline(timeout_s)
         for block in self._items:
             if isinstance(block, BlockView):
-                block.wait_layer(index, max(0.0, deadline - time.monotonic()))
+                block.wait_layer(layer, max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
         """Gives back what no export holds. Idempotent."""

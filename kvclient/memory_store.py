@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvclient.errors import InvalidArgument
+from kvclient.errors import InvalidArgument, NoSpace
 from kvclient.segment import Geometry, check_bounds
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # states a look-up answers per key
 CREATED, SEALED, ZOMBIE = "created", "sealed", "zombie"
-MAX_LAYOUTS = 256
+MAX_LAYOUTS = 48  # of a namespace, as in native/core/block.h
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ class InMemoryStore:
             "capacity_bytes": self.capacity_bytes,
             "faulted_bytes": self.capacity_bytes,
             "blocks": sum(r.state == SEALED for r in live),
-            "pending": sum(r.state == CREATED for r in live),
+            "created": sum(r.state == CREATED for r in live),
             "zombies": len(self._zombies),
             "pins": sum(r.pins for r in (*live, *self._zombies)),
             "sessions": len(self.sessions),
@@ -166,7 +166,7 @@ class InMemoryStore:
             if registered == blob:
                 return known
         if len(self.layouts) >= MAX_LAYOUTS:
-            raise InvalidArgument(f"{len(self.layouts)} layouts are registered; the limit is {MAX_LAYOUTS}")
+            raise NoSpace(f"all {MAX_LAYOUTS} layouts of this namespace are taken")
         self.layouts.append((blob, Geometry.from_blob(blob)))
         return len(self.layouts) - 1
 

@@ -144,19 +144,20 @@ class Geometry:
         """Bytes of the extent."""
         return round_up(self.meta_offset(tokens) + self.meta_length(tokens), PAGE_BYTES)
 
+    def shaped(self, layer: int) -> bool:
+        """Whether that layer is an array of the layout's shape. Under a codec, or where its size was given
+        and is another, it is bytes."""
+        elements = self.kv_per_layer * self.num_kv_heads * self.head_dim
+        return (
+            self.codec == CODEC_NONE
+            and self.layer_bytes_per_token[layer] == elements * DTYPES[self.dtype][1]
+        )
+
     def layer_shape(self, layer: int, tokens: int) -> tuple[int, ...]:
-        """Shape of `.layer(layer)`. Raises InvalidArgument if the layer's size is not that of the shape."""
-        if self.codec != CODEC_NONE:
+        """Shape of `.layer(layer)`."""
+        if not self.shaped(layer):
             return (self.layer_length(layer, tokens),)
-        shape = (self.kv_per_layer, self.num_kv_heads, tokens, self.head_dim)
-        element = DTYPES[self.dtype][1]
-        per_token = self.kv_per_layer * self.num_kv_heads * self.head_dim * element
-        if self.layer_bytes_per_token[layer] != per_token:
-            size = self.layer_bytes_per_token[layer]
-            raise InvalidArgument(
-                f"layer {layer} has {size} bytes per token; shape {shape} needs {per_token}"
-            )
-        return shape
+        return (self.kv_per_layer, self.num_kv_heads, tokens, self.head_dim)
 
 
 def check_bounds(what: str, value: int, low: int, high: int) -> None:

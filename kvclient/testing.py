@@ -22,7 +22,8 @@ from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
 from kvclient.memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
 from kvclient.memory_store import (
     CREATED,
-    RESIDENT,
+    MISSING,
+    PENDING,
     SEALED,
     ZOMBIE,
     InMemoryStore,
@@ -43,21 +44,25 @@ class GrantedBlock:
 
     @property
     def view(self) -> memoryview:
+        """The layers as one memoryview of bytes, each starting on a multiple of 512."""
         return self._open().layers(writable=True)
 
     @property
     def meta(self) -> memoryview:
+        """The client's meta area."""
         return self._open().meta(writable=True)
 
-    def layer(self, index: int) -> np.ndarray:
-        return self._open().layer(index, writable=True)
+    def layer(self, layer: int) -> np.ndarray:
+        """An array [2, kv_heads, tokens, head_dim], bfloat16 as uint16; bytes under a codec."""
+        return self._open().layer(layer, writable=True)
 
-    def tensor(self, index: int) -> Any:
-        return self._open().tensor(index)
+    def tensor(self, layer: int) -> Any:
+        """The torch view of it."""
+        return self._open().tensor(layer)
 
-    def copy_layer(self, index: int, source: Any) -> None:
+    def copy_layer(self, layer: int, source: Any) -> None:
         """Copies one layer in."""
-        target = self.layer(index)
+        target = self.layer(layer)
         target.reshape(-1).view(np.uint8)[:] = _exactly(source, target.nbytes)
 
     def copy_from(self, source: Any) -> None:
@@ -68,11 +73,11 @@ class GrantedBlock:
             layer.reshape(-1).view(np.uint8)[:] = data[: layer.nbytes]
             data = data[layer.nbytes :]
 
-    def mark_layer(self, index: int) -> None:
+    def mark_layer(self, layer: int) -> None:
         """Publishes that layer to followers; layers are published in order."""
         self._open()
         with self._writer.client.store.changed:
-            self._writer.client.store.mark_layer(self._record, index)
+            self._writer.client.store.mark_layer(self._record, layer)
 
     def _open(self) -> Span:
         if self._record.owner is not self._writer.client.session:
@@ -111,6 +116,7 @@ class Writer:
         return len(self.results)
 
     def __getitem__(self, index: int) -> GrantedBlock:
+        index += len(self.results) if index < 0 else 0
         if index in self._granted:
             return self._granted[index]
         if not 0 <= index < len(self.results):
@@ -191,11 +197,12 @@ class InMemoryClient:
         self._closed = threading.Event()
         self.store.sessions.add(self.session)
 
-    attached = property(lambda self: not self._closed.is_set())
+    attached = property(lambda self: not self._closed.is_set(), doc="Whether it was not closed.")
     degraded = False
     salt = b""  # of the namespace; a test may set another
 
     def another(self, max_pins: int | None = None) -> InMemoryClient:
+        """A second session on the same memory, as another process would have."""
         return InMemoryClient(
             store=self.store,
             namespace=self.namespace,
@@ -209,19 +216,33 @@ class InMemoryClient:
             return self.store.register_layout(bytes(layout))
 
     def lookup(self, keys: Any) -> Lookup:
+        """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states."""
         with self._locked():
             return Lookup(bytes(self.store.state(key) for key in split_keys(keys)))
 
     def get(
         self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
     ) -> Blocks:
-        """wait_s waits for nothing: the fake has no tier below, and its writers share its process."""
+        """Per key a BlockView or None. With wait_s, what others write is waited for; the fake has no disk."""
+        names = split_keys(keys)
+        deadline = time.monotonic() + wait_s
         with self._locked():
-            pins = [self.store.pin(key, self.session, follow) for key in split_keys(keys)]
-        return Blocks(self, [BlockView(self, pin) if isinstance(pin, Pin) else pin for pin in pins])
+            while wait_s and not follow and any(self.store.state(key) == PENDING for key in names):
+                if not self.store.changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+            pins = [self.store.pin(key, self.session, follow) for key in names]
+        blocks = [BlockView(self, pin) if isinstance(pin, Pin) else pin for pin in pins]
+        if verify:
+            for index, block in enumerate(blocks):
+                if isinstance(block, BlockView) and block.sealed and not block.verify():
+                    self.delete([block.key])
+                    blocks[index] = "miss"
+        return Blocks(self, blocks)
 
     def prefetch(self, keys: Any, priority: int = 35) -> int:
-        return self.lookup(keys).states.count(RESIDENT)
+        """How many of the keys are in memory or being written: there is nothing below to load from."""
+        check_bounds("priority", priority, 0, 100)
+        return len(found := self.lookup(keys).states) - found.count(MISSING)
 
     def load_estimate_s(self, length_bytes: int) -> float | None:
         """None: nothing was ever loaded."""
@@ -230,6 +251,7 @@ class InMemoryClient:
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:
+        """Sealed blocks anywhere in the tokens: (offset, key), by offset."""
         from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint
 
         windows = window_fingerprints(identity, token_ids, block_tokens).tolist()
@@ -238,6 +260,7 @@ class InMemoryClient:
             return [(start, key) for start, window in enumerate(windows) for key in known.get(window, ())]
 
     def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
+        """Keys of sealed blocks that may continue this one."""
         with self._locked():
             return self.store.children(key)
 
@@ -250,6 +273,7 @@ class InMemoryClient:
         token_counts: Sequence[int] | None = None,
         sealing: Writer | None = None,
     ) -> Writer:
+        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception."""
         with self._locked():
             if sealing is not None:
                 sealing.seal()
@@ -265,6 +289,8 @@ class InMemoryClient:
             )
             if len(counts) != len(names):
                 raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys")
+            if counts != list(getattr(keys, "token_counts", counts)):
+                raise InvalidArgument(f"token_counts {counts} for chunks of {keys.token_counts} tokens")
             base = getattr(keys, "start_token", 0)
             nothing = [None] * len(names)
             traces = zip(
@@ -284,10 +310,12 @@ class InMemoryClient:
             return sum([self.store.delete(key) for key in split_keys(keys)])
 
     def touch(self, keys: Any) -> int:
+        """Counts a use of each block, for eviction, and says how many were there."""
         with self._locked():
             return sum([self.store.touch(key) for key in split_keys(keys)])
 
     def stats(self) -> dict[str, int]:
+        """The figures KVClient.stats() promises."""
         with self._locked():
             return self.store.stats()
 
@@ -299,6 +327,7 @@ class InMemoryClient:
             self.store.end(self.session)
 
     def deadline(self, timeout_s: float | None) -> float:
+        """When a wait that begins now ends, by the monotonic clock."""
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     def _locked(self) -> threading.Condition:

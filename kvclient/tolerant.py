@@ -15,6 +15,10 @@ from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, Incom
 from kvclient.segment import whole_seconds
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
+PROMISED_FIGURES = (
+    "used_bytes", "capacity_bytes", "faulted_bytes", "blocks", "pins", "sessions",
+    "hits", "misses", "evictions",
+)  # fmt: skip
 
 
 class TolerantClient(KVClient):
@@ -97,7 +101,14 @@ class TolerantClient(KVClient):
         return self._tolerate(lambda native: native.touch(keys), lambda: 0)
 
     def stats(self) -> dict[str, Any]:
-        return self._tolerate(lambda native: native.stats(), dict)
+        """As ever, or 0 for each of the promised figures while there is no store."""
+        return self._tolerate(lambda native: native.stats(), lambda: dict.fromkeys(PROMISED_FIGURES, 0))
+
+    def grpc_token(self) -> str:
+        """Raises Unavailable without a store: no token would open anything."""
+        if self._native is None:
+            return self._again(lambda native: native.grpc_token())
+        return super().grpc_token()
 
     def register_layout(self, layout: Any) -> int:
         """Without a store the layout gets an id of this client's, and is registered when it attaches."""

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,7 +60,7 @@ def run(given: argparse.Namespace, directory: str) -> int:
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE and rundir.running_pid(directory) is None:
             return _complain(f"no daemon answers in {directory}", Exit.UNREACHABLE)
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):  # the second: by ourselves
             return _complain(
                 f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE
             )
@@ -279,10 +280,26 @@ def drain(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.NO if reply.draining and reply.unsealed else Exit.DONE
 
 
+def _each_within(stream: Any, timeout_s: float) -> Iterator[Any]:
+    """The messages of a stream that may take any time as a whole. Cancels it when one takes too long."""
+    while True:
+        alarm = threading.Timer(timeout_s, stream.cancel)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            message = next(stream)
+        except StopIteration:
+            return
+        finally:
+            alarm.cancel()
+        yield message
+
+
 def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     live = sys.stderr.isatty() and not given.json
     last = admin_pb2.ScrubResponse()
-    for last in daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=given.namespace)):
+    steps = daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=given.namespace))
+    for last in _each_within(steps, daemon.timeout_s):
         if live:
             print(
                 "\r" + render.progress_line(last.read_bytes, last.total_bytes),

@@ -32,7 +32,7 @@ from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
 CREATED, SEALED = block_pb2.BLOCK_STATE_CREATED, block_pb2.BLOCK_STATE_SEALED
 MAX_WAIT_MS = 60_000
-DEFAULT_PRIORITY = 35
+DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100
 MAX_TTL_MS = 10 * 365 * 86_400_000
 # The store's answer to create -> the message's.
 CREATE_STATUS = (
@@ -65,6 +65,11 @@ def block_message(key: bytes, found: dict[str, Any]) -> block_pb2.Block:
         ttl_ms=found["ttl_ms"],
         created_ms=found["created_ms"],
     )
+
+
+def _check_priority(priority: int) -> None:
+    if priority > MAX_PRIORITY:
+        raise InvalidArgument(f"priority is {priority}, the limit is {MAX_PRIORITY}")
 
 
 def leading(states: bytes, wanted: int, start: int = 0) -> int:
@@ -135,7 +140,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Prefetch(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         _, store = self._door.admit(context, request.namespace)
         keys = packed(request.keys)
-        states = await self._threads.run(store.await_blocks, keys, min(request.priority, 100), 0)
+        _check_priority(request.priority)
+        states = await self._threads.run(store.await_blocks, keys, request.priority, 0)
         return store_pb2.PrefetchResponse(coming=len(states) - states.count(0))
 
     # ---- writing
@@ -150,8 +156,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 f"{len(counts)} token_counts for {len(request.keys)} keys: one per key, or none"
             )
         priority = request.priority if request.HasField("priority") else DEFAULT_PRIORITY
-        if priority > 100:
-            raise InvalidArgument(f"priority is {priority}, the limit is 100")
+        _check_priority(priority)
         if request.ttl_ms > MAX_TTL_MS:
             raise InvalidArgument(f"ttl_ms is {request.ttl_ms}, the limit is {MAX_TTL_MS} (ten years)")
         layout = self._layouts[namespace].find(request.layout_id)

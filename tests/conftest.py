@@ -25,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 30.0
 
 
 class DaemonFailed(AssertionError):

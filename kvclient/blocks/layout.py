@@ -112,6 +112,7 @@ class Layout:
         return self.geometry.layer_offset(layer, self._tokens(tokens))
 
     def layer_length(self, layer: int, tokens: int | None = None) -> int:
+        """Bytes of that layer without its padding."""
         return self.geometry.layer_length(layer, self._tokens(tokens))
 
     def block_bytes(self, tokens: int | None = None) -> int:
@@ -119,6 +120,7 @@ class Layout:
         return self.geometry.length(self._tokens(tokens))
 
     def meta_bytes(self, tokens: int | None = None) -> int:
+        """Bytes of the client's meta area."""
         return self.geometry.meta_length(self._tokens(tokens))
 
     def _tokens(self, tokens: int | None) -> int:

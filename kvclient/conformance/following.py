@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from kvclient.conformance.case import SMALL, Case, check, fill, pattern, raises
+from kvclient.conformance.case import SMALL, WAIT_S, Case, check, fill, pattern, raises
 from kvclient.errors import BlockLost, DeadlineExceeded, InvalidArgument, KVClientError
 
 LAYERS = SMALL.num_layers
@@ -123,11 +123,31 @@ class FollowingCases(Case):
         writer = self.client.create(keys, self.small)
         with raises(InvalidArgument):
             writer[0].mark_layer(1)
-        with raises(InvalidArgument):
-            writer[0].mark_layer(LAYERS)
+        for wrong in (-1, LAYERS):
+            with raises(InvalidArgument):
+                writer[0].mark_layer(wrong)
         self.publish(writer[0], 0)
         with self.open().get(keys, follow=True) as blocks:
             assert blocks[0].layers_ready == 1
+        writer.abort()
+
+    def test_get_waits_for_what_is_being_written(self):
+        self.needs("follow")
+        keys = self.keys(2)
+        writer = self.client.create(keys, self.small)
+        reader = self.open()
+        joined = self.in_thread(lambda: reader.get(keys, wait_s=WAIT_S))
+        fill(writer[0])
+        writer.seal(0)
+        writer.abort(1)
+        with joined() as blocks:
+            check(blocks[0])
+            assert blocks[1] is None, "its writer gave it up"
+        late = self.keys(1)
+        writer = self.client.create(late, self.small)
+        begun = time.monotonic()
+        with reader.get(late, wait_s=0.05) as blocks:
+            assert blocks[0] is None and time.monotonic() - begun >= 0.05
         writer.abort()
 
     def test_a_wait_ends_at_its_deadline(self):

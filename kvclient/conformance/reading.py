@@ -9,6 +9,7 @@ import numpy as np
 
 from kvclient.conformance.case import BIG, SMALL, Case, check, fill, new_keys, pattern, raises, wait_until
 from kvclient.errors import Closed, InvalidArgument, PinsExhausted
+from kvclient.segment import Geometry
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
 
@@ -67,8 +68,24 @@ class ReadingCases(Case):
             for layer in range(SMALL.num_layers):
                 offset = SMALL.layer_offset(layer, 16)
                 assert bytes(blocks[0].view[offset : offset + length]) == blocks[0].layer(layer).tobytes()
-            with raises(InvalidArgument, IndexError):
-                blocks[0].layer(SMALL.num_layers)
+            for wrong in (-1, SMALL.num_layers, 1 << 40):
+                with raises(InvalidArgument):
+                    blocks[0].layer(wrong)
+                with raises(InvalidArgument):
+                    blocks[0].wait_layer(wrong, timeout_s=0.01)
+
+    def test_layers_of_another_width_are_bytes(self):
+        widths = (64, 100, 64)  # bytes per token: only the first and the last are of the layout's shape
+        layout = Geometry(3, 2, 2, 8, "float16", 16, 0, 0, 0, widths)
+        layout_id = self.client.register_layout(layout.to_blob())
+        keys = self.keys(1)
+        with self.client.create(keys, layout_id) as writer:
+            for layer, shape in enumerate(((2, 2, 16, 8), (1600,), (2, 2, 16, 8))):
+                assert writer[0].layer(layer).shape == shape
+                writer[0].layer(layer)[...] = layer + 1
+        with self.client.get(keys) as blocks:
+            assert blocks[0].layer(1).dtype == np.uint8 and blocks[0].layer(1).tolist() == [2] * 1600
+            assert blocks[0].layer(2).dtype == np.float16 and (blocks[0].layer(2) == 3).all()
 
     def test_blocks_behave_as_a_sequence(self):
         keys = self.put(3)
@@ -295,4 +312,6 @@ class ReadingCases(Case):
             assert [block.key for block in same] == whole.keys
             check(blocks[4])
         assert self.client.lookup(whole[2:4]).resident == 2
+        with raises(InvalidArgument):  # the chain says how many tokens a chunk has
+            self.client.create(whole[3:], self.small, token_counts=[16, 16])
         assert self.client.delete(whole[:2]) == 2

@@ -27,10 +27,8 @@ struct BlockView {
   const Layout& layout() const { return *item().layout; }
   uint32_t tokens() const { return item().at.shape.tokens; }
 
-  void need(uint32_t layer) const {
-    if (layer >= layout().num_layers())
-      raise("InvalidArgument",
-            "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
+  void need(long long layer) const {
+    check_range("layer", layer, 0, layout().num_layers() - 1);
     if (item().at.control.state() == State::Sealed) return;
     const uint32_t ready = batch->layers_ready(index);
     if (ready <= layer)
@@ -38,9 +36,10 @@ struct BlockView {
                                    " layers; wait_layer waits for it");
   }
   Memory memory(uint64_t offset, uint64_t length) const { return {batch, index, batch->bytes(index) + offset, length}; }
-  Memory layer(uint32_t i) const {
+  Memory layer(long long i) const {
     need(i);
-    return memory(layout().layer_offset(i, tokens()), layout().layer_bytes(i, tokens()));
+    const auto at = static_cast<uint32_t>(i);
+    return memory(layout().layer_offset(at, tokens()), layout().layer_bytes(at, tokens()));
   }
 };
 
@@ -106,15 +105,24 @@ nb::object get_item(const Blocks& blocks, nb::handle index) {
   return out;
 }
 
-void wait_all(const Blocks& blocks, uint32_t layer, std::optional<double> timeout_s) {
+uint32_t layer_of(const Batch::Item& item, long long layer) {
+  check_range("layer", layer, 0, item.layout->num_layers() - 1);
+  return static_cast<uint32_t>(layer);
+}
+
+void wait_all(const Blocks& blocks, long long number, std::optional<double> timeout_s) {
   Batch& batch = *blocks.batch;
+  uint32_t layer = 0;
+  for (size_t i = 0; i < batch.size(); ++i)
+    if (batch.item(i).state == ItemState::Hit) layer = layer_of(batch.item(i), number);
   wait_with_signals(timeout_of(timeout_s, batch), [&](const timespec& deadline) {
     for (size_t i = 0; i < batch.size(); ++i)
       if (batch.item(i).state == ItemState::Hit) batch.wait_layer(i, layer, deadline);
   });
 }
 
-void wait_one(const BlockView& block, uint32_t layer, std::optional<double> timeout_s) {
+void wait_one(const BlockView& block, long long number, std::optional<double> timeout_s) {
+  const uint32_t layer = layer_of(block.item(), number);
   wait_with_signals(timeout_of(timeout_s, *block.batch),
                     [&](const timespec& deadline) { block.batch->wait_layer(block.index, layer, deadline); });
 }
@@ -140,26 +148,32 @@ void bind_blocks(nb::module_& m) {
       .def(
           "release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
       .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
-           "Waits for that layer of all blocks that were found. Raises BlockLost, DeadlineExceeded.")
-      .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); });
+           "Waits, for timeout_s seconds at most (the client's by default), for that layer of all blocks that were found.\n"
+           "Raises BlockLost when a writer gave its block up, DeadlineExceeded, InvalidArgument.")
+      .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.");
 
   nb::class_<BlockView>(m, "BlockView", nb::type_slots(block_slots),
                         "One block, pinned. Views, arrays and tensors are zero-copy, read-only and own the pin.")
       .def_prop_ro(
           "view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); },
-          "The layers as one memoryview of bytes, each starting on a multiple of 512.")
-      .def_prop_ro("meta",
-                   [](const BlockView& b) {
-                     b.need(b.layout().num_layers() - 1);
-                     return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
-                   })
+          "The layers as one read-only memoryview of bytes, each starting on a multiple of 512; checksums and meta area lie\n"
+          "behind it. Raises InvalidArgument while a layer of a followed block is missing, Closed after the release.")
+      .def_prop_ro(
+          "meta",
+          [](const BlockView& b) {
+            b.need(b.layout().num_layers() - 1);
+            return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
+          },
+          "The client's meta area: a read-only memoryview of meta_fixed + tokens * meta_per_token bytes.")
       .def(
-          "layer", [](const BlockView& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
-          "That layer as an array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16.")
+          "layer", [](const BlockView& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
+          "That layer as a read-only array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16. Under a codec, or where the\n"
+          "layout gave the layer another width, the bytes of it. Raises InvalidArgument, Closed.")
       .def(
-          "tensor", [](const BlockView& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
+          "tensor", [](const BlockView& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
           nb::arg("layer"), "The torch view of it. Writing to it faults the process: the mapping is read-only.")
-      .def("wait_layer", wait_one, nb::arg("layer"), nb::arg("timeout_s") = nb::none())
+      .def("wait_layer", wait_one, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
+           "Waits for that layer of this block, as Blocks.wait_layer does for all.")
       .def(
           "verify",
           [](const BlockView& b) {
@@ -169,20 +183,27 @@ void bind_blocks(nb::module_& m) {
             return b.batch->verify(b.index);
           },
           "Whether the bytes have the checksums they were sealed with; true if there are none.")
-      .def_prop_ro("tokens", &BlockView::tokens)
-      .def_prop_ro("key",
-                   [](const BlockView& b) {
-                     Key key;  // of the record, which the pin keeps
-                     const Memory held = b.memory(0, 0);
-                     for (size_t i = 0; i < 4; ++i)
-                       key.words[i] =
-                           b.batch->attachment().index.record(b.item().at.record).key[i].load(std::memory_order_relaxed);
-                     return to_bytes(key);
-                   })
-      .def_prop_ro("layout_id", [](const BlockView& b) { return b.item().at.shape.layout; })
-      .def_prop_ro("base_position", [](const BlockView& b) { return b.item().at.shape.base_position; })
-      .def_prop_ro("layers_ready", [](const BlockView& b) { return b.batch->layers_ready(b.index); })
-      .def_prop_ro("sealed", [](const BlockView& b) { return b.batch->sealed(b.index); });
+      .def_prop_ro("tokens", &BlockView::tokens, "Tokens in this block.")
+      .def_prop_ro(
+          "key",
+          [](const BlockView& b) {
+            Key key;  // of the record, which the pin keeps
+            const Memory held = b.memory(0, 0);
+            for (size_t i = 0; i < 4; ++i)
+              key.words[i] = b.batch->attachment().index.record(b.item().at.record).key[i].load(std::memory_order_relaxed);
+            return to_bytes(key);
+          },
+          "Its 32 bytes. Raises Closed after the release.")
+      .def_prop_ro(
+          "layout_id", [](const BlockView& b) { return b.item().at.shape.layout; }, "The pool's id of its layout.")
+      .def_prop_ro(
+          "base_position", [](const BlockView& b) { return b.item().at.shape.base_position; },
+          "Position of its first token in the prompt it was computed in.")
+      .def_prop_ro(
+          "layers_ready", [](const BlockView& b) { return b.batch->layers_ready(b.index); },
+          "How many of its layers, from the first on, may be read.")
+      .def_prop_ro(
+          "sealed", [](const BlockView& b) { return b.batch->sealed(b.index); }, "Whether it is complete and immutable.");
 }
 
 }  // namespace kv

@@ -84,24 +84,38 @@ nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bo
 }
 
 // How many of the keys are in memory or on their way there.
-size_t prefetch(Client& client, nb::handle source, uint32_t priority) {
+size_t prefetch(Client& client, nb::handle source, long long priority) {
   const KeysArgument keys(source);
+  check_range("priority", priority, 0, kMaxPriority);
   nb::gil_scoped_release release;
   size_t count = 0;
-  for (const auto& promise : client.promote(keys.keys(), priority))
+  for (const auto& promise : client.promote(keys.keys(), static_cast<uint32_t>(priority)))
     count += promise.presence != static_cast<uint32_t>(Presence::Missing);
   return count;
 }
 
-nb::object create(Client& client, nb::handle source, uint32_t layout_id, uint32_t priority, uint32_t ttl_s,
-                  std::optional<std::vector<uint32_t>> token_counts, nb::handle sealing) {
+nb::object create(Client& client, nb::handle source, long long layout_id, long long priority, uint32_t ttl_s,
+                  const std::optional<std::vector<long long>>& token_counts, nb::handle sealing) {
   const KeysArgument keys(source);
+  check_range("layout_id", layout_id, 0, kMaxLayouts - 1);
+  check_range("priority", priority, 0, kMaxPriority);
   if (token_counts && token_counts->size() != keys.keys().size())
     raise("InvalidArgument",
           std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.keys().size()) + " keys");
-  Create request{
-      .keys = keys.keys(), .chain = keys.chain(), .token_counts = {}, .layout = layout_id, .priority = priority, .ttl_s = ttl_s};
-  if (token_counts) request.token_counts = *token_counts;
+  Create request{.keys = keys.keys(),
+                 .chain = keys.chain(),
+                 .token_counts = {},
+                 .layout = static_cast<uint32_t>(layout_id),
+                 .priority = static_cast<uint32_t>(priority),
+                 .ttl_s = ttl_s};
+  std::vector<uint32_t> counts;
+  if (token_counts) {
+    for (const long long count : *token_counts) {
+      check_range("token_counts", count, 1, kMaxTokens);
+      counts.push_back(static_cast<uint32_t>(count));
+    }
+    request.token_counts = counts;
+  }
   if (!sealing.is_none()) request.sealing = grants_of(sealing);
   std::shared_ptr<Grants> grants;
   {
@@ -156,13 +170,13 @@ void bind_client(nb::module_& m) {
   });
 
   nb::class_<Lookup>(m, "Lookup", "How far a list of keys is present.")
-      .def_prop_ro("resident", &Lookup::resident, "Leading blocks in memory.")
+      .def_prop_ro("resident", &Lookup::resident, "How many leading blocks are in memory.")
       .def_prop_ro(
           "pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); },
-          "Blocks behind those that are being written.")
+          "How many right behind those are being written.")
       .def_prop_ro(
           "on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); },
-          "Blocks behind those that lie on disk.")
+          "How many right behind those lie only on disk.")
       .def_prop_ro(
           "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
           "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.");

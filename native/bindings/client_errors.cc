@@ -11,4 +11,10 @@ void raise(const char* class_name, const std::string& message) {
   throw nanobind::python_error();
 }
 
+void check_range(const char* name, long long value, long long low, long long high) {
+  if (value < low || value > high)
+    raise("InvalidArgument", std::string(name) + " is " + std::to_string(value) + "; allowed are " + std::to_string(low) +
+                                 " to " + std::to_string(high));
+}
+
 }  // namespace kv

@@ -8,4 +8,7 @@ namespace kv {
 // Throws the Python exception kvclient.errors.<class_name>(message). Requires the GIL.
 [[noreturn]] void raise(const char* class_name, const std::string& message);
 
+// Raises InvalidArgument with the value and its bounds. Integers come signed from Python, so that -1 has a text too.
+void check_range(const char* name, long long value, long long low, long long high);
+
 }  // namespace kv

@@ -31,12 +31,6 @@ auto without_gil(size_t bytes, Call call) {
   return call();
 }
 
-void check_range(const char* name, long long value, long long low, long long high) {
-  if (value < low || value > high)
-    raise("InvalidArgument", std::string(name) + " is " + std::to_string(value) + "; allowed are " + std::to_string(low) +
-                                 " to " + std::to_string(high));
-}
-
 // Tokens of each chunk, as a chain that is cut by content is given them.
 std::vector<uint32_t> counts_of(nb::handle counts, size_t tokens, long long block_tokens) {
   std::vector<uint32_t> out;
@@ -182,18 +176,28 @@ void bind_chain(nb::module_& m) {
            [](const Chain& c) {
              return nb::str("Chain of {} chunks, {} tokens from {}").attr("format")(c.size(), c.num_tokens(), c.start_token(0));
            })
-      .def_prop_ro("keys", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return to_bytes(c.keys()[i]); }); })
-      .def_prop_ro("content_keys",
-                   [](const Chain& c) { return list_of(c.size(), [k = c.content_keys()](size_t i) { return to_bytes(k[i]); }); })
+      .def_prop_ro(
+          "keys", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return to_bytes(c.keys()[i]); }); },
+          "Per chunk its prefix key, 32 bytes: of the chunk and of all before it.")
+      .def_prop_ro(
+          "content_keys",
+          [](const Chain& c) { return list_of(c.size(), [k = c.content_keys()](size_t i) { return to_bytes(k[i]); }); },
+          "Per chunk its content key, 32 bytes: of its own tokens, wherever they stand.")
       .def_prop_ro(
           "parent_keys", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return to_bytes(c.parent_key(i)); }); },
           "Per chunk the prefix key before it; 32 zero bytes for a prompt's first chunk.")
-      .def_prop_ro("fingerprints",
-                   [](const Chain& c) { return list_of(c.size(), [f = c.fingerprints()](size_t i) { return f[i]; }); })
-      .def_prop_ro("packed_keys", [](const Chain& c) { return nb::bytes(c.keys(), c.size() * sizeof(Key)); })
-      .def_prop_ro("identity", [](const Chain& c) { return to_bytes(c.identity()); })
-      .def_prop_ro("block_tokens", &Chain::block_tokens)
-      .def_prop_ro("token_counts", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.token_count(i); }); })
+      .def_prop_ro(
+          "fingerprints", [](const Chain& c) { return list_of(c.size(), [f = c.fingerprints()](size_t i) { return f[i]; }); },
+          "Per chunk the rolling hash of its tokens, below 2^61 - 1: what a search by content looks for.")
+      .def_prop_ro(
+          "packed_keys", [](const Chain& c) { return nb::bytes(c.keys(), c.size() * sizeof(Key)); },
+          "The keys in one piece, 32 bytes each.")
+      .def_prop_ro(
+          "identity", [](const Chain& c) { return to_bytes(c.identity()); }, "The reuse identity the keys begin with.")
+      .def_prop_ro("block_tokens", &Chain::block_tokens, "Tokens of a full chunk.")
+      .def_prop_ro(
+          "token_counts", [](const Chain& c) { return list_of(c.size(), [&](size_t i) { return c.token_count(i); }); },
+          "Tokens of each chunk.")
       .def_prop_ro("num_tokens", &Chain::num_tokens, "Tokens of all chunks together.")
       .def_prop_ro(
           "start_token", [](const Chain& c) { return c.start_token(0); }, "Position of the first token in the prompt.")

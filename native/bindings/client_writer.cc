@@ -37,14 +37,13 @@ struct GrantedBlock {
     item();
     return {grants, grants->bytes(index) + offset, length};
   }
-  Memory layer(uint32_t i) const {
-    check(i);
+  Memory layer(long long number) const {
+    const uint32_t i = checked(number);
     return memory(layout().layer_offset(i, tokens()), layout().layer_bytes(i, tokens()));
   }
-  void check(uint32_t layer) const {
-    if (layer >= layout().num_layers())
-      raise("InvalidArgument",
-            "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(layout().num_layers() - 1));
+  uint32_t checked(long long layer) const {
+    check_range("layer", layer, 0, layout().num_layers() - 1);
+    return static_cast<uint32_t>(layer);
   }
 };
 
@@ -127,7 +126,9 @@ void bind_writer(nb::module_& m) {
   nb::class_<Writer>(m, "Writer",
                      "What create answers. Leaving the context seals what was granted, or aborts it on an exception.")
       .def("__len__", [](const Writer& w) { return w.grants->size(); })
-      .def("__getitem__", [](const Writer& w, Py_ssize_t i) { return GrantedBlock{w.grants, checked_index(w, i)}; })
+      .def(
+          "__getitem__", [](const Writer& w, Py_ssize_t i) { return GrantedBlock{w.grants, checked_index(w, i)}; },
+          "The granted block of that key. Raises NoSpace, InvalidArgument if the key was not granted, IndexError.")
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def(
           "__exit__",
@@ -137,18 +138,22 @@ void bind_writer(nb::module_& m) {
             type.is_none() ? w.grants->seal(open) : w.grants->abort(open);
           },
           nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
-      .def_prop_ro("results",
-                   [](const Writer& w) {
-                     nb::list out;
-                     for (size_t i = 0; i < w.grants->size(); ++i) out.append(nb::str(word(w.grants->item(i).status)));
-                     return out;
-                   })
-      .def_prop_ro("granted",
-                   [](const Writer& w) {
-                     nb::list out;
-                     for (size_t i : all_of(w, Grant::Granted)) out.append(i);
-                     return out;
-                   })
+      .def_prop_ro(
+          "results",
+          [](const Writer& w) {
+            nb::list out;
+            for (size_t i = 0; i < w.grants->size(); ++i) out.append(nb::str(word(w.grants->item(i).status)));
+            return out;
+          },
+          "A word per key: \"granted\", \"exists\", \"pending\" (another writes it) or \"no_space\".")
+      .def_prop_ro(
+          "granted",
+          [](const Writer& w) {
+            nb::list out;
+            for (size_t i : all_of(w, Grant::Granted)) out.append(i);
+            return out;
+          },
+          "The indices of the keys that are this writer's to fill.")
       .def(
           "seal", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, true); }, nb::arg("index") = nb::none(),
           "Publishes one granted block, or all. Raises BlockLost if some were aborted or lost their session.")
@@ -156,39 +161,43 @@ void bind_writer(nb::module_& m) {
           "abort", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, false); }, nb::arg("index") = nb::none(),
           "Gives up one granted block, or all: promises that copies into it have finished. Idempotent.")
       .def("wait_pending", wait_pending, nb::arg("timeout_s") = nb::none(),
-           "Waits for the blocks others write: each becomes \"exists\" or \"granted\". False if not all did in time.");
+           "Waits, for timeout_s seconds at most (the client's by default), for the blocks others write: each becomes\n"
+           "\"exists\" or \"granted\". False if not all did in time.");
 
   nb::class_<GrantedBlock>(m, "GrantedBlock", "A block being written. Its views are writable until it is sealed or aborted.")
-      .def_prop_ro("view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); })
-      .def_prop_ro("meta",
-                   [](const GrantedBlock& b) {
-                     return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
-                   })
-      .def(
-          "layer", [](const GrantedBlock& b, uint32_t i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
-          nb::arg("layer"))
-      .def(
-          "tensor", [](const GrantedBlock& b, uint32_t i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
-          nb::arg("layer"))
-      .def(
-          "copy_layer",
-          [](const GrantedBlock& b, uint32_t i, nb::handle source) {
-            b.check(i);
-            copy_layers(b, i, 1, source);
+      .def_prop_ro(
+          "view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); },
+          "The layers as one writable memoryview of bytes, each starting on a multiple of 512. Raises Closed, as all here,\n"
+          "once the block was sealed or aborted.")
+      .def_prop_ro(
+          "meta",
+          [](const GrantedBlock& b) {
+            return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
           },
+          "The client's meta area, writable: meta_fixed + tokens * meta_per_token bytes. A chain has filled it already.")
+      .def(
+          "layer", [](const GrantedBlock& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"),
+          "That layer as a writable array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16; bytes under a codec.")
+      .def(
+          "tensor", [](const GrantedBlock& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"), "The torch view of it.")
+      .def(
+          "copy_layer", [](const GrantedBlock& b, long long i, nb::handle source) { copy_layers(b, b.checked(i), 1, source); },
           nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
       .def(
           "copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); },
           nb::arg("source"), "Copies all layers in, from bytes that follow each other without padding.")
       .def(
           "mark_layer",
-          [](const GrantedBlock& b, uint32_t i) {
+          [](const GrantedBlock& b, long long i) {
             b.item();
-            b.grants->mark_layer(b.index, i);
+            b.grants->mark_layer(b.index, b.checked(i));
           },
-          nb::arg("layer"), "Publishes that layer to followers; layers are published in order.")
-      .def_prop_ro("key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); })
-      .def_prop_ro("tokens", &GrantedBlock::tokens);
+          nb::arg("layer"), "Publishes that layer to followers; layers are published in order. Raises InvalidArgument.")
+      .def_prop_ro(
+          "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
+      .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
 }
 
 }  // namespace kv

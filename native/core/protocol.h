@@ -124,7 +124,7 @@ struct PromoteHead {
 };
 struct PromiseItem {
   uint32_t presence;  // pending: it is being loaded. On disk: too many loads wait. Missing: there is nothing to wait for
-  uint32_t reserved;
+  uint32_t reserved;  // 0. Without it the item had another size, and the protocol another version
 };
 
 // Suspect: count keys of blocks whose checksums did not match in the client's memory. The daemon looks itself; the reply has a

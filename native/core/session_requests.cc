@@ -129,7 +129,10 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
       const auto head = body.take<protocol::PromoteHead>();
       const auto keys = body.take<Key>(request.count);
       need_end(body);
-      return promote(store, std::min(head.priority, kMaxPriority), keys);
+      if (head.priority > kMaxPriority)
+        throw Error(Code::InvalidArgument,
+                    "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
+      return promote(store, head.priority, keys);
     }
     case Op::Stats: {
       const std::string text = stats_json(store);

@@ -280,7 +280,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     if (missing.size() == before) break;
   }
   if (const uint64_t length = out.empty() ? 0 : layout.extent_bytes(request.items[0].tokens);
-      out.size() * length <= pool_.capacity() / kAheadDivisor)
+      out.size() * length <= pool_.capacity() / kAheadDivisor && out.size() <= index_.max_blocks() / kAheadDivisor)
     ahead_ = {length, out.size()};
   reserved_.reset();
   counters_.no_space += missing.size();

@@ -156,11 +156,17 @@ void Store::make_room(uint64_t length, size_t count) {
 }
 
 // The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
-// small part of the pool, and nothing as long as the pool has room of its own.
+// small part of the pool or the table, and nothing as long as they have room of their own.
 void Store::make_room_ahead() {
   Lock lock(mutex_);
   const auto [length, count] = std::exchange(ahead_, {});
-  if (count == 0 || draining_ || !fence_.empty() || pool_.frontier() < pool_.capacity()) return;
+  if (count == 0 || draining_ || !fence_.empty()) return;
+  if (const size_t records = index_.max_blocks() - records_used_ + on_disk_.size(); records < count) {
+    drain_rings();
+    evict_least(std::nullopt, count - records, pinned_records());
+    scan_zombies();
+  }
+  if (pool_.frontier() < pool_.capacity()) return;
   const size_t there = arena_.room(length, count);
   const uint64_t size_class = Arena::size_class(length);
   const auto own = policy_.least(size_class);

@@ -78,6 +78,29 @@ TEST(room_is_made_ahead_for_a_batch_like_the_last_and_for_no_more) {
   rig.store->check_integrity();
 }
 
+TEST(records_are_made_free_ahead_where_they_and_not_the_memory_run_out) {
+  Rig rig(64 * kMiB, 4096);
+  for (uint64_t i = 0; i < 4096; ++i) CHECK(rig.put(i, 2) == Grant::Granted);  // half of the pool
+  const auto evictions = [&] { return rig.store->stats().evictions; };
+  const auto put_batch = [&](uint64_t first) {
+    std::vector<uint64_t> numbers(8);
+    std::iota(numbers.begin(), numbers.end(), first);
+    for (const Granted& granted : rig.create(numbers, 2)) CHECK(rig.seal(granted.handle) == Done::Ok);
+  };
+  put_batch(10'000);
+  CHECK_EQ(evictions(), 8u);
+  rig.store->make_room_ahead();
+  CHECK_EQ(evictions(), 16u);
+  put_batch(20'000);
+  CHECK_EQ(evictions(), 16u);  // found its room
+  CHECK(rig.resident(10'007) && rig.resident(20'007));
+  rig.store->flush(), rig.store->settle();
+  put_batch(30'000);
+  rig.store->make_room_ahead();
+  CHECK_EQ(evictions(), 16u);  // there is some
+  rig.store->check_integrity();
+}
+
 TEST(no_room_is_made_ahead_while_there_is_some_or_where_another_class_is_worth_less) {
   Rig rig(16 * kMiB, 4096);
   rig.put(1, 2), rig.store->make_room_ahead();

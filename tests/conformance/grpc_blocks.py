@@ -55,7 +55,8 @@ class Held:
             raise InvalidArgument(f"layer {index} of {self.geometry.num_layers}")
         begin = self.geometry.layer_offset(index, self.tokens)
         part = self.view[begin : begin + self.geometry.layer_length(index, self.tokens)]
-        return np.frombuffer(part, np.float16).reshape(self.geometry.layer_shape(index, self.tokens))
+        kind = np.float16 if self.geometry.shaped(index) else np.uint8
+        return np.frombuffer(part, kind).reshape(self.geometry.layer_shape(index, self.tokens))
 
 
 class ReadBlock(Held):
@@ -69,7 +70,7 @@ class ReadBlock(Held):
         self.layers_ready = geometry.num_layers
 
     def wait_layer(self, index: int, timeout_s: float | None = None) -> None:
-        pass
+        self.layer(index)
 
 
 class FollowedBlock(Held):
@@ -125,7 +126,8 @@ class FollowedBlock(Held):
         part = memoryview(self.data)[
             begin : begin + self.geometry.layer_length(index, self.tokens)
         ].toreadonly()
-        return np.frombuffer(part, np.float16).reshape(self.geometry.layer_shape(index, self.tokens))
+        kind = np.float16 if self.geometry.shaped(index) else np.uint8
+        return np.frombuffer(part, kind).reshape(self.geometry.layer_shape(index, self.tokens))
 
     def _must_have(self, index: int) -> None:
         if self.layers_ready <= index:

@@ -64,6 +64,7 @@ class Writer:
         return sorted(self._granted)
 
     def __getitem__(self, index: int) -> Granted:
+        index += len(self.results) if index < 0 else 0
         if index in self._granted:
             return self._granted[index]
         if not 0 <= index < len(self.results):
@@ -173,17 +174,17 @@ class GrpcClient:
             states += found.states
         return Lookup(states)
 
-    def get(self, keys: Any, follow: bool = False) -> Blocks:
-        return self._follow(keys_of(keys)) if follow else self._read(keys_of(keys))
+    def get(self, keys: Any, follow: bool = False, wait_s: float = 0.0) -> Blocks:
+        return self._follow(keys_of(keys)) if follow else self._read(keys_of(keys), int(1000 * wait_s))
 
-    def _read(self, keys: list[bytes]) -> Blocks:
+    def _read(self, keys: list[bytes], wait_ms: int) -> Blocks:
         blocks = Blocks()
         geometries = self.geometries()
         for part in pieces(keys):
             found: list[Any] = [None] * len(part)
             data: dict[int, bytearray] = {}
             records: dict[int, Any] = {}
-            request = store_pb2.GetRequest(namespace=self.namespace, keys=part)
+            request = store_pb2.GetRequest(namespace=self.namespace, keys=part, wait_ms=wait_ms)
             with typed():
                 for message in self.store.Get(request, timeout=CALL_S):
                     if message.found and message.HasField("block"):
@@ -223,8 +224,8 @@ class GrpcClient:
             if token_counts is not None
             else [geometry.block_tokens if geometry else 1] * len(names)
         )
-        if len(counts) != len(names) or priority < 0:
-            raise InvalidArgument(f"{len(counts)} token counts for {len(names)} keys, priority {priority}")
+        if len(counts) != len(names) or min(priority, layout_id, *counts, 0) < 0:
+            raise InvalidArgument(f"{counts} tokens of {len(names)} keys, {priority=}, {layout_id=}")
         options = {"layout_id": layout_id, "priority": priority, "ttl_ms": 1000 * whole_seconds(ttl_s)}
         writer = Writer(self, list(zip(names, counts, strict=True)), options)
         self._writers.append(writer)

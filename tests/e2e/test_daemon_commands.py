@@ -163,8 +163,10 @@ def test_stop_waits_until_the_daemon_is_gone(run, calls):
 def test_a_frozen_daemon_is_unreachable_not_endless(run, calls):
     os.kill(calls.daemon.pid, signal.SIGSTOP)
     try:
-        code, out, error = run("status", "--timeout-s", "0.3")
-        assert (code, out) == (Exit.UNREACHABLE, "") and "0.3 s" in error
+        for command in ("status", "ls", "scrub", "top", "config", "reload", "stop"):
+            code, out, error = run(command, "--timeout-s", "0.3")
+            assert (code, out) == (Exit.REFUSED if command == "stop" else Exit.UNREACHABLE, ""), command
+            assert "0.3 s" in error, command
     finally:
         os.kill(calls.daemon.pid, signal.SIGCONT)
 

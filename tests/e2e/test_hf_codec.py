@@ -135,7 +135,7 @@ def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, mon
         tokens, *_ = generate(model, prompt(101))
         assert kv.last.published_blocks == 0 and kv.last.not_quantisable == 3
     assert torch.equal(tokens, plain)
-    assert (client.stats()["blocks"], client.stats()["pending"]) == (2, 0)  # first and last, as computed
+    assert (client.stats()["blocks"], client.stats()["created"]) == (2, 0)  # first and last, as computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,7 +178,7 @@ def test_sinks_are_stored_only_by_who_computed_them(model, client):
         generate(model, ids)
         assert kv.last.reused_tokens == 96
         assert client.lookup(key).resident == 0  # its own first tokens came quantised
-        assert client.stats()["pins"] == client.stats()["pending"] == 0
+        assert client.stats()["pins"] == client.stats()["created"] == 0
 
 
 def equal_tokens(cache, plain):

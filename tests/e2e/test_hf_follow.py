@@ -154,7 +154,7 @@ def test_a_writer_that_dies_costs_its_followers_time_only(pair, gate, layer, wai
     assert torch.equal(following.result(), plain)
     assert second.last.followed_lost == 1
     assert (second.last.reused_tokens, second.last.published_blocks) == (0, 4)
-    assert one.stats()["pending"] == 0
+    assert one.stats()["created"] == 0
     tokens, *_ = generate(writer, ids)
     assert torch.equal(tokens, plain)
 

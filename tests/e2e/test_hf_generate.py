@@ -173,7 +173,7 @@ def test_an_error_in_the_model_leaves_nothing_behind(model, client, monkeypatch)
             with pytest.raises(Broken):
                 generate(model, prompt(70))
         stats = client.stats()
-        assert (stats["blocks"], stats["pending"], stats["pins"]) == (1, 0, 0)
+        assert (stats["blocks"], stats["created"], stats["pins"]) == (1, 0, 0)
         generate(model, prompt(70))
         assert kv.last.reused_tokens == BLOCK
 

@@ -236,7 +236,7 @@ def test_states_do_not_pile_up(engine, client):
     for turn in range(6):
         talk.say(ids(5, seed=turn), 2)
     stats = client.stats()
-    assert (stats["blocks"], stats["pins"], stats["pending"]) == (2, 0, 0)
+    assert (stats["blocks"], stats["pins"], stats["created"]) == (2, 0, 0)
     assert Shelf(client, lambda: engine.kv.identity, "many", SMALL, 50).newest() == 6
 
 

@@ -79,12 +79,12 @@ def test_a_writer_dies(daemon, fork, nothing_leaks, step):
     for index in range(expected_hits):
         block = followed[index]
         if index < sealed:
-            block.wait_layer(LAYERS - 1, timeout_s=5.0)
+            block.wait_layer(LAYERS - 1, timeout_s=20.0)
             check(block)
             continue
         if marked < LAYERS:
             with pytest.raises(BlockLost):
-                block.wait_layer(LAYERS - 1, timeout_s=5.0)
+                block.wait_layer(LAYERS - 1, timeout_s=20.0)
     followed.release()
     with watcher.get(keys) as blocks:
         assert blocks.hits == sealed
@@ -174,7 +174,7 @@ def test_a_frozen_client_holds_nobody_up(daemon, fork, nothing_leaks, layouts):
             fill(writer[index])
         assert not writer.wait_pending(timeout_s=0.05)
         with client.get(keys, follow=True) as blocks:
-            blocks.wait_layer(1, timeout_s=5.0)
+            blocks.wait_layer(1, timeout_s=20.0)
             with pytest.raises(DeadlineExceeded):
                 blocks.wait_layer(2, timeout_s=0.05)
         del blocks

@@ -189,7 +189,7 @@ def test_a_follower_learns_of_the_restart(daemon, layouts):
     writer[0].layer(0)[...] = 1
     writer[0].mark_layer(0)
     blocks = follower.get(keys, follow=True)
-    blocks[0].wait_layer(0, timeout_s=5.0)
+    blocks[0].wait_layer(0, timeout_s=20.0)
     started.restart(kill=True)
     with pytest.raises(LOST):
         blocks[0].wait_layer(1, timeout_s=10.0)

@@ -1,12 +1,16 @@
 """Goal: a client is usable after every kind of fork, and no child can harm its parent's pins, session or
 blocks (design §2.4, §3.1: a handle inherited through fork does nothing in the child; the child attaches
 anew; memory a child can still write is not handed out). Method: os.fork, multiprocessing with its three
-start methods, and forks while other threads are inside the library; the daemon is real.
+start methods, a program that is started, and forks while other threads are inside the library; the daemon is
+real.
 """
 
 import gc
 import multiprocessing
 import os
+import select
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -163,6 +167,33 @@ def test_memory_a_child_can_write_is_not_handed_out(started, client, layouts, fo
     child.go_on()
     child.wait()
     nothing_leaks(started, client, [*lost, *mine])
+
+
+def test_a_program_it_started_keeps_nothing(started, client, layouts, fork, nothing_leaks):
+    """exec drops mappings and descriptors: what a client has started, and outlives it, holds nothing back."""
+    _, big = layouts(client)
+    lost, kept = new_keys(2), new_keys(1)
+    put(client, kept, big, BIG)
+    until, end = os.pipe()
+
+    def parent(steps: Steps) -> None:
+        os.close(end)
+        own = started.connect()
+        blocks = own.get(kept)
+        writer = own.create(lost, big)
+        program = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=until)
+        steps.reached(f"started {program.pid}")
+        assert blocks and writer
+
+    child = fork(parent)
+    program = int(child.next_step().removeprefix("started "))
+    watched = os.pidfd_open(program)
+    child.kill()
+    assert client.delete(kept) == 1
+    nothing_leaks(started, client, [*kept, *lost])
+    assert not select.select([watched], [], [], 0)[0], "the program still runs"
+    for fd in (end, until, watched):
+        os.close(fd)
 
 
 def test_a_writers_child_cannot_seal_for_it(started, client, layouts, fork):

@@ -74,7 +74,7 @@ def test_garbage_in_the_progress_words(watched):
                 fill(writer[index])
             writer.seal()
             for block in blocks:
-                block.wait_layer(SMALL.num_layers - 1, timeout_s=5.0)
+                block.wait_layer(SMALL.num_layers - 1, timeout_s=20.0)
                 check(block)
         del block, blocks
         progress.close()

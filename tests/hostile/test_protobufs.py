@@ -16,7 +16,7 @@ from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
 from tests.conformance.grpc_door import GrpcClient
 from tests.hostile.conftest import GROWTH_BYTES
 
-CALL_S = 5.0
+CALL_S = 30.0
 SERVICES = [
     service
     for module in (store_pb2, admin_pb2, transfer_pb2)

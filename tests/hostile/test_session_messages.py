@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvclient.conformance.case import SMALL, check, fill, new_keys
+from kvclient.memory_store import MAX_LAYOUTS
 from tests.hostile import raw
 from tests.hostile.raw import Dropped, RawSession, block_item, create_body, request
 
@@ -150,7 +151,10 @@ def test_any_header_with_any_body(watched):
     attacked.survived()
 
 
-@pytest.mark.parametrize("op", [raw.CREATE, raw.SEAL, raw.ABORT, raw.LOOK_UP, raw.DELETE, raw.TOUCH])
+@pytest.mark.parametrize(
+    "op",
+    [raw.CREATE, raw.SEAL, raw.ABORT, raw.LOOK_UP, raw.DELETE, raw.TOUCH, raw.PROMOTE, raw.SUSPECT],
+)
 @pytest.mark.parametrize("count", [1025, 65_536, (1 << 31) - 1, (1 << 32) - 1])
 def test_counts_that_lie(watched, op, count):
     attacked = watched()
@@ -192,7 +196,7 @@ def test_attach_is_checked(watched):
         with RawSession(attacked.daemon.socket_path) as session:
             assert session.attach(**wrong)[0] != 0, wrong
             assert not session.fds
-            for op in range(2, 12):
+            for op in raw.OPS[1:]:
                 assert session.ask(request(op, 0))[0] != 0, "nothing without attaching"
             assert session.attach()[0] == 0, "a second, right attempt"
             assert session.attach()[0] != 0, "attached already"
@@ -305,5 +309,16 @@ def test_layouts_are_bounded(watched):
         statuses = [
             session.ask(request(raw.REGISTER_LAYOUT, 0, SMALL.to_blob() + b"%d" % i))[0] for i in range(400)
         ]
-    assert statuses.count(0) < 256 and statuses[-1] != 0
+    assert statuses.count(0) == MAX_LAYOUTS - 1 and statuses[-1] != 0, "one is the decent client's"
+    attacked.survived()
+
+
+def test_priorities_are_bounded(watched):
+    attacked = watched()
+    with RawSession(attacked.daemon.socket_path) as session:
+        session.attach()
+        for priority in (101, (1 << 32) - 1):
+            status, text = session.ask(request(raw.PROMOTE, 1, raw.promote_body(new_keys(1), priority)))
+            assert status != 0 and str(priority).encode() in text and b"100" in text
+        assert session.ask(request(raw.PROMOTE, 1, raw.promote_body(new_keys(1), 100)))[0] == 0
     attacked.survived()

@@ -336,7 +336,7 @@ class StoreMachine(RuleBasedStateMachine):
                     assert block.view == content(holding.expected[index])
                 else:
                     with pytest.raises(BlockLost):
-                        block.wait_layer(0, timeout_s=5.0)
+                        block.wait_layer(0, timeout_s=20.0)
                 del holding.followed[index]
 
 

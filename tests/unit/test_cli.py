@@ -21,7 +21,8 @@ from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "stop", "fsck", "completion"
+    "serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "reload", "stop", "fsck",
+    "completion",
 )  # fmt: skip
 
 
@@ -50,8 +51,7 @@ def test_the_main_help_names_all_commands_and_exit_codes(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for command in COMMANDS:
-        assert re.search(rf"^    {command}\s", text, re.MULTILINE)
+    assert tuple(re.findall(r"^    ([a-z]+)\s", text, re.MULTILINE)) == COMMANDS
     for code in Exit:
         assert re.search(rf"\b{code.value} [a-z]", text.split("exit codes:")[1]), code
 
@@ -92,9 +92,9 @@ def test_wrong_configuration_ends_with_2_and_one_line(capsys):
     assert error.count("\n") == 1 and "memory" in error and "8MiB" in error
 
 
-@pytest.mark.parametrize("command", ["status", "ls", "drain", "scrub", "top", "config", "stop", "flush"])
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one not in ("serve", "fsck", "completion")])
 def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
-    extra = ["--yes"] if command == "flush" else []
+    extra = {"flush": ["--yes"], "rm": ["00" * 32]}.get(command, [])
     assert main([command, "--dir", str(tmp_path), *extra]) == Exit.UNREACHABLE
     captured = capsys.readouterr()
     assert captured.out == "" and str(tmp_path) in captured.err

@@ -194,7 +194,10 @@ def test_without_a_store_everything_is_a_miss(daemon):
     with client.create(KEYS, 0) as writer:
         assert writer.results == ["no_space"] * 2 and writer.granted == []
         writer.wait_pending(timeout_s=0)
-    assert client.delete(KEYS) == 0 and client.touch(KEYS) == 0 and client.stats() == {}
+    assert client.delete(KEYS) == 0 and client.touch(KEYS) == 0
+    assert client.stats()["used_bytes"] == client.stats()["evictions"] == 0
+    with pytest.raises(Unavailable):
+        client.grpc_token()
     assert client.suppressed_total >= 6
     client.close()
     assert kvclient.metrics()["kvclient_degraded"] == 0
@@ -270,7 +273,10 @@ def test_a_sign_of_a_new_daemon_shortens_the_backoff_and_not_below_its_bound():
 
 
 def test_connect_checks_its_arguments(tmp_path):
-    for wrong in ({"on_error": "ignore"}, {"timeout_s": 0}, {"timeout_s": "5"}, {"door": "window"}):
+    for wrong in (
+        {"on_error": "ignore"}, {"timeout_s": 0}, {"timeout_s": "5"}, {"door": "window"},
+        {"max_pins": 0}, {"max_pins": -1}, {"max_pins": "5"},
+    ):  # fmt: skip
         with pytest.raises(InvalidArgument):
             kvclient.connect(dir=tmp_path, **wrong)
 

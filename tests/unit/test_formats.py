@@ -44,6 +44,39 @@ def test_every_struct_has_its_table(compiled: dict[str, list[tuple[str, int, int
     assert set(re.findall(r"<!-- struct (\w+) -->", TEXT)) == set(compiled)
 
 
+def words(enum: str, header: str) -> list[str]:
+    """The values of an enumeration of the native headers, in words: RegisterLayout is "register layout"."""
+    text = (ROOT / "native/core" / header).read_text()
+    body = re.search(rf"enum class {enum}[^{{]*\{{(.*?)\}}", text, re.DOTALL)
+    assert body
+    names = re.findall(r"\b([A-Z]\w*)(?: = \d+)?,", body[1])
+    return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in names]
+
+
+def constant(name: str, header: str) -> int:
+    found = re.search(rf"\b{name} = (\d+);", (ROOT / "native/core" / header).read_text())
+    assert found, name
+    return int(found[1])
+
+
+def test_versions_operations_and_errors_are_those_of_the_headers():
+    assert f"| version | {constant('kFormatVersion', 'block.h')} (`kFormatVersion`)" in TEXT
+    assert f"| version | protocol version, {constant('kVersion', 'protocol.h')} |" in TEXT
+    one_line = " ".join(TEXT.split())
+    operations = ", ".join(f"{i} {word}" for i, word in enumerate(words("Op", "protocol.h"), 1))
+    assert "1 attach, 2 register layout" in operations
+    assert f"| {operations} |" in one_line
+    errors = ", ".join(f"{i} {word}" for i, word in enumerate(words("Code", "error.h")))
+    assert f"Error codes: {errors}." in one_line
+    states = ", ".join(f"{i} {word.upper()}" for i, word in enumerate(words("State", "block.h")))
+    assert f"States: {states}." in one_line
+
+
+def test_the_protobufs_name_the_same_limits():
+    store = " ".join((ROOT / "proto/kvstored/v1/store.proto").read_text().replace("//", "").split())
+    assert f"more layouts than the table holds ({constant('kMaxLayouts', 'block.h')})" in store
+
+
 def test_layout_blob_table():
     from kvclient.blocks.layout import Layout
 

@@ -1,7 +1,10 @@
-"""Goal: kvclient exports exactly its public names, and importing it is cheap. Method: compare __all__ with
-what the modules define, and look at sys.modules in a fresh interpreter.
+"""Goal: kvclient exports exactly its public names, each described; the fake and what stands for a store that
+cannot be reached have the same ones; importing is cheap. Method: compare __all__ with what the modules define
+and the members of one class with another's, and look at sys.modules in a fresh interpreter.
 """
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
@@ -44,6 +47,78 @@ def test_the_promised_names_are_there():
         "metrics",
     }
     assert promised <= set(kvclient.__all__)
+
+
+NATIVE = ("Lookup", "Blocks", "BlockView", "Writer", "GrantedBlock")
+OF_A_SESSION = {"session", "epoch", "populated_bytes", "grpc_token"}  # what needs a daemon's session
+
+
+def members(kind: type) -> dict[str, object]:
+    return {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+def parameters(member: object) -> list[str] | None:
+    """Names of a method's parameters; None for what is no method. Native ones stand in the docstring."""
+    if inspect.isroutine(member) and hasattr(member, "__code__"):
+        return list(inspect.signature(member).parameters)
+    text = (getattr(member, "__doc__", None) or "").split("\n")[0]
+    if isinstance(member, property) or "(self" not in text:
+        return None
+    (function,) = ast.parse(f"def {text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    return [one.arg for one in function.args.args]
+
+
+def stand_ins() -> list[tuple[type, object]]:
+    """A class of the library, and an object that stands for one of it."""
+    from kvclient import _core, breaker, tolerant
+
+    def nobody_there():
+        raise kvclient.Unavailable
+
+    fake = kvclient.InMemoryClient(1 << 20)
+    writer = fake.create([bytes(32)], fake.register_layout(kvclient.Layout(1, 1, 8)))
+    granted = writer[0]
+    blocks = fake.get([bytes(32)], follow=True)
+    granted.mark_layer(0)
+    fakes = (fake.lookup([]), blocks, blocks[0], writer, granted)
+    empty = {name: getattr(breaker, f"No{name}")(1) for name in ("Lookup", "Blocks", "Writer")}
+    return [
+        *((getattr(_core, name), one) for name, one in zip(NATIVE, fakes, strict=True)),
+        *((getattr(_core, name), one) for name, one in empty.items()),
+        (kvclient.KVClient, fake),
+        (kvclient.KVClient, tolerant.TolerantClient(nobody_there, "default")),
+    ]
+
+
+def test_what_stands_for_it_has_the_same_members():
+    for real, other in stand_ins():
+        name_of_it = type(other).__name__
+        for name, member in members(real).items():
+            if name in OF_A_SESSION and real is kvclient.KVClient:
+                continue
+            assert hasattr(other, name), f"{name_of_it} has no {name}"
+            if (wanted := parameters(member)) is not None:
+                assert parameters(getattr(type(other), name)) == wanted, f"{name_of_it}.{name}"
+
+
+def test_every_member_is_described():
+    from kvclient import _core
+
+    public = [getattr(kvclient, name) for name in kvclient.__all__]
+    kinds = [one for one in public if inspect.isclass(one)] + [getattr(_core, name) for name in NATIVE]
+    bare = []
+    for kind in kinds:
+        assert kind.__doc__, kind
+        for name, member in members(kind).items():
+            text = getattr(member, "__doc__", None) or ""
+            if callable(member) or isinstance(member, property):
+                own = text if not text.startswith(("(self", f"{name}(")) else text.partition("\n\n")[2]
+                if not own.strip() and name not in ("with_traceback", "add_note"):
+                    bare.append(f"{kind.__name__}.{name}")
+    assert not bare, f"nothing is said of {', '.join(bare)}"
+    for one in public:
+        assert one.__doc__, one
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -1,0 +1,98 @@
+"""Goal: the orderings of design §3.1, §3.3 and §3.4 that a run on x86-64 cannot show stand in the source: the
+fences of the pin protocol, of the sequence locks and of the wakes, the order of mapping, of granting and of
+giving up.
+
+Method: the steps must stand in the body of the function in that order. What each step is for is shown by the
+litmus of native/tests/pins_test.cc with the fences as arguments; there a hundred instructions hide the real
+ones. A second test takes each step out and sees the first fail.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "native/core"
+ACQUIRE = "std::memory_order_acquire"
+
+# file, where the body begins, its steps in order
+ORDERINGS = [
+    # A reader: pin, fence, look again. The daemon: (generations changed before) fence, look at the pins.
+    (
+        "client.cc", "void Client::pin_all(",
+        ("board->take(", "fence_full();", "at.current()", "index.control("),
+    ),
+    ("store_reclaim.cc", "void Store::scan_zombies(", ("fence_full();", "each_pin(", "free_zombie(")),
+    # Who waits says so before its last look; who changes looks at who waits behind the change.
+    ("session_file.h", "explicit Waiting(", ("fetch_add(1", "fence_full();")),
+    ("store_bytes.cc", "explicit Waiting(", ("fetch_add(1", "fence_full()")),
+    ("store.cc", "bool Store::anybody_waits(", ("fence_full();", "waiting_here_", "waiting.load(")),
+    ("store.cc", "std::vector<Done> Store::seal(", ("seal_one(", "anybody_waits()", "futex_wake_all(")),
+    # Sequences: odd, release fence, data, even with release; acquire, data, acquire fence, compare.
+    ("index.h", "explicit Writing(", ("before_ | 1, std::memory_order_relaxed", "fence_release();")),
+    ("index.h", "~Writing()", ("(before_ | 1) + 1, std::memory_order_release",)),
+    (
+        "index.cc", "bool Index::read_record(",
+        (f"sequence.load({ACQUIRE})", "r.key[i]", "r.expiry_s", "fence_acquire();", "!= before"),
+    ),
+    (
+        "index.cc", "Find Index::probe(",
+        (f"sequence.load({ACQUIRE})", "candidates(", "overflow.load", "fence_acquire();", "!= before"),
+    ),
+    # The session's page is mapped before the pool, and (members go in reverse) unmapped behind it.
+    ("attachment.cc", "void Attachment::map(", ("board = ", "pool_ = Mapping(", "writable_ = Mapping(")),
+    ("attachment.h", "class Attachment ", ("> board;", "Mapping table_, progress_, pool_, writable_;")),
+    # Allocate, record, reply; unlink, state, free. One store of the state commits.
+    (
+        "store.cc", "Granted Store::grant(",
+        ("arena_.allocate(", "Writing writing(", "Event::Create", "index_.insert("),
+    ),
+    ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies_.push_back(")),
+    # Adoption: the epoch is odd, all sessions and so all pins are known before a record is kept, it is even.
+    (
+        "store_adopt.cc", "void Store::adopt(",
+        ("epoch.store(", "index_.clear()", "adopt_sessions();", "adopt_record(", "epoch.fetch_add(1"),
+    ),
+    # The lock is taken before anybody else can hold the description; the magic makes the page one, last.
+    ("session_file.cc", "SessionFile SessionFile::create(", ("O_EXCL", "::flock(", "kSessionMagic")),
+]  # fmt: skip
+
+
+def body(text: str, start: str) -> str:
+    """What stands between the braces that open behind `start`, comments left out."""
+    text = re.sub(r"//[^\n]*", "", text)
+    assert text.count(start) == 1, f"{start!r} stands there {text.count(start)} times"
+    at = text.index("{", text.index(start))
+    depth = 0
+    for end in range(at, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[text.index(start) : end]
+    raise AssertionError(f"{start!r} does not end")
+
+
+def missing(text: str, steps: tuple[str, ...]) -> str | None:
+    """The first step that does not stand behind the one before it."""
+    at = 0
+    for step in steps:
+        at = text.find(step, at)
+        if at < 0:
+            return step
+        at += len(step)
+    return None
+
+
+@pytest.mark.parametrize(("file", "start", "steps"), ORDERINGS, ids=lambda value: str(value)[:40])
+def test_the_steps_stand_in_order(file, start, steps):
+    text = body((CORE / file).read_text(), start)
+    assert (step := missing(text, steps)) is None, f"{file}: {start} lacks {step!r} where it has to stand"
+    for step in steps:
+        assert missing(text.replace(step, ""), steps) is not None, f"{step!r} could be taken out unseen"
+
+
+def test_no_io_uring_on_pool_memory():
+    """Its transfers land after their process is dead (design §3.4)."""
+    for path in CORE.rglob("*"):
+        if path.is_file():
+            code = re.sub(r"//[^\n]*", "", path.read_text())
+            assert "io_uring" not in code, path
