@@ -127,31 +127,7 @@ void wait_one(const BlockView& block, long long number, std::optional<double> ti
                     [&](const timespec& deadline) { block.batch->wait_layer(block.index, layer, deadline); });
 }
 
-}  // namespace
-
-nb::object make_blocks(std::shared_ptr<Batch> batch) { return nb::cast(Blocks{std::move(batch)}); }
-
-void bind_blocks(nb::module_& m) {
-  nb::class_<Blocks>(m, "Blocks", "What get answers: per key a BlockView, or None for a miss. Leaving the context releases all.")
-      .def("__len__", [](const Blocks& b) { return b.batch->size(); })
-      .def("__getitem__", get_item)
-      .def("__iter__",
-           [](const Blocks& b) {
-             nb::list all;
-             for (size_t i = 0; i < b.batch->size(); ++i) all.append(block_at(b, static_cast<Py_ssize_t>(i)));
-             return nb::iter(all);
-           })
-      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-      .def(
-          "__exit__", [](const Blocks& b, nb::handle, nb::handle, nb::handle) { b.batch->close(); }, nb::arg("type").none(),
-          nb::arg("value").none(), nb::arg("traceback").none())
-      .def(
-          "release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
-      .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
-           "Waits, for timeout_s seconds at most (the client's by default), for that layer of all blocks that were found.\n"
-           "Raises BlockLost when a writer gave its block up, DeadlineExceeded, InvalidArgument.")
-      .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.");
-
+void bind_view(nb::module_& m) {
   nb::class_<BlockView>(m, "BlockView", nb::type_slots(block_slots),
                         "One block, pinned. Views, arrays and tensors are zero-copy, read-only and own the pin.")
       .def_prop_ro(
@@ -204,6 +180,33 @@ void bind_blocks(nb::module_& m) {
           "How many of its layers, from the first on, may be read.")
       .def_prop_ro(
           "sealed", [](const BlockView& b) { return b.batch->sealed(b.index); }, "Whether it is complete and immutable.");
+}
+
+}  // namespace
+
+nb::object make_blocks(std::shared_ptr<Batch> batch) { return nb::cast(Blocks{std::move(batch)}); }
+
+void bind_blocks(nb::module_& m) {
+  nb::class_<Blocks>(m, "Blocks", "What get answers: per key a BlockView, or None for a miss. Leaving the context releases all.")
+      .def("__len__", [](const Blocks& b) { return b.batch->size(); })
+      .def("__getitem__", get_item)
+      .def("__iter__",
+           [](const Blocks& b) {
+             nb::list all;
+             for (size_t i = 0; i < b.batch->size(); ++i) all.append(block_at(b, static_cast<Py_ssize_t>(i)));
+             return nb::iter(all);
+           })
+      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def(
+          "__exit__", [](const Blocks& b, nb::handle, nb::handle, nb::handle) { b.batch->close(); }, nb::arg("type").none(),
+          nb::arg("value").none(), nb::arg("traceback").none())
+      .def(
+          "release", [](const Blocks& b) { b.batch->close(); }, "Gives back what no export holds. Idempotent.")
+      .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
+           "Waits, for timeout_s seconds at most (the client's by default), for that layer of all blocks that were found.\n"
+           "Raises BlockLost when a writer gave its block up, DeadlineExceeded, InvalidArgument.")
+      .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.");
+  bind_view(m);
 }
 
 }  // namespace kv

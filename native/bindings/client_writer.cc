@@ -117,6 +117,43 @@ bool wait_pending(const Writer& writer, std::optional<double> timeout_s) {
   return true;
 }
 
+void bind_granted(nb::module_& m) {
+  nb::class_<GrantedBlock>(m, "GrantedBlock", "A block being written. Its views are writable until it is sealed or aborted.")
+      .def_prop_ro(
+          "view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); },
+          "The layers as one writable memoryview of bytes, each starting on a multiple of 512. Raises Closed, as all here,\n"
+          "once the block was sealed or aborted.")
+      .def_prop_ro(
+          "meta",
+          [](const GrantedBlock& b) {
+            return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
+          },
+          "The client's meta area, writable: meta_fixed + tokens * meta_per_token bytes. A chain has filled it already.")
+      .def(
+          "layer", [](const GrantedBlock& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"),
+          "That layer as a writable array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16; bytes under a codec.")
+      .def(
+          "tensor", [](const GrantedBlock& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
+          nb::arg("layer"), "The torch view of it.")
+      .def(
+          "copy_layer", [](const GrantedBlock& b, long long i, nb::handle source) { copy_layers(b, b.checked(i), 1, source); },
+          nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
+      .def(
+          "copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); },
+          nb::arg("source"), "Copies all layers in, from bytes that follow each other without padding.")
+      .def(
+          "mark_layer",
+          [](const GrantedBlock& b, long long i) {
+            b.item();
+            b.grants->mark_layer(b.index, b.checked(i));
+          },
+          nb::arg("layer"), "Publishes that layer to followers; layers are published in order. Raises InvalidArgument.")
+      .def_prop_ro(
+          "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
+      .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
+}
+
 }  // namespace
 
 nb::object make_writer(std::shared_ptr<Grants> grants) { return nb::cast(Writer{std::move(grants)}); }
@@ -163,41 +200,7 @@ void bind_writer(nb::module_& m) {
       .def("wait_pending", wait_pending, nb::arg("timeout_s") = nb::none(),
            "Waits, for timeout_s seconds at most (the client's by default), for the blocks others write: each becomes\n"
            "\"exists\" or \"granted\". False if not all did in time.");
-
-  nb::class_<GrantedBlock>(m, "GrantedBlock", "A block being written. Its views are writable until it is sealed or aborted.")
-      .def_prop_ro(
-          "view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); },
-          "The layers as one writable memoryview of bytes, each starting on a multiple of 512. Raises Closed, as all here,\n"
-          "once the block was sealed or aborted.")
-      .def_prop_ro(
-          "meta",
-          [](const GrantedBlock& b) {
-            return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
-          },
-          "The client's meta area, writable: meta_fixed + tokens * meta_per_token bytes. A chain has filled it already.")
-      .def(
-          "layer", [](const GrantedBlock& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
-          nb::arg("layer"),
-          "That layer as a writable array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16; bytes under a codec.")
-      .def(
-          "tensor", [](const GrantedBlock& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
-          nb::arg("layer"), "The torch view of it.")
-      .def(
-          "copy_layer", [](const GrantedBlock& b, long long i, nb::handle source) { copy_layers(b, b.checked(i), 1, source); },
-          nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
-      .def(
-          "copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); },
-          nb::arg("source"), "Copies all layers in, from bytes that follow each other without padding.")
-      .def(
-          "mark_layer",
-          [](const GrantedBlock& b, long long i) {
-            b.item();
-            b.grants->mark_layer(b.index, b.checked(i));
-          },
-          nb::arg("layer"), "Publishes that layer to followers; layers are published in order. Raises InvalidArgument.")
-      .def_prop_ro(
-          "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
-      .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
+  bind_granted(m);
 }
 
 }  // namespace kv
