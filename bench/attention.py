@@ -1,15 +1,16 @@
 """The CPU kernels beside torch: decode, append, prefill. `python -m bench.attention [--quick] [--json FILE]`
 
 All contenders of a row alternate within one process, on one thread; CPU time of that thread; medians over the
-rounds. Read bandwidth is a read-only reduction over as many bytes as the row's keys and values have, in the
-same rounds. Prints a table and, with --json, writes every number. Owns nothing that lasts; never judges: the
-reach stands beside the number.
+rounds. Read bandwidth is a read-only reduction over the very bytes of the row's blocks, in the same rounds;
+caches help neither, as the other contenders' bytes come between. Prints a table and, with --json, writes
+every number. Owns nothing that lasts; never judges: the reach stands beside the number.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import sys
 import time
@@ -40,13 +41,26 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
-def placed(array: np.ndarray) -> np.ndarray:
-    """The same where the pool would have it: layers of a block begin at multiples of 512 bytes."""
-    memory = np.empty(array.nbytes + 512, np.uint8)
-    start = -memory.ctypes.data % 512
-    out = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    out[...] = array
-    return out
+class Pool:
+    """One piece of memory that blocks lie in, as in the daemon's pool: shared, arrays at multiples of 512
+    bytes. `huge`: on huge pages, private, as good as a pool on a mount that has them.
+    """
+
+    def __init__(self, size: int, huge: bool) -> None:
+        kind = mmap.MAP_PRIVATE if huge else mmap.MAP_SHARED
+        self.memory, self.used = mmap.mmap(-1, size, kind | mmap.MAP_ANONYMOUS), 0
+        if huge:
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        out = np.frombuffer(self.memory, array.dtype, array.size, self.used).reshape(array.shape)
+        self.used += -(-array.nbytes // 512) * 512
+        out[...] = array
+        return out
+
+    def reader(self) -> Callable[[], object]:
+        """Reads every byte that was put, and nothing else."""
+        return torch.frombuffer(self.memory, dtype=torch.int64, count=self.used // 8).sum
 
 
 class Problem:
@@ -70,17 +84,21 @@ class Problem:
             as_torch(self.q), as_torch(self.keys)[None], as_torch(self.values)[None],
         )  # fmt: skip
 
-    def segments(self, stop: int, bits: int = 0, group: int = 128) -> tuple[list[kernels.Segment], int]:
-        """Blocks of 128 tokens, each in memory of its own as in the pool; and their bytes."""
-        parts, size = [], 0
+    def segments(
+        self, stop: int, bits: int = 0, group: int = 128, huge: bool = False
+    ) -> tuple[list[kernels.Segment], Pool]:
+        """Blocks of 128 tokens, and the memory they lie in."""
+        pool, parts = Pool(2 * self.keys.nbytes + (16 << 20), huge), []
         for start in range(0, stop, BLOCK):
-            k, v = (placed(x[:, start : start + BLOCK]) for x in (self.keys, self.values))
+            k, v = (np.ascontiguousarray(x[:, start : start + BLOCK]) for x in (self.keys, self.values))
             if bits:
                 k, v = kernels.quantise(k, bits, group), kernels.quantise(v, bits, 0)
-                k, v = (replace(x, codes=placed(x.codes)) for x in (k, v))
-            size += sum(x.codes.nbytes + x.scale.nbytes + x.zero.nbytes if bits else x.nbytes for x in (k, v))
+                names = ("codes", "scale", "zero")
+                k, v = (replace(x, **{name: pool.put(getattr(x, name)) for name in names}) for x in (k, v))
+            else:
+                k, v = pool.put(k), pool.put(v)
             parts.append(kernels.segment(k, v, start))
-        return parts, size
+        return parts, pool
 
     def ours(self, parts: list[kernels.Segment], tail: kernels.Segment | None = None) -> Callable[[], object]:
         out = np.empty_like(self.q)
@@ -99,12 +117,7 @@ def rounds(calls: Timed, count: int) -> dict[str, float]:
     return {name: median(times) for name, times in taken.items()}
 
 
-def reader(size: int) -> Callable[[], object]:
-    memory = torch.full((size // 8,), 3, dtype=torch.int64)
-    return memory.sum
-
-
-def decode(count: int) -> dict:
+def decode(count: int, huge: bool) -> dict:
     """One token over 16k: HF's default call, torch's best layout for it (packed GQA), and ours in place."""
     problem = Problem(1, CONTEXT)
     q, k, v = problem.torch_q, problem.torch_k, problem.torch_v
@@ -113,11 +126,13 @@ def decode(count: int) -> dict:
         "hf": lambda: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "torch best": lambda: functional.scaled_dot_product_attention(packed, k, v),
     }
-    sizes = {}
+    sizes, readers = {}, {}
     for name, (bits, group) in FORMS.items():
-        parts, sizes[name] = problem.segments(CONTEXT, bits, group)
+        parts, pool = problem.segments(CONTEXT, bits, group, huge)
+        sizes[name] = pool.used
         calls[name] = problem.ours(parts)
-        calls["read " + name] = reader(sizes[name])
+        readers["read " + name] = pool.reader()
+    calls |= readers  # after all: no cache still has what it reads
     return {"seconds": rounds(calls, count), "bytes": sizes}
 
 
@@ -193,10 +208,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
+    parser.add_argument("--huge", action="store_true", help="decode from blocks on huge pages")
     args = parser.parse_args()
     torch.set_num_threads(1)
     count = 3 if args.quick else 9
-    results = {"machine": describe(), "path": kernels.auto_path(), "decode": decode(count)}
+    results = {"machine": describe(), "path": kernels.auto_path(), "decode": decode(count, args.huge)}
     results["append"] = {n: append(max(2, count // 3), n) for n in ((512,) if args.quick else (256, 2048))}
     results["prefill"] = {
         n: prefill(max(2, count // 2), n) for n in ((1024,) if args.quick else (1024, 4096))

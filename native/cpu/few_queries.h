@@ -52,6 +52,9 @@ inline __m512 row_most(__m512 x) {
 inline __m512 by_row(const float* four) { return _mm512_broadcast_f32x4(_mm_loadu_ps(four)); }
 inline void store_by_row(__m512 x, float* four) { _mm_storeu_ps(four, _mm512_castps512_ps128(x)); }
 
+// sum += the two products of each lane's 16-bit integers. Not the intrinsic: g++ 12 copies its sums from register to register.
+inline void multiply_add(__m512i& sum, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+
 inline __m512 steps_in(__m512 largest) {  // steps to one, where the largest number is kFewLargest steps
   const __mmask16 any = _mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_NEQ_UQ);
   return _mm512_maskz_div_ps(any, _mm512_set1_ps(kFewLargest), largest);
@@ -147,15 +150,17 @@ inline void fold_few(const Tile& tile, uint32_t group, uint32_t rows, uint32_t h
   auto* out = reinterpret_cast<__m512i*>(s.query);
   const uint32_t lines = stream.of_step(1, width / 16);
   for (uint32_t r = 0; r < rows; r += kFew, laid += kFew * width, out += kFew * width / 8) {
-    __m512 most[kFew], sum[kFew];
+    __m512 most[kFew], sum[kFew], all[kFew];
+    __m512i whole_sum[kFew];
 #pragma GCC unroll 4
-    for (uint32_t i = 0; i < kFew; ++i) most[i] = sum[i] = _mm512_setzero_ps();
+    for (uint32_t i = 0; i < kFew; ++i) most[i] = sum[i] = all[i] = _mm512_setzero_ps(), whole_sum[i] = _mm512_setzero_si512();
     for (uint32_t j = 0; j < width; j += 16) {
       if (r == 0) stream.ask(lines);
 #pragma GCC unroll 4
       for (uint32_t i = 0; i < kFew; ++i) {
-        const __m512 x = _mm512_load_ps(laid + i * width + j);
-        most[i] = _mm512_max_ps(_mm512_abs_ps(_mm512_mul_ps(x, _mm512_load_ps(scale + j))), most[i]);
+        const __m512 x = _mm512_load_ps(laid + i * width + j), scaled = _mm512_mul_ps(x, _mm512_load_ps(scale + j));
+        most[i] = _mm512_max_ps(_mm512_abs_ps(scaled), most[i]);
+        all[i] = _mm512_add_ps(all[i], scaled);
         sum[i] = _mm512_fmadd_ps(x, _mm512_load_ps(zero + j), sum[i]);
       }
     }
@@ -172,16 +177,20 @@ inline void fold_few(const Tile& tile, uint32_t group, uint32_t rows, uint32_t h
           const uint32_t at_x = j + 16 * h;
           const __m512 x = _mm512_mul_ps(_mm512_load_ps(laid + i * width + at_x), _mm512_load_ps(scale + at_x));
           whole[h] = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(per_step[i])));
-          const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole[h]), _mm512_set1_ps(s.step[r + i]), x);
-          sum[i] = _mm512_fmadd_ps(lost, _mm512_set1_ps(middle(kCodec)), sum[i]);
         }
         const __m512i words = _mm512_packs_epi32(whole[0], whole[1]);
+        multiply_add(whole_sum[i], words, _mm512_set1_epi16(1));
         __m512i* to = out + (j / 32 / kPlanes * 4 * kPlanes + j / 32 % kPlanes) * kFew + i;
         _mm512_store_si512(to, _mm512_shuffle_i32x4(words, words, 0x00));
         _mm512_store_si512(to + kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0x55));
         _mm512_store_si512(to + 2 * kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0xaa));
         _mm512_store_si512(to + 3 * kPlanes * kFew, _mm512_shuffle_i32x4(words, words, 0xff));
       }
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < kFew; ++i) {
+      const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole_sum[i]), _mm512_set1_ps(s.step[r + i]), all[i]);
+      sum[i] = _mm512_fmadd_ps(lost, _mm512_set1_ps(middle(kCodec)), sum[i]);
+    }
     store_by_row(row_sum(sum_quarters(sum[0], sum[1], sum[2], sum[3])), s.shift + r);
   }
 }

@@ -29,32 +29,40 @@ class Stream {
       add(key_row(next, 0), tokens * static_cast<uint32_t>(s->k_token_stride));
     if (s->v_token_stride >= bytes && s->v_token_stride < 2 * int64_t{bytes})
       add(value_row(next, 0), tokens * static_cast<uint32_t>(s->v_token_stride));
+    next_ = range_[0].next, stop_ = range_[0].stop;
     for (uint32_t i = 0; i < count_; ++i)  // a line of each page, so that they are looked up together
       for (const char* page = range_[i].next; page < range_[i].stop; page += 4096) _mm_prefetch(page, _MM_HINT_T1);
   }
   // Lines to ask for at each of `steps` that together take `sixteenths` of the time.
   uint32_t of_step(uint32_t sixteenths, uint32_t steps) const { return (lines_ * sixteenths / 16 + steps - 1) / steps; }
   void ask(uint32_t lines) {
-    for (; lines > 0; --lines) {
-      if (range_[now_].next >= range_[now_].stop) {
-        if (now_ + 1 >= count_) return;
-        ++now_;
-      }
-      _mm_prefetch(range_[now_].next, _MM_HINT_T1);
-      range_[now_].next += 64;
-    }
+    const char *now = next_, *end = now + 64 * lines;
+    if (end > stop_) return ask_across(lines);
+    for (; now < end; now += 64) _mm_prefetch(now, _MM_HINT_T1);
+    next_ = end;
   }
 
  private:
   struct Range {
     const char *next, *stop;
   };
+  // The last lines of a range, and the first of the one behind it.
+  [[gnu::noinline]] void ask_across(uint32_t lines) {
+    for (; lines > 0; --lines, next_ += 64) {
+      while (next_ >= stop_) {
+        if (now_ + 1 >= count_) return;
+        ++now_, next_ = range_[now_].next, stop_ = range_[now_].stop;
+      }
+      _mm_prefetch(next_, _MM_HINT_T1);
+    }
+  }
   void add(const void* from, uint32_t bytes) {
     const auto* first = static_cast<const char*>(from);
     range_[count_++] = {first, first + bytes};
     lines_ += (bytes + 63) / 64;
   }
   Range range_[6] = {};
+  const char *next_ = nullptr, *stop_ = nullptr;  // of the range that is asked for now
   uint32_t count_ = 0, now_ = 0, lines_ = 0;
 };
 

@@ -178,31 +178,11 @@ inline void multiply_codes_amx(const uint8_t* a, uint32_t part, uint32_t rows, c
 
 inline void scores_codes_amx(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
                              Scratch& s) {
-  const kvk_segment& segment = *tile.segment;
-  auto* keys = reinterpret_cast<uint32_t*>(s.keys);
-  const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2;
-  ask_for_scales(tile, head_dim);
-  Ahead ahead =
-      ahead_of(tile, false, bytes, (tile.count + 15) / 16, block_steps(rows, 16, tile.count, width / depth_step(width)));
-  for (uint32_t done = 0; done < tile.count;) {
-    const uint32_t group = (tile.start + done) / segment.k_group;
-    const uint32_t stop =
-        (group + 1) * segment.k_group - tile.start < tile.count ? (group + 1) * segment.k_group - tile.start : tile.count;
-    if (held.whose != &segment || held.group != group) {
-      fold_queries(tile, group, rows, head_dim, width, q, s);
-      held.whose = &segment, held.group = group;
-    }
-    for (uint32_t t = done; t < stop; t += 16) {
-      const uint8_t* row[16];
-      rows_from(tile, false, t, 16, nullptr, row);
-      ahead.packing();
-      transpose(row, bytes, keys + t, kTile);
-      if (segment.codec == KVK_INT4) spread_columns((bytes + 3) / 4, t, keys);
-    }
-    multiply_codes_amx<false>(s.query, width, rows, keys + done, kTile, s.step, s.shift, s.scores + done, kTile,
-                              round_up(stop - done, 16), ahead);
-    done = stop;
-  }
+  const uint32_t steps = block_steps(rows, 16, tile.count, width / depth_step(width));
+  Ahead ahead = ahead_of(tile, false, code_bytes(tile, head_dim), (tile.count + 15) / 16, steps);
+  scores_codes(tile, rows, head_dim, width, q, held, ahead, s, [&](const uint32_t* keys, float* out, uint32_t columns) {
+    multiply_codes_amx<false>(s.query, width, rows, keys, kTile, s.step, s.shift, out, kTile, columns, ahead);
+  });
 }
 
 inline void values_codes_amx(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, Scratch& s) {
@@ -210,13 +190,8 @@ inline void values_codes_amx(const Tile& tile, uint32_t rows, uint32_t head_dim,
   fold_weights(tile, rows, step, shift, s);
   if (const uint32_t written = round_up(tile.count, 16); written < kTile)
     for (uint32_t r = 0; r < 2 * rows; ++r) std::memset(s.weight + r * kTile + written, 0, kTile - written);
-  auto* values = reinterpret_cast<uint32_t*>(s.values);
-  const bool int8 = tile.segment->codec == KVK_INT8;
-  Ahead ahead = ahead_of(tile, true, int8 ? head_dim : head_dim / 2, (tile.count + 3) / 4, block_steps(rows, 16, width, 1));
-  if (int8)
-    pack_values_vnni<KVK_INT8>(tile, head_dim, width, ahead, values);
-  else
-    pack_values_vnni<KVK_INT4>(tile, head_dim, width, ahead, values);
+  Ahead ahead = ahead_of(tile, true, code_bytes(tile, head_dim), (tile.count + 3) / 4, block_steps(rows, 16, width, 1));
+  const uint32_t* values = pack_values_vnni(tile, head_dim, width, ahead, s);
   multiply_codes_amx<true>(s.weight, kTile, rows, values, width, step, shift, s.sum, width, width, ahead);
 }
 

@@ -13,19 +13,20 @@
 namespace kvk {
 namespace {
 
-// sum += the two products of each lane's 16-bit integers. Not the intrinsic: g++ 12 copies its sums from register to register.
-inline void multiply_add(__m512i& sum, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
-
-// Rows of eight keys or values of a tile, the last one again where there are no more.
+// Eight keys or values of a tile.
 struct Eight {
-  const uint8_t* row[8];
+  const uint8_t *low, *high;  // the first and the fifth
+  int64_t stride;
+  const uint8_t* row(uint32_t i) const { return (i < 4 ? low : high) + i % 4 * stride; }
 };
 
-inline Eight eight_rows(const uint8_t* first, int64_t stride, uint32_t token, uint32_t count) {
-  Eight eight;
-#pragma GCC unroll 8
-  for (uint32_t i = 0; i < 8; ++i) eight.row[i] = first + (token + i < count ? token + i : count - 1) * stride;
-  return eight;
+// Those from `token` on, of which `bytes` are read; where there are fewer, copies in `spare` with zeros behind them.
+inline Eight eight_rows(const uint8_t* first, int64_t stride, uint32_t token, uint32_t count, uint32_t bytes, uint8_t* spare) {
+  const uint8_t* at_token = first + token * stride;
+  if (token + 8 <= count) return {at_token, at_token + 4 * stride, stride};
+  std::memset(spare, 0, 8 * bytes);
+  for (uint32_t i = 0; token + i < count; ++i) std::memcpy(spare + i * bytes, at_token + i * stride, bytes);
+  return {spare, spare + 4 * bytes, bytes};
 }
 
 // ---------------------------------------------------------------- scores
@@ -50,19 +51,20 @@ inline void multiply_plane(__m512i x0, __m512i x1, const __m512i* q, __m512i (*s
 
 // Scores of eight keys and four rows, two registers.
 template <uint32_t kCodec>
-inline void score_eight(const Eight& keys, uint32_t bytes, const __m512i* q, __m512 step, __m512 shift, float* out,
+inline void score_eight(const Eight& from, uint32_t bytes, const __m512i* q, __m512 step, __m512 shift, float* out,
                         Stream& stream, uint32_t lines) {
   constexpr uint32_t kSixteen = Planes<kCodec>::kCount * kFew;  // registers for sixteen bytes
   __m512i sum[2][kFew];
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) sum[0][r] = sum[1][r] = _mm512_setzero_si512();
-  for (uint32_t start = 0; start < bytes; start += 32, q += 2 * kSixteen) {
+  Eight keys = from;
+  for (uint32_t start = 0; start < bytes; start += 32, q += 2 * kSixteen, keys.low += 32, keys.high += 32) {
     stream.ask(lines);
     __m512i x[2][2];
 #pragma GCC unroll 2
     for (uint32_t g = 0; g < 2; ++g) {
-      const __m512i a = beside(keys.row[4 * g] + start, keys.row[4 * g + 1] + start);
-      const __m512i b = beside(keys.row[4 * g + 2] + start, keys.row[4 * g + 3] + start);
+      const __m512i a = beside(keys.row(4 * g), keys.row(4 * g + 1));
+      const __m512i b = beside(keys.row(4 * g + 2), keys.row(4 * g + 3));
       x[g][0] = _mm512_shuffle_i32x4(a, b, 0x88), x[g][1] = _mm512_shuffle_i32x4(a, b, 0xdd);
     }
     multiply_plane<kCodec, 0>(x[0][0], x[1][0], q, sum);
@@ -100,7 +102,7 @@ inline void scores_few(const kvk_attention& a, const Tile& tile, uint32_t rows, 
       const __m512 unit = _mm512_set1_ps(a.softcap == 0 ? a.scale * kLog2E : 1.0f);  // in base 2 where nothing caps them
       const __m512 step = _mm512_mul_ps(by_row(s.step + r), unit), shift = _mm512_mul_ps(by_row(s.shift + r), unit);
       for (uint32_t t = done; t < stop; t += 8) {
-        const Eight keys = eight_rows(key_row(tile, 0), segment.k_token_stride, t, tile.count);
+        const Eight keys = eight_rows(key_row(tile, 0), segment.k_token_stride, t, tile.count, bytes, s.keys);
         score_eight<kCodec>(keys, bytes, queries, step, shift, s.scores + r * kFewTile + t * kFew, stream, lines);
       }
     }
@@ -153,18 +155,26 @@ inline __m512 bring_to(__m512 now, uint32_t width, uint32_t r, Scratch& s) {
   return _mm512_mul_ps(total, less);
 }
 
-// Scores of rows r..r + 3 become weights with V's scales in them, as 16-bit integers, [eight keys][key][row] of two: keys t
-// and t + 4. `step` and `shift` are for what the products give.
-inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFew& keys, uint32_t r, float* step, float* shift,
-                        Stream& stream, Scratch& s) {
-  const kvk_segment& segment = *tile.segment;
-  const uint32_t fours = round_up(tile.count, 8) / 4;
+// 2^x for x <= 0, to 3e-6 of itself, less than weights are rounded by; what is below -126 counts as -126. A NaN stays one.
+inline __m512 weight_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);
+  const __m512 part = _mm512_reduce_ps(x, 0x09);  // behind the whole number below
+  __m512 p = _mm512_set1_ps(0.013534168f);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.05201146f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.24144275f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.69300383f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(1.0000026f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// The largest of the scores, which are capped and hidden first where that is asked for.
+template <bool kAll>
+inline __m512 largest_few(const kvk_attention& a, const SeenByFew& keys, uint32_t fours, float* scores) {
   const __m512 never = _mm512_set1_ps(-__builtin_inff());
-  float* scores = s.scores + r * kFewTile;
   if (a.softcap != 0)
     for (uint32_t i = 0; i < fours; ++i)
       _mm512_store_ps(scores + 16 * i, in_base_2(_mm512_load_ps(scores + 16 * i), a.scale, a.softcap));
-  if (!keys.all)
+  if constexpr (!kAll)
     for (uint32_t i = 0; i < fours; ++i)
       _mm512_store_ps(scores + 16 * i, _mm512_mask_blend_ps(keys.of(i), never, _mm512_load_ps(scores + 16 * i)));
   __m512 largest = never, largest2 = never;  // a NaN that came before gives way: found again in the weights
@@ -172,14 +182,28 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
     largest = _mm512_max_ps(_mm512_load_ps(scores + 16 * i), largest);
     largest2 = _mm512_max_ps(_mm512_load_ps(scores + 16 * i + 16), largest2);
   }
-  largest = _mm512_max_ps(largest, largest2);
-  const __m512 now = _mm512_max_ps(row_most(largest), by_row(s.most + r));
+  return row_most(_mm512_max_ps(largest, largest2));
+}
+
+// Scores of rows r..r + 3 become weights with V's scales in them, as 16-bit integers, [eight keys][key][row] of two: keys t
+// and t + 4. `step` and `shift` are for what the products give.
+template <bool kAll>
+inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFew& keys, uint32_t r, float* step, float* shift,
+                        Stream& stream, Scratch& s) {
+  const kvk_segment& segment = *tile.segment;
+  const uint32_t fours = round_up(tile.count, 8) / 4;
+  const __m512 never = _mm512_set1_ps(-__builtin_inff());
+  float* scores = s.scores + r * kFewTile;
+  const __m512 now = _mm512_max_ps(largest_few<kAll>(a, keys, fours, scores), by_row(s.most + r));
   const __m512 total = bring_to(now, a.head_dim, r, s);
   const __m512 least = _mm512_mask_mov_ps(now, _mm512_cmp_ps_mask(now, never, _CMP_EQ_OQ), _mm512_setzero_ps());
   const uint16_t* scales = at(segment.v_scale, tile.kv_head * segment.v_scale_head_stride) + tile.start;
   const uint16_t* zeros = at(segment.v_zero, tile.kv_head * segment.v_scale_head_stride) + tile.start;
-  __m512 most = _mm512_setzero_ps(), bias = most, added = most, scale = most, zero = most;
-  const __m512i quarter = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  __m512 most = _mm512_setzero_ps(), bias = most, added = most, all = most, scale = most, zero = most;
+  alignas(64) static constexpr int kQuarters[4][16] = {{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3},
+                                                       {4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7},
+                                                       {8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 11, 11, 11, 11},
+                                                       {12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15}};
   const uint32_t lines = stream.of_step(2, fours);
   for (uint32_t i = 0; i < fours; ++i) {
     if (r == 0) stream.ask(lines);
@@ -187,27 +211,29 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
       const __mmask16 read = first_lanes(tile.count - 4 * i);
       scale = halves(scales + 4 * i, read), zero = halves(zeros + 4 * i, read);
     }
-    const __m512i lanes = _mm512_add_epi32(quarter, _mm512_set1_epi32(static_cast<int>(i % 4 * 4)));
-    __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scores + 16 * i), least));
-    if (!keys.all) weight = _mm512_maskz_mov_ps(keys.of(i), weight);
+    const __m512i lanes = _mm512_load_si512(kQuarters[i % 4]);
+    __m512 weight = weight_of(_mm512_sub_ps(_mm512_load_ps(scores + 16 * i), least));
+    if constexpr (!kAll) weight = _mm512_maskz_mov_ps(keys.of(i), weight);
     added = _mm512_add_ps(added, weight);
     bias = _mm512_fmadd_ps(weight, _mm512_permutexvar_ps(lanes, zero), bias);
     const __m512 folded = _mm512_mul_ps(weight, _mm512_permutexvar_ps(lanes, scale));
     most = _mm512_max_ps(folded, most);
+    all = _mm512_add_ps(all, folded);
     _mm512_store_ps(scores + 16 * i, folded);
   }
   store_by_row(_mm512_add_ps(total, row_sum(added)), s.total + r);
   most = row_most(most);
   const __m512 one = _mm512_mul_ps(most, _mm512_set1_ps(1 / kFewLargest)), per_step = steps_in(most);
-  __m512 lost = _mm512_setzero_ps();
+  __m512i whole = _mm512_setzero_si512();
   auto* out = reinterpret_cast<__m512i*>(s.weight + 2 * r * kFewTile);
   for (uint32_t i = 0; i < fours; i += 2) {
-    const __m512 x = _mm512_load_ps(scores + 16 * i), y = _mm512_load_ps(scores + 16 * i + 16);
-    const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(x, per_step)), high = _mm512_cvtps_epi32(_mm512_mul_ps(y, per_step));
-    lost = _mm512_add_ps(lost, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(low), one, x));
-    lost = _mm512_add_ps(lost, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(high), one, y));
-    _mm512_store_si512(out + i / 2, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(scores + 16 * i), per_step));
+    const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(scores + 16 * i + 16), per_step));
+    const __m512i words = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    multiply_add(whole, words, _mm512_set1_epi16(1));
+    _mm512_store_si512(out + i / 2, words);
   }
+  const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), one, all);  // by rounding
   store_by_row(one, step);
   store_by_row(row_sum(_mm512_fmadd_ps(lost, _mm512_set1_ps(middle(segment.codec)), bias)), shift);
 }
@@ -272,11 +298,11 @@ inline void values_few(const Tile& tile, uint32_t r, uint32_t head_dim, const fl
     const auto* weights = reinterpret_cast<const int32_t*>(s.weight + 2 * r * kFewTile);
     const uint8_t* first = value_row(tile, 0) + kBytes * i;
     for (uint32_t t = 0; t < tile.count; t += 8, weights += 16) {
-      const Eight values = eight_rows(first, tile.segment->v_token_stride, t, tile.count);
+      const Eight values = eight_rows(first, tile.segment->v_token_stride, t, tile.count, kBytes, s.values);
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < 4; ++j) {
         stream.ask(lines);
-        add_pair<kCodec>(values.row[j], values.row[4 + j], weights + 4 * j, sum);
+        add_pair<kCodec>(values.row(j), values.row(4 + j), weights + 4 * j, sum);
       }
     }
 #pragma GCC unroll 4
@@ -301,7 +327,8 @@ inline void attend_few(const kvk_attention& a, const Task& task, const Tile& til
   scores_few<kCodec>(a, tile, rows, q, held, stream, s);
   for (uint32_t r = 0; r < rows; r += kFew) {
     alignas(16) float step[kFew], shift[kFew];
-    softmax_few(a, tile, seen_by_few(a, task, tile, rows, r), r, step, shift, stream, s);
+    const SeenByFew keys = seen_by_few(a, task, tile, rows, r);
+    (keys.all ? softmax_few<true> : softmax_few<false>)(a, tile, keys, r, step, shift, stream, s);
     values_few<kCodec>(tile, r, a.head_dim, step, shift, stream, s);
   }
 }

@@ -172,18 +172,23 @@ inline void spread_columns(uint32_t columns, uint32_t panel, uint32_t* keys) {
   }
 }
 
-inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
-                        Scratch& s) {
+// Bytes of a row of codes.
+inline uint32_t code_bytes(const Tile& tile, uint32_t head_dim) {
+  return tile.segment->codec == KVK_INT8 ? head_dim : head_dim / 2;
+}
+
+// Scores: group after group, whose scales the queries have, keys are laid out in s.keys and multiplied by
+// multiply(keys, scores, columns).
+template <class Multiply>
+inline void scores_codes(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
+                         Ahead& ahead, Scratch& s, const Multiply& multiply) {
   const kvk_segment& segment = *tile.segment;
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
-  const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2;
-  const uint32_t depth = segment.codec == KVK_INT8 ? (bytes + 3) / 4 : 2 * ((bytes + 3) / 4);
+  const uint32_t bytes = code_bytes(tile, head_dim);
   ask_for_scales(tile, head_dim);
-  Ahead ahead = ahead_of(tile, false, bytes, (tile.count + 15) / 16, code_steps(rows, depth, tile.count));
   for (uint32_t done = 0; done < tile.count;) {
-    const uint32_t group = (tile.start + done) / segment.k_group;
-    const uint32_t stop =
-        (group + 1) * segment.k_group - tile.start < tile.count ? (group + 1) * segment.k_group - tile.start : tile.count;
+    const uint32_t group = (tile.start + done) / segment.k_group, end = (group + 1) * segment.k_group - tile.start;
+    const uint32_t stop = end < tile.count ? end : tile.count;
     if (held.whose != &segment || held.group != group) {
       fold_queries(tile, group, rows, head_dim, width, q, s);
       held.whose = &segment, held.group = group;
@@ -195,11 +200,18 @@ inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
       transpose(row, bytes, keys + t, kTile);
       if (segment.codec == KVK_INT4) spread_columns((bytes + 3) / 4, t, keys);
     }
-    const uint32_t columns = round_up(stop - done, 16);
-    multiply_codes<false>(s.query, width, rows, keys + done, kTile, depth, s.step, s.shift, s.scores + done, kTile, columns,
-                          ahead);
+    multiply(keys + done, s.scores + done, round_up(stop - done, 16));
     done = stop;
   }
+}
+
+inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
+                        Scratch& s) {
+  const uint32_t bytes = code_bytes(tile, head_dim), depth = (bytes + 3) / 4 * (tile.segment->codec == KVK_INT8 ? 1 : 2);
+  Ahead ahead = ahead_of(tile, false, bytes, (tile.count + 15) / 16, code_steps(rows, depth, tile.count));
+  scores_codes(tile, rows, head_dim, width, q, held, ahead, s, [&](const uint32_t* keys, float* out, uint32_t columns) {
+    multiply_codes<false>(s.query, width, rows, keys, kTile, depth, s.step, s.shift, out, kTile, columns, ahead);
+  });
 }
 
 // 64 channels of a token as bytes, put where unpacking, which works inside quarters of a register, leaves them in order.
@@ -218,7 +230,7 @@ inline __m512i value_codes(const uint8_t* row, uint32_t start, uint32_t left) {
 
 // Four tokens' codes beside each other, [count / 4][width] of four bytes. A token behind the last counts as 0.
 template <uint32_t kCodec>
-inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width, Ahead& ahead, uint32_t* out) {
+inline void pack_codes(const Tile& tile, uint32_t head_dim, uint32_t width, Ahead& ahead, uint32_t* out) {
   alignas(64) static constexpr uint8_t kNothing[KVK_MAX_HEAD_DIM] = {};
   for (uint32_t t = 0; t < tile.count; t += 4, out += width) {
     const uint8_t* row[4];
@@ -236,6 +248,15 @@ inline void pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width
       if (left > 48) _mm512_store_si512(out + i + 48, _mm512_unpackhi_epi16(high, high2));
     }
   }
+}
+
+inline const uint32_t* pack_values_vnni(const Tile& tile, uint32_t head_dim, uint32_t width, Ahead& ahead, Scratch& s) {
+  auto* out = reinterpret_cast<uint32_t*>(s.values);
+  if (tile.segment->codec == KVK_INT8)
+    pack_codes<KVK_INT8>(tile, head_dim, width, ahead, out);
+  else
+    pack_codes<KVK_INT4>(tile, head_dim, width, ahead, out);
+  return out;
 }
 
 // The weights with the values' scales in them: s.weight, and a step and a shift a row.
@@ -261,16 +282,11 @@ inline void fold_weights(const Tile& tile, uint32_t rows, float* step, float* sh
 }
 
 inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, Scratch& s) {
-  const kvk_segment& segment = *tile.segment;
   alignas(64) float step[kRows], shift[kRows];
   fold_weights(tile, rows, step, shift, s);
-  auto* values = reinterpret_cast<uint32_t*>(s.values);
-  const uint32_t bytes = segment.codec == KVK_INT8 ? head_dim : head_dim / 2, depth = (tile.count + 3) / 4;
-  Ahead ahead = ahead_of(tile, true, bytes, depth, code_steps(rows, depth, width));
-  if (segment.codec == KVK_INT8)
-    pack_values_vnni<KVK_INT8>(tile, head_dim, width, ahead, values);
-  else
-    pack_values_vnni<KVK_INT4>(tile, head_dim, width, ahead, values);
+  const uint32_t depth = (tile.count + 3) / 4;
+  Ahead ahead = ahead_of(tile, true, code_bytes(tile, head_dim), depth, code_steps(rows, depth, width));
+  const uint32_t* values = pack_values_vnni(tile, head_dim, width, ahead, s);
   multiply_codes<true>(s.weight, kTile, rows, values, width, depth, step, shift, s.sum, width, width, ahead);
 }
 
