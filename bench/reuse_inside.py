@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.reuse_long import choice, codecs, far, queries
+from bench.reuse_long import choice, codecs, far, queries, rounding
 from bench.reuse_swapped import POSITIONS, QUESTION, averaged, swapped
 from bench.reuse_ttft import ROOT, daemon, say
 
@@ -115,6 +115,11 @@ class Subject:
             rest = self.model(torch.tensor([following[:-1]]), past_key_values=cache).logits[0]
         return torch.cat([logits.reshape(1, -1).float(), rest.float()]).log_softmax(-1)
 
+    @staticmethod
+    def far(said: Any, own: Any) -> float:
+        """Mean KL."""
+        return float((said.exp() * (said - own)).sum(-1).mean())
+
     def measured(
         self, ids: list[int], following: list[int] | None = None, only: str | None = None
     ) -> list[dict[str, Any]]:
@@ -126,7 +131,7 @@ class Subject:
             if following is None:
                 return {}
             own = self.said(logits, cache, following[:POSITIONS], plain)
-            return {"kl": float((said.exp() * (said - own)).sum(-1).mean())}
+            return {"kl": self.far(said, own)}
 
         if following is not None:
             said = self.said(cold.logits[0], cold.past_key_values, following[:POSITIONS], plain=True)
@@ -311,6 +316,7 @@ CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "far": far,
     "choice": choice,
     "codecs": codecs,
+    "rounding": rounding,
     "window": window,
     "chunkers": chunkers,
     "document": document,

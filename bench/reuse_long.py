@@ -1,7 +1,7 @@
 """What takes longer than a prompt: 500 queries on a store too small for their documents, a conversation
-of more tokens than the model has positions, multiple choice, and codecs.
+of more tokens than the model has positions, multiple choice, codecs, and what rounding does.
 
-    python -m bench.reuse_inside --case queries --case far --case choice --case codecs
+    python -m bench.reuse_inside --case queries --case far --case choice --case codecs --case rounding
 
 Owns these cases; the model, the texts and the daemon are bench.reuse_inside's. Never compares times of
 different runs.
@@ -22,6 +22,7 @@ BLOCK_TOKENS = 32  # a document holds a whole block wherever it is cut, if it ha
 SAMPLED = 5  # every so many queries plain generate() is asked too
 STORE_MIB = 80  # 1,800 tokens; all documents have 2,880
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
+STRETCH = 256  # tokens of a prompt fed at once
 ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 12, 4, 16, 480
 
 
@@ -125,6 +126,34 @@ def choice(subject: Any) -> Iterator[dict[str, Any]]:
     for share, hits in right.items():
         row = {"case": f"multiple choice, {share} reused", "accuracy": mean(hits), "of": len(hits)}
         yield row | ({"as_cold": mean(like_cold[share])} if share in like_cold else {})
+
+
+def rounding(subject: Any) -> Iterator[dict[str, Any]]:
+    """What rounding alone does to the rows of one document: the same weights computed in fp32, and a cold run
+    that was fed the prompt in stretches.
+    """
+    torch, text, licence, other = subject.torch, subject.texts[0], subject.texts[3], subject.texts[2]
+    body, behind = text[300:1300], text[1300:1384]
+    question, following = behind[:20], behind[20:]
+    whole = copy.deepcopy(subject.model).float()
+    for name, source in (("in context", licence[:40] + body + licence[100:160]), ("alone", body)):
+        subject.fresh()
+        subject.store(source)
+        rows = []
+        for shift in (1, 37, 64, 127):
+            ids = other[50 : 50 + shift] + body + question
+            with torch.no_grad(), subject.without(whole):
+                logits = whole(torch.tensor([ids + following[:-1]])).logits[0, len(ids) - 1 :]
+            ways = {"cold": True, "stretches": True, "reused": False}
+            said = {"fp32": logits.log_softmax(-1)}
+            for way, plain in ways.items():
+                given = {"prefill_chunk_size": STRETCH} if way == "stretches" else {}
+                with subject.kv.bypass(read=False):
+                    out, _ = subject.generate(ids, plain, **given)
+                said[way] = subject.said(out.logits[0], out.past_key_values, following, plain)
+            pairs = [("fp32", way) for way in ways] + [("cold", "stretches"), ("cold", "reused")]
+            rows.append({f"kl_{a}_{b}": subject.far(said[a], said[b]) for a, b in pairs})
+        yield {"case": f"rounding, {name}"} | {key: mean(row[key] for row in rows) for key in rows[0]}
 
 
 def codecs(subject: Any) -> Iterator[dict[str, Any]]:

@@ -74,7 +74,7 @@ def _pair(
         for ids in (before + two + one, before + one)
         for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
     ]
-    without = float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
+    without = subject.far(*said)
     return [row | {"kl_without_the_other": without} for row in rows]
 
 

@@ -21,7 +21,7 @@ import torch
 from kvclient.blocks.cover import Segment
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.attention.backends import NAMES
-from kvclient.hf.attention.registered import PREFIX
+from kvclient.hf.attention.registered import PREFIX, at
 from kvclient.hf.cache import Shape, StoreLayer, as_array
 from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock, Lost
@@ -30,7 +30,7 @@ from kvclient.hf.rope import Rope, turned_tensor
 from kvclient.hf.structure import Refused
 from kvclient.kernels import contract, cuda
 
-# Attention implementations that take a mask of rows and columns; ours hand such calls to torch, counted.
+# Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
 MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
 PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
 
@@ -198,7 +198,7 @@ class Blend:
             hidden_columns = columns[None] > (rows + self.exact)[:, None]
             self._mask = torch.zeros(hidden_columns.shape, dtype=hidden.dtype, device=hidden.device)
             self._mask.masked_fill_(hidden_columns, torch.finfo(hidden.dtype).min)
-            self._mask = self._mask[None, None]
+            self._mask = at(self._mask[None, None], rows + self.exact)
         return self._mask
 
 

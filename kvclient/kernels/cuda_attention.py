@@ -144,8 +144,10 @@ def _needed(args: Any) -> int:
 def attend_dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int = 0,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[B, T, heads, D] of query [B, heads, T, D] over [B, KV heads, N, D]; query t of T at key N - T + t.
+    """[B, T, heads, D] of query [B, heads, T, D] over [B, KV heads, N, D]; query t of T at key N - T + t, or
+    where `position` [B, T] says.
 
     starts: per row, how many keys at its left are padding.
     """
@@ -153,7 +155,8 @@ def attend_dense(
     keys = key.shape[2]
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty((batch, tokens, heads, head_dim))
-    position = torch.arange(keys - tokens, keys, device=query.device).expand(batch, tokens)
+    if position is None:
+        position = torch.arange(keys - tokens, keys, device=query.device).expand(batch, tokens)
     pads = [0] * batch if starts is None else starts.tolist()
     tails = [
         segment((key[row, :, pad:],), (value[row, :, pad:],), position=pad) for row, pad in enumerate(pads)

@@ -60,8 +60,10 @@ def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in UNMOVED])
-def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client):
-    """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses."""
+def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client, left):
+    """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses. What
+    attends to cut rows are the kernels, where the model's attention is theirs.
+    """
     model, document = known(name), prompt(60, seed=5)
     ids = torch.cat([prompt(13, seed=2), document, prompt(7, seed=3)], dim=1)
     for ratio in (0.1, 1.0):
@@ -75,6 +77,7 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
                 plain, plain_logits, _ = generate(model, ids)
     assert torch.equal(tokens, plain)
     assert torch.equal(logits, plain_logits)
+    assert "mask" not in left()
 
 
 @pytest.mark.parametrize("name", UNMOVED)

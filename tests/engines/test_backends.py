@@ -176,6 +176,28 @@ def test_a_gpu_gets_the_first_that_takes_its_tensors(monkeypatch):
     assert backends.unfit(torch.device("cpu"), torch.bfloat16, 128, backends.backend("cuda")) == "device"
 
 
+@pytest.mark.parametrize("backend", ["cpu_avx512", "cpu_amx", "cpu_avx2", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 61])
+def test_rows_that_do_not_follow_each_other(backend, dtype, tokens, counts):
+    """As repair computes them: a mask that says which keys its queries stand at needs no torch."""
+    chosen = backends.backend(runnable(backend))
+    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(tokens))
+    columns = shuffled[:tokens].sort().values
+    query = torch.randn(1, 4, tokens, 16, dtype=dtype)
+    key, value = torch.randn(2, 1, 2, 200, 16, dtype=dtype)
+    seen = (torch.arange(200)[None] <= columns[:, None])[None, None]
+    mask, module = registered.at(seen.clone(), columns), torch.nn.Module()
+    found, _ = registered.attention(chosen, module, query, key, value, mask)
+    wanted = plain.attend(query.double(), key.double(), value.double(), seen, 0.25)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    assert float((found - wanted).abs().max()) <= bound * float(wanted.abs().max())
+    assert counts() == {}
+    unnamed, _ = registered.attention(chosen, module, query, key, value, seen)
+    assert float((unnamed - wanted).abs().max()) <= bound * float(wanted.abs().max())
+    assert counts() == ({} if backend == "torch" else {"mask": 1})
+
+
 @pytest.mark.parametrize("name", fused.ORDER)
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 9), (9, 9), (4, 9)])
 @pytest.mark.parametrize("causal", [True, False])

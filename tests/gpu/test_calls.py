@@ -56,6 +56,20 @@ def test_dense_keys(device, dtype, tokens, keys, pads):
     assert float((out.double() - want).abs().max()) <= bound * float(want.abs().max())
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_dense_rows_that_do_not_follow_each_other(device, tokens):
+    q = noise(1, 8, tokens, 64, dtype=torch.float16).to(device)
+    k, v = noise(2, 1, 2, 300, 64, dtype=torch.float16, seed=4).to(device)
+    shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    columns = shuffled[:tokens].sort().values.to(device)
+    out = attend_dense(q, k, v, None, None, 0.1, 0.0, 0, True, position=columns[None])
+    seen = torch.arange(300, device=device)[None] <= columns[:, None]
+    want = functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), seen, scale=0.1, enable_gqa=True
+    ).transpose(1, 2)
+    assert float((out.double() - want).abs().max()) <= 4e-3 * float(want.abs().max())
+
+
 def growing(device):
     """A block, and a tail with room for 16 tokens, of which the call knows 4."""
     block = noise(2, 2, 64, 64, dtype=torch.float16).to(device)

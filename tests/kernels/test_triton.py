@@ -163,6 +163,8 @@ def test_what_is_wrong_is_said():
 @inside
 def test_a_model_under_the_backend():
     from kvclient.hf import attention
+    from kvclient.hf.attention import backends, registered
+    from kvclient.hf.attention import plain as in_torch
     from tests.engines.zoo import build, near, prompt
 
     assert attention.available_backends()["triton"] is None
@@ -174,4 +176,11 @@ def test_a_model_under_the_backend():
         assert attention.install(model, "triton") == "triton"
         before = attention.fallbacks()
         assert near(model(ids).logits, plain)
+        query, key, value = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+        columns = torch.tensor([1, 4, 5])
+        seen = torch.arange(9)[None] <= columns[:, None]
+        mask = registered.at(seen[None, None], columns)
+        backend = backends.backend("triton")
+        found, _ = registered.attention(backend, model.model.layers[0].self_attn, query, key, value, mask)
+        assert near(found, in_torch.attend(query, key, value, seen[None, None], 0.25))
         assert attention.fallbacks() == before

@@ -1,7 +1,8 @@
 """The native kernels over dense tensors, as an operator that torch.compile knows.
 
 Owns the translation of tensors into the structs of native/kernels.h. Never copies keys or values whose heads
-are contiguous. Invariant: query t of T stands at key N - T + t of the N, as everywhere in transformers.
+are contiguous. Invariant: query t of T stands at key N - T + t of the N, as everywhere in transformers,
+unless the call says where.
 """
 
 from __future__ import annotations
@@ -78,15 +79,19 @@ def dense_segment(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding."""
+    """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding. position: [B, T], the key
+    that each query stands at, ascending.
+    """
     if query.device.type == "cuda":
-        return attend_dense(query, key, value, starts, sinks, scale, softcap, window, causal)
+        given = sinks, scale, softcap, window, causal
+        return attend_dense(query, key, value, starts, *given, position=position)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
     out = query.new_empty((batch, tokens, heads, head_dim))
-    position = positions(keys - tokens, keys, batch)
+    position = positions(keys - tokens, keys, batch) if position is None else position
     args = arguments(query, out, key.shape[1], position, scale, path)
     args.softcap, args.window, args.causal = softcap, window, causal
     if sinks is not None:

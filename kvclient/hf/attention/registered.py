@@ -3,7 +3,8 @@
 Owns the registration, the counts of fallbacks and the switching of a model. Never answers silently by another
 way: what the kernels do not take goes to torch and is counted by reason. Invariant: a mask is handed on only
 in a form whose meaning the attention function knows: None (causal, the last query at the last key), 2-D (the
-same with padding at the left), 4-D (anything else: torch).
+same with padding at the left), 4-D with the keys that the queries stand at (causal from there), other 4-D
+(anything else: torch).
 """
 
 from __future__ import annotations
@@ -153,6 +154,12 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 _mask_outside = torch.compiler.disable(mask)
 
 
+def at(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`mask` [1, 1, T, N], that says of itself which keys the queries stand at and that it means no more."""
+    mask._kvclient_positions = columns[None].contiguous()
+    return mask
+
+
 def _known(function: Callable[..., Any]) -> bool:
     if function.__qualname__ == "and_masks.<locals>.and_mask":
         parts = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -188,8 +195,12 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
     starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
+    position = None if attention_mask is None else getattr(attention_mask, "_kvclient_positions", None)
     layer = layer_of(key)
-    reason = _unfit(backend, query, key, value, attention_mask, starts, dropout, position_bias, kwargs)
+    eager = layer is None and not torch.compiler.is_compiling()
+    rows = position is not None and eager and backend.name not in fused.ORDER
+    strange = attention_mask is not None and starts is None and not rows
+    reason = _unfit(backend, query, key, value, strange, dropout, position_bias, kwargs)
     if layer is not None:
         if layer.takes(reason, causal):
             return layer.attend(query, s_aux, scale, cap, window, backend.path), None
@@ -200,7 +211,10 @@ def attention(
         if reason is None:
             return fused.attend(backend.name, query, key, value, scale, causal), None
     elif reason is None and backend.name == "triton":
-        return twin.attend(query, key, value, starts, s_aux, scale, cap, window, causal), None
+        return twin.attend(query, key, value, starts, s_aux, scale, cap, window, causal, position), None
+    elif reason is None and rows:
+        own = starts, s_aux, scale, cap, window, causal, backend.path, position
+        return dense.attend(query, key, value, *own), None
     elif reason is None:
         run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
         return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
@@ -217,15 +231,15 @@ _attention_outside = torch.compiler.disable(attention)
 
 
 def _unfit(
-    backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    starts: torch.Tensor | None, dropout: float, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
+    backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool,
+    dropout: float, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot take this call, as a word for counting; None: they can."""
     if kwargs.get("cache") is not None:
         raise InvalidArgument(
             "continuous batching brings a cache of its own, which these kernels do not read"
         )
-    if mask is not None and starts is None:
+    if masked:
         return "mask"
     if dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
         return "training"

@@ -17,13 +17,15 @@ from kvclient.kernels import contract, triton_calls
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding."""
+    """[B, T, heads, D]. `starts`, `position`: as kvclient.hf.attention.dense has them."""
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
     out = query.new_empty((batch, tokens, heads, head_dim))
-    position = torch.arange(keys - tokens, keys, device=query.device).expand(batch, tokens).contiguous()
+    if position is None:
+        position = torch.arange(keys - tokens, keys, device=query.device).expand(batch, tokens).contiguous()
     args = arguments(query, out, key.shape[1], position, scale, 0)
     args.softcap, args.window, args.causal = softcap, window, causal
     if sinks is not None:
