@@ -252,7 +252,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     for (size_t i = 0; i < out.size(); ++i) {
       if (out[i].status != Grant::NoSpace) continue;
       out[i] = grant(request, request.items[i], layout);
-      if (out[i].status == Grant::Granted) owner->unsealed.insert(out[i].handle.record);
+      if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
     }
     return missing;
@@ -297,7 +297,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   transition(handle.record, Event::Seal, State::Sealed, flags);
   created_ -= 1;
   counters_.seals += 1;
-  sessions_.at(owner)->unsealed.erase(handle.record);
+  drop_unsealed(*sessions_.at(owner), handle.record);
   policy_.insert(class_of(handle.record), handle.record, add_use(handle.record));
   remember_expiry(handle.record);
   publish_progress(handle.record, Phase::Sealed);
@@ -326,7 +326,7 @@ Done Store::abort(uint32_t owner, Handle handle) {
   if (!created && !quarantined) return Done::Stale;
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
   if (quarantined) quarantined_ -= 1;
-  sessions_.at(owner)->unsealed.erase(handle.record);
+  drop_unsealed(*sessions_.at(owner), handle.record);
   to_zombie(handle.record, Event::Abort);
   counters_.aborts += 1;
   return Done::Ok;

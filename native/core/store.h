@@ -15,14 +15,12 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <memory_resource>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -247,9 +245,8 @@ class Store {
     bool resumed = false;
     uint32_t pid = 0, uid = 0;
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
-    uint64_t drained = 0;                          // entries of its ring seen
-    std::pmr::unsynchronized_pool_resource nodes;  // one block comes and one goes all the time: not each by malloc
-    std::pmr::unordered_set<uint32_t> unsealed{&nodes};
+    uint64_t drained = 0;            // entries of its ring seen
+    std::vector<uint32_t> unsealed;  // records; Upkeep::link of each says where it stands here
   };
 
   struct IoPin {
@@ -326,6 +323,8 @@ class Store {
   bool expires_at(uint32_t record, uint32_t second) const;
   void remember_expiry(uint32_t record);
   void end_session_locked(Session& session);
+  void add_unsealed(Session& session, uint32_t record);
+  void drop_unsealed(Session& session, uint32_t record);
   void check_memory();
   void check_pool();
 

@@ -239,7 +239,7 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Created || found.state() == State::Quarantined) {
     const auto session = sessions_.find(owner);
     if (session != sessions_.end()) {
-      session->second->unsealed.insert(record);
+      add_unsealed(*session->second, record);
       quarantined_ += 1;
     } else {  // its lock was free before: the daemon that saw it is gone
       transition(record, Event::SessionLockFree, State::Zombie, control(record).flags() | kFlagQuarantined);

@@ -114,14 +114,21 @@ void Store::check_integrity() {
   for (size_t i = 1; i < extents.size(); ++i)
     expect(extents[i - 1].end() <= extents[i].offset, "extents overlap at " + std::to_string(extents[i].offset));
   expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
-  for (auto& [id, session] : sessions_) unsealed += session->unsealed.size();
+  for (auto& [id, session] : sessions_) {
+    for (size_t i = 0; i < session->unsealed.size(); ++i) {
+      const uint32_t record = session->unsealed[i];
+      expect(index_.upkeep(record).link.load() == i && index_.upkeep(record).owner.load() == id,
+             "record " + std::to_string(record) + " stands in another place of its session");
+    }
+    unsealed += session->unsealed.size();
+  }
   expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
   expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_ && created == created_ &&
              quarantined == quarantined_ && zombies == zombies_.size(),
          "a count of records is wrong");
   expect(policy_.size() == sealed,
          "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");
-  expect(unsealed >= created + quarantined, "an unsealed block belongs to no session");
+  expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
 }
 
 }  // namespace kv

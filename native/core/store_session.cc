@@ -61,6 +61,20 @@ uint32_t Store::open_owner() {
   return id;
 }
 
+// A list with its places kept in the records: one block comes and one goes all the time.
+void Store::add_unsealed(Session& session, uint32_t record) {
+  index_.upkeep(record).link.store(static_cast<uint32_t>(session.unsealed.size()), std::memory_order_relaxed);
+  session.unsealed.push_back(record);
+}
+
+void Store::drop_unsealed(Session& session, uint32_t record) {
+  const uint32_t place = index_.upkeep(record).link.load(std::memory_order_relaxed), last = session.unsealed.back();
+  KV_INVARIANT(place < session.unsealed.size() && session.unsealed[place] == record);
+  session.unsealed[place] = last;
+  index_.upkeep(last).link.store(place, std::memory_order_relaxed);
+  session.unsealed.pop_back();
+}
+
 // Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free.
 void Store::end_session_locked(Session& session) {
   session.ended = true;
