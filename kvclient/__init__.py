@@ -32,7 +32,7 @@ _HOME = {
     "PinsExhausted": "kvclient.errors",
     "Unavailable": "kvclient.errors",
     "chain": "kvclient.blocks.keys",
-    "connect": "kvclient.client",
+    "connect": "kvclient.connecting",
     "copy_into": "kvclient._core",
     "crc32c": "kvclient._core",
     "metrics": "kvclient.client",

@@ -13,77 +13,16 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from pathlib import Path
 from typing import Any, TypeVar
 
 from kvclient.breaker import Breaker
-from kvclient.errors import (
-    Closed,
-    Detached,
-    InvalidArgument,
-    Unavailable,
-)
+from kvclient.errors import Closed, Detached, Unavailable
 from kvclient.segment import whole_seconds
 
-SOCKET_NAME = "kvstored.sock"
-MAX_TIMEOUT_S = 3600.0
-MAX_PINS = 1 << 20
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 
 Answer = TypeVar("Answer")
 _clients: weakref.WeakSet[KVClient] = weakref.WeakSet()
-
-
-def default_directory() -> Path:
-    """$KVSTORED_DIR, else the first of /run/kvstored and $XDG_RUNTIME_DIR/kvstored that has a socket."""
-    if chosen := os.environ.get("KVSTORED_DIR"):
-        return Path(chosen)
-    candidates = [Path("/run/kvstored")]
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        candidates.append(Path(runtime) / "kvstored")
-    return next((path for path in candidates if (path / SOCKET_NAME).exists()), candidates[0])
-
-
-def connect(
-    dir: str | os.PathLike[str] | None = None,
-    namespace: str = "default",
-    on_error: str = "raise",
-    timeout_s: float = 5.0,
-    *,
-    read_only: bool = False,
-    max_pins: int = 65_536,
-    door: str = "shm",
-) -> KVClient:
-    """Attaches to the daemon of that runtime directory (default: default_directory()).
-
-    timeout_s bounds every call, and every wait that is not told another time. read_only attaches as a
-    reader; max_pins is how many blocks the client may hold at a time. on_error="raise": a store that cannot
-    be reached raises Unavailable. on_error="miss": it counts as empty, also when connecting;
-    `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. The caller's own errors are raised
-    either way. door="socket" sends look-ups to the daemon instead of reading the index. Raises
-    InvalidArgument, NotPermitted (also for a namespace that is not there), Unavailable, DeadlineExceeded,
-    IncompatibleVersion.
-    """
-    if on_error not in ("raise", "miss"):
-        raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InvalidArgument(f"timeout_s={timeout_s!r}; it must be above 0 and at most {MAX_TIMEOUT_S}")
-    if not isinstance(max_pins, int) or not 1 <= max_pins <= MAX_PINS:
-        raise InvalidArgument(f"max_pins={max_pins!r}; it must be 1 to {MAX_PINS}")
-    if door not in ("shm", "socket"):
-        raise InvalidArgument(f'door={door!r}; it must be "shm" or "socket"')
-    from kvclient import _core  # not at import: the fake and the layouts need nothing native
-
-    path = str((default_directory() if dir is None else Path(dir)) / SOCKET_NAME)
-
-    def attach() -> Any:
-        return _core.Client(path, namespace, read_only, max_pins, float(timeout_s), door)
-
-    if on_error == "raise":
-        return KVClient(attach, namespace)
-    from kvclient.tolerant import TolerantClient
-
-    return TolerantClient(attach, namespace)
 
 
 class KVClient:

@@ -141,6 +141,7 @@ class Attachment:
 
     @property
     def stats(self) -> dict[str, Any]:
+        """The sums of all reports since attach: requests, hits, tokens, seconds, and bypasses by reason."""
         return self._totals.snapshot()
 
     @property

@@ -181,6 +181,7 @@ class Engine:
         return blocks.hits
 
     def unpin(self, text: Prompt) -> None:
+        """Lets go of what pin() kept of that text. One that is not pinned is no error."""
         blocks = self._pinned.pop(tuple(self.encode(text)), None)
         if blocks is not None:
             blocks.release()

@@ -48,6 +48,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
+        """Whether something was reused, and its mean KL is within the limit."""
         return self.found > 0 and self.mean_kl <= self.limit
 
 
@@ -57,6 +58,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """Whether every strategy passed."""
         return bool(self.outcomes) and all(outcome.passed for outcome in self.outcomes)
 
     def __getitem__(self, strategy: str) -> Outcome:

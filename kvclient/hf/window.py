@@ -64,6 +64,7 @@ class Held:
 
     @property
     def bytes(self) -> int:
+        """Of head, older and recent tokens together."""
         return self.head_bytes + self.older_bytes + self.recent_bytes
 
     @property

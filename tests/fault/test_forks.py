@@ -69,11 +69,13 @@ def test_inherited_pins_are_the_parents(started, client, layouts, fork, nothing_
     keys = new_keys(4)
     put(client, keys, small)
     blocks = client.get(keys)
-    view = blocks[3].view
+    views = [blocks[2].layer(0), blocks[3].view]
 
     def work(steps: Steps) -> None:
         blocks.release()
         blocks.release()
+        views.clear()  # the last to hold their pins
+        gc.collect()
         steps.reached("released")
         client.close()
         gc.collect()
@@ -88,7 +90,8 @@ def test_inherited_pins_are_the_parents(started, client, layouts, fork, nothing_
     put(client, new_keys(40), small)
     for block in blocks:
         check(block)
-    del block, view
+    del block
+    views.clear()
     blocks.release()
     client.close()
     with started.connect() as other:

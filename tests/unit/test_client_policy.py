@@ -9,7 +9,8 @@ import pytest
 
 import kvclient
 from kvclient.breaker import FIRST_BACKOFF_S, HURRIED_BACKOFF_S, MAX_BACKOFF_S, Breaker
-from kvclient.client import ATTACH_TRIES, KVClient, default_directory
+from kvclient.client import ATTACH_TRIES, KVClient
+from kvclient.connecting import default_directory
 from kvclient.errors import Closed, Detached, InvalidArgument, Unavailable
 from kvclient.tolerant import TolerantClient
 

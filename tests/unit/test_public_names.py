@@ -127,7 +127,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_loads_nothing_heavy():
     loaded = in_fresh_interpreter(
-        "import json, sys, kvclient, kvclient.client; print(json.dumps(list(sys.modules)))"
+        "import json, sys, kvclient, kvclient.connecting; print(json.dumps(list(sys.modules)))"
     )
     heavy = {"torch", "transformers", "numpy", "grpc", "kvclient._core", "kvclient.hf"}
     assert not heavy.intersection(loaded)
