@@ -52,7 +52,7 @@ ROWS = [
     ),
     Row(
         "load", "chunk load from pinned memory to usable, int8 and int4, 32k tokens",
-        "≥ 95 % of the pinned copy rate", f"{MOVING}:load",
+        "≥ 95 % of the pinned copy rate; moonshot no kernel at all (in place)", f"{MOVING}:load",
     ),
     Row(
         "awq_few", "AWQ, 1–4 rows (and 16, 64), ≥ 64 MB of weights",
