@@ -21,6 +21,7 @@ from kvclient.hf.attention.paged import PagedDeviceLayer, PagedLayer, leaders
 from kvclient.hf.attention.pages import PagePool, PageTable
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.attention.static import StaticLayer, Steps
+from kvclient.hf.attention.static_device import StaticDeviceLayer
 from kvclient.hf.blend import Blend, BlendLayer
 from kvclient.hf.cache import Shape, StoreLayer, recycled
 from kvclient.hf.form import Form
@@ -68,8 +69,13 @@ class Filling:
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         static = self._static(config)
         capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
-        in_place = not (static and device.type != "cpu") and self._in_place(device)
-        paged = in_place and self._options.pool is not None
+        in_place = self._in_place(device)
+        recorded = static and not (in_place and device.type != DeviceLayer.device_type)
+        paged = in_place and self._options.pool is not None and not recorded
+        if recorded and self._options.pool is not None:
+            count_fallback("paged")  # a captured graph has a tail that never moves
+        if recorded:
+            self.steps = Steps(self._pads, capacity, device)
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
         shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
@@ -77,10 +83,7 @@ class Filling:
             make: Callable[..., StoreLayer] = functools.partial(BlendLayer, self._blend)
         elif in_place:
             make = self._made_in_place(device, paged)
-        elif static:
-            if self._options.pool is not None:
-                count_fallback("paged")  # a captured graph reads one tensor that never moves
-            self.steps = Steps(self._pads, capacity, device)
+        elif self.steps is not None:
             make = functools.partial(StaticLayer, steps=self.steps)
         else:
             make = StoreLayer
@@ -99,7 +102,9 @@ class Filling:
         if self._prefix is not None:
             patient = any(one.pending for one in self._found)
             self.staged = Staged(self._prefix, self._form.layers, device, patient)
-        make = PagedDeviceLayer if paged else DeviceLayer
+        make: Callable[..., DeviceLayer] = PagedDeviceLayer if paged else DeviceLayer
+        if self.steps is not None:
+            make = functools.partial(StaticDeviceLayer, steps=self.steps)
         return functools.partial(make, **given, staged=self.staged, positions=Positions())
 
     def _static(self, config: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
+from kvclient.hf.attention.device_layer import DeviceLayer
 from kvclient.hf.attention.layer import stepping
 from kvclient.hf.attention.static import Steps
 from kvclient.hf.hooks import PLACE
@@ -132,7 +133,7 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
     """Attachment.decode_graph()."""
     local = attachment._local
     # In place on a CPU it is the model's own forward, over a tail that does not move.
-    recorded = not attachment._options.in_place or model.device.type != "cpu"
+    recorded = not attachment._options.in_place or model.device.type == DeviceLayer.device_type
     if recorded:
         check(model)
     with attachment._lock:

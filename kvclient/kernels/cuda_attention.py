@@ -24,7 +24,22 @@ from kvclient.kernels.cuda import DTYPES, run, segment
 
 SEQUENCE_WORDS = sizeof(contract.Sequence) // 4
 TAIL_TOKENS_WORD = (contract.Sequence.tail.offset + contract.Segment.tokens.offset) // 4
-_workspaces: dict[tuple[Any, int], torch.Tensor] = {}  # by device and stream: one's calls follow each other
+
+
+class Workspace:
+    """Memory of calls that follow each other. Grows to what the largest of them needs."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+
+    def give(self, args: Any, device: torch.device) -> None:
+        need = _needed(args)
+        if self.memory is None or self.memory.numel() < need:
+            self.memory = torch.zeros(need, dtype=torch.uint8, device=device)
+        args.workspace, args.workspace_bytes = self.memory.data_ptr(), self.memory.numel()
+
+
+_workspaces: dict[tuple[Any, int], Workspace] = {}  # by device and stream: one's calls follow each other
 
 
 class Table:
@@ -89,16 +104,14 @@ def arguments(
 
 def attend(
     table: Table, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor, kv_heads: int,
-    **options: Any,
+    workspace: Workspace | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One launch, with the current stream's workspace. Not to be captured: a Call has memory of its own."""
+    """One launch. workspace: the current stream's, or that of who captures the launch and keeps it."""
     args = arguments(table, q, position, scale, out, kv_heads, **options)
-    need = _needed(args)
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    memory = _workspaces.get((q.device, stream))
-    if memory is None or memory.numel() < need:
-        memory = _workspaces[q.device, stream] = torch.zeros(need, dtype=torch.uint8, device=q.device)
-    args.workspace, args.workspace_bytes = memory.data_ptr(), memory.numel()
+    if workspace is None:
+        stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+        workspace = _workspaces.setdefault((q.device, stream), Workspace())
+    workspace.give(args, q.device)
     run("kvk_attend", args, q)
     return out
 
@@ -121,8 +134,8 @@ class Call:
         self.table = Table(rows, q.device, q.shape[1], kv_heads, q.shape[3], tails, alive, q.dtype)
         self.args = arguments(self.table, q, position, scale, self.out, kv_heads, **options)
         self._alive = (q, position, options)
-        self._workspace = torch.zeros(_needed(self.args), dtype=torch.uint8, device=q.device)
-        self.args.workspace, self.args.workspace_bytes = self._workspace.data_ptr(), self._workspace.numel()
+        self._workspace = Workspace()
+        self._workspace.give(self.args, q.device)
 
     def run(self) -> torch.Tensor:
         run("kvk_attend", self.args, self.out)

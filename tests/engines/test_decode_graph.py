@@ -149,6 +149,22 @@ def test_in_place_the_tail_does_not_move(name, paged, client, steps):
     assert steps["recorded"] == 0
 
 
+def test_torch_in_the_place_of_the_kernels_is_counted(client, steps, left):
+    """A dense cache of fixed size has lengths on the device, which torch reads as a mask."""
+    if attention.available_backends()["cpu_avx2"]:
+        pytest.skip("no CPU kernels here")
+    model, ids = known("llama"), prompt(61)
+    plain, *_ = generate(model, ids, 5)
+    attention.install(model, "cpu_avx2")
+    with (
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv,
+        kv.decode_graph(),
+    ):
+        assert torch.equal(generate(model, ids, 5)[0], plain)
+    assert steps == {"recorded": 1, "replayed": 4}
+    assert set(left()) == {"graph"}
+
+
 def test_what_cannot_be_recorded_is_said(client):
     model = known("llama")
     with (

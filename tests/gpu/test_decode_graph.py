@@ -2,7 +2,8 @@
 
 Method: tiny random models on the GPU against their own generate(), cold and warm, alone and in padded rows;
 that the graph is replayed, and not the model run, is counted. Without a GPU
-tests/engines/test_decode_graph.py runs the same step, again and again instead of recorded.
+tests/engines/test_decode_graph.py runs the same step, again and again instead of recorded; in place that is
+done here, on the emulation.
 """
 
 import pytest
@@ -14,7 +15,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import kvclient
 import kvclient.hf
 from kvclient.hf import attention, graph
+from kvclient.hf.attention.static_device import StaticDeviceLayer
 from tests.engines.zoo import generate, known, near, prompt
+from tests.gpu.models import bound, model_on
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
@@ -51,3 +54,58 @@ def test_a_captured_step_says_what_the_model_says(name, dtype, gpu, monkeypatch)
             assert torch.equal(tokens, plain_rows) or not exact
         assert kv.last.reused_tokens > 0
     assert len(replayed) == 4 * 29
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_step_reads_the_stores_blocks_in_place(place, client, left, monkeypatch, codec):
+    """Cold and warm: no dense prefix, and nothing that the host knows in a step."""
+    model, ids = model_on(place, "llama"), prompt(101).to(place)
+    plain, logits, _ = generate(model, ids, 9)
+    seen = []
+    own = graph.Step._run
+
+    def run(self):
+        out = own(self)
+        layers = self._cache.layers
+        where = [(layer._storage.data_ptr(), layer._call[0].memory.data_ptr()) for layer in layers]
+        known_lengths = {layer._length for layer in layers}
+        seen.append((self._ids.data_ptr(), self._steps.workspace.memory.data_ptr(), *where, *known_lengths))
+        return out
+
+    monkeypatch.setattr(graph.Step, "_run", run)
+    options = {"block_tokens": 32, "codec": codec, "self_test": place.type != "cpu"}
+    with kvclient.hf.attach(model, client, in_place=True, **options) as kv, kv.decode_graph():
+        for reused in (0, 96):
+            seen.clear()
+            tokens, found, cache = generate(model, ids, 9)
+            assert kv.last.reused_tokens == reused
+            assert near(found[0], logits[0], 1e-2 if codec else bound(place).get("bound", 1e-5))
+            assert place.type != "cpu" or codec or torch.equal(tokens, plain)
+            assert len(set(seen)) == 1 and (len(seen) == 9 or place.type != "cpu")
+            for layer in cache.layers:
+                assert type(layer) is StaticDeviceLayer and layer.origin == reused
+                assert layer.storage.shape[3] == 101 + 9 - reused and layer.get_seq_length() == 109
+        assert left() == {}
+        more = prompt(1, seed=5).to(place)
+        with torch.no_grad():  # the cache goes on alone
+            found = model(more, past_key_values=cache).logits
+            wanted = model(torch.cat([tokens[:, :109], more], 1)).logits[:, -1:]
+        assert near(found, wanted, 1e-2 if codec else bound(place).get("bound", 1e-5))
+
+
+def test_rows_of_a_step_in_place_see_no_padding(place, client, left):
+    model = model_on(place, "llama")
+    rows = torch.cat([prompt(61), prompt(61, seed=2)]).to(place)
+    mask = torch.ones_like(rows)
+    rows[1, :21] = mask[1, :21] = 0
+    plain, logits, _ = generate(model, rows, 4, attention_mask=mask)
+    options = {"block_tokens": 16, "self_test": place.type != "cpu", "in_place": True, "paged": True}
+    with kvclient.hf.attach(model, client, **options) as kv, kv.decode_graph():
+        for _ in range(2):
+            tokens, found, cache = generate(model, rows, 4, attention_mask=mask)
+            assert near(found[0], logits[0], **bound(place))
+            assert place.type != "cpu" or torch.equal(tokens, plain)
+        assert kv.last.reused_tokens == 48 + 27
+        keys = cache.layers[0].keys  # who reads them gets them
+        assert keys.shape[2] == 64
+    assert left() == {"paged": 2, "read": 1}

@@ -16,7 +16,7 @@ from kvclient.hf.attention import dense
 from kvclient.hf.attention.layer import InPlaceLayer
 from kvclient.hf.staging import Staged, segments_of_rows
 from kvclient.kernels import cuda
-from kvclient.kernels.cuda_attention import Table, attend
+from kvclient.kernels.cuda_attention import Table, Workspace, attend
 
 
 class Positions:
@@ -84,13 +84,19 @@ class DeviceLayer(InPlaceLayer):
         if self._call is None:
             self._call = self._tables(heads)
         table, starts = self._call
-        torch.sub(self._length, starts, out=table.tail_tokens)
+        position, workspace = self._tell(table, starts, batch, tokens)
         attend(
-            table, query, self._positions.of(self._length, tokens, batch, query.device), scale,
-            out.transpose(1, 2), self.shape.heads, softcap=softcap, window=window,
-            sinks=None if sinks is None else sinks.float().contiguous(),
+            table, query, position, scale, out.transpose(1, 2), self.shape.heads, workspace, softcap=softcap,
+            window=window, sinks=None if sinks is None else sinks.float().contiguous(),
         )  # fmt: skip
         return out
+
+    def _tell(
+        self, table: Table, starts: torch.Tensor, batch: int, tokens: int
+    ) -> tuple[torch.Tensor, Workspace | None]:
+        """Writes how many tokens the tails have; where the newest ones stand, and whose workspace it is."""
+        torch.sub(self._length, starts, out=table.tail_tokens)
+        return self._positions.of(self._length, tokens, batch, starts.device), None
 
     def _tables(self, heads: int) -> tuple[Table, torch.Tensor]:
         """The table, and the column that each row's tail begins at, on the device."""

@@ -14,7 +14,9 @@ import torch
 
 from kvclient.hf.attention import plain
 from kvclient.hf.attention.layer import give_handle, in_step
+from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.cache import StoreLayer
+from kvclient.kernels.cuda_attention import Workspace
 
 # Why the kernels would not take a call that torch's attention, which is asked here, takes.
 TORCH_TAKES = (None, "torch", "device", "dtype", "head_dim")
@@ -28,7 +30,8 @@ class Steps:
         self.columns = torch.arange(capacity, device=device)[None]
         self.column = torch.zeros(1, dtype=torch.int64, device=device)  # that the step writes
         self.capacity, self.length, self.running = capacity, 0, False
-        self.over = False  # somebody computed besides: the layers are StoreLayers again
+        self.over = False  # somebody computed besides: the layers are as any others again
+        self.workspace = Workspace()  # of the layers' kernels, one after the other
 
     def start(self, length: int) -> None:
         self.length, self.running = length, True
@@ -77,6 +80,8 @@ class StaticLayer(StoreLayer):
         path: int | None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._steps is not None and self._storage is not None
+        if path is not None:
+            count_fallback("graph")  # torch answers: the kernels' lengths are the host's where keys are dense
         seen = self._steps.seen(window)
         return plain.attend(query, self._storage[0], self._storage[1], seen, scale, softcap, sinks)
 
