@@ -229,13 +229,15 @@ def _scored(keys, values, segments, columns, most_tokens, rotary_dim, interleave
     return keys.new_zeros(size, dtype=torch.float32), keys.new_zeros(size, dtype=torch.float32)
 
 
+@torch.library.custom_op("kvclient::copy_pages", mutates_args=("like",), device_types=BOTH)
 def copy_pages(
-    to: torch.Tensor, from_: torch.Tensor, heads: int, tokens: int, row_bytes: int,
-    strides: tuple[int, int, int, int], like: torch.Tensor, blocks: int = 0, path: int = FAST,
+    to: torch.Tensor, from_: torch.Tensor, heads: int, tokens: int, row_bytes: int, strides: Sequence[int],
+    like: torch.Tensor, blocks: int = 0, path: int = FAST,
 ) -> None:  # fmt: skip
     """Pages of [heads, tokens] rows from addresses to addresses (addresses()), in one launch, either way.
 
-    strides: bytes between heads and between tokens, of the source, then of the target.
+    strides: four, bytes between heads and between tokens, of the source, then of the target. like: the
+    device's side, which counts as written whichever it is.
     """
     args = contract.Pages(
         sizeof(contract.Pages), contract.ABI, from_.numel(), heads, tokens, row_bytes, blocks, path,

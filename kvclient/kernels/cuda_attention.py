@@ -20,7 +20,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
-from kvclient.kernels.cuda import DTYPES, run, segment
+from kvclient.kernels.cuda import BOTH, DTYPES, run, segment
 
 SEQUENCE_WORDS = sizeof(contract.Sequence) // 4
 TAIL_TOKENS_WORD = (contract.Sequence.tail.offset + contract.Segment.tokens.offset) // 4
@@ -74,6 +74,12 @@ class Table:
         )
         self.memory.copy_(torch.frombuffer(host, dtype=torch.uint8))
 
+    def of(self, q: torch.Tensor) -> torch.Tensor:
+        """Its memory, for a call with these queries."""
+        if self.rows != q.shape[0]:
+            raise InvalidArgument(f"a table of {self.rows} rows for queries {list(q.shape)}")
+        return self.memory
+
     @property
     def tail_tokens(self) -> torch.Tensor:
         """How many tokens the tail of each row has: int32 [rows], the table's own memory, to be written."""
@@ -82,14 +88,15 @@ class Table:
 
 
 def arguments(
-    table: Table, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor, kv_heads: int, *,
+    table: torch.Tensor, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor,
+    kv_heads: int, *,
     lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = True, window: int = 0,
     softcap: float = 0.0, interleaved: bool = False, rotary_dim: int = 0, stretches: int = 0, path: int = 0,
 ) -> Any:  # fmt: skip
     """q, out [batch, heads, tokens, head_dim] of any strides, position int64 [batch, tokens], contiguous."""
     batch, heads, tokens, head_dim = q.shape
-    if table.rows != batch or position.shape != (batch, tokens) or position.dtype != torch.int64:
-        raise InvalidArgument(f"{table.rows} rows, positions {list(position.shape)} for {list(q.shape)}")
+    if position.shape != (batch, tokens) or position.dtype != torch.int64:
+        raise InvalidArgument(f"positions {position.dtype}{list(position.shape)} for {list(q.shape)}")
     if q.stride(3) != 1 or q.dtype not in DTYPES or not position.is_contiguous():
         raise InvalidArgument(f"queries {q.dtype} with strides {q.stride()}; their elements lie apart")
     size = q.element_size()
@@ -97,7 +104,7 @@ def arguments(
         sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads, head_dim, tokens, DTYPES[q.dtype],
         q.data_ptr(), *(size * stride for stride in q.stride()[:3]), out.data_ptr(),
         *(size * stride for stride in out.stride()[:3]), None if lse is None else lse.data_ptr(),
-        position.data_ptr(), table.memory.data_ptr(), None if sinks is None else sinks.data_ptr(), scale,
+        position.data_ptr(), table.data_ptr(), None if sinks is None else sinks.data_ptr(), scale,
         softcap, causal, window, int(interleaved), rotary_dim, stretches, path,
     )  # fmt: skip
 
@@ -107,13 +114,36 @@ def attend(
     workspace: Workspace | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """One launch. workspace: the current stream's, or that of who captures the launch and keeps it."""
-    args = arguments(table, q, position, scale, out, kv_heads, **options)
+    args = arguments(table.of(q), q, position, scale, out, kv_heads, **options)
     if workspace is None:
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
         workspace = _workspaces.setdefault((q.device, stream), Workspace())
     workspace.give(args, q.device)
     run("kvk_attend", args, q)
     return out
+
+
+@torch.library.custom_op("kvclient::attend_segments", mutates_args=(), device_types=BOTH)
+def attend_op(
+    table: torch.Tensor, q: torch.Tensor, position: torch.Tensor, scale: float, kv_heads: int,
+    sinks: torch.Tensor | None = None, causal: bool = True, window: int = 0, softcap: float = 0.0,
+    interleaved: bool = False, rotary_dim: int = 0, path: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """attend() for torch.compile: `table` is Table.memory, which must outlive the launch."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    args = arguments(
+        table, q, position, scale, out, kv_heads, sinks=sinks, causal=causal, window=window, softcap=softcap,
+        interleaved=interleaved, rotary_dim=rotary_dim, path=path,
+    )  # fmt: skip
+    workspace = Workspace()
+    workspace.give(args, q.device)
+    run("kvk_attend", args, q)
+    return out
+
+
+@attend_op.register_fake
+def _(table, q, position, scale, kv_heads, *rest):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 class Call:
@@ -132,7 +162,7 @@ class Call:
         self.out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         position = position.contiguous()
         self.table = Table(rows, q.device, q.shape[1], kv_heads, q.shape[3], tails, alive, q.dtype)
-        self.args = arguments(self.table, q, position, scale, self.out, kv_heads, **options)
+        self.args = arguments(self.table.of(q), q, position, scale, self.out, kv_heads, **options)
         self._alive = (q, position, options)
         self._workspace = Workspace()
         self._workspace.give(self.args, q.device)

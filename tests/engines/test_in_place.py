@@ -21,6 +21,7 @@ from kvclient.hf import attention
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.layer import InPlaceLayer
 from tests.engines.zoo import SERVED, generate, known, near, prompt
+from tests.kernels.cpu_paths import provide
 
 BLOCK = 16
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")
@@ -306,6 +307,36 @@ def test_torch_cannot_read_in_place(client, monkeypatch):
     monkeypatch.setenv(backends.ENVIRONMENT, "torch")
     with pytest.raises(InvalidArgument, match="torch cannot read"):
         attached(known("llama"), client)
+
+
+BACKENDS = [
+    pytest.param(name, backend, marks=[] if name in ("llama", "gpt_neox") else pytest.mark.slow)
+    for name in NAMES
+    for backend in ("cpu_avx512", "cpu_amx", "cpu_avx2")
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_each_backend_says_what_the_model_says(name, backend, client, left, monkeypatch):
+    """By name, on every architecture: cold and warm, and a block of int8 as its dense form."""
+    if backend == "cpu_amx":
+        provide("amx", monkeypatch)
+    if reason := attention.available_backends()[backend]:
+        pytest.skip(reason)
+    monkeypatch.setenv(backends.ENVIRONMENT, backend)
+    model, ids = known(name), prompt(101)
+    plain, logits, _ = generate(model, ids, 4)
+    with attached(model, client) as kv:
+        assert kv.backend == backend
+        for reused in (0, 96):
+            tokens, found, _ = generate(model, ids, 4)
+            assert kv.last.reused_tokens == reused
+            assert torch.equal(tokens, plain) and near(found, logits)
+    with kvclient.hf.attach(model, client, block_tokens=32, codec="int8", in_place=True) as kv:
+        for _ in range(2):
+            found = generate(model, ids, 1)[1]
+        assert kv.last.reused_tokens == 96 and near(found, logits[:1], 5e-2)
+    assert set(left()) <= {"mask"}
 
 
 def test_an_installed_backend_is_kept(client):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvclient.kernels import cuda
+from kvclient.kernels.cuda_attention import Table, attend_op
 from tests.gpu.oracle import Block, noise
 
 TESTS = ("test_schema", "test_faketensor")
@@ -35,6 +36,34 @@ def test_segments(device):
     torch.library.opcheck(cuda.load, (k, v, table, place, 40, 0, False), test_utils=TESTS)
     torch.library.opcheck(cuda.score, (k, v, table, place, 40, 0, False), test_utils=TESTS)
     del block
+
+
+def test_attention_over_segments(device):
+    """Dense keys besides, which torch can attend to as well."""
+    k, v = noise(2, 2, 40, 64, dtype=torch.float16).to(device)
+    q, position = noise(1, 4, 2, 64, dtype=torch.float16).to(device), torch.tensor([[38, 39]], device=device)
+    own = Table([[cuda.segment((k,), (v,), tokens=30)]], device, 4, 2, 64,
+                [cuda.segment((k,), (v,), first=30, position=30)], (k, v))  # fmt: skip
+    for options in ((), (torch.zeros(4, device=device), True, 16, 5.0)):
+        torch.library.opcheck(attend_op, (own.memory, q, position, 0.125, 2, *options), test_utils=TESTS)
+    compiled = torch.compile(
+        lambda q: attend_op(own.memory, q * 2, position, 0.125, 2) / 2, backend="eager", fullgraph=True
+    )
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        2 * q.double(), k[None].double(), v[None].double(), torch.ones(2, 40, device=device).tril(38).bool(),
+        scale=0.125, enable_gqa=True,
+    )  # fmt: skip
+    assert float((compiled(q).double() - wanted / 2).abs().max()) < 4e-3
+
+
+def test_pages(device):
+    pages, pool = torch.arange(128, dtype=torch.uint8, device=device).reshape(2, 64), torch.zeros(4, 64)
+    pool = pool.to(torch.uint8).to(device)
+    to, source = cuda.addresses([pool[3], pool[1]], device), cuda.addresses(list(pages), device)
+    arguments = (to, source, 2, 2, 16, (32, 16, 32, 16), pool)
+    torch.library.opcheck(cuda.copy_pages, arguments, test_utils=TESTS)
+    cuda.copy_pages(*arguments)
+    assert torch.equal(pool[[3, 1]], pages) and not pool[[0, 2]].any()
 
 
 def test_awq(device):
