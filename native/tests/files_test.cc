@@ -147,3 +147,16 @@ TEST(a_directory_that_cannot_be_used_is_named) {
     CHECK(std::string(error.what()).find("/proc/nothing") != std::string::npos);
   }
 }
+
+TEST(directories_are_made_ahead) {
+  for (const Fanout fanout : {Fanout{2, 1}, Fanout{1, 2}, Fanout{3, 1}, Fanout{2, 2}}) {
+    Fixture f;
+    f.files.make_directories(fanout);
+    size_t made = 0;
+    for (const auto& each : fs::recursive_directory_iterator(f.directory.path)) made += each.is_directory();
+    const bool few = fanout.levels * fanout.digits < 4;  // more are made by the files that need them
+    CHECK_EQ(made, 1 + (!few ? 0u : fanout.levels == 2 ? 16u + 256u : fanout.levels == 1 ? 256u : 16u + 256u + 4096u));
+    for (uint64_t number = 1; few && number < 50; ++number)
+      CHECK(fs::is_directory(fs::path(f.directory / path_of(key_of_number(number), fanout)).parent_path()));
+  }
+}

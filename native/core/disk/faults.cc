@@ -70,6 +70,7 @@ class Faults::FaultyFiles final : public Files {
     }
     return error;
   }
+  void make_directories(Fanout fanout) override { real_->make_directories(fanout); }
   int remove(const std::string& path) override {
     int error = fails(Step::Remove);
     if (error == 0) error = real_->remove(path);

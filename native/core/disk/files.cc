@@ -130,6 +130,16 @@ int RealFiles::move(const std::string& from, const std::string& to, unsigned fla
 
 int RealFiles::publish(const std::string& temp, const std::string& path) { return move(temp, path, 0); }
 
+void RealFiles::make_directories(Fanout fanout) {
+  const uint32_t bits = 4 * fanout.levels * fanout.digits;
+  if (bits >= 32 || 1u << bits > kMostMade) return;
+  for (uint32_t i = 0; i < 1u << bits; ++i) {
+    Key key{};
+    key.words[0] = __builtin_bswap64(uint64_t{i} << (64 - bits - (bits == 0)));  // a key's text begins with its first byte
+    const Fd made(open_parent(path_of(key, fanout), true));
+  }
+}
+
 int RealFiles::remove(const std::string& path) {
   const int parent = open_parent(path, false);
   if (parent < 0) return parent;

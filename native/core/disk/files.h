@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/disk/block_file.h"
 #include "core/segment.h"
 
 namespace kv {
@@ -34,6 +35,10 @@ class Files {
   virtual int create_temp(uint64_t bytes, std::string* temp) = 0;
   // Gives a temporary file its name, replacing what has it. Makes the directories it needs.
   virtual int publish(const std::string& temp, const std::string& path) = 0;
+  // The directories that blocks will need, all at once and from any thread, so that naming a file makes none. A fanout of more
+  // than kMostMade is left to publish(), as is what cannot be made now.
+  virtual void make_directories(Fanout fanout) = 0;
+  static constexpr uint32_t kMostMade = 4096;
   virtual int remove(const std::string& path) = 0;  // a file, temporary or not; never a directory
   virtual int aside(const std::string& path) = 0;   // moves a file where nobody looks for it
   virtual void close(int fd) = 0;
@@ -46,6 +51,7 @@ class RealFiles final : public Files {
   int open_read(const std::string& path, uint64_t* bytes) override;
   int create_temp(uint64_t bytes, std::string* temp) override;
   int publish(const std::string& temp, const std::string& path) override;
+  void make_directories(Fanout fanout) override;
   int remove(const std::string& path) override;
   int aside(const std::string& path) override;
   void close(int fd) override;

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -16,9 +17,11 @@ namespace kv {
 namespace {
 
 constexpr size_t kMaxQueue = 4096;                  // loads that wait
+constexpr uint32_t kBuffers = 8;                    // of a directory: reads under way, or done and waiting for one before them
 constexpr uint32_t kRemovalsATurn = 64;             // so that reading goes on between them
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;  // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
+constexpr uint64_t kFaultBytes = 4ull << 20;
 constexpr uint64_t kLastRemovalsMs = 1000;
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -51,7 +54,7 @@ DiskTier::DiskTier(Store& store, Options options)
   watch(epoll_.get(), wake_.get());
   for (Directory& directory : options.directories) {
     watch(epoll_.get(), directory.engine->event_fd());
-    places_.push_back({.at = std::move(directory), .state = {}, .text = {}, .waiting = {}});
+    places_.push_back({.at = std::move(directory), .state = {}, .text = {}, .waiting = {}, .staging = Staging(kBuffers)});
   }
   queues_.resize(places_.size());
 }
@@ -164,13 +167,13 @@ double DiskTier::thread_cpu_s() const {
 void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
   while (!stop_.load()) {
-    const bool more = turn();
+    const bool more = turn() || fault_in();
     wait(more ? 0 : until_rested_ms());
   }
   // What is in flight ends: a load's memory and a write's block are held until then.
   while (!loads_.empty() || !writes_.empty()) {
-    submit_waiting();
     reap();
+    submit_waiting();
     if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
   }
   // What was deleted until now. What is not done in time the next daemon does, if the memory is still there.
@@ -196,9 +199,25 @@ bool DiskTier::turn() {
   return sweep_ || !doomed_.empty();
 }
 
-int DiskTier::until_rested_ms() const {
+int DiskTier::until_rested_ms() {
   const uint64_t now = monotonic_ns();
-  return now < rest_until_ns_ ? static_cast<int>((rest_until_ns_ - now) / 1'000'000) + 1 : kIdleMs;
+  if (now < rest_until_ns_) return static_cast<int>((rest_until_ns_ - now) / 1'000'000) + 1;
+  if (mapped_ == pool_.size()) return kIdleMs;
+  return fault_wait_ms_ = std::min(2 * fault_wait_ms_, kIdleMs);  // the pool grows behind the daemon's back
+}
+
+// The pool's pages come into this process's page tables while there is nothing else to do. Otherwise the first load into each,
+// and the first write from it, would take a fault for every 4 KiB, several times what moving them takes. True if there may be
+// more.
+bool DiskTier::fault_in() {
+  if (!loads_.empty() || !writes_.empty() || store_.streaming()) return false;
+  const uint64_t exists = store_.header().frontier.load(std::memory_order_relaxed);
+  if (mapped_ >= exists) return false;
+  const uint64_t step = std::min(kFaultBytes, exists - mapped_);
+  const bool done = ::madvise(pool_.data() + mapped_, step, MADV_POPULATE_WRITE) == 0;
+  mapped_ = done ? mapped_ + step : pool_.size();  // refused: it goes without
+  fault_wait_ms_ = 1;
+  return true;
 }
 
 void DiskTier::wait(int timeout_ms) {
@@ -221,17 +240,25 @@ void DiskTier::reap() {
   }
 }
 
-bool DiskTier::submit(Step& step, uint8_t directory) {
+void DiskTier::submit(Step& step, uint8_t directory) {
   step.transfer.user = &step;
   Place& place = places_[directory];
-  if (place.waiting.empty() && place.at.engine->submit(&step.transfer)) return true;
-  place.waiting.push_back(&step);
-  return false;
+  if (!place.waiting.empty() || !try_submit(step, place)) place.waiting.push_back(&step);
+}
+
+// False if there is no buffer for it, or no room in the queue. What waits is taken in the order it came: a piece that keeps its
+// buffer for one before it in its file then never keeps it from that one.
+bool DiskTier::try_submit(Step& step, Place& place) {
+  if (step.load && !step.buffer) {
+    if (!(step.buffer = place.staging.take())) return false;
+    step.transfer.parts[0].iov_base = step.buffer;
+  }
+  return place.at.engine->submit(&step.transfer);
 }
 
 void DiskTier::submit_waiting() {
   for (Place& place : places_)
-    while (!place.waiting.empty() && place.at.engine->submit(&place.waiting.front()->transfer)) place.waiting.pop_front();
+    while (!place.waiting.empty() && try_submit(*place.waiting.front(), place)) place.waiting.pop_front();
 }
 
 // ---------------------------------------------------------------- removing

@@ -26,6 +26,7 @@
 #include "core/disk/file_index.h"
 #include "core/disk/files.h"
 #include "core/disk/scan.h"
+#include "core/disk/staging.h"
 #include "core/latency.h"
 #include "core/store.h"
 
@@ -95,6 +96,7 @@ class DiskTier final : public LowerTier {
     std::deque<Step*> waiting;     // what its engine had no room for
     size_t loads = 0, writes = 0;  // under way
     uint64_t load_bytes = 0;       // of the files of those loads
+    Staging staging;               // where they arrive
   };
   struct alignas(kPageBytes) Page {
     std::byte bytes[kBlockFileHeaderBytes];
@@ -105,7 +107,7 @@ class DiskTier final : public LowerTier {
     Transfer transfer;
     Load* load = nullptr;
     Write* write = nullptr;
-    uint32_t first_layer = 0, end_layer = 0;
+    std::byte* buffer = nullptr;  // of a load's, from its submission until its bytes are in the pool
     bool done = false;
   };
   struct Leftover {  // a temporary file
@@ -123,10 +125,12 @@ class DiskTier final : public LowerTier {
   void run();
   bool turn();
   bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
-  int until_rested_ms() const;
+  int until_rested_ms();
+  bool fault_in();
   void wait(int timeout_ms);
   void reap();
-  bool submit(Step& step, uint8_t directory);
+  void submit(Step& step, uint8_t directory);
+  bool try_submit(Step& step, Place& place);
   void submit_waiting();
   void remove_doomed();
   void remove_leftover(Leftover leftover);
@@ -139,16 +143,20 @@ class DiskTier final : public LowerTier {
   void learn_layouts();
   void tell_speed();
 
-  // tier_load.cc
+  // tier_load.cc: what arrives in a buffer goes into the block, in the order of the layers
   void start_loads(uint8_t directory);
   bool take_load(uint8_t directory, Load& load);
   int open_file(const Key& key, uint8_t* directory, uint64_t* bytes);
   void load_step_done(Step& step);
-  void read_header(Load& load);
+  Step& plan_read(Load& load, uint64_t from, uint64_t to);
+  void read_first(Load& load);
+  void read_rest(Load& load);
   bool take_header(Load& load);
-  bool begin_data(Load& load);
-  void plan_steps(Load& load, const Layout& layout);
-  void verify_ready(Load& load);
+  bool take_memory(Load& load);
+  void take_in(Load& load);
+  bool take_tail(Load& load, const Step& last);
+  bool take_layers(Load& load, const Step& step);
+  void give_back(Load& load, Step& step);
   void finish_data(Load& load);
   void end_load(Load& load, Outcome outcome);
 
@@ -196,8 +204,10 @@ class DiskTier final : public LowerTier {
   std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
-  std::vector<std::pair<Key, uint8_t>> stubborn_;              // files of deleted blocks that could not be removed yet
-  uint64_t rest_until_ns_ = 0;                                 // no write begins before
+  std::vector<std::pair<Key, uint8_t>> stubborn_;  // files of deleted blocks that could not be removed yet
+  uint64_t rest_until_ns_ = 0;                     // no write begins before
+  uint64_t mapped_ = 0;                            // of the pool, in the page tables
+  int fault_wait_ms_ = 1;
   std::atomic<uint64_t> day_;                                  // of written_today_
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
 

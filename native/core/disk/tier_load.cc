@@ -1,10 +1,15 @@
-// A file into memory. First its header, then its bytes in a few pieces at once; each layer is verified as soon as it and all
-// before it are there, and published, so that a reader that follows the block starts while the rest is still being read.
+// A file into memory. First its header with the beginning of its bytes, then the rest in pieces at once. They are read into
+// buffers; each layer is copied from there and verified on the way as soon as it and all before it are there, and published, so
+// that a reader that follows the block starts while the rest is still being read. So nothing that was not verified is ever in a
+// sealed block.
 
 #include <time.h>
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
+#include "core/checksum.h"
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
 #include "core/polling.h"
@@ -15,8 +20,6 @@ namespace {
 constexpr size_t kFewLoads = 4;    // this many in any case, so that the device always has work
 constexpr size_t kManyLoads = 16;  // and more of small blocks
 constexpr uint64_t kBytesInFlight = 16ull << 20;
-constexpr uint64_t kPieceBytes = 1ull << 20;
-constexpr uint64_t kMostPieces = 8;
 constexpr size_t kMaxInVain = 4096;
 constexpr uint64_t kInVainMs = 250;  // a load that failed for want of memory is not tried again at once
 
@@ -59,7 +62,7 @@ void DiskTier::start_loads(uint8_t directory) {
     } else if (started.file_bytes <= kBlockFileHeaderBytes || started.file_bytes % kPageBytes) {
       end_load(started, Outcome::Corrupt);
     } else {
-      read_header(started);
+      read_first(started);
     }
   }
 }
@@ -80,14 +83,32 @@ int DiskTier::open_file(const Key& key, uint8_t* directory, uint64_t* bytes) {
   return fd;
 }
 
-void DiskTier::read_header(Load& load) {
+DiskTier::Step& DiskTier::plan_read(Load& load, uint64_t from, uint64_t to) {
   Step& step = load.steps.emplace_back();
   step.load = &load;
   step.transfer.fd = load.fd;
-  step.transfer.parts[0] = {load.page->bytes, kBlockFileHeaderBytes};
+  step.transfer.offset = from;
+  step.transfer.parts[0].iov_len = to - from;
   step.transfer.count = 1;
-  load.in_flight = 1;
-  submit(step, load.directory);
+  load.in_flight += 1;
+  return step;
+}
+
+// The header and, in the same piece, as much as is no multiple of a piece, so that the last one is whole: what is behind the
+// layers is in it.
+void DiskTier::read_first(Load& load) {
+  const uint64_t data = load.file_bytes - kBlockFileHeaderBytes;
+  submit(plan_read(load, 0, kBlockFileHeaderBytes + (data - 1) % Staging::kPieceBytes + 1), load.directory);
+}
+
+// The rest, once the header said how much of the file is believed. The last piece first: who follows the block wants its token
+// ids before its first layer.
+void DiskTier::read_rest(Load& load) {
+  for (uint64_t at = load.steps.front().transfer.bytes(); at < load.file_bytes; at += Staging::kPieceBytes)
+    plan_read(load, at, at + Staging::kPieceBytes);
+  if (load.steps.size() == 1) return;
+  submit(load.steps.back(), load.directory);
+  for (auto step = std::next(load.steps.begin()); &*step != &load.steps.back(); ++step) submit(*step, load.directory);
 }
 
 void DiskTier::load_step_done(Step& step) {
@@ -97,16 +118,15 @@ void DiskTier::load_step_done(Step& step) {
   const auto wanted = static_cast<int64_t>(step.transfer.bytes());
   if (step.transfer.result < 0) {
     load.wrong = Outcome::Failed;
-    if (step.transfer.result != -EFAULT)  // that is the pool's fault: a client cut it
-      went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
+    went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
   } else if (step.transfer.result != wanted && load.wrong == Outcome::Loaded) {
     load.wrong = Outcome::Corrupt;  // shorter than it was when it was opened
   }
-  if (load.wrong == Outcome::Loaded && !load.header) {
-    if (take_header(load) && begin_data(load)) return;
-  } else if (load.wrong == Outcome::Loaded) {
-    verify_ready(load);
-  }
+  if (load.wrong == Outcome::Loaded && !load.header && take_header(load) && take_memory(load)) read_rest(load);
+  if (load.wrong == Outcome::Loaded) take_in(load);
+  if (load.wrong != Outcome::Loaded)
+    for (Step& each : load.steps)
+      if (each.done) give_back(load, each);
   if (load.in_flight) return;
   if (load.wrong == Outcome::Loaded) finish_data(load);
   end_load(load, load.wrong);
@@ -114,6 +134,7 @@ void DiskTier::load_step_done(Step& step) {
 
 // Believes the header, or says in load.wrong why not.
 bool DiskTier::take_header(Load& load) {
+  std::memcpy(load.page->bytes, load.steps.front().buffer, kBlockFileHeaderBytes);
   const Decoded decoded = decode(std::span<const std::byte, kBlockFileHeaderBytes>(load.page->bytes), load.file_bytes);
   if (!decoded) return load.wrong = Outcome::Corrupt, false;
   const std::optional<uint32_t> id = layout_by_digest(decoded.header->layout);
@@ -133,8 +154,8 @@ bool DiskTier::take_header(Load& load) {
   return true;
 }
 
-// Takes memory for the block and asks for its bytes. False if there is none, or the block is in memory by now.
-bool DiskTier::begin_data(Load& load) {
+// Memory for the block. False if there is none, or the block is in memory by now.
+bool DiskTier::take_memory(Load& load) {
   const FileHeader& h = *load.header;
   const uint32_t ttl_s = h.expiry_s ? h.expiry_s - realtime_s() : 0;
   const CreateItem item{h.key, h.fingerprint, h.tokens, h.base_position, h.parent};
@@ -151,67 +172,77 @@ bool DiskTier::begin_data(Load& load) {
   load.created = true;
   load.handle = granted.handle, load.extent = granted.extent;
   store_.load_ended();  // who follows the block finds it from here on
-  plan_steps(load, load.layout->layout);
-  for (Step& step : load.steps)
-    if (!step.done) submit(step, load.directory);
   return true;
 }
 
-// What is behind the layers first: who follows the block wants its token ids before its first layer. Then pieces of whole pages,
-// each up to the end of a layer and a little beyond, in the order of the layers.
-void DiskTier::plan_steps(Load& load, const Layout& layout) {
-  const uint64_t tail = layout.layers_bytes(load.tokens) / kPageBytes * kPageBytes;
-  const uint64_t piece = std::max(kPieceBytes, load.extent.length / kMostPieces);
-  auto add = [&](uint64_t from, uint64_t to, uint32_t first, uint32_t end) {
-    Step& step = load.steps.emplace_back();
-    step.load = &load;
-    step.first_layer = first, step.end_layer = end;
-    step.transfer.fd = load.fd;
-    step.transfer.offset = kBlockFileHeaderBytes + from;
-    step.transfer.parts[0] = {pool_.data() + load.extent.offset + from, to - from};
-    step.transfer.count = 1;
-    load.in_flight += 1;
-  };
-  if (load.extent.length < 2 * piece) return add(0, load.extent.length, 0, layout.num_layers());
-  add(tail, load.extent.length, 0, 0);
-  const uint64_t layers_end = round_up(layout.layers_bytes(load.tokens), kPageBytes);
-  uint64_t at = 0;
-  for (uint32_t layer = 0; layer < layout.num_layers();) {
-    const uint32_t first = layer;
-    uint64_t end = at;
-    while (layer < layout.num_layers() && end - at < piece)
-      end = round_up(layout.layer_offset(layer, load.tokens) + layout.layer_bytes(layer, load.tokens), kPageBytes), ++layer;
-    if (layers_end - end < piece / 2) end = layers_end, layer = layout.num_layers();
-    add(at, end, first, layer);
-    at = end;
-  }
-}
-
-// Layers that are there with all before them, and with what is behind the layers.
-void DiskTier::verify_ready(Load& load) {
-  const std::byte* block = pool_.data() + load.extent.offset;
-  const Layout& layout = load.layout->layout;
-  const uint32_t before = load.layers_verified;
-  for (const Step& step : load.steps) {
+// What arrived, as far as its place in the file lets it: the layers in their order, so that who follows the block starts while
+// the rest is still being read; what is behind them before the first.
+void DiskTier::take_in(Load& load) {
+  const uint32_t before = load.layers_taken;
+  const bool tail_before = load.tail_taken;
+  if (load.steps.back().done && !load.tail_taken && !take_tail(load, load.steps.back()))
+    return (void)(load.wrong = Outcome::Corrupt);
+  for (Step& step : load.steps) {
     if (!step.done) break;
-    for (; load.layers_verified < step.end_layer; ++load.layers_verified)
-      if (!layer_matches(*load.header, load.layers_verified, block + layout.layer_offset(load.layers_verified, load.tokens)))
-        return (void)(load.wrong = pool_hit_.load() ? Outcome::Failed : Outcome::Corrupt);
-    const bool tail_is_there = &step != &load.steps.front();  // the header's step is the first, the tail is in the second
-    if (tail_is_there && !load.tail_verified &&
-        !(load.tail_verified = tail_matches(*load.header, block + layout.layers_bytes(load.tokens))))
-      return (void)(load.wrong = pool_hit_.load() ? Outcome::Failed : Outcome::Corrupt);
+    if (!step.buffer) continue;
+    if (!take_layers(load, step)) return (void)(load.wrong = Outcome::Corrupt);
+    give_back(load, step);
   }
   if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);  // a client cut the pool under us
-  if (load.layers_verified > before && !accepted([&] { store_.mark_layer(load.handle, load.layers_verified); }))
+  if (load.tail_taken && load.layers_taken > (tail_before ? before : 0) &&
+      !accepted([&] { store_.mark_layer(load.handle, load.layers_taken); }))
     load.wrong = Outcome::Failed;
+}
+
+// What is behind the layers, where it is whole in the last piece. False if it does not match.
+bool DiskTier::take_tail(Load& load, const Step& last) {
+  const uint64_t tail = load.layout->layout.layers_bytes(load.tokens);
+  const uint64_t in_file = kBlockFileHeaderBytes + tail;
+  if (last.transfer.offset > in_file) return true;  // with the layers, in their order
+  const std::byte* bytes = last.buffer + (in_file - last.transfer.offset);
+  if (!tail_matches(*load.header, bytes)) return false;
+  std::memcpy(pool_.data() + load.extent.offset + tail, bytes, load.header->data_bytes - tail);
+  return load.tail_taken = true;
+}
+
+// The piece's part of each layer, copied and summed up in one pass, and of what is behind them if that was not taken yet. False
+// if one that ends here does not match.
+bool DiskTier::take_layers(Load& load, const Step& step) {
+  const Layout& layout = load.layout->layout;
+  const uint64_t skip = step.transfer.offset == 0 ? kBlockFileHeaderBytes : 0;
+  const uint64_t begin = load.taken_bytes, end = begin + step.transfer.bytes() - skip;
+  const std::byte* from = step.buffer + skip;
+  std::byte* to = pool_.data() + load.extent.offset + begin;
+  for (uint64_t at = begin; at < end;) {
+    const uint32_t layer = load.layers_taken;
+    const bool in_tail = layer == layout.num_layers();
+    const uint64_t starts = layout.layer_offset(layer, load.tokens);
+    if (in_tail && at >= starts && load.tail_taken) break;
+    const uint64_t ends = in_tail ? load.header->data_bytes : starts + layout.layer_bytes(layer, load.tokens);
+    const uint64_t until = std::min(at < starts ? starts : ends, end);
+    if (at < starts)  // padding
+      std::memcpy(to + (at - begin), from + (at - begin), until - at);
+    else
+      load.crc = crc32c_stream(to + (at - begin), from + (at - begin), until - at, load.crc);
+    at = until;
+    if (at < ends) continue;
+    if (std::exchange(load.crc, 0) != (in_tail ? load.header->tail_checksum : load.header->layer_checksums[layer])) return false;
+    load.layers_taken += !in_tail;
+    load.tail_taken |= in_tail;
+  }
+  load.taken_bytes = end;
+  return true;
+}
+
+void DiskTier::give_back(Load& load, Step& step) {
+  if (step.buffer) places_[load.directory].staging.give(std::exchange(step.buffer, nullptr));
 }
 
 // All is there and verified: the checksums that the header has go where a client looks for them, and the block is sealed.
 void DiskTier::finish_data(Load& load) {
   const Layout& layout = load.layout->layout;
   std::byte* block = pool_.data() + load.extent.offset;
-  KV_INVARIANT(load.tail_verified && load.layers_verified == layout.num_layers());
+  KV_INVARIANT(load.tail_taken && load.layers_taken == layout.num_layers());
   std::memcpy(block + layout.checksums_offset(load.tokens), load.header->layer_checksums, 4 * layout.num_layers());
   {
     std::lock_guard lock(mutex_);

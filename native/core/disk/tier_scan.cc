@@ -23,6 +23,7 @@ void DiskTier::scan() {
       else
         strays_ += 1;  // not ours to remove
     };
+    places_[d].at.files->make_directories(fanout_);
     std::string wrong;
     try {
       const Scanned scanned = kv::scan(places_[d].at.path, fanout_, visitor);

@@ -36,11 +36,13 @@ struct DiskTier::Load {
   Handle handle{0, 0};
   Extent extent{0, 0};
   bool created = false;
-  bool alone = true;  // no other load was under way beside it
-  std::list<Step> steps;
+  bool alone = true;      // no other load was under way beside it
+  std::list<Step> steps;  // in the order of the file
   uint32_t in_flight = 0;
-  uint32_t layers_verified = 0;
-  bool tail_verified = false;       // what is behind the layers
+  uint64_t taken_bytes = 0;         // of the data, without a gap
+  uint32_t layers_taken = 0;        // whole and verified
+  uint32_t crc = 0;                 // of what was taken of the next layer
+  bool tail_taken = false;          // what is behind the layers
   Outcome wrong = Outcome::Loaded;  // what the first thing that went wrong makes of it
 };
 

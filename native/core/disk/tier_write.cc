@@ -112,6 +112,7 @@ void DiskTier::start_write(const WriteJob& job) {
   Write& started = *write;
   places_[started.directory].writes += 1;
   writes_.emplace(job.key, std::move(write));
+  give_way();
   started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
   give_way();
   if (started.fd < 0) {

@@ -1,0 +1,187 @@
+// Goal: a block that comes from disk in several pieces is the block that was written, whatever lies on a piece's boundary - a
+// layer, padding, what is behind the layers - however many come at once; and a changed byte in any piece is a miss.
+//
+// Method: layouts made for the boundaries of Staging::kPieceBytes, counted from the end of the file; the extent's bytes before
+// and after, over a pool of zeros. Proven by removal (in a copy of the tree): take_layers() copies no padding, or begins a
+// checksum anew with each piece: each fails here.
+#include <fstream>
+
+#include "check.h"
+#include "tier_fixture.h"
+
+namespace kv {
+namespace {
+
+namespace fs = std::filesystem;
+using test::eventually;
+using test::key;
+using test::kMiB;
+using test::mixed;
+
+struct Shape {
+  std::vector<uint32_t> layers;  // their bytes
+  uint32_t meta;
+};
+
+// A block of which the length, with the page of its checksums, is no multiple of a piece; one of many layers; one that is exactly
+// two pieces; what is behind the layers longer than a piece; a layer over three pieces; less than a piece.
+const std::vector<Shape> kShapes = {
+    {{700'001, 3, 700'001, 900'000}, 100},
+    {std::vector<uint32_t>(40, 131'072), 0},
+    {{2 * 1'048'576 - 4096}, 0},
+    {{600'000, 600'000}, 1'048'576},
+    {{3 * 1'048'576 + 1}, 513},
+    {{500'000, 300'000}, 64},
+};
+
+class Rig {
+ public:
+  explicit Rig(const Shape& shape) : segments_(48 * kMiB, 256) {
+    std::string name = "/var/tmp/kvstored-tier-XXXXXX";
+    KV_INVARIANT(::mkdtemp(name.data()) != nullptr);
+    directory_ = name;
+    segments_.disk = true;
+    store = segments_.open(false);
+    layout_id_ = store->register_layout(blob_of(shape));
+    filler_ = store->register_layout(test::layout_blob(1, 1 << 20, 1));
+    owner_ = store->open_owner();
+    KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments_.capacity; }));
+    DiskTier::Options options;
+    Choice choice = choose_engine(directory_, 16);
+    options.directories.push_back({directory_, std::make_unique<RealFiles>(directory_, choice.direct), std::move(choice.engine)});
+    options.quota_bytes = 1 << 30;
+    tier = std::make_unique<DiskTier>(*store, std::move(options));
+    tier->start();
+    KV_INVARIANT(eventually([&] { return !tier->stats().indexing; }));
+  }
+  ~Rig() {
+    tier.reset();
+    store.reset();
+    fs::remove_all(directory_);
+  }
+  static std::vector<uint8_t> blob_of(const Shape& shape) {
+    const auto layers = static_cast<uint32_t>(shape.layers.size());
+    std::vector<uint32_t> words{layers, 2, 1, 1, 0, 1, 0, shape.meta, 0};
+    words.insert(words.end(), shape.layers.begin(), shape.layers.end());
+    std::vector<uint8_t> blob(4 + 4 * words.size());
+    std::memcpy(blob.data(), "KVL1", 4);
+    std::memcpy(blob.data() + 4, words.data(), 4 * words.size());
+    return blob;
+  }
+
+  // Fills the whole extent, padding too.
+  std::vector<uint8_t> put_on_disk(uint64_t number) {
+    const CreateItem item{.key = key(number), .fingerprint = number, .tokens = 1, .base_position = 0, .parent = 0};
+    const Granted granted = store->create({owner_, layout_id_, kDefaultPriority, 0, {&item, 1}})[0];
+    KV_INVARIANT(granted.status == Grant::Granted);
+    std::vector<uint8_t> bytes(granted.extent.length);
+    for (size_t i = 0; i + 8 <= bytes.size(); i += 8) {
+      const uint64_t word = mixed(number * 1'000'003 + i);
+      std::memcpy(bytes.data() + i, &word, 8);
+    }
+    KV_INVARIANT(::pwrite(segments_.pool.get(), bytes.data(), bytes.size(), static_cast<off_t>(granted.extent.offset)) ==
+                 static_cast<ssize_t>(bytes.size()));
+    const Seal seal{granted.handle, false};
+    CHECK(store->seal(owner_, {&seal, 1})[0] == Done::Ok && store->touch(key(number)));
+    CHECK(eventually([&] { return (store->lookup(key(number)).snapshot.control.flags() & kFlagOnDisk) != 0; }));
+    return bytes;
+  }
+  void evict() {
+    for (uint64_t i = 0; i < 60; ++i) {
+      const CreateItem item{.key = key(next_ += 1), .fingerprint = 0, .tokens = 1, .base_position = 0, .parent = 0};
+      const Granted granted = store->create({owner_, filler_, 90, 0, {&item, 1}})[0];
+      const Seal seal{granted.handle, false};
+      if (granted.status == Grant::Granted) store->seal(owner_, {&seal, 1});
+    }
+    for (uint64_t i = next_ - 60; i < next_; ++i) store->remove(key(i + 1));
+    const std::vector<uint8_t> zeros(segments_.capacity);
+    KV_INVARIANT(::pwrite(segments_.pool.get(), zeros.data(), zeros.size(), 0) == static_cast<ssize_t>(zeros.size()));
+  }
+  void load(std::span<const uint64_t> numbers) {
+    for (uint64_t number : numbers) tier->promote(key(number), 35);
+    CHECK(eventually([&] { return tier->stats().loads_in_flight + tier->stats().loads_waiting == 0; }));
+  }
+  Presence presence(uint64_t number) { return store->lookup(key(number)).presence; }
+  // What the pool holds of it, with the checksums as they were before: those a load leaves are the header's.
+  std::vector<uint8_t> bytes_of(uint64_t number, const std::vector<uint8_t>& before) {
+    const Extent extent = store->lookup(key(number)).snapshot.extent;
+    std::vector<uint8_t> bytes(extent.length);
+    KV_INVARIANT(::pread(segments_.pool.get(), bytes.data(), bytes.size(), static_cast<off_t>(extent.offset)) ==
+                 static_cast<ssize_t>(bytes.size()));
+    const uint64_t sums = layout().checksums_offset(1);
+    std::copy_n(before.begin() + static_cast<ptrdiff_t>(sums), 4 * layout().num_layers(),
+                bytes.begin() + static_cast<ptrdiff_t>(sums));
+    return bytes;
+  }
+  const Layout& layout() {
+    for (auto& [id, one] : store->layouts())
+      if (id == layout_id_) layout_ = one;
+    return layout_;
+  }
+  void flip(uint64_t number, uint64_t at) {
+    std::fstream file(fs::path(directory_) / path_of(key(number), {}), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));
+    const char old = static_cast<char>(file.get());
+    file.seekp(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));
+    file.put(static_cast<char>(old ^ 1));
+  }
+
+  std::unique_ptr<Store> store;
+  std::unique_ptr<DiskTier> tier;
+
+ private:
+  test::Segments segments_;
+  std::string directory_;
+  Layout layout_;
+  uint32_t layout_id_ = 0, filler_ = 0, owner_ = 0;
+  uint64_t next_ = 1'000'000;
+};
+
+// More at once than there are buffers.
+TEST(every_byte_comes_back) {
+  for (const Shape& shape : kShapes) {
+    Rig rig(shape);
+    std::vector<uint64_t> numbers{1, 2, 3, 4, 5, 6};
+    std::vector<std::vector<uint8_t>> before;
+    for (uint64_t number : numbers) before.push_back(rig.put_on_disk(number));
+    rig.evict();
+    for (uint64_t number : numbers) CHECK_EQ(rig.presence(number), Presence::OnDisk);
+    rig.load(numbers);
+    for (uint64_t number : numbers) {
+      CHECK_EQ(rig.presence(number), Presence::Resident);
+      CHECK(rig.bytes_of(number, before[number - 1]) == before[number - 1]);
+    }
+    CHECK_EQ(rig.tier->stats().loaded, numbers.size());
+    rig.store->check_integrity();
+  }
+}
+
+TEST(a_changed_byte_in_any_piece_is_a_miss) {
+  for (const Shape& shape : kShapes) {
+    Rig rig(shape);
+    const Layout& layout = rig.layout();
+    const uint64_t size = layout.extent_bytes(1);
+    std::vector<uint64_t> places{layout.layers_bytes(1), size - 1};
+    for (uint32_t layer = 0; layer < layout.num_layers(); layer += 7)
+      places.insert(places.end(),
+                    {layout.layer_offset(layer, 1), layout.layer_offset(layer, 1) + layout.layer_bytes(layer, 1) - 1});
+    for (uint64_t end = size; end > Staging::kPieceBytes; end -= Staging::kPieceBytes)  // in a layer here, and behind the layers
+      if (const uint64_t at = end - Staging::kPieceBytes; shape.layers.size() == 1 || at >= layout.layers_bytes(1))
+        places.insert(places.end(), {at - 1, at});
+    for (size_t first = 0; first < places.size(); first += 5) {
+      std::vector<uint64_t> numbers;
+      for (size_t i = first; i < std::min(first + 5, places.size()); ++i) numbers.push_back(i + 1);
+      for (uint64_t number : numbers) rig.put_on_disk(number);
+      rig.evict();
+      for (uint64_t number : numbers) rig.flip(number, places[number - 1]);
+      rig.load(numbers);
+      for (uint64_t number : numbers) CHECK_EQ(rig.presence(number), Presence::Missing);
+    }
+    CHECK_EQ(rig.tier->stats().corrupt, places.size());
+    CHECK_EQ(rig.tier->stats().loaded, 0u);
+    rig.store->check_integrity();
+  }
+}
+
+}  // namespace
+}  // namespace kv
