@@ -175,11 +175,13 @@ def _add_serve(commands: Any) -> None:
         )
         default = f"; default {meta['show'](about.default)}" if about.default not in ("", ()) else ""
         choices = f"; one of {', '.join(meta['choices'])}" if meta["choices"] else ""
+        alone = {"nargs": "?", "const": "yes"} if isinstance(about.default, bool) else {}
         fields.add_argument(
             "--" + about.name.replace("_", "-"),
             dest=about.name,
             metavar=(meta["unit"] or "value").upper(),
             help=(meta["doc"] + bounds + choices + default).replace("%", "%%"),
+            **alone,
         )
 
 

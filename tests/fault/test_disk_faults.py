@@ -61,6 +61,21 @@ def test_a_temporary_file_that_cannot_be_removed_is_counted_and_goes_later(rig, 
     disk.sound(integrity)
 
 
+def test_a_corrupt_file_that_cannot_be_kept_goes_all_the_same(rig, integrity):
+    disk = rig(args=("--keep-corrupt", "--log-level", "warning"))
+    keys = disk.put_on_disk(4)
+    disk.evict()
+    for key in keys[:3]:
+        with disk.file_of(key).open("r+b") as file:
+            file.seek(5000)
+            file.write(b"not what was written")
+    disk.restart("aside_eio=@1,aside_enospc=@2")
+    assert disk.load(keys) == [False, False, False, True]
+    eventually(lambda: len(disk.files()) == 1, "the names of the wrong ones are free")
+    assert len(list(disk.directory.rglob("aside/*"))) == 1
+    disk.sound(integrity)
+
+
 TROUBLES = {"create_enospc": "disk_full", "publish_erofs": "disk_read_only", "write_eio": "disk_failed"}
 MORE_TROUBLES = {
     "create_erofs": "disk_read_only",
