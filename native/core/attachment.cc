@@ -117,12 +117,15 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
 }
 
 std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
-                                     const std::function<void()>& meanwhile) {
+                                     const std::function<void()>& meanwhile,
+                                     const std::function<void(std::span<const uint8_t>)>& taken) {
   if (foreign()) throw Error(Code::Detached, "this process was forked: its copy of the session is the parent's");
   std::lock_guard lock(socket_mutex_);
   if (!socket_) throw Error(Code::Detached, "the session is not attached");
   try {
-    return exchange(socket_.get(), op, ++tag_, count, body, nullptr, meanwhile);
+    std::vector<uint8_t> answer = exchange(socket_.get(), op, ++tag_, count, body, nullptr, meanwhile);
+    if (taken) taken(answer);
+    return answer;
   } catch (const Error& error) {
     if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
     connected_.store(false, std::memory_order_release);
@@ -153,14 +156,35 @@ void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> 
   }
 }
 
+std::vector<protocol::BlockItem> Attachment::open_blocks() {
+  std::lock_guard lock(open_mutex_);
+  std::vector<protocol::BlockItem> out;
+  for (const auto& [writer, blocks] : open_)
+    for (const Handle& block : blocks) out.push_back({block.record, 0, block.generation});
+  return out;
+}
+
+// To a daemon that has just resumed the session. The caller holds socket_mutex_: no answer is being read, none is read before.
+void Attachment::tell_open(int socket) {
+  const std::vector<protocol::BlockItem> open = open_blocks();
+  size_t at = 0;
+  do {
+    const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::KeepHead{at + count < open.size(), 0});
+    for (const auto& block : std::span(open).subspan(at, count)) protocol::append(body, block);
+    exchange(socket, protocol::Op::Keep, ++tag_, static_cast<uint32_t>(count), body, nullptr);
+    at += count;
+  } while (at < open.size());
+}
+
 void Attachment::close() {
   stop_.store(true);
   if (foreign() || closed_.exchange(true)) return;
-  std::vector<protocol::BlockItem> open;
+  const std::vector<protocol::BlockItem> open = open_blocks();
   {
     std::lock_guard lock(open_mutex_);
-    for (const auto& [writer, blocks] : std::exchange(open_, {}))
-      for (const Handle& block : blocks) open.push_back({block.record, 0, block.generation});
+    open_.clear();
   }
   try {
     for (size_t at = 0; at < open.size(); at += kMaxKeysPerMessage) {
@@ -217,25 +241,12 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     throw Error(Code::IncompatibleVersion, "the daemon's answer to attach cannot be read");
   if (reply.resumed) {
     Attachment& kept = *previous;
-    std::vector<protocol::BlockItem> stopped;
-    {
-      std::lock_guard lock(kept.socket_mutex_);
-      kept.socket_ = std::move(socket);
-      std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
-      kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
-      kept.connected_.store(true, std::memory_order_release);
-      stopped = std::exchange(kept.stopped_, {});
-    }
-    for (size_t at = 0; at < stopped.size(); at += kMaxKeysPerMessage) {
-      const size_t count = std::min<size_t>(kMaxKeysPerMessage, stopped.size() - at);
-      try {
-        kept.ask(protocol::Op::Abort, static_cast<uint32_t>(count),
-                 {reinterpret_cast<const uint8_t*>(&stopped[at]), count * sizeof stopped[0]});
-      } catch (const Error&) {
-        kept.remember_stopped({stopped.begin() + static_cast<ptrdiff_t>(at), stopped.end()});
-        throw;
-      }
-    }
+    std::lock_guard lock(kept.socket_mutex_);
+    if (!options.read_only) kept.tell_open(socket.get());
+    kept.socket_ = std::move(socket);
+    std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
+    kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
+    kept.connected_.store(true, std::memory_order_release);
     return previous;
   }
   fresh->map(reply, descriptors);
@@ -294,11 +305,6 @@ const Layout& Attachment::layout(uint32_t id) {
   layouts_.resize(std::max<size_t>(layouts_.size(), id + 1));
   layouts_[id] = std::make_unique<Layout>(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
   return *layouts_[id];
-}
-
-void Attachment::remember_stopped(const std::vector<protocol::BlockItem>& blocks) {
-  std::lock_guard lock(socket_mutex_);
-  stopped_.insert(stopped_.end(), blocks.begin(), blocks.end());
 }
 
 // A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.

@@ -50,9 +50,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
   // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
-  // `meanwhile` runs between the two: work that does not depend on the answer.
+  // `meanwhile` runs between the two: work that does not depend on the answer. `taken` runs with the answer, before the session
+  // can be resumed: a block granted in it is either known as open by then, or given up.
   std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
-                           const std::function<void()>& meanwhile = {});
+                           const std::function<void()>& meanwhile = {},
+                           const std::function<void(std::span<const uint8_t>)>& taken = {});
   void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
 
   // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
@@ -63,9 +65,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void wanted_for_writing(Extent extent);
   uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
 
-  // Writers that ended while the daemon could not be told. Sent when the session is resumed.
-  void remember_stopped(const std::vector<protocol::BlockItem>& blocks);
-  // What each of this session's writers has open; close() gives it up.
+  // What each of this session's writers has open: a daemon that resumes the session is told, close() gives it up.
   void opened(const void* writer, std::span<const Handle> blocks);
   void ended(const void* writer, std::span<const protocol::BlockItem> blocks);
 
@@ -79,6 +79,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  private:
   Attachment() = default;
   std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
+  std::vector<protocol::BlockItem> open_blocks();
+  void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();
   static std::vector<uint8_t> exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
@@ -96,7 +98,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Fd socket_;
   std::array<uint8_t, 32> salt_{};
   uint32_t tag_ = 0;
-  std::vector<protocol::BlockItem> stopped_;
 
   std::mutex open_mutex_;
   std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer

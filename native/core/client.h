@@ -101,6 +101,7 @@ class Grants {
   friend class Client;
   void claim(std::span<const size_t> which, Grants* sealing, const Chain* chain);
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
+  void take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants);
   void prefetch(size_t i);
   void prepare(size_t i, const Chain* chain);
   void give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers);

@@ -75,6 +75,20 @@ void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
                                      " blocks were aborted or lost their session before the seal");
 }
 
+void Grants::take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants) {
+  std::vector<Handle> opened;
+  opened.reserve(which.size());
+  for (size_t k = 0; k < which.size(); ++k) {
+    Item& item = items_[which[k]];
+    item.status = static_cast<Grant>(grants[k].status);
+    item.handle = {grants[k].record, grants[k].generation};
+    item.extent = {grants[k].offset, grants[k].length};
+    item.open = item.status == Grant::Granted;
+    if (item.open) opened.push_back(item.handle);
+  }
+  if (!opened.empty()) attachment_->opened(this, opened);
+}
+
 // Asks for these items, in messages of at most kMaxKeysPerMessage, the first of which seals `sealing`.
 void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* chain) {
   const auto hash_contents = [&] {
@@ -99,32 +113,22 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       const CreateItem& w = items_[i].wanted;
       protocol::append(body, protocol::CreateItem{w.key, w.fingerprint, w.tokens, w.base_position, w.parent, 0});
     }
-    std::vector<uint8_t> answer;
-    try {
-      answer = attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body, hash_contents);
-    } catch (...) {
-      if (!seals.empty()) attachment_->remember_stopped(seals);
-      throw;
+    std::vector<uint8_t> sealed;
+    const auto take = [&](std::span<const uint8_t> answer) {
+      protocol::Reader reader(answer);
+      const auto done = reader.take<uint8_t>(seals.size());
+      reader.skip(round_up(seals.size(), 8) - seals.size());
+      const auto grants = reader.take<protocol::GrantItem>(part.size());
+      if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
+      sealed.assign(done.begin(), done.end());
+      take_grants(part, grants);
+    };
+    attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body, hash_contents, take);
+    for (size_t i : part) {
+      if (!items_[i].open) continue;
+      attachment_->wanted_for_writing(items_[i].extent);
+      prefetch(i);
     }
-    protocol::Reader reader(answer);
-    const auto sealed = reader.take<uint8_t>(seals.size());
-    reader.skip(round_up(seals.size(), 8) - seals.size());
-    const auto grants = reader.take<protocol::GrantItem>(part.size());
-    if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
-    std::vector<Handle> opened;
-    opened.reserve(part.size());
-    for (size_t k = 0; k < part.size(); ++k) {
-      Item& item = items_[part[k]];
-      item.status = static_cast<Grant>(grants[k].status);
-      item.handle = {grants[k].record, grants[k].generation};
-      item.extent = {grants[k].offset, grants[k].length};
-      item.open = item.status == Grant::Granted;
-      if (!item.open) continue;
-      opened.push_back(item.handle);
-      attachment_->wanted_for_writing(item.extent);
-      prefetch(part[k]);
-    }
-    if (!opened.empty()) attachment_->opened(this, opened);
     for (size_t i : part)
       if (items_[i].open) prepare(i, chain);
     give_up_lost(seals, sealed);
@@ -179,14 +183,8 @@ void Grants::seal(std::span<const size_t> which) {
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
     const std::span<const protocol::BlockItem> part(&blocks[first], count);
-    std::vector<uint8_t> answers;
-    try {
-      answers = attachment_->ask(protocol::Op::Seal, static_cast<uint32_t>(count),
-                                 {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
-    } catch (...) {
-      attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
-      throw;
-    }
+    const std::vector<uint8_t> answers = attachment_->ask(protocol::Op::Seal, static_cast<uint32_t>(count),
+                                                          {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
     give_up_lost(part, answers);
     all.insert(all.end(), answers.begin(), answers.end());
   }
@@ -212,9 +210,9 @@ void Grants::abort(std::span<const size_t> which) {
       attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(count),
                        {reinterpret_cast<const uint8_t*>(&blocks[first]), count * sizeof blocks[0]});
     } catch (const Error& error) {
-      // The daemon that cannot be told gives the blocks up itself when the session ends, or hears of it when it is resumed.
+      // The daemon that cannot be told gives the blocks up itself when the session ends, or hears when it is resumed that they
+      // are not among the open ones.
       if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
-      attachment_->remember_stopped({blocks.begin() + static_cast<ptrdiff_t>(first), blocks.end()});
       return;
     }
   }

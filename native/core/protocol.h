@@ -33,10 +33,11 @@ enum class Op : uint16_t {
   Token,
   Promote,
   Suspect,
-  kLast = Suspect
+  Keep,
+  kLast = Keep
 };
-inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",  "abort",   "lookup",
-                                           "delete", "touch",           "stats",  "token", "promote", "suspect"};
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",    "abort",   "lookup", "delete",
+                                           "touch",  "stats",           "token",  "promote", "suspect", "keep"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -129,6 +130,13 @@ struct PromiseItem {
 
 // Suspect: count keys of blocks whose checksums did not match in the client's memory. The daemon looks itself; the reply has a
 // byte each, 1 if it dropped the block.
+
+// Keep: a KeepHead and `count` BlockItems, all that the writers of a resumed session still have open. What else of it is
+// quarantined was granted in a reply that never arrived, or its writer has stopped: it is given up. The reply is empty.
+struct KeepHead {
+  uint32_t more;  // 1: the list goes on in the next message
+  uint32_t reserved;
+};
 
 static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);

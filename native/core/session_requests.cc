@@ -139,6 +139,7 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
       return {text.begin(), text.end()};
     }
     case Op::Token: return token_of(connection);
+    case Op::Keep: return keep(connection, request, body);
     case Op::Attach: break;
   }
   throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
@@ -164,6 +165,19 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
     append(out, protocol::GrantItem{g.handle.record, static_cast<uint32_t>(g.status), g.handle.generation, g.extent.offset,
                                     g.extent.length});
   return out;
+}
+
+// A list may take several messages; no session has more blocks open than there are.
+std::vector<uint8_t> SessionServer::keep(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto head = body.take<protocol::KeepHead>();
+  const auto items = body.take<protocol::BlockItem>(request.count);
+  need_end(body);
+  const uint32_t most = connection.store->header().max_blocks;
+  if (connection.kept.size() + items.size() > most)
+    throw Error(Code::InvalidArgument, "a session keeps more than the " + std::to_string(most) + " blocks there can be");
+  for (const auto& item : items) connection.kept.push_back({item.record, item.generation});
+  if (!head.more) connection.store->keep_only(connection.session, std::exchange(connection.kept, {}));
+  return {};
 }
 
 // The same token however often it is asked for: a session has one at most.

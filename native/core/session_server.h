@@ -58,6 +58,7 @@ class SessionServer {
     std::vector<Right> rights;  // by store
     bool read_only = false;
     std::optional<Tokens::Token> token;
+    std::vector<Handle> kept;  // of a list that takes several messages
     uint64_t since_ms = 0;
   };
 
@@ -77,6 +78,7 @@ class SessionServer {
   bool may_stay(const Connection& connection) const;
   bool room_for(const Credentials& who) const;
   size_t visible_store(const Connection& connection, const std::string& name) const;
+  std::vector<uint8_t> keep(Connection& connection, const protocol::Request& request, protocol::Reader body);
   std::vector<uint8_t> token_of(Connection& connection);
   void drop_silent_connections();
   void measure(const Store* store, uint16_t op, uint64_t began_ns);

@@ -1,5 +1,7 @@
 // Sessions: their page files, their ends, and what they leave behind.
 
+#include <algorithm>
+
 #include "core/error.h"
 #include "core/futex.h"
 #include "core/store.h"
@@ -49,6 +51,26 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   session.ended = false;
   session.pid = pid, session.uid = uid;
   return true;
+}
+
+// What a resumed session no longer knows of: nobody writes there any more.
+void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
+  std::sort(open.begin(), open.end(), [](const Handle& a, const Handle& b) { return a.record < b.record; });
+  Lock lock = enter();
+  const auto found = sessions_.find(owner);
+  if (found == sessions_.end()) return;
+  Session& session = *found->second;
+  for (uint32_t record : std::vector<uint32_t>(session.unsealed)) {
+    const Control now = control(record);
+    if (now.state() != State::Quarantined) continue;
+    const auto at = std::lower_bound(open.begin(), open.end(), record, [](const Handle& a, uint32_t b) { return a.record < b; });
+    if (at != open.end() && at->record == record && at->generation + 1 == now.generation()) continue;
+    quarantined_ -= 1;
+    drop_unsealed(session, record);
+    to_zombie(record, Event::Abort);
+    counters_.aborts += 1;
+  }
+  scan_zombies();
 }
 
 uint32_t Store::open_owner() {

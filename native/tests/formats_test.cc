@@ -142,6 +142,8 @@ constexpr Field kFields[] = {
     PROTOCOL(LookUpItem, control),
     PROTOCOL(LookUpItem, extent),
     PROTOCOL(LookUpItem, shape),
+    PROTOCOL(KeepHead, more),
+    PROTOCOL(KeepHead, reserved),
     PROTOCOL(PromoteHead, priority),
     PROTOCOL(PromoteHead, reserved),
     PROTOCOL(PromiseItem, presence),

@@ -190,6 +190,30 @@ TEST(a_restarted_daemon_is_resumed_and_nothing_is_lost) {
   daemon.rig.store->check_integrity();
 }
 
+// Granted, and the daemon died before its answer arrived: nobody writes there, and the client says so. What it still writes stays
+// its own, however long the list is.
+TEST(what_was_granted_in_a_lost_answer_is_given_up) {
+  Daemon daemon(64 * kMiB, 4096, 64);
+  auto client = daemon.client();
+  std::vector<Key> mine;
+  for (uint64_t i = 0; i < kMaxKeysPerMessage + 10; ++i) mine.push_back(key(100 + i));
+  auto grants = create(*client, mine);
+  CHECK_EQ(grants->open_items().size(), mine.size());
+  Store& before = *daemon.rig.store;
+  const std::vector<CreateItem> lost = {{.key = key(1), .tokens = 1}, {.key = key(2), .tokens = 1}};
+  CHECK(before.create({client->attachment()->session(), 0, kDefaultPriority, 0, lost})[1].status == Grant::Granted);
+  daemon.stop();
+  daemon.rig.restart();
+  daemon.start();
+  CHECK_EQ(daemon.stats().quarantined, mine.size() + 2);
+  client->reattach();
+  CHECK_EQ(daemon.stats().quarantined, mine.size());
+  daemon.rig.store->check_integrity();
+  grants->abort(grants->open_items());
+  CHECK(eventually([&] { return daemon.stats().used_bytes == 0; }));
+  daemon.rig.store->check_integrity();
+}
+
 // A handle inherited through fork does nothing in the child. Fails if close() or let_go() clears the pins of a foreign page.
 TEST(a_forked_child_clears_no_pin_of_its_parents) {
   Daemon daemon;
