@@ -149,9 +149,8 @@ struct alignas(32) Upkeep {
   std::atomic<uint64_t> rank;       // bits of the eviction policy's double; a hint, kept over restarts
   std::atomic<uint32_t> owner;      // session that created the block
   std::atomic<uint32_t> created_s;  // CLOCK_REALTIME seconds
-  std::atomic<uint32_t>
-      link;  // while FREE the next free record, until sealed its place in its session's list; never read at adoption
-  std::atomic<uint32_t> parent;  // low word of the parent's prefix key, 0 if none: leads to a block's children
+  std::atomic<uint32_t> link;       // FREE: the next free record; unsealed: its place in its session's list. Derived
+  std::atomic<uint32_t> parent;     // low word of the parent's prefix key, 0 if none: leads to a block's children
 };
 static_assert(sizeof(Upkeep) == 32);
 
