@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.reuse_long import choice, codecs, far, queries, rounding
+from bench.reuse_long import choice, codecs, far, queries, rounding, search
 from bench.reuse_swapped import POSITIONS, QUESTION, averaged, swapped
 from bench.reuse_ttft import ROOT, daemon, say
 
@@ -317,6 +317,7 @@ CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "choice": choice,
     "codecs": codecs,
     "rounding": rounding,
+    "search": search,
     "window": window,
     "chunkers": chunkers,
     "document": document,

@@ -1,7 +1,8 @@
 """What takes longer than a prompt: 500 queries on a store too small for their documents, a conversation
-of more tokens than the model has positions, multiple choice, codecs, and what rounding does.
+of more tokens than the model has positions, multiple choice, codecs, what rounding does, and looking in vain.
 
     python -m bench.reuse_inside --case queries --case far --case choice --case codecs --case rounding
+    python -m bench.reuse_inside --case search
 
 Owns these cases; the model, the texts and the daemon are bench.reuse_inside's. Never compares times of
 different runs.
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Iterator
-from statistics import mean
+from statistics import mean, median
 from typing import Any
+
+import numpy as np
 
 from bench.reuse_ttft import daemon
 
@@ -22,6 +26,7 @@ BLOCK_TOKENS = 32  # a document holds a whole block wherever it is cut, if it ha
 SAMPLED = 5  # every so many queries plain generate() is asked too
 STORE_MIB = 80  # 1,800 tokens; all documents have 2,880
 FAR_TOKENS, FAR_TURN, FAR_POSITIONS, FAR_SEEN = 20_000, 4_000, 16, 7_680
+STORED, STORED_AT_ONCE, ASKED = 16_000, 1_000, 8_000  # blocks; tokens of a prompt
 STRETCH = 256  # tokens of a prompt fed at once
 ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 12, 4, 16, 480
 
@@ -126,6 +131,31 @@ def choice(subject: Any) -> Iterator[dict[str, Any]]:
     for share, hits in right.items():
         row = {"case": f"multiple choice, {share} reused", "accuracy": mean(hits), "of": len(hits)}
         yield row | ({"as_cold": mean(like_cold[share])} if share in like_cold else {})
+
+
+def search(subject: Any) -> Iterator[dict[str, Any]]:
+    """What it costs to look for a prompt of which nothing is stored, in a table of so many blocks."""
+    import kvclient
+    from kvclient.blocks import plan
+
+    chance, identity, client = random.Random(2), bytes(32), subject.client
+    layout = client.register_layout(kvclient.Layout(1, 1, 1, "uint8", 128))
+    before = client.stats()["blocks"]
+    for _ in range(0, STORED, STORED_AT_ONCE):
+        tokens = [chance.randrange(1 << 16) for _ in range(128 * STORED_AT_ONCE)]
+        with client.create(kvclient.chain(identity, tokens), layout):
+            pass
+    times = []
+    for _ in range(20):
+        asked = np.array([chance.randrange(1 << 16, 1 << 17) for _ in range(ASKED)], np.int32)
+        began = time.process_time()
+        with plan(client, identity, asked) as segments:
+            found = segments.tokens("approximate")
+        times.append(time.process_time() - began)
+    yield {
+        "case": "search", "blocks": client.stats()["blocks"] - before, "found": found,
+        "ns_a_token": median(times) / ASKED * 1e9,
+    }  # fmt: skip
 
 
 def rounding(subject: Any) -> Iterator[dict[str, Any]]:

@@ -48,7 +48,8 @@ class Totals:
     _SUMMED = (
         "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
         "followed_tokens",
-        "published_blocks", "followed_lost", "no_space", "disk_refused", "full_tokens",
+        "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
+        "disk_refused", "full_tokens",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 
@@ -56,6 +57,7 @@ class Totals:
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._bypassed: Counter[str] = Counter()
+        self._tiers: Counter[str] = Counter()  # reused tokens
 
     def add(self, report: Report) -> None:
         with self._lock:
@@ -63,6 +65,7 @@ class Totals:
             self._sums["hits"] += report.reused_tokens + report.approximate_tokens > 0
             for name in self._SUMMED:
                 self._sums[name] += getattr(report, name)
+            self._tiers.update(report.reused_by_tier)
             for reason in (report.bypassed, report.read_bypassed, report.write_bypassed):
                 if reason is not None:
                     self._bypassed[reason] += 1
@@ -70,4 +73,5 @@ class Totals:
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
             known = dict.fromkeys(("requests", "hits", *self._SUMMED), 0)
-            return {**known, **self._sums, "bypassed": dict(self._bypassed)}
+            tiers = {**Report().reused_by_tier, **self._tiers}
+            return {**known, **self._sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}

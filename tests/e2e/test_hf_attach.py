@@ -366,7 +366,7 @@ def test_the_report_adds_up(client):
     assert 0 < last.load_s < last.ttft_s < last.total_s
     assert last.lookup_s + last.load_s + last.prefill_s <= last.ttft_s
     assert (stats["requests"], stats["hits"], stats["reused_tokens"]) == (2, 1, 64)
-    assert stats["bypassed"] == {}
+    assert stats["bypassed"] == {} and stats["reused_by_tier"] == last.reused_by_tier
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 4000])

@@ -134,6 +134,8 @@ def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, mon
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int8", self_test=False) as kv:
         tokens, *_ = generate(model, prompt(101))
         assert kv.last.published_blocks == 0 and kv.last.not_quantisable == 3
+        assert kv.stats["not_quantisable"] == 3
+        assert kv.last.published_full_blocks == kv.stats["published_full_blocks"] == 2
     assert torch.equal(tokens, plain)
     assert (client.stats()["blocks"], client.stats()["created"]) == (2, 0)  # first and last, as computed
 

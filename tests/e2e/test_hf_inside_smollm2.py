@@ -7,12 +7,14 @@ Owns the claims of docs/reuse.md that tiny random models cannot prove. The numbe
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import kvclient
 import kvclient.hf
+from kvclient import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, QUESTION, POSITIONS = 500, 20, 64
@@ -107,3 +109,17 @@ def test_calibration_passes_on_real_text(loaded, client, tmp_path, monkeypatch):
         measured = kv.calibrate([text[:400], other[:400]])
         assert kv.repair is not None, str(measured)
         assert measured["prefix"].passed
+
+
+@pytest.mark.parametrize(("group", "most"), [(32, 0.04), (128, 0.06)])
+def test_keys_in_four_bits_stay_near(loaded, group, most):
+    """The relative error of real K, per layer, mean over the layers."""
+    model, text, _ = loaded
+    with torch.no_grad():
+        layers = model(torch.tensor([text[:512]])).past_key_values.layers
+    errors = []
+    for layer in layers:
+        keys = layer.keys[0].numpy()
+        near = kernels.dequantise(kernels.quantise(keys, 4, group), np.empty_like(keys))
+        errors.append(np.linalg.norm(near - keys) / np.linalg.norm(keys))
+    assert 0 < np.mean(errors) <= most, np.mean(errors)
