@@ -184,3 +184,23 @@ def test_a_model_under_the_backend():
         found, _ = registered.attention(backend, model.model.layers[0].self_attn, query, key, value, mask)
         assert near(found, in_torch.attend(query, key, value, seen[None, None], 0.25))
         assert attention.fallbacks() == before
+
+
+@inside
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2", "gpt_oss"])
+def test_other_models_under_the_backend(name):
+    """Partial rotation, softcap, sinks and windows; what is padded; a step of one token."""
+    import torch
+
+    from kvclient.hf import attention
+    from tests.engines.zoo import generate, known, near, prompt
+
+    model, rows = known(name), torch.cat([prompt(21), prompt(21, seed=2)])
+    mask = torch.ones_like(rows)
+    rows[1, :9] = mask[1, :9] = 0
+    plain, logits, _ = generate(model, rows, 2, attention_mask=mask)
+    attention.install(model, "triton")
+    before = attention.fallbacks()
+    tokens, found, _ = generate(model, rows, 2, attention_mask=mask)
+    assert torch.equal(tokens, plain) and near(found, logits)
+    assert attention.fallbacks() == before
