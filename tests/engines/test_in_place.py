@@ -124,7 +124,7 @@ def test_quantised_blocks_are_read_as_they_are(codec, client, left):
 
 
 def test_reuse_inside_a_prompt_goes_on_under_the_kernels(client, left):
-    """From a dense cache, counted; rows that do not follow each other are the kernels' too, by their columns."""
+    """From a dense cache, counted; the kernels take rows that do not follow each other by their columns."""
     model = known("llama")
     document, ids = prompt(64, seed=4), prompt(90, seed=5)
     ids[0, 11:75] = document
