@@ -171,7 +171,8 @@ bool DiskTier::take_memory(Load& load) {
   }
   load.created = true;
   load.handle = granted.handle, load.extent = granted.extent;
-  store_.load_ended();  // who follows the block finds it from here on
+  // Who follows the block finds it from here on; all of a short one is there and about to be sealed.
+  if (load.file_bytes > load.steps.front().transfer.bytes()) store_.load_ended();
   return true;
 }
 
@@ -188,8 +189,9 @@ void DiskTier::take_in(Load& load) {
     if (!take_layers(load, step)) return (void)(load.wrong = Outcome::Corrupt);
     give_back(load, step);
   }
-  if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);  // a client cut the pool under us
-  if (load.tail_taken && load.layers_taken > (tail_before ? before : 0) &&
+  if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);         // a client cut the pool under us
+  const bool whole = load.layers_taken == load.layout->layout.num_layers();  // the seal tells of the last layer
+  if (load.tail_taken && !whole && load.layers_taken > (tail_before ? before : 0) &&
       !accepted([&] { store_.mark_layer(load.handle, load.layers_taken); }))
     load.wrong = Outcome::Failed;
 }

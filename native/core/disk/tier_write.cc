@@ -18,7 +18,7 @@ constexpr size_t kWritesAtOnce = 4;  // in a directory: what it takes to keep th
 constexpr uint64_t kPieceBytes = 1ull << 20;
 constexpr uint64_t kPoliteBytes = 256ull << 10;  // the processor is the kernel's while it takes a piece: 10 to 50 µs then
 constexpr uint64_t kAloneNs = 3'000;             // giving way takes less when nobody wants the processor
-constexpr uint64_t kRestNs = 8'000'000;
+constexpr uint64_t kRestNs = 24'000'000;
 }  // namespace
 
 // Between two steps of writing, while sessions send request upon request: whoever wants this processor has it first, or a put
