@@ -94,6 +94,43 @@ def test_an_empty_pool_takes_the_place_of_a_full_one(daemon, layouts):
     held.release()
 
 
+def test_grants_that_nobody_heard_of_come_back(daemon, layouts):
+    """The daemon grants when the client has stopped listening: the memory must not wait for the client's end,
+    and what the client holds stays."""
+    started = daemon(memory="8MiB")
+    watcher, client = started.connect(), started.connect(timeout_s=0.5)
+    small, _ = layouts(watcher)
+    keys, unheard = new_keys(2), new_keys(4)
+    put(watcher, keys, small)
+    before = watcher.stats()
+    held = client.get(keys)
+    os.kill(started.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, started.pid, os.WSTOPPED)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            client.create(unheard, small)
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+    eventually(lambda: watcher.stats()["creates"] == before["creates"] + 4, "the daemon has granted them")
+    eventually(lambda: watcher.stats()["quarantined"] == 4, "and has seen that nobody listens")
+
+    def served() -> bool:
+        try:
+            return client.touch(keys) == 2
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    eventually(served, "the client is served again")
+    for block in held:
+        check(block)
+    del block
+    held.release()
+    del held
+    eventually(lambda: watcher.stats()["used_bytes"] == before["used_bytes"], "the memory is back")
+    put(client, unheard, small)
+    assert watcher.lookup([*keys, *unheard]).resident == 6
+
+
 def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
     """Every call has a deadline; reading needs no daemon; afterwards all goes on."""
     started = daemon(memory="8MiB")
