@@ -15,10 +15,9 @@ from pathlib import Path
 
 MAGIC = 0x3153564B
 VERSION = 2
-ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE, TOUCH, STATS, TOKEN, PROMOTE, SUSPECT = range(
-    1, 13
-)
-OPS = range(1, 13)
+OPS = range(1, 14)
+(ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE,
+ TOUCH, STATS, TOKEN, PROMOTE, SUSPECT, KEEP) = OPS  # fmt: skip
 HEAD = struct.Struct("<IHHII")
 ATTACHED = struct.Struct("<IIQQQQQ16s32s")
 PINS_OFFSET = 8192
@@ -44,6 +43,10 @@ def create_body(
 
 def promote_body(keys: list[bytes], priority: int = 35) -> bytes:
     return struct.pack("<II", priority, 0) + b"".join(keys)
+
+
+def keep_body(items: bytes, more: int = 0) -> bytes:
+    return struct.pack("<II", more, 0) + items
 
 
 def block_item(record: int, generation: int) -> bytes:

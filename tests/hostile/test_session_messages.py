@@ -48,6 +48,8 @@ def good_messages(layout: int, granted: tuple[int, int], key: bytes) -> list[byt
         request(raw.TOKEN, 0),
         request(raw.PROMOTE, 2, raw.promote_body(keys)),
         request(raw.SUSPECT, 2, b"".join(keys)),
+        request(raw.KEEP, 1, raw.keep_body(block_item(record, generation))),
+        request(raw.KEEP, 0, raw.keep_body(b"")),
     ]
 
 
@@ -153,7 +155,7 @@ def test_any_header_with_any_body(watched):
 
 @pytest.mark.parametrize(
     "op",
-    [raw.CREATE, raw.SEAL, raw.ABORT, raw.LOOK_UP, raw.DELETE, raw.TOUCH, raw.PROMOTE, raw.SUSPECT],
+    [op for op in raw.OPS if op not in (raw.ATTACH, raw.REGISTER_LAYOUT, raw.STATS, raw.TOKEN)],
 )
 @pytest.mark.parametrize("count", [1025, 65_536, (1 << 31) - 1, (1 << 32) - 1])
 def test_counts_that_lie(watched, op, count):
@@ -310,6 +312,22 @@ def test_layouts_are_bounded(watched):
             session.ask(request(raw.REGISTER_LAYOUT, 0, SMALL.to_blob() + b"%d" % i))[0] for i in range(400)
         ]
     assert statuses.count(0) == MAX_LAYOUTS - 1 and statuses[-1] != 0, "one is the decent client's"
+    attacked.survived()
+
+
+def test_a_list_of_what_is_kept_is_bounded(watched):
+    """It names what the session has open; more than there can be is refused, and what is open stays so."""
+    attacked = watched(args=("--max-blocks", "2048"))
+    with RawSession(attacked.daemon.socket_path) as session:
+        session.attach()
+        record, _status, generation, _offset, _length = session.create(new_keys(1), attacked.layout)[0]
+        items = block_item(record, generation) * 1024
+        answers = [session.ask(request(raw.KEEP, 1024, raw.keep_body(items, more=1))) for _ in range(4)]
+        assert [status != 0 for status, _ in answers] == [False, False, True, True]
+        assert b"2048" in answers[2][1]
+        assert session.ask(request(raw.KEEP, 0, raw.keep_body(b"")))[0] == 0
+        sealed = session.ask(request(raw.SEAL, 1, block_item(record, generation)))
+        assert sealed == (0, b"\0"), "it was never quarantined"
     attacked.survived()
 
 
