@@ -59,10 +59,9 @@ void SessionServer::start() {
   std::copy(options_.socket_path.begin(), options_.socket_path.end(), address.sun_path);
   listener_ = Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   ::unlink(options_.socket_path.c_str());  // left by a daemon that is gone: the runtime directory's lock is ours
-  const mode_t before = ::umask(0177);
-  const int bound = ::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
-  ::umask(before);
-  if (bound != 0 || ::listen(listener_.get(), kBacklog) != 0)
+  // Nobody can connect before listen. Not by umask: that is the process's, and other threads make files meanwhile.
+  if (::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+      ::chmod(options_.socket_path.c_str(), 0600) != 0 || ::listen(listener_.get(), kBacklog) != 0)
     throw Error(Code::Unavailable, errno_text("listening on " + options_.socket_path));
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   stop_event_ = Fd(::eventfd(0, EFD_CLOEXEC));

@@ -169,6 +169,7 @@ def test_a_frozen_daemon_is_unreachable_not_endless(run, calls):
             assert "0.3 s" in error, command
     finally:
         os.kill(calls.daemon.pid, signal.SIGCONT)
+    calls.daemon.process.wait(60)  # it was told to stop
 
 
 # ---- metrics
