@@ -77,7 +77,8 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
                 plain, plain_logits, _ = generate(model, ids)
     assert torch.equal(tokens, plain)
     assert torch.equal(logits, plain_logits)
-    assert "mask" not in left()
+    makes_its_own = hasattr(model.base_model, "_update_causal_mask")  # stablelm in transformers 5.0
+    assert makes_its_own or "mask" not in left()
 
 
 @pytest.mark.parametrize("name", UNMOVED)
