@@ -330,6 +330,10 @@ def test_compiled_without_a_break():
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4),
+    reason="before transformers 5.4 where the queries stand is a tensor, whose values break the graph",
+)
 def test_a_whole_model_is_one_graph(counts):
     model, ids = known("llama", layers=2), prompt(23)
     with torch.no_grad():
