@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstored import __version__
+from kvstored import __version__, log
 from kvstored.config import Config
 from kvstored.errors import ConfigError, Exit, StartupError
 from kvstored.sources import default_dir
@@ -39,9 +39,10 @@ _EXAMPLES = {
   KVSTORED_MEMORY=2GiB kvstored serve
 
 A value comes from the flag, else from KVSTORED_<FIELD>, else from the file (TOML, the same field
-names), else from its default. SIGTERM and SIGINT stop the daemon; its blocks stay in shared memory for
-the next one, unless --discard is given. A daemon with another --memory, --max-blocks or --namespaces
-starts empty.
+names), else from its default. A variable that is nearly a field's name is refused, as an unknown field
+of the file is; any other that begins with KVSTORED_ and names nothing is logged. SIGTERM and SIGINT stop
+the daemon; its blocks stay in shared memory for the next one, unless --discard is given. A daemon with
+another --memory, --max-blocks or --namespaces starts empty.
 
 """
     + _EXIT_HELP,
@@ -286,6 +287,8 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
         if (value := getattr(given, about.name)) is not None
     }
     sourced = load(flags, os.environ, given.config)
+    for name in sourced.unread:
+        log.warning("environment_unread", name=name)
     if given.print_config:
         from kvstored.render import config_text
 

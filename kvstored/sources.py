@@ -18,6 +18,8 @@ from kvstored.errors import ConfigError
 from kvstored.fields import path as _path
 
 ENVIRONMENT_PREFIX = "KVSTORED_"
+NO_FIELDS = {"KVSTORED_CONFIG", "KVSTORED_FAULTS"}  # ours all the same: the file, and tiers.FAULTS
+ALIKE = 0.8  # of difflib: MEMROY is MEMORY; METRICS_PORT and Kubernetes' SERVICE_PORT, 0.75, are two names
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Sourced:
     sources: dict[str, str]
     flags: Mapping[str, Any] = field(default_factory=dict)  # as given, and the file's path: to load again
     file: str = ""
+    unread: tuple[str, ...] = ()  # variables of the environment that begin as ours and name no field
 
     def entries(self) -> list[dict[str, str]]:
         """For print-config and Admin.Config: name, value, source, unit, doc."""
@@ -82,6 +85,24 @@ def _read_file(path: str) -> dict[str, Any]:
     return table
 
 
+def _unread(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that begin as ours and name nothing. One that is nearly a field's name is refused, as an
+    unknown field of the file is; any other may be somebody else's (Kubernetes sets KVSTORED_SERVICE_HOST)."""
+    known = {ENVIRONMENT_PREFIX + about.name.upper() for about in dataclasses.fields(Config)} | NO_FIELDS
+    ours = (name for name, value in environ.items() if value and name.startswith(ENVIRONMENT_PREFIX))
+    unread = tuple(sorted(name for name in ours if name not in known))
+    if unread:
+        import difflib  # most daemons start without one
+
+        bare = [name.removeprefix(ENVIRONMENT_PREFIX) for name in sorted(known)]
+        for name in unread:
+            for near in difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), bare, 1, ALIKE):
+                raise ConfigError(
+                    f"{name} (environment): unknown; the nearest is {ENVIRONMENT_PREFIX}{near}"
+                )
+    return unread
+
+
 def _check_secrecy(path: str) -> None:
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & stat.S_IROTH:
@@ -117,4 +138,4 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
         values["state_dir"] = environ.get("STATE_DIRECTORY", "").split(":")[0] or values["dir"]
     if file and any(one.salt.startswith("text:") for one in values.get("namespaces", ())):
         _check_secrecy(file)
-    return Sourced(Config(**values), sources, dict(flags), file or "")
+    return Sourced(Config(**values), sources, dict(flags), file or "", _unread(environ))

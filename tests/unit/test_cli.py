@@ -56,6 +56,16 @@ def test_the_main_help_names_all_commands_and_exit_codes(capsys):
         assert re.search(rf"\b{code.value} [a-z]", text.split("exit codes:")[1]), code
 
 
+def test_unknown_variables_are_refused_if_mistyped_and_else_named(tmp_path):
+    asked = ("serve", "--dir", str(tmp_path / "k"), "--print-config", "--json")
+    wrong = run(*asked, KVSTORED_MAX_PIN="64")
+    assert wrong.returncode == Exit.USAGE and not wrong.stdout
+    assert "KVSTORED_MAX_PIN " in wrong.stderr and "KVSTORED_MAX_PINS" in wrong.stderr
+    foreign = run(*asked, KVSTORED_SERVICE_HOST="10.0.0.1")
+    assert foreign.returncode == Exit.DONE and json.loads(foreign.stdout)
+    assert "warning environment_unread name=KVSTORED_SERVICE_HOST" in foreign.stderr
+
+
 def test_help_of_serve_states_bounds_and_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])

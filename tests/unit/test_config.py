@@ -135,6 +135,31 @@ def test_a_wrong_file_is_refused(tmp_path, text, wanted):
         loaded(file=write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("KVSTORED_MEMROY", "KVSTORED_MEMORY"),
+        ("KVSTORED_MAX_SESSION", "KVSTORED_MAX_SESSIONS"),
+        ("KVSTORED_CONFG", "KVSTORED_CONFIG"),
+    ],
+)
+def test_a_mistyped_variable_is_refused_as_a_mistyped_field_of_the_file_is(name, nearest):
+    with pytest.raises(ConfigError) as error:
+        loaded(environ={name: "2GiB", "HOME": "/"})
+    assert f"{name} (environment)" in str(error.value) and str(error.value).endswith(f" {nearest}")
+    assert loaded(environ={name: ""}).unread == ()  # empty is not given, as for a field
+
+
+def test_a_variable_that_resembles_no_field_is_somebody_elses():
+    kubernetes = [  # a service called kvstored
+        "PORT", "PORT_9464_TCP", "PORT_9464_TCP_ADDR", "PORT_9464_TCP_PORT", "PORT_9464_TCP_PROTO",
+        "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_METRICS",
+    ]  # fmt: skip
+    names = {f"KVSTORED_{name}" for name in [*kubernetes, "MODEL_DIR", "VERSION", "HOME"]}
+    found = loaded(environ={**dict.fromkeys(names, "1"), "KVSTORED_FAULTS": "x", "KVSTORED_MAX_PINS": "64"})
+    assert set(found.unread) == names and found.config.max_pins == 64
+
+
 def test_a_missing_file_is_refused():
     with pytest.raises(ConfigError, match="/nonexistent"):
         loaded(file="/nonexistent")
