@@ -6,11 +6,15 @@ tests/engines/test_decode_graph.py runs the same step, again and again instead o
 done here, on the emulation.
 """
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("kvclient._core", reason="the client's native module is not built here")
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import StoppingCriteriaList
 
 import kvclient
 import kvclient.hf
@@ -109,3 +113,28 @@ def test_rows_of_a_step_in_place_see_no_padding(place, client, left):
         keys = cache.layers[0].keys  # who reads them gets them
         assert keys.shape[2] == 64
     assert left() == {"paged": 2, "read": 1}
+
+
+def test_a_cache_that_was_copied_takes_no_further_step(place, client, monkeypatch):
+    """The copied layers go on as any others: the host would not learn of what a graph replayed."""
+    model, ids = model_on(place, "llama"), prompt(61).to(place)
+    plain, *_ = generate(model, ids, 12)
+    ran, caches, copies = [], [], []
+    own = graph.Step._run
+
+    def run(self):
+        caches.append(self._cache)
+        return own(self)
+
+    def snapshot(ids, scores):
+        if len(caches) >= 4 and not copies:
+            copies.append(copy.deepcopy(caches[-1]))
+            ran.append(len(caches))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    monkeypatch.setattr(graph.Step, "_run", run)
+    options = {"block_tokens": 16, "in_place": True, "self_test": place.type != "cpu"}
+    with kvclient.hf.attach(model, client, **options) as kv, kv.decode_graph():
+        tokens, _, cache = generate(model, ids, 12, stopping_criteria=StoppingCriteriaList([snapshot]))
+    assert ran == [len(caches)] and cache.get_seq_length() == 61 + 11
+    assert place.type != "cpu" or torch.equal(tokens, plain)

@@ -30,7 +30,7 @@ class Steps:
         self.columns = torch.arange(capacity, device=device)[None]
         self.column = torch.zeros(1, dtype=torch.int64, device=device)  # that the step writes
         self.capacity, self.length, self.running = capacity, 0, False
-        self.over = False  # somebody computed besides: the layers are as any others again
+        self.over = False  # a layer left: all are as any others again
         self.workspace = Workspace()  # of the layers' kernels, one after the other
 
     def start(self, length: int) -> None:
@@ -44,33 +44,73 @@ class Steps:
         return seen[:, None, None]
 
 
-class StaticLayer(StoreLayer):
-    """Prefill is a StoreLayer's. From Steps.start() on, update() takes one token a row."""
+class Stepping:
+    """Mixed into a cache layer: from Steps.start() on, update() takes one token a row, and whatever else is
+    done with the layer ends that, for all layers.
+    """
+
+    _storage: torch.Tensor | None
+    origin: int
 
     def __init__(self, *args: Any, steps: Steps, **kwargs: Any) -> None:
+        self._steps: Steps | None = None
         super().__init__(*args, **kwargs)
-        self._steps: Steps | None = steps
+        self._steps = steps
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        steps = self._steps
-        if steps is not None and steps.running and not in_step():
-            steps.over = True
+        if self._stepping and not in_step():
             self._leave()
-            steps = None
-        if steps is None or not steps.running:
+        if not self._stepping:
             return super().update(key_states, value_states, *args, **kwargs)
         storage = self._storage
         assert storage is not None and key_states.shape[-2] == 1
-        storage[0].index_copy_(2, steps.column, key_states)
-        storage[1].index_copy_(2, steps.column, value_states)
-        return give_handle(storage[0], self), storage[1]
+        place = self._steps.column - self.origin
+        storage[0].index_copy_(2, place, key_states)
+        storage[1].index_copy_(2, place, value_states)
+        return self._handed_out(key_states, value_states)
 
     def get_seq_length(self) -> int:
-        steps = self._steps
-        return steps.length if steps is not None and steps.running else super().get_seq_length()
+        return self._steps.length if self._stepping else super().get_seq_length()
+
+    def crop(self, count: int) -> None:
+        self._leave()
+        super().crop(count)
+
+    def reset(self) -> None:
+        self._leave()
+        super().reset()
+
+    def detach_store(self) -> None:
+        self._leave()
+        super().detach_store()
+
+    @property
+    def _stepping(self) -> bool:
+        return self._steps is not None and self._steps.running
+
+    def _leave(self) -> None:
+        """From here on a layer like any other of its base."""
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        steps.over = True
+        if steps.running:
+            self._go_on(steps.length)
+
+    def _handed_out(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What update() answers in a step that brought these."""
+        raise NotImplementedError
+
+    def _go_on(self, length: int) -> None:
+        """Takes what steps have written, up to this column, as the base's own."""
+        raise NotImplementedError
+
+
+class StaticLayer(Stepping, StoreLayer):
+    """Prefill is a StoreLayer's."""
 
     def takes(self, reason: str | None, causal: bool) -> bool:
         return causal and reason in TORCH_TAKES
@@ -88,15 +128,12 @@ class StaticLayer(StoreLayer):
     def become_dense(self, reason: str) -> None:
         raise RuntimeError(f"a step of a decode graph wants what cannot be replayed ({reason})")
 
-    def detach_store(self) -> None:
-        super().detach_store()
-        self._leave()
+    def _handed_out(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._storage is not None
+        return give_handle(self._storage[0], self), self._storage[1]
 
-    def _leave(self) -> None:
-        """From here on a StoreLayer like any other."""
-        steps, self._steps = self._steps, None
-        if steps is not None and steps.running:
-            self._show(steps.length)
+    def _go_on(self, length: int) -> None:
+        self._show(length)
 
     def _room(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
         if self._storage is None:
