@@ -18,10 +18,10 @@ uint32_t realtime_s() {
   return static_cast<uint32_t>(now.tv_sec);
 }
 
-// Scores are divided by 2^kRebaseExponent once uses count for more than that.
 // Room is made ahead for batches that are no more than this part of the pool.
 constexpr uint64_t kAheadDivisor = 256;
 
+// Scores are divided by 2^kRebaseExponent once uses count for more than that.
 constexpr double kRebaseExponent = 512;
 
 std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
