@@ -128,6 +128,15 @@ class Ours:
 
         return Call(run, note="no copy")
 
+    def op_get_again(self, params):
+        chain, get = self.prompts[0][:1], self.client.get
+
+        def run(i):
+            with get(chain) as blocks:
+                blocks[0].view  # noqa: B018
+
+        return Call(run, note="no copy")
+
     def many(self, params):
         return [chain[: params["blocks"]] for chain in self.prompts[: GET_BLOCKS // PROMPT_CHUNKS]]
 
