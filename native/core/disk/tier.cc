@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -21,7 +20,6 @@ constexpr uint32_t kBuffers = 8;                    // of a directory: reads und
 constexpr uint32_t kRemovalsATurn = 64;             // so that reading goes on between them
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;  // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
-constexpr uint64_t kFaultBytes = 4ull << 20;
 constexpr uint64_t kLastRemovalsMs = 1000;
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -76,6 +74,7 @@ void DiskTier::stop() {
   thread_.join();
   store_.detach_disk();
   store_.end_session(owner_);
+  unmap_pool();
 }
 
 // ---------------------------------------------------------------- what the doors call
@@ -167,8 +166,7 @@ double DiskTier::thread_cpu_s() const {
 void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
   while (!stop_.load()) {
-    const bool more = turn() || fault_in();
-    wait(more ? 0 : until_rested_ms());
+    wait(turn() ? 0 : until_rested_ms());
   }
   // What is in flight ends: a load's memory and a write's block are held until then.
   while (!loads_.empty() || !writes_.empty()) {
@@ -201,23 +199,7 @@ bool DiskTier::turn() {
 
 int DiskTier::until_rested_ms() {
   const uint64_t now = monotonic_ns();
-  if (now < rest_until_ns_) return static_cast<int>((rest_until_ns_ - now) / 1'000'000) + 1;
-  if (mapped_ == pool_.size()) return kIdleMs;
-  return fault_wait_ms_ = std::min(2 * fault_wait_ms_, kIdleMs);  // the pool grows behind the daemon's back
-}
-
-// The pool's pages come into this process's page tables while there is nothing else to do. Otherwise the first load into each,
-// and the first write from it, would take a fault for every 4 KiB, several times what moving them takes. True if there may be
-// more.
-bool DiskTier::fault_in() {
-  if (!loads_.empty() || !writes_.empty() || store_.streaming()) return false;
-  const uint64_t exists = store_.header().frontier.load(std::memory_order_relaxed);
-  if (mapped_ >= exists) return false;
-  const uint64_t step = std::min(kFaultBytes, exists - mapped_);
-  const bool done = ::madvise(pool_.data() + mapped_, step, MADV_POPULATE_WRITE) == 0;
-  mapped_ = done ? mapped_ + step : pool_.size();  // refused: it goes without
-  fault_wait_ms_ = 1;
-  return true;
+  return now < rest_until_ns_ ? static_cast<int>((rest_until_ns_ - now) / 1'000'000) + 1 : kIdleMs;
 }
 
 void DiskTier::wait(int timeout_ms) {

@@ -3,7 +3,8 @@
 // them; changes blocks only through the store's own operations.
 //
 // tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a
-// block into a file. tier_scan.cc: what lay there at start. tier_places.cc: how the directories fare.
+// block into a file. tier_scan.cc: what lay there at start. tier_places.cc: how the directories fare. tier_pages.cc: the
+// pool in the page tables.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
 // files, those being written included, never exceed the quota; nobody waits for this thread.
@@ -126,7 +127,6 @@ class DiskTier final : public LowerTier {
   bool turn();
   bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
   int until_rested_ms();
-  bool fault_in();
   void wait(int timeout_ms);
   void reap();
   void submit(Step& step, uint8_t directory);
@@ -181,6 +181,10 @@ class DiskTier final : public LowerTier {
   void end_condition(Place& place);
   void probe();
 
+  // tier_pages.cc
+  void fault_in(const Extent& extent);
+  void unmap_pool();
+
   // tier_scan.cc
   void scan();
   bool add_found(uint8_t directory, std::span<const FoundFile> found);
@@ -204,10 +208,8 @@ class DiskTier final : public LowerTier {
   std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
-  std::vector<std::pair<Key, uint8_t>> stubborn_;  // files of deleted blocks that could not be removed yet
-  uint64_t rest_until_ns_ = 0;                     // no write begins before
-  uint64_t mapped_ = 0;                            // of the pool, in the page tables
-  int fault_wait_ms_ = 1;
+  std::vector<std::pair<Key, uint8_t>> stubborn_;              // files of deleted blocks that could not be removed yet
+  uint64_t rest_until_ns_ = 0;                                 // no write begins before
   std::atomic<uint64_t> day_;                                  // of written_today_
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
 

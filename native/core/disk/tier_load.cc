@@ -171,6 +171,7 @@ bool DiskTier::take_memory(Load& load) {
   }
   load.created = true;
   load.handle = granted.handle, load.extent = granted.extent;
+  fault_in(load.extent);
   // Who follows the block finds it from here on; all of a short one is there and about to be sealed.
   if (load.file_bytes > load.steps.front().transfer.bytes()) store_.load_ended();
   return true;

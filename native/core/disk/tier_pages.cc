@@ -1,0 +1,37 @@
+// The pool's pages in this process's page tables. A process is gone only when its page tables are, page by page, so they hold
+// what the tier moves and nothing else, and they go in stop().
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "core/disk/tier.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kUnmapBytes = 64ull << 20;
+constexpr unsigned kUnmapThreads = 4;
+}  // namespace
+
+// What is about to be moved, and no more. A copy into pages that are not there would take a fault for each; asked for as if to be
+// read they come sixteen at a time, and shared memory is writable then all the same. Refused, it goes without.
+void DiskTier::fault_in(const Extent& extent) {
+  ::madvise(pool_.data() + extent.offset, round_up(extent.length, kPageBytes), MADV_POPULATE_READ);
+}
+
+// By several threads: one takes 0.2 s for the million small pages of 4 GiB.
+void DiskTier::unmap_pool() {
+  pool_guard_.reset();
+  std::atomic<uint64_t> next{0};
+  const auto work = [&] {
+    for (uint64_t at; (at = next.fetch_add(kUnmapBytes)) < pool_.size();)
+      ::madvise(pool_.data() + at, std::min(kUnmapBytes, pool_.size() - at), MADV_DONTNEED);
+  };
+  std::vector<std::jthread> others(std::min(std::thread::hardware_concurrency(), kUnmapThreads) - 1);
+  for (std::jthread& other : others) other = std::jthread(work);
+  work();
+  others.clear();
+  pool_.reset();
+}
+
+}  // namespace kv
