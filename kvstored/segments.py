@@ -8,14 +8,15 @@ and whether one is to be believed is for places.py.
 Never maps a segment and never reads a byte of one: what they contain is for the Store to judge.
 
 Invariants: a segment is adopted only if it is this user's alone and of the size the same geometry gives;
-names are random and written to state.json before the files exist, so none is ever orphaned; two pools of one
-namespace never live at once.
+names are written to state.json before the files exist, and begin with a mark of the runtime directory, so
+none is ever orphaned, whatever becomes of state.json; two pools of one namespace never live at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -29,7 +30,18 @@ from kvstored import log, rundir
 from kvstored.config import Config
 from kvstored.errors import StartupError
 from kvstored.keeper import Keeper
-from kvstored.places import HUGE_DIR, ROLES, SEALED, SHM_DIR, Named, Place, Sealed, chosen, has_huge_pages
+from kvstored.places import (
+    HUGE_DIR,
+    ROLES,
+    SEALED,
+    SHM_DIR,
+    Named,
+    Place,
+    Sealed,
+    chosen,
+    has_huge_pages,
+    lying_about,
+)
 from kvstored.units import approximate_size
 
 STATE_VERSION = 1
@@ -117,7 +129,11 @@ class Segments:
                 given_up[namespace] = why_not
         # Before anything is removed: a start that cannot succeed (a typing error in --memory) must cost no
         # block.
-        roomy = self._room_somewhere([known[namespace] for namespace in given_up])
+        strays = self._strays(known)
+        roomy = self._room_somewhere([known[namespace] for namespace in given_up] + strays)
+        for entry in strays:
+            log.warning("pool_removed", prefix=entry["prefix"], why="of this directory, not in state.json")
+            self._give_up(entry, at_leisure=roomy)
         for namespace, why_not in given_up.items():
             log.info("pool_discarded", namespace=namespace, why=why_not)
             self._give_up(known[namespace], at_leisure=roomy)
@@ -195,11 +211,30 @@ class Segments:
             os.close(fd)
         place.remove(entry["prefix"])
 
+    def _strays(self, known: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Pools made by daemons of this runtime directory that its state.json does not name: it was lost, or
+        nobody can read it. No daemon serves them, since the caller holds the directory's lock."""
+        named = {entry["prefix"] for entry in known.values()}
+        places = {SHM_DIR, HUGE_DIR, self._place.name} - {SEALED}
+        found = lying_about(f"kvstored-{self._mark()}", places)
+        return [
+            {"prefix": prefix, "pool_dir": place}
+            for prefix, place in found.items()
+            if prefix not in named and _PREFIX.fullmatch(prefix)
+        ]
+
+    def _mark(self) -> str:
+        """What prefixes of this runtime directory begin with. Another directory under the same name, in a
+        container that shares /dev/shm, has another."""
+        home = os.path.dirname(os.path.realpath(self._path))
+        found = os.stat(home)
+        return hashlib.sha256(f"{home}\0{found.st_dev}\0{found.st_ino}".encode()).hexdigest()[:8]
+
     def _make(self, geometries: list[Geometry]) -> None:
         plans = {
             g.namespace: (
                 g,
-                f"kvstored-{secrets.token_hex(8)}-{self._geometries.index(g)}",
+                f"kvstored-{self._mark()}{secrets.token_hex(4)}-{self._geometries.index(g)}",
                 secrets.token_bytes(16),
             )
             for g in geometries

@@ -60,8 +60,27 @@ def test_untouched_it_is_adopted(stopped):
 )
 def test_a_state_file_that_does_not_fit_means_a_safe_empty_start(stopped, text):
     path = stopped.dir / "state.json"
+    old = state_of(stopped)["pools"]["default"]["prefix"]
     path.write_text(text)
     assert not served(stopped)
+    assert not list(Path("/dev/shm").glob(old + "*")), "the old pool is nobody's, and there for ever"
+    assert old in stopped.log()
+
+
+def test_a_lost_state_file_costs_no_memory_and_no_pool_of_another_directory(daemon, stopped):
+    other = daemon(memory="64MiB")
+    with Calls(other.dir) as calls:
+        calls.put("b")
+    theirs = state_of(other)["pools"]["default"]["prefix"]
+    other.stop()
+    old = state_of(stopped)["pools"]["default"]["prefix"]
+    (stopped.dir / "state.json").unlink()
+    assert not served(stopped)
+    assert not list(Path("/dev/shm").glob(old + "*"))
+    assert list(Path("/dev/shm").glob(theirs + "*"))
+    other.start()
+    with Calls(other.dir) as calls:
+        assert calls.states("b") == [2]
 
 
 def test_a_state_file_that_cannot_be_replaced_is_an_error_that_names_it(stopped):
