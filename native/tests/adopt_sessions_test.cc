@@ -4,7 +4,9 @@
 // Rules proven by removal (in a copy of the tree; failed checks of one run): the page's mode, links or owner is not looked at: 2
 // each.
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <functional>
@@ -89,4 +91,20 @@ TEST(a_page_that_others_may_open_is_not_taken) {
     CHECK_EQ(rig.store->sessions().size(), taken);
     CHECK_EQ(::access(path.c_str(), F_OK) == 0, taken == 1);
   }
+}
+
+// What cannot even be opened may be a page that protects something: no daemon starts over it, and it stays.
+TEST(a_page_that_cannot_be_opened_stops_the_adoption) {
+  Rig rig(16 * kMiB, 64);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  const std::string path = rig.segments.directory + "/p.s.socket";
+  const Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  CHECK(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  rig.store.reset();
+  CHECK(thrown([&] { rig.segments.open(true); }) == Code::Unavailable);
+  CHECK(::unlink(path.c_str()) == 0);
+  rig.start(true);
+  CHECK(rig.resident(1));
 }

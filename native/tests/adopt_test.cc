@@ -246,6 +246,10 @@ TEST(two_records_of_one_key_and_garbage_of_value_are_survived) {
   rig.restart();
   CHECK(rig.resident(3));
   CHECK_EQ(rig.store->stats().blocks, 9u);
+  for (uint64_t i = 5; i < 10; ++i) {
+    const double score = rig.store->describe(key(i))->score;
+    CHECK(std::isfinite(score) && score >= 0);  // one that is no number is less than none, and its queue in no order
+  }
   rig.store->check_integrity();
   for (uint64_t i = 0; i < 200; ++i) CHECK(rig.put(100 + i, 4) == Grant::Granted);  // queues are in order
   for (uint64_t i = 0; i < 5; ++i) Page page(*rig.store);
@@ -311,6 +315,17 @@ TEST(a_table_that_does_not_fit_is_refused_with_its_reason) {
   CHECK(thrown([&] { rig.segments.open(true); }) == Code::IncompatibleVersion);
   CHECK(::ftruncate(rig.segments.table.get(), 0) == 0);
   CHECK(thrown([&] { rig.segments.open(true); }) == Code::IncompatibleVersion);
+}
+
+// A daemon that died while it adopted left the epoch odd. The next one's is odd too while it adopts, even behind it, and another.
+TEST(an_adoption_that_was_cut_off_is_begun_again) {
+  Rig rig(16 * kMiB, 64);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  auto& epoch = const_cast<TableHeader&>(rig.store->header()).epoch;
+  const uint64_t cut_off = epoch.fetch_add(1) + 1;
+  rig.restart();
+  CHECK_EQ(rig.store->header().epoch.load(), cut_off + 3);
+  CHECK(rig.resident(1));
 }
 
 // A reader of the old epoch never sees the table between two daemons as whole: from the first change to the last the epoch is

@@ -165,6 +165,21 @@ TEST(pinned_blocks_stay_and_the_rest_goes) {
   rig.store->check_integrity();
 }
 
+// A page may say anything: pins of generations that no block has shield none.
+TEST(a_pin_that_names_no_block_keeps_none_in_memory) {
+  Rig rig(16 * kMiB, 4096);
+  const uint64_t fits = fill(rig, 16, 0);
+  rig.store->flush(), rig.store->settle();
+  for (uint64_t i = 0; i < fits; ++i) CHECK(rig.put(i, 16, 0, i ? 50 : 20) == Grant::Granted);
+  Page page(*rig.store);
+  const Handle least = rig.handle(0);
+  page.pin({least.record, least.generation + 1}), page.pin({least.record, kMaxGeneration});
+  CHECK(rig.put(10'000, 16) == Grant::Granted);
+  CHECK(!rig.resident(0));
+  for (uint64_t i = 1; i < fits; ++i) CHECK(rig.resident(i));
+  rig.store->check_integrity();
+}
+
 TEST(records_run_out_before_memory_and_no_more_goes_than_must) {
   Rig rig(64 * kMiB, 8);
   for (uint64_t i = 0; i < 8; ++i) CHECK(rig.put(i, 4) == Grant::Granted);

@@ -36,6 +36,23 @@ TEST(a_block_goes_from_one_client_to_another) {
   daemon.rig.store->check_integrity();
 }
 
+// The clock of the daemon has not noticed yet, or the table is not what it should be.
+TEST(a_reader_believes_no_block_beyond_its_time_or_its_mapping) {
+  Daemon daemon;
+  auto client = daemon.client();
+  for (uint64_t i = 1; i <= 2; ++i) put(*client, key(i), 7);
+  Index& index = StoreTest::index(*daemon.rig.store);
+  Record &expired = index.record(daemon.rig.handle(1).record), &far = index.record(daemon.rig.handle(2).record);
+  expired.expiry_s.store(1);
+  const Key first = key(1);
+  CHECK(client->lookup({&first, 1}) == std::vector<uint8_t>{static_cast<uint8_t>(Presence::Missing)});
+  CHECK_EQ(get(*client, first)->hits(), 0u);
+  const uint64_t extent = far.extent.exchange(Extent{16 * kMiB, 2 * kPageBytes}.pack());
+  CHECK_EQ(get(*client, key(2))->hits(), 0u);
+  far.extent.store(extent);
+  CHECK_EQ(get(*client, key(2))->hits(), 1u);
+}
+
 TEST(layers_are_followed_as_they_come) {
   Daemon daemon;
   const uint32_t layout = daemon.rig.store->register_layout(layout_blob(3, 512, 8));

@@ -22,6 +22,8 @@ ORDERINGS = [
         "client.cc", "void Client::pin_all(",
         ("board->take(", "fence_full();", "at.current()", "index.control("),
     ),
+    # What was found counts only if no other daemon has taken over meanwhile.
+    ("client.cc", "std::vector<uint8_t> Client::lookup(", ("find_all(", "presence(", "at->current()")),
     ("store_reclaim.cc", "void Store::scan_zombies(", ("fence_full();", "each_pin(", "free_zombie(")),
     # Who waits says so before its last look; who changes looks at who waits behind the change.
     ("session_file.h", "explicit Waiting(", ("fetch_add(1", "fence_full();")),
