@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "check.h"
+#include "disk_fixture.h"
 #include "tier_fixture.h"
 
 namespace kv {
@@ -37,9 +38,6 @@ const std::vector<Shape> kShapes = {
 class Rig {
  public:
   explicit Rig(const Shape& shape) : segments_(48 * kMiB, 256) {
-    std::string name = "/var/tmp/kvstored-tier-XXXXXX";
-    KV_INVARIANT(::mkdtemp(name.data()) != nullptr);
-    directory_ = name;
     segments_.disk = true;
     store = segments_.open(false);
     layout_id_ = store->register_layout(blob_of(shape));
@@ -47,8 +45,9 @@ class Rig {
     owner_ = store->open_owner();
     KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments_.capacity; }));
     DiskTier::Options options;
-    Choice choice = choose_engine(directory_, 16);
-    options.directories.push_back({directory_, std::make_unique<RealFiles>(directory_, choice.direct), std::move(choice.engine)});
+    Choice choice = choose_engine(directory_.path, 16);
+    options.directories.push_back(
+        {directory_.path, std::make_unique<RealFiles>(directory_.path, choice.direct), std::move(choice.engine)});
     options.quota_bytes = 1 << 30;
     tier = std::make_unique<DiskTier>(*store, std::move(options));
     tier->start();
@@ -57,7 +56,6 @@ class Rig {
   ~Rig() {
     tier.reset();
     store.reset();
-    fs::remove_all(directory_);
   }
   static std::vector<uint8_t> blob_of(const Shape& shape) {
     const auto layers = static_cast<uint32_t>(shape.layers.size());
@@ -119,7 +117,7 @@ class Rig {
     return layout_;
   }
   void flip(uint64_t number, uint64_t at) {
-    std::fstream file(fs::path(directory_) / path_of(key(number), {}), std::ios::in | std::ios::out | std::ios::binary);
+    std::fstream file(fs::path(directory_.path) / path_of(key(number), {}), std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));
     const char old = static_cast<char>(file.get());
     file.seekp(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));
@@ -131,7 +129,7 @@ class Rig {
 
  private:
   test::Segments segments_;
-  std::string directory_;
+  test::Directory directory_;
   Layout layout_;
   uint32_t layout_id_ = 0, filler_ = 0, owner_ = 0;
   uint64_t next_ = 1'000'000;

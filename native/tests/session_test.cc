@@ -85,6 +85,27 @@ TEST(layers_are_followed_as_they_come) {
   CHECK(batch->sealed(0));
 }
 
+// Any writer of the namespace can store anything there.
+TEST(a_progress_word_is_believed_only_as_far_as_the_record_goes) {
+  Daemon daemon;
+  auto writer = daemon.client(), reader = daemon.client();
+  const Key k = key(1);
+  auto grants = create(*writer, {&k, 1});
+  auto batch = get(*reader, k, true);
+  const Handle handle = grants->item(0).handle;
+  std::atomic<uint64_t>& word = StoreTest::progress(*daemon.rig.store, handle.record);
+  const auto says = [&](uint64_t generation, uint32_t layers) {
+    word.store(progress_word(generation, layers, Phase::Writing));
+    return batch->layers_ready(0);
+  };
+  CHECK_EQ(says(handle.generation, 500), 1u);  // the layout has one
+  CHECK_EQ(says(handle.generation + 1, 1), 0u);
+  const size_t all[] = {0};
+  grants->abort(all);
+  CHECK_EQ(says(handle.generation, 1), 0u);
+  CHECK(thrown([&] { batch->wait_layer(0, 0, deadline_in(10)); }) == Code::BlockLost);
+}
+
 TEST(who_waits_for_another_writer_is_told_its_end) {
   Daemon daemon;
   auto a = daemon.client(), b = daemon.client();

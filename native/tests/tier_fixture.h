@@ -19,13 +19,14 @@ namespace fs = std::filesystem;
 
 inline constexpr uint64_t kMiB = 1 << 20;
 
-// A store of 64 blocks of 64 KiB (four layers) in 4 MiB, and a tier in a directory of its own.
+// A store of 64 blocks of 64 KiB (four layers) in 4 MiB, and a tier in a directory of its own: in the working directory, as
+// disk_fixture.h says why.
 class DiskRig {
  public:
-  explicit DiskRig(uint64_t quota = 64 * kMiB, const std::string& under = "/var/tmp") : segments(4 * kMiB, 256), quota_(quota) {
+  explicit DiskRig(uint64_t quota = 64 * kMiB, const std::string& under = ".") : segments(4 * kMiB, 256), quota_(quota) {
     std::string name = under + "/kvstored-tier-XXXXXX";
     KV_INVARIANT(::mkdtemp(name.data()) != nullptr);
-    directory = name;
+    directory = fs::absolute(name).lexically_normal();
     segments.disk = true;
     start(false);
   }

@@ -141,7 +141,10 @@ class Joined:
 def test_a_soft_stop_waits_for_the_end_of_a_sentence(pieces, heard):
     """peers' case: from three quarters of the limit on; the finish says why only if it was not the limit."""
     told = []
-    tell = lambda _token, text: told.append(text)  # noqa: E731
+
+    def tell(_token, text):
+        told.append(text)
+
     listener = Listener([8, 8], Joined(*pieces), frozenset(), on_token=tell, soft_stop=0.5)
     for token in range(8):
         done = listener(torch.tensor([[token], [7]]), None)
