@@ -23,6 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from bench.reuse_long import choice, codecs, far, queries, rounding, search
+from bench.reuse_oracle import oracle
 from bench.reuse_swapped import POSITIONS, QUESTION, averaged, swapped
 from bench.reuse_ttft import ROOT, daemon, say
 
@@ -322,6 +323,7 @@ CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "chunkers": chunkers,
     "document": document,
     "swapped": swapped,
+    "oracle": oracle,
     "conversation": conversation,
     "shared": shared,
     "nothing": nothing,

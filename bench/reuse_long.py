@@ -43,7 +43,10 @@ def queries(subject: Any) -> Iterator[dict[str, Any]]:
     hundreds = range(QUERIES // 100)
     ratios: list[list[float]] = [[] for _ in hundreds]
     found: list[list[float]] = [[] for _ in hundreds]
-    own = subject.client
+    theirs: list[list[float]] = [[] for _ in hundreds]
+    own, boosted = subject.client, subject.boosted
+    if boosted is not None:
+        boosted.fresh(STORE_MIB << 20, chunk_size=BLOCK_TOKENS)
     with daemon(f"{STORE_MIB}MiB") as home, kvclient.connect(dir=home) as client:
         subject.client = client
         subject.reattach("queries", block_tokens=BLOCK_TOKENS)
@@ -54,17 +57,25 @@ def queries(subject: Any) -> Iterator[dict[str, Any]]:
             _, own_s = subject.generate(ids)
             report = subject.kv.last
             found[number // 100].append((report.approximate_tokens + report.reused_tokens) / len(ids))
+            boosted_s = 0.0
+            if boosted is not None:
+                with subject.without(subject.model):
+                    boosted_s = boosted.first(ids, keep=True)[2]
             if number % SAMPLED == 0:
-                ratios[number // 100].append(subject.generate(ids, plain=True)[1] / own_s)
+                plain_s = subject.generate(ids, plain=True)[1]
+                ratios[number // 100].append(plain_s / own_s)
+                if boosted_s:
+                    theirs[number // 100].append(plain_s / boosted_s)
         evictions = client.stats()["evictions"]
         subject.client = own
         subject.reattach("after queries")
     gains = [mean(each) for each in ratios]
-    yield {
+    row = {
         "case": f"{QUERIES} queries, {STORE_MIB} MiB", "last_to_first": gains[-1] / gains[0],
         "last_to_best": gains[-1] / max(gains), "gain_of_hundreds": " ".join(f"{gain:.2f}" for gain in gains),
         "found_of_hundreds": " ".join(f"{mean(each):.2f}" for each in found), "evictions": evictions,
     }  # fmt: skip
+    yield row | ({"kvboost": " ".join(f"{mean(each):.2f}" for each in theirs)} if boosted is not None else {})
 
 
 def far(subject: Any) -> Iterator[dict[str, Any]]:

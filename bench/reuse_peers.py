@@ -2,8 +2,8 @@
 
 Owns one engine of theirs per case, as it comes (its defaults: "selective", which it leaves for its CacheBlend
 where chunks match by content only). Measures what its user feels: CPU time from the call of generate() to the
-first on_token(), and KL of what follows on exactly the KV that it has put together. Never stores what it is
-asked to measure.
+first on_token(), and KL of what follows on exactly the KV that it has put together. Stores what it is asked
+to measure only where the case says so.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Boosted:
         from kvboost import KVBoost
 
         logging.getLogger("kvboost").setLevel(logging.ERROR)
-        self._make = lambda: KVBoost(model, tokenizer, max_cache_bytes=CACHE_BYTES, device="cpu")
+        self._make = lambda **given: KVBoost(model, tokenizer, device="cpu", **given)
         self._model = model
         self.fresh()
 
-    def fresh(self) -> None:
+    def fresh(self, max_cache_bytes: int = CACHE_BYTES, **given: Any) -> None:
         """Forgets all."""
-        self._engine = self._make()
+        self._engine = self._make(max_cache_bytes=max_cache_bytes, **given)
         self._engine._encode = list  # of the "text" that is its tokens
         self._kept: list[Any] = []
         normal = self._engine._normalize_past_kv
@@ -48,8 +48,10 @@ class Boosted:
     def store(self, ids: list[int]) -> None:
         self._engine.warm(ids)
 
-    def first(self, ids: list[int]) -> tuple[Any, Any, float, int]:
-        """(logits of the first new token, the KV it was computed on, CPU seconds, tokens reused)."""
+    def first(self, ids: list[int], keep: bool = False) -> tuple[Any, Any, float, int]:
+        """(logits of the first new token, the KV it was computed on, CPU seconds, tokens reused). keep: what
+        is asked is stored, as its generate() does by itself.
+        """
         import torch
         from transformers import DynamicCache
 
@@ -57,8 +59,9 @@ class Boosted:
         at: list[tuple[float, Any]] = []
         began = time.process_time()
         result = self._engine.generate(
-            ids, max_new_tokens=1, cacheable_prefix_len=0, on_token=lambda _: at.append(time.process_time())
-        )
+            ids, max_new_tokens=1, cacheable_prefix_len=None if keep else 0,
+            on_token=lambda _: at.append(time.process_time()),
+        )  # fmt: skip
         cache = self._kept[-1]
         if not hasattr(cache, "get_seq_length"):
             cache = DynamicCache(cache)

@@ -45,8 +45,7 @@ def swapped(subject: Any, sizes: Sequence[int] = SWAPPED) -> Iterator[dict[str, 
     """Two documents, in the other order; the continuation is that of the one that now comes last. Beside it,
     what the other one means to it: the KL of the same prompt without that, computed cold.
     """
-    texts = {name: subject.encode((ROOT / name).read_text()) for name in DOCUMENTS}
-    texts |= {module.__name__: subject.encode(inspect.getsource(module)) for module in MODULES}
+    texts = texts_of(subject)
     for size in sizes:
         every = []
         for pair in PAIRS:
@@ -56,18 +55,31 @@ def swapped(subject: Any, sizes: Sequence[int] = SWAPPED) -> Iterator[dict[str, 
         yield from averaged(f"two documents of {size}, swapped: {len(PAIRS)} pairs", every)
 
 
-def _pair(
-    subject: Any, texts: dict[str, list[int]], size: int,
-    last: str, start: int, other: str, other_start: int, around: str,
-) -> list[dict[str, Any]]:  # fmt: skip
+def texts_of(subject: Any) -> dict[str, list[int]]:
+    texts = {name: subject.encode((ROOT / name).read_text()) for name in DOCUMENTS}
+    return texts | {module.__name__: subject.encode(inspect.getsource(module)) for module in MODULES}
+
+
+def parts_of(
+    texts: dict[str, list[int]], size: int, last: str, start: int, other: str, other_start: int,
+    around: str,
+) -> tuple[list[int], ...]:  # fmt: skip
+    """(the prompt that is stored; of the one that is asked: what stands before, the two documents, and what
+    stands behind).
+    """
     start = min(start, len(texts[last]) - size - QUESTION - POSITIONS)
     other_start = min(other_start, len(texts[other]) - size)
     one = texts[last][start : start + size]
     two = texts[other][other_start : other_start + size]
     behind, before = texts[last][start + size :], texts[around][200:233]
+    return texts[around][:40] + one + two + texts[around][100:160], before, two, one, behind
+
+
+def _pair(subject: Any, texts: dict[str, list[int]], size: int, *pair: Any) -> list[dict[str, Any]]:
+    source, before, two, one, behind = parts_of(texts, size, *pair)
     following = behind[QUESTION : QUESTION + POSITIONS]
     subject.fresh()
-    subject.store(texts[around][:40] + one + two + texts[around][100:160])
+    subject.store(source)
     rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
     said = [
         subject.said(out.logits[0], out.past_key_values, following, plain=True)

@@ -1,11 +1,15 @@
-"""The text side of the store: chunks, keys, layouts, and plan(), which finds a prompt's stored stretches.
-Never opens a connection and never maps memory.
+"""The text side of the store: chunks, keys, layouts, plan(), which finds a prompt's stored stretches, and
+Evictions, which tells when blocks left memory. Never opens a connection and never maps memory.
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Evictions":
+        from kvclient.blocks.evictions import Evictions
+
+        return Evictions
     if name == "plan":  # loads NumPy and the native part: only for who asks
         from kvclient.blocks.cover import plan
 

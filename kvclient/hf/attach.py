@@ -21,8 +21,8 @@ import torch
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.identity import reuse_identity, salted
-from kvclient.errors import Closed, InvalidArgument, NotPermitted
+from kvclient.blocks.identity import salted
+from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention, calibration, graph, trials
 from kvclient.hf.attention.adopt import Adopted
 from kvclient.hf.attention.pages import PagedStats
@@ -35,9 +35,9 @@ from kvclient.hf.memory import Memory
 from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
-from kvclient.hf.request import Options, Request, Subject
-from kvclient.hf.sinks import FullForms
+from kvclient.hf.request import Options, Request
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
+from kvclient.hf.subject import AS_COMPUTED, Subject, Subjects, codec_of
 from kvclient.hf.verify import Verification
 from kvclient.hf.warming import Stored, check_overlap, warm
 from kvclient.hf.watch import Watch
@@ -92,11 +92,10 @@ def attach(
         raise InvalidArgument("this model is attached already; detach() that one first")
     if not 0 < follow_timeout_s <= 3600:
         raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
-    codec = Kivi.named(codec) if isinstance(codec, str) else codec
-    if codec is not None and chunker != "fixed":
-        raise InvalidArgument(f"chunker={chunker!r} with a codec: its groups of {codec.group} would be cut")
+    cut = Chunker(chunker, block_tokens, tokenizer)
+    codec = codec_of(codec, cut)
     options = Options(
-        Chunker(chunker, block_tokens, tokenizer),
+        cut,
         priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
         chunked_reads(model),
     )  # fmt: skip
@@ -125,16 +124,12 @@ class Attachment:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self._adopted, self.decoding = adopted, 0
-        self.overlap_tokens = 0
-        self._options, self._salt, self._weights_digest, self._wanted = options, salt, weights_digest, repair
-        self._codec = codec
+        self._adopted, self.decoding, self.overlap_tokens = adopted, 0, 0
+        self._options, self._salt, self._weights_digest = options, salt, weights_digest
+        self._wanted, self._codec = repair, codec
         self._model: torch.nn.Module | None = model
-        self._totals = Totals()
-        self._memory = Memory()
-        self._pace = Pace()
-        self._local = threading.local()
-        self._lock = threading.Lock()
+        self._totals, self._memory, self._pace = Totals(), Memory(), Pace()
+        self._local, self._lock = threading.local(), threading.Lock()
         self._examine(model)
 
     # ---------------------------------------------------------------- what users call
@@ -152,9 +147,7 @@ class Attachment:
     @property
     def backend(self) -> str:
         """What computes the model's attention: a name of kvclient.hf.attention, or the model's own."""
-        model = self._model
-        if model is None:
-            raise Closed("this attachment was detached")
+        model = self._attached_model()
         return attention.installed(model) or str(model.config._attn_implementation)
 
     def paged_stats(self) -> PagedStats:
@@ -166,9 +159,12 @@ class Attachment:
     @property
     def identity(self) -> bytes:
         """The reuse identity: 32 bytes that two processes share exactly if their KV is interchangeable."""
-        with self._lock:
-            self._follow_salt()
-            return self._subject.identity
+        return self._chosen().identity
+
+    @property
+    def form(self) -> Form:
+        """How the blocks of this thread's calls hold K and V."""
+        return self._chosen().form
 
     @property
     def chunker(self) -> Chunker:
@@ -191,7 +187,8 @@ class Attachment:
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
         this machine, with the least repair that stays within the limit. `.repair` says whether it did.
         """
-        verification, passed = trials.calibrate(self, self._attached_model(), prompts)
+        with self.coded(self._codec or AS_COMPUTED):
+            verification, passed = trials.calibrate(self, self._attached_model(), prompts)
         if passed is not None:
             self._wanted = passed.repair
             self._subject = dataclasses.replace(self._subject, interior=passed)
@@ -230,6 +227,21 @@ class Attachment:
             yield
         finally:
             self._local.limits = before
+
+    @contextlib.contextmanager
+    def coded(self, codec: str | Kivi) -> Iterator[None]:
+        """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
+        "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.
+        """
+        chosen = codec_of(codec, self._options.chunker)
+        if chosen is not None:
+            chosen.check(self._options.chunker.most, self.form.head_dim)
+        before = getattr(self._local, "codec", self._codec)
+        self._local.codec = chosen
+        try:
+            yield
+        finally:
+            self._local.codec = before
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
@@ -283,28 +295,20 @@ class Attachment:
         in_place = self._adopted.in_place(model)
         pool = self._adopted.pool(kv, model.device) if in_place else None
         self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
-        self._kv, self._form = kv, Form.of(kv, self._codec)
-        layout = self._form.layout(self._options.chunker.most)
+        self._kv, form = kv, Form.of(kv, self._codec)
+        layout = form.layout(self._options.chunker.most)
         self._namespace_salt = self.client.salt or b""
-        self._dimensions = read_dimensions(
-            model,
-            bytes(layout),
-            (kv.layers, kv.heads),
-            DTYPE_NAMES[kv.dtype],
-            salted(self._namespace_salt, self._salt),
-            self._weights_digest,
-            self._form.parameters,
-        )
-        try:
-            layout_id = self.client.register_layout(layout)
-        except NotPermitted:
-            layout_id = None
+        salt = salted(self._namespace_salt, self._salt)
+        dimensions = read_dimensions(
+            model, bytes(layout), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype], salt, self._weights_digest,
+            form.parameters,
+        )  # fmt: skip
+        self._subjects = Subjects(self.client, form, dimensions, self.chunker.most)
         repair = self._wanted
         if repair == CALIBRATED:
-            repair = calibration.load(self._unsalted())
+            repair = calibration.load(self._subjects.unsalted)
         interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        sinks = FullForms.of(self.client, self._form, self._dimensions, self.chunker.most)
-        self._subject = Subject(reuse_identity(self._dimensions), layout_id, self._form, interior, sinks)
+        self._subject = self._subjects.of(self._codec, interior)
         self._refusal: str | None = None
 
     def _current(self, model: torch.nn.Module) -> Subject | None:
@@ -315,12 +319,14 @@ class Attachment:
                     self._examine(model)
                 except Refused as refused:
                     self._refusal = str(refused)
-            self._follow_salt()
-            return self._subject if self._refusal is None else None
+        return self._chosen() if self._refusal is None else None
 
-    def _unsalted(self) -> bytes:
-        """What calibration is kept under: the model's identity, whoever asks."""
-        return reuse_identity(dataclasses.replace(self._dimensions, salt=b""))
+    def _chosen(self) -> Subject:
+        """That of the codec this thread's calls want."""
+        codec = getattr(self._local, "codec", self._codec)
+        with self._lock:
+            self._follow_salt()
+            return self._subject if codec == self._codec else self._subjects.of(codec, self._subject.interior)
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""
@@ -328,10 +334,8 @@ class Attachment:
         if now is None or now == self._namespace_salt:
             return
         self._namespace_salt = now
-        self._dimensions = dataclasses.replace(self._dimensions, salt=salted(now, self._salt))
-        sinks = FullForms.of(self.client, self._form, self._dimensions, self.chunker.most)
-        own = reuse_identity(self._dimensions)
-        self._subject = dataclasses.replace(self._subject, identity=own, sinks=sinks)
+        self._subjects = self._subjects.salted(salted(now, self._salt))
+        self._subject = self._subjects.of(self._codec, self._subject.interior)
 
     # ---------------------------------------------------------------- inside generate()
 
@@ -381,13 +385,9 @@ class Attachment:
                 self._note(report)
 
     def _run_without(
-        self,
-        reason: str,
-        started: float,
-        model: torch.nn.Module,
-        args: tuple[Any, ...],
+        self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         outer, self._local.request = getattr(self._local, "request", None), None
         try:
             return self._own(model, "generate")(*args, **kwargs)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
 from kvclient.hf.conversation import Conversation
@@ -32,6 +33,7 @@ from kvclient.hf.verify import Verification
 from kvclient.hf.window import Window
 
 MODES = ("baseline", "prefix", "chunk")
+Codec = str | Kivi | None  # None: as attach() was told
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or a chat's messages
 
 
@@ -63,6 +65,7 @@ class Result:
     report: Report  # reuse per kind and tier
     first_logits: torch.Tensor  # of the first new token
     finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
+    mode: str  # that it was asked for in
 
     @property
     def reuse_ratio(self) -> float:
@@ -84,7 +87,8 @@ class Engine:
         device: str | None = None, gguf_file: str | None = None, **options: Any,
     ) -> Engine:  # fmt: skip
         """A model by hub id, directory or .gguf file. client: None attaches to this host's daemon, and goes
-        on without while there is none. Other options are attach()'s.
+        on without while there is none. device: "auto" takes the accelerator torch has, or the CPU. Other
+        options are attach()'s.
         """
         if client is None:
             import kvclient
@@ -98,23 +102,26 @@ class Engine:
             given["gguf_file"] = gguf_file
         tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
+        if device == "auto":
+            device = str(torch.accelerator.current_accelerator() or "cpu")
         return cls(model.to(device) if device else model, tokenizer, client, **options)
 
     # ---------------------------------------------------------------- computing
 
     def warm(
         self, text: Prompt, before: Prompt = "", *, chunker: str | None = None,
-        overlap_tokens: int | None = None,
+        overlap_tokens: int | None = None, codec: Codec = None,
     ) -> Warmed:  # fmt: skip
         """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
         elsewhere approximately, if that is switched on. before: what it will probably stand behind: the
         nearer to that it was computed, the less there is to repair. chunker: "fixed" computes it whole;
         "sentence", "paragraph" and "document" (kvclient.blocks.chunker) each part for itself, for prompts
-        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it. Without
-        them, as attach() was told.
+        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it; codec: how
+        its blocks hold K and V (Attachment.coded). Without them, as attach() was told.
         """
         first, ids = self.encode(before) if before else [], self.encode(text)
-        stored = self.kv.warm(ids, first, chunker=chunker, overlap_tokens=overlap_tokens)
+        with self._coded(codec):
+            stored = self.kv.warm(ids, first, chunker=chunker, overlap_tokens=overlap_tokens)
         size, part = self.kv.chunker.block_tokens, stored.last
         tail, note = part % size, ""
         if part < size:
@@ -128,23 +135,26 @@ class Engine:
         on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
         temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, stop: str | Sequence[str] = (),
         soft_stop: float = 1.0, repetition_penalty: float = 1.0, seed: int | None = None,
-        prefill_chunk_size: int | None = None,
+        prefill_chunk_size: int | None = None, codec: Codec = None,
     ) -> Result:  # fmt: skip
         """One answer. mode: "baseline" without the store, "prefix" with exact reuse only, "chunk" with all
         that is switched on. on_token: called with each token's id and the text it adds. cacheable_prefix_len:
         only so many of the prompt's tokens are published. temperature 0 takes the most likely token.
-        soft_stop: from this share of max_new_tokens on, the answer ends with a sentence.
+        soft_stop: from this share of max_new_tokens on, the answer ends with a sentence. codec: of the blocks
+        that are stored and found; None: attach()'s.
         """
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
-        return self._answers(
-            [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, soft_stop, seed, sampling
-        )[0]
+        with self._coded(codec):
+            return self._answers(
+                [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, soft_stop, seed,
+                sampling,
+            )[0]  # fmt: skip
 
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int] = 64, mode: str = "chunk", *,
         cacheable_prefix_len: int | None = None, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
         stop: str | Sequence[str] = (), soft_stop: float = 1.0, repetition_penalty: float = 1.0,
-        seed: int | None = None,
+        seed: int | None = None, codec: Codec = None,
     ) -> list[Result]:  # fmt: skip
         """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
         if not prompts:
@@ -153,9 +163,10 @@ class Engine:
         if len(limits) != len(prompts):
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
-        return self._answers(
-            prompts, limits, mode, None, cacheable_prefix_len, stop, soft_stop, seed, sampling
-        )
+        with self._coded(codec):
+            return self._answers(
+                prompts, limits, mode, None, cacheable_prefix_len, stop, soft_stop, seed, sampling
+            )
 
     def conversation(
         self, name: str, system: Prompt = "", window: Window | None = None, priority: int = 50
@@ -171,12 +182,18 @@ class Engine:
 
     # ---------------------------------------------------------------- keeping
 
+    def keys(self, text: Prompt) -> Any:
+        """The keys of a text's whole blocks, as the prefix of a prompt: for the client's calls (lookup,
+        delete, touch, prefetch) and kvclient.blocks.Evictions.
+        """
+        return self.kv.chunker.chain(self.kv.identity, self.encode(text))
+
     def pin(self, text: Prompt) -> int:
         """Keeps the blocks of a text from eviction until unpin() or the end of this process; says how many.
         """
         ids = tuple(self.encode(text))
         self.unpin(text)
-        blocks = self.kv.client.get(self.kv.chunker.chain(self.kv.identity, list(ids)))
+        blocks = self.kv.client.get(self.keys(ids))
         self._pinned[ids] = blocks
         return blocks.hits
 
@@ -260,8 +277,11 @@ class Engine:
             speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
             logits = out.logits[0][index].detach().clone()
             times = (listener.first_at - began, ended - began, speed)
-            results.append(Result(text, tokens, len(row), *times, report, logits, finish))
+            results.append(Result(text, tokens, len(row), *times, report, logits, finish, mode))
         return results
+
+    def _coded(self, codec: Codec) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if codec is None else self.kv.coded(codec)
 
     @property
     def _ends(self) -> frozenset[int]:

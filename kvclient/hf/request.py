@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.attention.layer import forget_pending
 from kvclient.hf.attention.static import Steps
-from kvclient.hf.blend import Blend, Interior
+from kvclient.hf.blend import Blend
 from kvclient.hf.cache import StoreLayer, replace_layers
 from kvclient.hf.filling import Filling, Options
 from kvclient.hf.form import Form
@@ -31,19 +30,9 @@ from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
 from kvclient.hf.report import Report
-from kvclient.hf.sinks import FullForms, Sinks
+from kvclient.hf.sinks import Sinks
 from kvclient.hf.staging import Staged
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model as the store sees it: what was found out at attach, valid until the model changes."""
-
-    identity: bytes
-    layout_id: int | None  # None: this client may only read
-    form: Form  # how its K and V lie in blocks
-    interior: Interior | None = None  # None: only prefixes are reused
-    sinks: FullForms | None = None  # None: blocks hold what was computed
+from kvclient.hf.subject import Subject
 
 
 class Request:

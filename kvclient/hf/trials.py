@@ -20,8 +20,9 @@ from kvclient.hf.blend import Interior
 from kvclient.hf.inside import examine_interior
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report
-from kvclient.hf.request import Options, Subject
+from kvclient.hf.request import Options
 from kvclient.hf.structure import Refused
+from kvclient.hf.subject import AS_COMPUTED, Subject
 from kvclient.hf.verify import Verification, block_tokens_for
 from kvclient.hf.verify import verify as measure
 
@@ -70,9 +71,9 @@ def calibrate(
     verification = _measure(kv, model, interior, repairs, prompts)
     for name, repair in repairs.items():
         if verification[name].passed:
-            calibration.save(kv._unsalted(), repair, verification[name])
+            calibration.save(kv._subjects.unsalted, repair, verification[name])
             return verification, dataclasses.replace(interior, repair=repair)
-    calibration.forget(kv._unsalted())
+    calibration.forget(kv._subjects.unsalted)
     return verification, None
 
 
@@ -83,7 +84,8 @@ def _measure(
     was_training = model.training
     model.eval()
     try:
-        codec = "none" if kv._form.codec is None else kv._form.codec.name
+        codec = kv.form.codec
+        codec = AS_COMPUTED if codec is None else codec.name
         return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
     finally:
         model.train(was_training)
@@ -96,9 +98,10 @@ def _trial(
     from kvclient.testing import InMemoryClient
 
     size = block_tokens_for(prompts, kv.chunker.block_tokens)
-    if kv._form.step > 1:
-        size = max(kv._form.step, size // kv._form.step * kv._form.step)
-    layout = kv._form.layout(size)
+    form = kv.form
+    if form.step > 1:
+        size = max(form.step, size // form.step * form.step)
+    layout = form.layout(size)
     longest = 1024 if prompts is None else max(map(len, prompts))
     cut = Chunker("fixed", size)
     options = dataclasses.replace(kv._options, chunker=cut, follow=False, publish_generated=False)

@@ -5,6 +5,8 @@ Tiny random models and the in-memory fake. The arithmetic is tests/kernels'; how
 stay is test_hf_inside_smollm2.py's.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -258,3 +260,59 @@ def test_wrong_arguments_are_named(model, client, wrong, word):
     for values in ((5, 32), (8, 16)):
         with pytest.raises(InvalidArgument):
             Kivi(*values)
+
+
+def test_a_call_chooses_its_codec(model, client):
+    """The attachment's stays what it is, and each finds what it stored itself."""
+    ids = prompt(130)
+    with kvclient.hf.attach(model, client, block_tokens=64, self_test=False) as kv:
+        own = kv.identity
+        for codec in ("int8", "int4", Kivi(8, 64), "none"):
+            with kv.coded(codec):
+                assert (kv.identity == own) == (codec == "none")
+                generate(model, ids)
+                assert kv.last.reused_tokens == 0, codec
+                generate(model, ids)
+                assert kv.last.reused_tokens == 128, codec
+                assert (kv.last.full_tokens > 0) == (codec != "none")
+        assert kv.identity == own
+        generate(model, ids)
+        assert kv.last.reused_tokens == 128 and kv.last.full_tokens == 0
+        with kv.coded("int8"), kv.coded("int4"):
+            outcome = kv.verify([prompt(120)[0].tolist()]).outcomes[0]
+            assert outcome.codec == "int4" and outcome.mean_kl > 0
+    with kvclient.hf.attach(model, client, block_tokens=64, codec="int8", self_test=False) as kv:
+        generate(model, ids)
+        assert kv.last.reused_tokens == 128, "what a call stored, an attachment of that codec finds"
+        with kv.coded("none"):
+            assert kv.identity == own
+
+
+def test_threads_choose_for_themselves(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=64, self_test=False) as kv, kv.coded("int8"):
+        chosen = kv.identity
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda: kv.identity).result() != chosen
+
+
+def test_a_codec_that_cannot_be_is_refused_by_the_call(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=32, self_test=False) as kv:
+        for wrong in ("int5", Kivi(8, 64)):
+            with pytest.raises(InvalidArgument), kv.coded(wrong):
+                pass
+        assert kv.form.codec is None
+
+
+def test_approximate_reuse_goes_on_in_a_codec_of_the_call(model, client):
+    document = prompt(100, seed=5)
+    first = torch.cat([prompt(21, seed=2), document, prompt(70, seed=3)], dim=1)
+    ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
+    given = {"block_tokens": BLOCK, "repair": "none", "self_test": False}
+    with kvclient.hf.attach(model, client, **given) as kv:
+        with kv.coded("int8"):
+            generate(model, first)
+        generate(model, ids, 1)
+        assert kv.last.approximate_tokens == 0
+        with kv.coded("int8"):
+            generate(model, ids, 1)
+        assert kv.last.approximate_tokens == 100

@@ -294,3 +294,20 @@ def test_parts_are_computed_behind_the_true_tokens_before_them(engine):
     first = len(TEXT) + 2
     behind = PARAGRAPHS[first - 24 :]
     assert engine.generate(behind + "?", 2, cacheable_prefix_len=0).report.reused_tokens >= 24 + len(TEXT)
+
+
+def test_a_call_chooses_its_codec(home, client):
+    """Each call stores and finds blocks of its own codec, single, in a batch, and ahead."""
+    given = {"dtype": torch.float32, "device": "auto", "block_tokens": 32, "self_test": False}
+    with Engine.from_pretrained(home, client, **given) as engine:
+        assert engine.model.device == torch.device(torch.accelerator.current_accelerator() or "cpu")
+        engine.warm(DOCUMENT, codec="int8")
+        prompt = DOCUMENT + "What now?"
+        assert engine.generate(prompt, 2, cacheable_prefix_len=0).report.reused_tokens == 0
+        result = engine.generate(prompt, 2, "prefix", codec="int8")
+        assert result.report.reused_tokens > 100 and result.report.full_tokens > 0
+        assert result.mode == "prefix" and engine.generate(prompt, 2, "baseline").mode == "baseline"
+        rows = engine.generate_batch([prompt, DOCUMENT + "Why?"], 2, codec="int8", cacheable_prefix_len=0)
+        assert rows[0].report.reused_tokens > 200
+        with pytest.raises(InvalidArgument, match="int5"):
+            engine.generate(prompt, 2, codec="int5")
