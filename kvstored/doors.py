@@ -34,6 +34,10 @@ class Door(Protocol):
         """The namespace's name and store. Raises Unauthenticated, NotFound, NotPermitted."""
         ...
 
+    def user(self, context: grpc.aio.ServicerContext) -> int | None:
+        """In whose share of what is bounded a call counts; None: nobody's."""
+        ...
+
 
 class OwnersDoor:
     """Whoever can open the socket is the daemon's own user or root: every namespace, reading and writing."""
@@ -45,6 +49,9 @@ class OwnersDoor:
         self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
     ) -> tuple[str, Any]:
         return _visible(self._stores, namespace or DEFAULT)
+
+    def user(self, context: grpc.aio.ServicerContext) -> int | None:
+        return None
 
 
 class GuestsDoor:
@@ -65,6 +72,10 @@ class GuestsDoor:
         if write and read_only:
             raise NotPermitted(f"the session of namespace {own} is read-only")
         return found
+
+    def user(self, context: grpc.aio.ServicerContext) -> int | None:
+        granted = self._sessions.token(_shown(context.invocation_metadata()))
+        return None if granted is None or granted[2] in (0, os.geteuid()) else granted[2]
 
 
 def _visible(stores: Mapping[str, Any], namespace: str) -> tuple[str, Any]:

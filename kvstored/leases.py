@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstored.errors import LeaseEnded, NoSpace, NotFound
+from kvstored.errors import LeaseEnded, NotFound
+from kvstored.shares import Bound
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Lease:
     owner: int  # the store's name for this writer
     ttl_s: float
     deadline: float  # of the loop's clock
+    user: int | None  # in whose share it counts
     blocks: dict[bytes, Held] = field(default_factory=dict)
     ended: bool = False
 
@@ -52,7 +54,7 @@ class Lease:
 class Leases:
     def __init__(self, max_leases: int, max_ttl_s: float, on_expired: Callable[[str, int], None]) -> None:
         """`on_expired(namespace, aborted)` is told of each lease that reached its deadline."""
-        self._max_leases = max_leases
+        self._bound = Bound(max_leases, "{total} leases are open, the limit is {most} (max_leases)")
         self._max_ttl_s = max_ttl_s
         self._on_expired = on_expired
         self._leases: dict[int, Lease] = {}
@@ -60,21 +62,18 @@ class Leases:
 
     def limit(self, max_leases: int) -> None:
         """Another bound, for the leases opened from now on."""
-        self._max_leases = max_leases
+        self._bound.most = max_leases
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def open(self, namespace: str, store: Any, ttl_ms: int) -> Lease:
-        """A lease that holds nothing yet. Raises NoSpace at the limit."""
-        if len(self._leases) >= self._max_leases:
-            raise NoSpace(
-                f"{len(self._leases)} leases are open, the limit is {self._max_leases} (max_leases)"
-            )
+    def open(self, namespace: str, store: Any, ttl_ms: int, user: int | None = None) -> Lease:
+        """A lease that holds nothing yet. Raises NoSpace at the limit, or at the user's share of it."""
+        self._bound.take(user)
         loop = asyncio.get_running_loop()
         ttl_s = min(ttl_ms / 1000, self._max_ttl_s) if ttl_ms else self._max_ttl_s
         lease = Lease(
-            secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s
+            secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s, user
         )
         self._leases[lease.id] = lease
         loop.call_at(lease.deadline, self._look, lease)
@@ -126,6 +125,7 @@ class Leases:
             return 0
         lease.ended = True
         del self._leases[lease.id]
+        self._bound.give(lease.user)
         if not lease.writing:
             self._close_owner(lease)
         return len(lease.blocks)

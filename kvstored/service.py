@@ -160,7 +160,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         if request.ttl_ms > MAX_TTL_MS:
             raise InvalidArgument(f"ttl_ms is {request.ttl_ms}, the limit is {MAX_TTL_MS} (ten years)")
         layout = self._layouts[namespace].find(request.layout_id)
-        lease = self._leases.open(namespace, store, request.lease_ttl_ms)
+        lease = self._leases.open(namespace, store, request.lease_ttl_ms, self._door.user(context))
         try:
             answers = store.create(
                 lease.owner, keys, request.layout_id, counts or None, priority, request.ttl_ms

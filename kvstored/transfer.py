@@ -14,9 +14,10 @@ import grpc
 
 from kvstored.calls import CHUNK_BYTES, MAX_FOLLOWERS, CallCounts, Threads, one_key, streamed
 from kvstored.doors import Door
-from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NoSpace, NotFound
+from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NotFound
 from kvstored.layouts import Layouts, layer_ranges
 from kvstored.service import CREATED, SEALED, block_message, state_of
+from kvstored.shares import Bound
 from kvstored.v1 import transfer_pb2, transfer_pb2_grpc
 
 WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
@@ -36,7 +37,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
         self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._max_wait_s = max_wait_s
         self._threads = threads
-        self._followers = 0
+        self._followers = Bound(MAX_FOLLOWERS, "{total} blocks are followed, the limit is {most}")
 
     @streamed
     async def Follow(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -49,9 +50,8 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
             raise InvalidArgument(
                 f"first_layer is {request.first_layer}, the block has {layout['num_layers']}"
             )
-        if self._followers >= MAX_FOLLOWERS:
-            raise NoSpace(f"{self._followers} blocks are followed, the limit is {MAX_FOLLOWERS}")
-        self._followers += 1
+        user = self._door.user(context)
+        self._followers.take(user)
         try:
             yield transfer_pb2.FollowResponse(
                 block=block_message(request.key, found),
@@ -69,7 +69,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
                 async for piece in self._pieces(store, found, layer, begin, length):
                     yield piece
         finally:
-            self._followers -= 1
+            self._followers.give(user)
 
     async def _wait(self, store: Any, found: dict[str, Any], layer: int, wait_s: float) -> int:
         """How many layers are ready once this one is. Raises DeadlineExceeded, BlockLost."""

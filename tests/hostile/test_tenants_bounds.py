@@ -10,8 +10,9 @@ import threading
 import grpc
 import pytest
 
-from kvclient.conformance.case import new_keys
-from kvstored.v1 import store_pb2
+from kvclient.conformance.case import SMALL, new_keys
+from kvstored.calls import MAX_FOLLOWERS
+from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
 from tests.hostile.test_tenants_grpc import OTHER, WRITER, Guest
 
@@ -49,6 +50,54 @@ def test_one_user_holds_half_of_the_calls(daemon, fork):
         guest = Guest(one, one.connect())
         lookup = store_pb2.LookupRequest(keys=new_keys(1))
         eventually(lambda: guest.ask(guest.store.Lookup, lookup)[0] is Code.OK, "another user is served")
+
+    holder = fork(as_user(WRITER, hold))
+    holder.run_to("held")
+    fork(as_user(OTHER, work)).finish()
+    holder.go_on()
+    holder.finish()
+
+
+@pytest.mark.parametrize("what", ["leases", "followers"])
+def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, what):
+    """A writer opens leases, or follows its own unsealed block, until it is refused, by its share. Another
+    user still gets its own."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-leases", "8"))
+    most = 4 if what == "leases" else MAX_FOLLOWERS // 2
+
+    def create(guest: Guest) -> tuple:
+        layout = guest.ask(guest.store.RegisterLayout, store_pb2.RegisterLayoutRequest(blob=SMALL.to_blob()))
+        request = store_pb2.CreateRequest(keys=new_keys(1), layout_id=layout[2].layout_id)
+        return (*guest.ask(guest.store.Create, request)[:2], request.keys[0])
+
+    def follow(guest: Guest, key: bytes) -> grpc.Call:
+        call = guest.transfer.Follow(transfer_pb2.FollowRequest(key=key), metadata=guest.metadata())
+        next(iter(call))  # what the block is; no layer of it comes
+        return call
+
+    def hold(steps) -> None:
+        guest = Guest(one, one.connect())
+        code, text, key = create(guest)
+        assert code is Code.OK, text
+        if what == "leases":
+            for _ in range(most - 1):
+                assert create(guest)[0] is Code.OK
+            code, text, _ = create(guest)
+        else:
+            held = [follow(guest, key) for _ in range(most)]
+            with pytest.raises(grpc.RpcError) as refused:
+                follow(guest, key)
+            code, text = refused.value.code(), refused.value.details()
+            assert len(held) == most
+        assert code is Code.RESOURCE_EXHAUSTED and f"this user has {most} of {2 * most}" in text, text
+        steps.reached("held")
+
+    def work(_steps) -> None:
+        guest = Guest(one, one.connect())
+        code, text, key = create(guest)
+        assert code is Code.OK, text
+        if what == "followers":
+            follow(guest, key).cancel()
 
     holder = fork(as_user(WRITER, hold))
     holder.run_to("held")
