@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstored import __version__, log
+from kvstored import __version__, fields, log
 from kvstored.config import Config
 from kvstored.errors import ConfigError, Exit, StartupError
 from kvstored.sources import default_dir
@@ -166,7 +166,7 @@ def _add_serve(commands: Any) -> None:
         action="store_true",
         help="at the end remove the blocks instead of leaving them for the next daemon",
     )
-    fields = serve.add_argument_group("configuration")
+    group = serve.add_argument_group("configuration")
     for about in dataclasses.fields(Config):
         meta = about.metadata
         bounds = (
@@ -177,13 +177,22 @@ def _add_serve(commands: Any) -> None:
         default = f"; default {meta['show'](about.default)}" if about.default not in ("", ()) else ""
         choices = f"; one of {', '.join(meta['choices'])}" if meta["choices"] else ""
         alone = {"nargs": "?", "const": "yes"} if isinstance(about.default, bool) else {}
-        fields.add_argument(
+        group.add_argument(
             "--" + about.name.replace("_", "-"),
             dest=about.name,
-            metavar=(meta["unit"] or "value").upper(),
+            metavar=_metavar(about),
             help=(meta["doc"] + bounds + choices + default).replace("%", "%%"),
             **alone,
         )
+
+
+def _metavar(about: dataclasses.Field[Any]) -> str:
+    """What a field's value is, for people and for completion.py."""
+    if choices := about.metadata["choices"]:
+        return "{" + ",".join(choices) + "}"
+    if about.metadata["parse"] in (fields.path, fields.directories):
+        return "FILE" if about.name.endswith("_file") else "DIR"
+    return (about.metadata["unit"] or "value").upper()
 
 
 def _add_operator_commands(commands: Any) -> None:

@@ -201,6 +201,14 @@ def test_completion_scripts_parse_and_offer_everything(shell):
         ("kvstored st", "status stop"),
         ("kvstored serve --metrics-p", "--metrics-port"),
         ("kvstored completion z", "zsh"),
+        ("kvstored serve --pool m", "memfd"),
+        ("kvstored serve --log-level w", "warning"),
+        ("kvstored serve --disk kvst", "kvstored"),
+        ("kvstored serve --metrics-token-file LICEN", "LICENSE"),
+        ("kvstored ls --dir kvst", "kvstored"),
+        ("kvstored fsck kvst", "kvstored"),
+        ("kvstored fsck --rep", "--repair"),
+        ("kvstored rm kvst", ""),
     ],
 )
 def test_bash_completes(words, wanted):
@@ -210,7 +218,9 @@ def test_bash_completes(words, wanted):
         + f"\nCOMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _kvstored; echo ${{COMPREPLY[@]}}"
     )
     assert (
-        subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60).stdout.strip()
+        subprocess.run(
+            ["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ).stdout.strip()
         == wanted
     )
 
