@@ -129,6 +129,8 @@ TEST(who_knows_the_token_resumes_and_says_what_stopped) {
   CHECK_EQ(rig.store->stats().quarantined, 2u);
   CHECK(rig.seal(a.handle, writer.id) == Done::Stale);
   CHECK(rig.store->abort(rig.owner, a.handle) == Done::NotOwner);
+  for (uint64_t other : {a.handle.generation - 1, a.handle.generation + 1})  // a writer of what was there before, or will be
+    CHECK(rig.store->abort(writer.id, {a.handle.record, other}) == Done::Stale);
   CHECK(rig.store->abort(writer.id, a.handle) == Done::Ok);
   CHECK(rig.store->abort(writer.id, a.handle) == Done::Stale);
   rig.store->settle();

@@ -196,3 +196,36 @@ TEST(a_daemon_without_descriptors_turns_clients_away_and_goes_on) {
   CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
   CHECK(!thrown([&] { daemon.client(); }));
 }
+
+// A late answer to another question, or none of this protocol: a client that took it for its own would write where it may not.
+TEST(an_answer_that_fits_no_question_is_none) {
+  Segments segments(kMiB, 16);
+  const std::string path = segments.directory + "/socket";
+  Fd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  CHECK(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 && ::listen(listener.get(), 1) == 0);
+  const auto refused = [&](auto&& change) {
+    std::thread daemon([&] {
+      const Fd peer(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      struct {
+        protocol::Request request;
+        protocol::Attach attach;
+      } asked;
+      CHECK(::recv(peer.get(), &asked, sizeof asked, 0) == sizeof asked);
+      protocol::Reply reply{protocol::kMagic, asked.request.op, status(Code::NotPermitted), 0, asked.request.tag};
+      const size_t length = change(reply);
+      CHECK(::send(peer.get(), &reply, length, MSG_NOSIGNAL) == static_cast<ssize_t>(length));
+    });
+    const auto code = thrown([&] { Client({.socket_path = path, .name = "test"}, Client::Door::SharedMemory); });
+    daemon.join();
+    return code;
+  };
+  constexpr size_t kWhole = sizeof(protocol::Reply);
+  CHECK(refused([](protocol::Reply&) { return kWhole; }) == Code::NotPermitted);  // as the daemon would
+  CHECK(refused([](protocol::Reply& r) { return r.tag += 1, kWhole; }) == Code::Unavailable);
+  CHECK(refused([](protocol::Reply& r) { return r.op += 1, kWhole; }) == Code::Unavailable);
+  CHECK(refused([](protocol::Reply& r) { return r.magic ^= 1, kWhole; }) == Code::Unavailable);
+  CHECK(refused([](protocol::Reply&) { return kWhole - 1; }) == Code::Unavailable);
+}

@@ -1,0 +1,76 @@
+// Goal: a client that a child has inherited is its parent's: the child harms nothing that is held through it. Method: a
+// SessionServer and a Client in one process, which forks; the child reports by its exit code.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tests/session_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+// A handle inherited through fork does nothing in the child. Fails if close() or let_go() clears the pins of a foreign page.
+TEST(a_forked_child_clears_no_pin_of_its_parents) {
+  Daemon daemon;
+  auto client = daemon.client();
+  put(*client, key(1), 7);
+  auto batch = get(*client, key(1)), exported = get(*client, key(1));
+  exported->hold(0);
+  exported->close();  // the export is the last to hold it
+  const Key unsealed = key(2);
+  const size_t all[] = {0};
+  auto grants = create(*client, {&unsealed, 1});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const bool refused = thrown([&] { get(*client, key(1)); }) == Code::Detached &&
+                         thrown([&] { client->touch(std::vector<Key>{key(1)}); }) == Code::Detached &&
+                         thrown([&] { grants->seal(all); }) == Code::Detached;
+    batch->close();
+    exported->let_go(0);
+    batch.reset(), exported.reset(), grants.reset(), client.reset();
+#ifdef KV_TSAN
+    const bool served = true;
+#else
+    auto own = daemon.client();  // the child attaches anew
+    const bool served = get(*own, key(1))->hits() == 1;
+    own.reset();
+#endif
+    ::_exit(refused && served ? 0 : 1);
+  }
+  int code = 0;
+  ::waitpid(child, &code, 0);
+  CHECK_EQ(code, 0);
+  CHECK_EQ(daemon.stats().pins, 2u);
+  CHECK_EQ(daemon.stats().created, 1u);
+  exported->let_go(0);
+  CHECK_EQ(daemon.stats().pins, 1u);
+  grants->seal(all);
+  CHECK_EQ(client->touch(std::vector<Key>{key(2)}), 1u);
+}
+
+#ifndef KV_TSAN
+// Both find another daemon, the child first: the session is its parent's, whose blocks it would otherwise have given up.
+TEST(a_forked_child_resumes_no_session) {
+  Daemon daemon;
+  auto client = daemon.client();
+  daemon.restart();
+  int there[2], over[2];
+  char byte = 0;
+  CHECK(::pipe(there) == 0 && ::pipe(over) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(over[1]);
+    client->reattach();
+    const bool told = ::write(there[1], &byte, 1) == 1;
+    ::_exit(told && ::read(over[0], &byte, 1) == 0 ? 0 : 1);
+  }
+  CHECK(::read(there[0], &byte, 1) == 1);
+  client->reattach();
+  const auto sessions = daemon.rig.store->sessions();
+  CHECK_EQ(sessions.size(), 2u);
+  for (const auto& one : sessions) CHECK(one.attached && one.resumed == (one.pid == static_cast<uint32_t>(::getpid())));
+  for (int fd : {there[0], there[1], over[0], over[1]}) ::close(fd);
+  int code = 0;
+  ::waitpid(child, &code, 0);
+  CHECK_EQ(code, 0);
+}
+#endif
