@@ -39,6 +39,7 @@ def test_a_write_that_fails_costs_that_block_only(rig, integrity, step):
     disk.settled()
     disk.evict()
     assert disk.sound(integrity) >= 12 - failed
+    assert disk.counters()["disk_corrupt"] == 0, "what was not written whole has a block's name"
     eventually(lambda: not disk.states(), "the trouble is over, and no state says otherwise")
 
 
