@@ -52,6 +52,25 @@ def test_killed_while_loading(rig, integrity, step, memory_too):
 
 
 @pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
+def test_killed_while_keeping_a_wrong_file_aside(rig, integrity, memory_too):
+    """The file is where it was, and as wrong: the next daemon finds that out too, and keeps it."""
+    disk = rig(args=("--keep-corrupt",))
+    keys = disk.put_on_disk(4)
+    disk.evict()
+    with disk.file_of(keys[0]).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"not what was written")
+    disk.restart("aside_kill=@1")
+    with tolerated():
+        disk.load(keys[:1])
+    disk.was_killed()
+    disk.restart(memory_too=memory_too)
+    assert disk.load(keys) == [False, True, True, True]
+    eventually(lambda: len(list(disk.directory.rglob("aside/*"))) == 1, "it is kept")
+    assert disk.sound(integrity) == 3
+
+
+@pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
 @pytest.mark.parametrize("resident", [False, True], ids=["on disk", "in memory"])
 def test_killed_while_removing(rig, integrity, resident, memory_too):
     disk = rig("remove_kill=@3")
