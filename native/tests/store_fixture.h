@@ -111,7 +111,8 @@ class Segments {
                                                   .session_directory = directory,
                                                   .session_prefix = "p",
                                                   .adopt = adopt,
-                                                  .disk = disk});
+                                                  .disk = disk,
+                                                  .max_pending_writes = max_pending_writes});
   }
   size_t session_files() const {
     return static_cast<size_t>(
@@ -124,14 +125,16 @@ class Segments {
   Id id = random_id();
   std::string directory;
   bool disk = false;  // a disk tier will be attached
+  uint32_t max_pending_writes = 1024;
 };
 
 // A store with a layout whose block of n tokens takes n + 1 pages: n of one layer, one for checksums.
 class Rig {
  public:
   static constexpr uint32_t kMaxTokens = 4096;
-  Rig(uint64_t capacity_bytes, uint32_t max_blocks, bool disk = false) : segments(capacity_bytes, max_blocks) {
-    segments.disk = disk;
+  Rig(uint64_t capacity_bytes, uint32_t max_blocks, bool disk = false, uint32_t max_pending_writes = 1024)
+      : segments(capacity_bytes, max_blocks) {
+    segments.disk = disk, segments.max_pending_writes = max_pending_writes;
     start(false);
   }
 
