@@ -145,6 +145,34 @@ TEST(who_knows_the_token_resumes_and_says_what_stopped) {
   CHECK(!rig.store->resume_session(writer.id, token, 1, 1));
 }
 
+TEST(what_a_resumed_session_does_not_keep_is_given_up_and_nothing_else) {
+  Rig rig(16 * kMiB, 64);
+  Page writer(*rig.store);
+  const Granted kept = rig.create(1, 4, writer.id), other = rig.create(2, 4, writer.id), unknown = rig.create(3, 4, writer.id);
+  rig.store->end_session(writer.id);
+  CHECK(rig.store->resume_session(writer.id, writer.token(), 1, 1));
+  const Granted fresh = rig.create(4, 4, writer.id);
+  rig.store->keep_only(writer.id, {kept.handle, {other.handle.record, other.handle.generation + 1}, {63, 1}});
+  CHECK(rig.control(kept.handle.record).state() == State::Quarantined);
+  CHECK(rig.control(other.handle.record).state() == State::Free);  // of another generation: not the one the client means
+  CHECK(rig.control(unknown.handle.record).state() == State::Free);
+  CHECK(rig.seal(fresh.handle, writer.id) == Done::Ok);
+  CHECK_EQ(rig.store->stats().quarantined, 1u);
+  rig.store->check_integrity();
+}
+
+// Its client cut the page: what it pins cannot be read any more, so it gets no further session out of it.
+TEST(a_session_whose_page_was_cut_is_not_resumed) {
+  Rig rig(16 * kMiB, 64);
+  Page writer(*rig.store);
+  const Id token = writer.token();
+  CHECK(::truncate(std::filesystem::directory_iterator(rig.segments.directory)->path().c_str(), 0) == 0);
+  rig.store->tick();  // looks at the ring, and finds it
+  rig.store->tick();
+  CHECK(!rig.store->sessions()[0].attached);
+  CHECK(!rig.store->resume_session(writer.id, token, 1, 1));
+}
+
 // Numbers of sessions come round after four thousand million; a living one is never given twice, and 0 asks for a new one.
 TEST(session_numbers_wrap_without_meeting) {
   Rig rig(16 * kMiB, 64);
