@@ -4,8 +4,8 @@
 
 Owns a forward pass of its own over the model's modules (Llama's), in which K and V of each column may be
 those of a cold run, stored ones moved to their place, or computed here beside those. The oracle's tokens are
-chosen by gradient on the very continuation that is then measured, which no repair can know. Measures KL only;
-what a share of tokens costs is bench.reuse_inside's to say.
+chosen by gradient on every second position of the continuation, which no repair can know, and measured on the
+other positions too. Measures KL only; what a share of tokens costs is bench.reuse_inside's to say.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SHARE = 0.24  # of the reused tokens: what 0.30 x HF has room for, if choosing c
 STORED_AT = 40  # where the last document stood
 RECENCY = 16
 STEPS, RATE, MOMENTUM = 8, 1.5, 0.5
+FITTED, HELD = slice(0, None, 2), slice(1, None, 2)  # positions of the continuation
 SHARPEST = 0.15  # of the soft choice, at the last step
 UPPER = 10  # the first of the upper two thirds of the layers
 
@@ -74,8 +75,9 @@ class Pass:
         return self.head(self.model.norm(hidden[0, getattr(self, "said_from", rows) :])).log_softmax(-1)
 
     def far(self, mix: Callable[[int, Any], Any]) -> Any:
+        """KL at each position of the continuation."""
         own = self._run(self.ids, mix)
-        return (self.cold.exp() * (self.cold - own)).sum(-1).mean()
+        return (self.cold.exp() * (self.cold - own)).sum(-1)
 
     def weights(self, chosen: Any) -> Any:
         """1 for live columns, `chosen` for the reused ones."""
@@ -100,10 +102,12 @@ class Pass:
         return self.far(mix)
 
 
-def best(torch: Any, far: Callable[[Any], Any], count: int) -> float:
-    """The least KL seen with `count` reused tokens chosen: a soft choice follows the gradient and hardens."""
+def best(torch: Any, far: Callable[[Any], Any], count: int) -> tuple[Any, Any]:
+    """(`count` reused tokens, KL with them): a soft choice follows the gradient of the KL at the fitted
+    positions and hardens; of the last steps that with the least KL there.
+    """
     total = 2 * SIZE
-    score, speed, found = torch.zeros(total), torch.zeros(total), float("inf")
+    score, speed, found = torch.zeros(total), torch.zeros(total), []
     always = torch.zeros(total)
     always[-RECENCY:] = 1
     for step in range(STEPS + 1):
@@ -111,9 +115,9 @@ def best(torch: Any, far: Callable[[Any], Any], count: int) -> float:
             hard = torch.zeros(total)
             hard[(score + 1e9 * always).topk(count).indices] = 1
             if step > STEPS // 2:
-                found = min(found, float(far(hard)))
+                found.append((hard, far(hard)))
             if step == STEPS:
-                return found
+                break
             sharp = SHARPEST ** (step / (STEPS - 1))
             low, high = score.min() - 9 * sharp, score.max() + 9 * sharp
             for _ in range(40):
@@ -121,11 +125,11 @@ def best(torch: Any, far: Callable[[Any], Any], count: int) -> float:
                 more = torch.sigmoid((score - middle) / sharp)[:-RECENCY].sum() > count - RECENCY
                 low, high = (middle, high) if more else (low, middle)
         own = score.clone().requires_grad_()
-        far(torch.maximum(torch.sigmoid((own - low) / sharp), always)).backward()
+        far(torch.maximum(torch.sigmoid((own - low) / sharp), always))[FITTED].mean().backward()
         gradient = own.grad[:-RECENCY]
         speed[:-RECENCY] = MOMENTUM * speed[:-RECENCY] - gradient / gradient.pow(2).mean().sqrt()
         score = score + RATE * sharp * speed
-    return found
+    return min(found, key=lambda one: float(one[1][FITTED].mean()))
 
 
 def oracle(subject: Any) -> Iterator[dict[str, Any]]:
@@ -138,7 +142,9 @@ def oracle(subject: Any) -> Iterator[dict[str, Any]]:
         with torch.no_grad(), subject.without(subject.model):
             one = Pass(subject, texts, pair)
             row = _parts(one)
-        row["chosen recomputed"] = best(torch, one.recomputed, round(SHARE * 2 * SIZE))
+        chosen, kl = best(torch, one.recomputed, round(SHARE * 2 * SIZE))
+        row |= {"chosen, fitted": float(kl[FITTED].mean()), "chosen, others": float(kl[HELD].mean())}
+        row["chosen in the last"] = float(chosen[SIZE:].mean())
         every.append(row)
         yield {"case": f"oracle: {pair[2]}, {pair[0]}", **row}
     means = {name: mean(row[name] for row in every) for name in every[0]}
@@ -165,6 +171,6 @@ def _parts(one: Pass) -> dict[str, float]:
     } | {f"last, head {head}": of(every, every, head) for head in range(heads)}  # fmt: skip
     evenly = torch.zeros(total)
     evenly[:: round(1 / SHARE)] = 1
-    rows = {name: float(one.put_in(weights)) for name, weights in chosen.items()}
+    rows = {name: float(one.put_in(weights).mean()) for name, weights in chosen.items()}
     again = {"evenly recomputed": evenly, "last document recomputed": last}
-    return rows | {name: float(one.recomputed(weights)) for name, weights in again.items()}
+    return rows | {name: float(one.recomputed(weights).mean()) for name, weights in again.items()}

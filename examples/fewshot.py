@@ -8,7 +8,7 @@ INPUTS = ["the disk is full", "the daemon answers", "a key is missing"]
 
 
 def main() -> None:
-    with engine(__doc__, repair=None) as llm:
+    with engine(__doc__, repair=None, block_tokens=32) as llm:
         lines = [line for line in text_of("docs/log.md", 6000).splitlines() if line.startswith("- **")]
         judged = zip(lines, ["good", "bad"] * len(lines), strict=False)
         shots = "".join(f"Text: {line[4:90]}\nVerdict: {verdict}\n\n" for line, verdict in judged)

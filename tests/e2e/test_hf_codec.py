@@ -275,7 +275,7 @@ def test_a_call_chooses_its_codec(model, client):
                 generate(model, ids)
                 assert kv.last.reused_tokens == 128, codec
                 assert (kv.last.full_tokens > 0) == (codec != "none")
-        assert kv.identity == own
+            assert kv.identity == own
         generate(model, ids)
         assert kv.last.reused_tokens == 128 and kv.last.full_tokens == 0
         with kv.coded("int8"), kv.coded("int4"):
