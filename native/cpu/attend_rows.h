@@ -76,7 +76,8 @@ inline void rows_from(const Tile& tile, bool values, uint32_t token, uint32_t co
   for (uint32_t i = there; i < count; ++i) row[i] = beyond != nullptr ? beyond : row[there - 1];
 }
 
-inline bool quantised(uint32_t codec) { return codec == KVK_INT8 || codec == KVK_INT4; }
+constexpr bool quantised(uint32_t codec) { return codec == KVK_INT8 || codec == KVK_INT4; }
+constexpr float middle(uint32_t codec) { return codec == KVK_INT8 ? 128.0f : 8.0f; }
 
 // ---------------------------------------------------------------- products in fp32
 

@@ -11,10 +11,6 @@
 namespace kvk {
 namespace {
 
-constexpr uint32_t kFew = 4;  // rows at a time
-constexpr uint32_t kFewRows = 16, kFewHeadDim = 256;
-constexpr float kFewLargest = 32767;
-
 // Of four registers, one a row: lane 4 * i + row has the sum, or the largest, of the row's quarter i.
 inline __m512i sum_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {
   const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));

@@ -1,4 +1,4 @@
-// What a few rows ask of memory while they are computed (cpu/tile_few.h).
+// What a few rows ask of memory while they are computed (cpu/tile_few.h, cpu/few_floats.h).
 //
 // Owns the order and the pace of the requests for the next tile; reads nothing. Invariant: a request never faults, so one for
 // memory that is not there does no harm.
@@ -9,22 +9,22 @@
 namespace kvk {
 namespace {
 
-constexpr uint32_t kFewTile = 128;  // keys looked at together
+constexpr uint32_t kFew = 4;  // rows at a time
+constexpr uint32_t kFewRows = 16, kFewHeadDim = 256;
+constexpr uint32_t kFewTile = 128;    // keys looked at together
+constexpr float kFewLargest = 32767;  // that a word of 16 bits holds
 
 // Asks for what the next tile reads, line after line, a few at every step of all that is done with this one: a request too many
 // at once is dropped, and memory that waits while weights are made is time lost.
 class Stream {
  public:
-  Stream(const Tile& tile, uint32_t head_dim, uint32_t bytes) {
+  // `bytes` of a key or value; the next tile has `most` tokens or fewer. Codes do not ask for elements, nor elements for codes.
+  Stream(const Tile& tile, uint32_t head_dim, uint32_t bytes, uint32_t most) {
     const kvk_segment* s = tile.next_segment;
-    if (s == nullptr || !quantised(s->codec) || tile.next_start >= s->first + s->tokens) return;
-    const uint32_t left = s->first + s->tokens - tile.next_start, tokens = left < kFewTile ? left : kFewTile;
+    if (s == nullptr || s->codec != tile.segment->codec || tile.next_start >= s->first + s->tokens) return;
+    const uint32_t left = s->first + s->tokens - tile.next_start, tokens = left < most ? left : most;
     const Tile next{s, tile.kv_head, tile.next_start, tokens, nullptr, 0};
-    const uint32_t group = tile.next_start / s->k_group, groups = (tile.next_start + tokens - 1) / s->k_group - group + 1;
-    const int64_t k = tile.kv_head * s->k_scale_head_stride + int64_t{2} * head_dim * group;
-    const int64_t v = tile.kv_head * s->v_scale_head_stride + int64_t{2} * tile.next_start;
-    add(at(s->k_scale, k), 2 * head_dim * groups), add(at(s->k_zero, k), 2 * head_dim * groups);
-    add(at(s->v_scale, v), 2 * tokens), add(at(s->v_zero, v), 2 * tokens);
+    if (quantised(s->codec)) add_scales(next, head_dim);
     if (s->k_token_stride >= bytes && s->k_token_stride < 2 * int64_t{bytes})
       add(key_row(next, 0), tokens * static_cast<uint32_t>(s->k_token_stride));
     if (s->v_token_stride >= bytes && s->v_token_stride < 2 * int64_t{bytes})
@@ -55,6 +55,14 @@ class Stream {
       }
       _mm_prefetch(next_, _MM_HINT_T1);
     }
+  }
+  void add_scales(const Tile& next, uint32_t head_dim) {
+    const kvk_segment& s = *next.segment;
+    const uint32_t group = next.start / s.k_group, groups = (next.start + next.count - 1) / s.k_group - group + 1;
+    const int64_t k = next.kv_head * s.k_scale_head_stride + int64_t{2} * head_dim * group;
+    const int64_t v = next.kv_head * s.v_scale_head_stride + int64_t{2} * next.start;
+    add(at(s.k_scale, k), 2 * head_dim * groups), add(at(s.k_zero, k), 2 * head_dim * groups);
+    add(at(s.v_scale, v), 2 * next.count), add(at(s.v_zero, v), 2 * next.count);
   }
   void add(const void* from, uint32_t bytes) {
     const auto* first = static_cast<const char*>(from);

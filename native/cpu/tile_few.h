@@ -323,7 +323,7 @@ inline void values_few(const Tile& tile, uint32_t r, uint32_t head_dim, const fl
 template <uint32_t kCodec>
 inline void attend_few(const kvk_attention& a, const Task& task, const Tile& tile, uint32_t rows, const float* q, Held& held,
                        Scratch& s) {
-  Stream stream(tile, a.head_dim, a.head_dim * Planes<kCodec>::kBits / 8);
+  Stream stream(tile, a.head_dim, a.head_dim * Planes<kCodec>::kBits / 8, kFewTile);
   scores_few<kCodec>(a, tile, rows, q, held, stream, s);
   for (uint32_t r = 0; r < rows; r += kFew) {
     alignas(16) float step[kFew], shift[kFew];

@@ -14,8 +14,6 @@ namespace {
 
 constexpr float kLargest = 127 * 256;  // of the integers; their high byte is then within -127..127
 
-inline float middle(uint32_t codec) { return codec == KVK_INT8 ? 128.0f : 8.0f; }
-
 inline __m512 halves(const uint16_t* from, __mmask16 read) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(read, from)); }
 
 inline __mmask16 first_lanes(uint32_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }

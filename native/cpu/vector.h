@@ -1,7 +1,7 @@
-// Eight or sixteen floats at once: what the fp32 tiles and the softmax are written in, for AVX2 and AVX-512 alike.
+// Floats8 or sixteen floats at once: what the fp32 tiles and the softmax are written in, for AVX2 and AVX-512 alike.
 //
-// Owns two types with the same static functions. Never touches memory beyond `count` elements where a count is given.
-// Invariant: local to the including file (cpu/numbers.h says why).
+// Owns two types with the same static functions; `Vector` is the wider that there is. Never touches memory beyond `count`
+// elements where a count is given. Invariant: local to the including file (cpu/numbers.h says why).
 #pragma once
 
 #include <immintrin.h>
@@ -11,34 +11,7 @@
 namespace kvk {
 namespace {
 
-#if defined(__AVX512F__)
-struct Vector {
-  static constexpr uint32_t kLanes = 16;
-  using T = __m512;
-  static T zero() { return _mm512_setzero_ps(); }
-  static T all(float x) { return _mm512_set1_ps(x); }
-  static T load(const float* p) { return _mm512_loadu_ps(p); }
-  static void store(float* p, T x) { _mm512_storeu_ps(p, x); }
-  static T add(T a, T b) { return _mm512_add_ps(a, b); }
-  static T sub(T a, T b) { return _mm512_sub_ps(a, b); }
-  static T mul(T a, T b) { return _mm512_mul_ps(a, b); }
-  static T div(T a, T b) { return _mm512_div_ps(a, b); }
-  static T fma(T a, T b, T c) { return _mm512_fmadd_ps(a, b, c); }
-  static T max(T a, T b) { return _mm512_max_ps(a, b); }
-  static T round(T a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  static T scale_by_power(T a, T whole) { return _mm512_scalef_ps(a, whole); }
-  static float sum(T a) { return _mm512_reduce_add_ps(a); }
-  static float largest(T a) { return _mm512_reduce_max_ps(a); }
-  // Lanes start <= i < stop of a, others of b.
-  static T between(int start, int stop, T a, T b) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 inside =
-        _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(start)) & _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(stop));
-    return _mm512_mask_blend_ps(inside, b, a);
-  }
-};
-#else
-struct Vector {
+struct Floats8 {
   static constexpr uint32_t kLanes = 8;
   using T = __m256;
   static T zero() { return _mm256_setzero_ps(); }
@@ -73,15 +46,46 @@ struct Vector {
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_andnot_si256(before, within)));
   }
 };
+
+#if defined(__AVX512F__)
+struct Floats16 {
+  static constexpr uint32_t kLanes = 16;
+  using T = __m512;
+  static T zero() { return _mm512_setzero_ps(); }
+  static T all(float x) { return _mm512_set1_ps(x); }
+  static T load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, T x) { _mm512_storeu_ps(p, x); }
+  static T add(T a, T b) { return _mm512_add_ps(a, b); }
+  static T sub(T a, T b) { return _mm512_sub_ps(a, b); }
+  static T mul(T a, T b) { return _mm512_mul_ps(a, b); }
+  static T div(T a, T b) { return _mm512_div_ps(a, b); }
+  static T fma(T a, T b, T c) { return _mm512_fmadd_ps(a, b, c); }
+  static T max(T a, T b) { return _mm512_max_ps(a, b); }
+  static T round(T a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static T scale_by_power(T a, T whole) { return _mm512_scalef_ps(a, whole); }
+  static float sum(T a) { return _mm512_reduce_add_ps(a); }
+  static float largest(T a) { return _mm512_reduce_max_ps(a); }
+  // Lanes start <= i < stop of a, others of b.
+  static T between(int start, int stop, T a, T b) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 inside =
+        _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(start)) & _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(stop));
+    return _mm512_mask_blend_ps(inside, b, a);
+  }
+};
+using Vector = Floats16;
+#else
+using Vector = Floats8;
 #endif
 
 // 2^x to a unit in the last place or two, for x <= 127; what is below -126 counts as -126. A NaN stays one.
-inline Vector::T exp2(Vector::T x) {
-  using V = Vector;
-  const V::T low = V::all(-126.0f);
-  const V::T whole = V::round(V::max(low, x));  // max(low, NaN) is NaN: the second operand wins
-  const V::T rest = V::sub(V::max(low, x), whole);
-  V::T p = V::all(1.5353362e-4f);
+template <class V = Vector>
+inline typename V::T exp2(typename V::T x) {
+  using T = typename V::T;
+  const T low = V::all(-126.0f);
+  const T whole = V::round(V::max(low, x));  // max(low, NaN) is NaN: the second operand wins
+  const T rest = V::sub(V::max(low, x), whole);
+  T p = V::all(1.5353362e-4f);
   p = V::fma(p, rest, V::all(1.3398874e-3f));
   p = V::fma(p, rest, V::all(9.6184373e-3f));
   p = V::fma(p, rest, V::all(5.5503324e-2f));

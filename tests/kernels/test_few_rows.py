@@ -1,8 +1,9 @@
-"""Proves the form in which decoding multiplies int8 and int4 on AVX-512 VNNI: four rows at once.
+"""Proves the forms that multiply four rows at once: int8 and int4 on AVX-512 VNNI, every codec on AVX2.
 
-Against the oracle in double as in test_attention.py, over what that form distinguishes: rows of four and of
+Against the oracle in double as in test_attention.py, over what these forms distinguish: rows of four and of
 three, one to four fours, whole and half lines of a head, tiles of 128 that are cut by blocks, groups and
-windows. A CPU without the path skips them with what it lacks.
+windows. AVX2 takes any number of rows up to 16 and any head dimension of whole eights. A CPU without a path
+skips its tests with what it lacks.
 """
 
 import numpy as np
@@ -12,42 +13,48 @@ from kvclient import kernels
 from tests.kernels.oracle import Case
 from tests.kernels.test_attention import agree
 
-PATH = "avx512_vnni"
-pytestmark = pytest.mark.skipif(kernels.lacks(PATH) is not None, reason=f"{PATH}: {kernels.lacks(PATH)}")
 CODECS = ["int8", "int4"]
+ELEMENTS = ["bfloat16", "float16", "float32"]
+
+
+@pytest.fixture(params=["avx2", "avx512_vnni"])
+def path(request):
+    if reason := kernels.lacks(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(("group", "tokens"), [(3, 1), (4, 1), (7, 1), (8, 1), (4, 3), (16, 1)])
-def test_rows_and_heads(codec, head_dim, group, tokens):
+def test_rows_and_heads(path, codec, head_dim, group, tokens):
     case = Case(2, group, head_dim, tokens, "bfloat16", seed=head_dim + group)
     case.row().segment(128, 0, codec).segment(200, 128, codec, group=128)
     case.segment(9, 328, codec)
-    agree(case.segment(tokens, 337, tail=True).queries(), PATH, (codec, ""))
+    agree(case.segment(tokens, 337, tail=True).queries(), path, (codec, ""))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("first", [0, 1, 5, 31, 32, 45, 64, 100, 131])
 @pytest.mark.parametrize("tokens", [1, 7, 150])
-def test_parts_of_blocks(codec, group, first, tokens):
+def test_parts_of_blocks(path, codec, group, first, tokens):
     case = Case(2, 4, 64)
     case.row().segment(tokens, 10, codec, first=first, group=group, after=9)
     case.segment(1, 10 + tokens, tail=True)
-    agree(case.queries(), PATH, (codec,))
+    agree(case.queries(), path, (codec,))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("rope", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [0, 24])
-def test_moved_segments_of_both_codecs(codec, rope, rotary_dim):
+def test_moved_segments_of_both_codecs(path, codec, rope, rotary_dim):
     """The queries are laid out anew for each turn and each codec, and for neither more often."""
     other = "int4" if codec == "int8" else "int8"
     case = Case(2, 4, 128, 2, rope=rope, rotary_dim=rotary_dim)
     case.row().segment(40, 0, codec).segment(150, 40, codec, delta=-900).segment(50, 190, other, delta=-900)
     case.segment(20, 240, codec, delta=17).segment(30, 260, other).segment(33, 290, "bfloat16")
-    agree(case.segment(10, 323, codec).segment(2, 333, tail=True).queries(), PATH, (codec, "bfloat16"))
+    agree(case.segment(10, 323, codec).segment(2, 333, tail=True).queries(), path, (codec, "bfloat16"))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -62,18 +69,36 @@ def test_moved_segments_of_both_codecs(codec, rope, rotary_dim):
         {"sinks": np.linspace(-3, 9, 8).astype(np.float32)},
     ],
 )
-def test_windows_caps_and_sinks(codec, options):
+def test_windows_caps_and_sinks(path, codec, options):
     case = Case(2, 4, 64, 4, options=options)
     case.row().segment(256, 0, codec).segment(100, 256, codec).segment(4, 356, tail=True)
-    agree(case.queries(), PATH, (codec,))
+    agree(case.queries(), path, (codec,))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_rows_that_see_different_keys(codec):
+def test_rows_that_see_different_keys(path, codec):
     """Queries before all keys, inside a tile, at its ends and behind all, in one block of four rows."""
     case = Case(1, 1, 64, 8)
     case.row().segment(200, 100, codec).segment(60, 300, codec)
     positions = np.array([[5, 99, 100, 227, 228, 301, 359, 10_000]])
-    out, lse = case.queries(positions).run(PATH)
+    out, lse = case.queries(positions).run(path)
     assert (out[:, :, :2] == 0).all() and np.isneginf(lse[:, :, :2]).all()
-    agree(case, PATH, (codec,))
+    agree(case, path, (codec,))
+
+
+@pytest.mark.parametrize("codec", CODECS + ELEMENTS)
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 80, 96, 128, 192, 256, 320, 512])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (2, 1), (1, 3), (5, 1), (3, 3), (16, 1)])
+def test_any_rows_and_heads(path, codec, head_dim, group, tokens):
+    """Where the shape is not one of four rows, or not of whole lines, too."""
+    case = Case(2, group, head_dim, tokens, "float32", seed=head_dim + group)
+    case.row().segment(64, 0, codec).segment(131, 64, codec, group=64).segment(1, 195, codec)
+    agree(case.segment(tokens, 196, tail=True).queries(), path, (codec, ""))
+
+
+@pytest.mark.parametrize("codec", ELEMENTS)
+@pytest.mark.parametrize("options", [{"window": 70}, {"softcap": 0.5, "window": 200}, {"causal": False}])
+def test_elements_under_windows_and_caps(path, codec, options):
+    case = Case(2, 4, 64, 4, options=options)
+    case.row().segment(256, 0, codec, delta=-30).segment(100, 256, codec).segment(4, 356, tail=True)
+    agree(case.queries(), path, (codec, ""))
