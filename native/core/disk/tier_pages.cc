@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <system_error>
+#include <thread>
 
 #include "core/disk/tier.h"
 
@@ -30,8 +32,12 @@ void DiskTier::unmap_pool() {
     for (uint64_t at; (at = next.fetch_add(kUnmapBytes)) < pool_.size();)
       ::madvise(pool_.data() + at, std::min(kUnmapBytes, pool_.size() - at), MADV_DONTNEED);
   };
-  std::vector<std::jthread> others(std::min(std::thread::hardware_concurrency(), kUnmapThreads) - 1);
-  for (std::jthread& other : others) other = std::jthread(work);
+  std::vector<std::jthread> others;
+  try {
+    for (unsigned n = 1; n < std::min(std::thread::hardware_concurrency(), kUnmapThreads); ++n) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // No thread is to be had: those there are do it.
+  }
   work();
   others.clear();
   pool_.reset();
