@@ -1,4 +1,4 @@
-// Floats8 or sixteen floats at once: what the fp32 tiles and the softmax are written in, for AVX2 and AVX-512 alike.
+// Eight or sixteen floats at once: what the fp32 tiles and the softmax are written in, for AVX2 and AVX-512 alike.
 //
 // Owns two types with the same static functions; `Vector` is the wider that there is. Never touches memory beyond `count`
 // elements where a count is given. Invariant: local to the including file (cpu/numbers.h says why).
