@@ -1,8 +1,8 @@
 // Goal: a daemon takes over the sessions of the one before it, and nothing else that lies beside their pages. Method: pages left
 // by a store that is dropped, changed in one respect each, and files that are no page.
 //
-// Rules proven by removal (in a copy of the tree; failed checks of one run): the page's mode, links or owner is not looked at: 2
-// each.
+// Rules proven by removal (in a copy of the tree; failed checks of one run): the page's mode, links, owner or pool is not looked
+// at, or a link is followed: 2 each; the page's own number of pins is believed: 1.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -71,14 +71,24 @@ TEST(a_session_that_takes_anothers_number_hides_nobodys_pins) {
   rig.store->check_integrity();
 }
 
-// Right in all but one respect: who else may open it could write pins into it.
-TEST(a_page_that_others_may_open_is_not_taken) {
+// Right in all but one respect: who else may open it could write pins into it, and another pool's pins name other blocks.
+TEST(a_page_that_others_may_open_or_of_another_pool_is_not_taken) {
   const std::pair<const char*, std::function<bool(const std::string&)>> changes[] = {
       {"none", [](const std::string&) { return true; }},
       {"mode", [](const std::string& path) { return ::chmod(path.c_str(), 0640) == 0; }},
       {"links",
        [](const std::string& path) { return ::link(path.c_str(), (path.substr(0, path.rfind('/')) + "/other").c_str()) == 0; }},
       {"owner", [](const std::string& path) { return ::chown(path.c_str(), 12345, 12345) == 0; }},
+      {"symlink",
+       [](const std::string& path) {
+         const std::string moved = path.substr(0, path.rfind('/')) + "/other";
+         return ::rename(path.c_str(), moved.c_str()) == 0 && ::symlink(moved.c_str(), path.c_str()) == 0;
+       }},
+      {"pool",
+       [](const std::string& path) {
+         const Fd fd(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+         return ::pwrite(fd.get(), "another", 7, offsetof(SessionPage, pool_id)) == 7;
+       }},
   };
   for (const auto& [name, change] : changes) {
     if (std::string_view(name) == "owner" && ::geteuid() != 0) continue;
@@ -91,6 +101,19 @@ TEST(a_page_that_others_may_open_is_not_taken) {
     CHECK_EQ(rig.store->sessions().size(), taken);
     CHECK_EQ(::access(path.c_str(), F_OK) == 0, taken == 1);
   }
+}
+
+// How many pins there are follows from the file's size.
+TEST(a_page_that_denies_its_pins_loses_none) {
+  Rig rig(16 * kMiB, 64);
+  Page page(*rig.store);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  page.pin(rig.handle(1));
+  const_cast<SessionPage&>(page.board->page()).max_pins = 0;
+  rig.restart();
+  CHECK(rig.store->remove(key(1)));
+  rig.store->settle();
+  CHECK_EQ(rig.store->stats().zombies, 1u);
 }
 
 // What cannot even be opened may be a page that protects something: no daemon starts over it, and it stays.

@@ -32,6 +32,7 @@ class Raw {
   std::optional<uint16_t> answer() {
     std::vector<uint8_t> in(protocol::kMaxMessage);
     const ssize_t got = ::recv(fd.get(), in.data(), in.size(), 0);
+    CHECK(got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK));  // silence is no end
     if (got < static_cast<ssize_t>(sizeof(protocol::Reply))) return std::nullopt;
     protocol::Reply reply;
     std::memcpy(&reply, in.data(), sizeof reply);

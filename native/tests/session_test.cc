@@ -124,6 +124,26 @@ TEST(who_waits_for_another_writer_is_told_its_end) {
   CHECK(theirs->item(1).status == Grant::Granted);  // the key is ours now
 }
 
+// Fails if only the record's state is looked at: by then it is another block's, and that one is still being written.
+TEST(who_waits_for_another_writer_waits_for_no_other_block) {
+  Daemon daemon;
+  auto a = daemon.client(), b = daemon.client();
+  const Key wanted[] = {key(1)};
+  auto mine = create(*a, wanted), theirs = create(*b, wanted);
+  CHECK(theirs->item(0).status == Grant::Pending);
+  const uint32_t record = mine->item(0).handle.record;
+  const size_t first[] = {0};
+  mine->abort(first);
+  std::vector<std::shared_ptr<Grants>> others;
+  do {
+    const Key next[] = {key(2 + others.size())};
+    others.push_back(create(*a, next));
+    CHECK(others.back()->item(0).status == Grant::Granted);
+  } while (others.back()->item(0).handle.record != record);
+  CHECK(theirs->wait_pending(deadline_in(10)));
+  CHECK(theirs->item(0).status == Grant::Granted);
+}
+
 TEST(batches_over_a_message_and_a_seal_on_the_way) {
   Daemon daemon(64 * kMiB, 4096);
   auto client = daemon.client(4096);
