@@ -156,8 +156,8 @@ void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> 
   }
 }
 
-std::vector<protocol::BlockItem> Attachment::open_blocks() {
-  std::lock_guard lock(open_mutex_);
+// The caller holds open_mutex_.
+std::vector<protocol::BlockItem> Attachment::open_items() const {
   std::vector<protocol::BlockItem> out;
   for (const auto& [writer, blocks] : open_)
     for (const Handle& block : blocks) out.push_back({block.record, 0, block.generation});
@@ -166,7 +166,9 @@ std::vector<protocol::BlockItem> Attachment::open_blocks() {
 
 // To a daemon that has just resumed the session. The caller holds socket_mutex_: no answer is being read, none is read before.
 void Attachment::tell_open(int socket) {
-  const std::vector<protocol::BlockItem> open = open_blocks();
+  std::unique_lock lock(open_mutex_);
+  const std::vector<protocol::BlockItem> open = open_items();
+  lock.unlock();
   size_t at = 0;
   do {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
@@ -178,12 +180,22 @@ void Attachment::tell_open(int socket) {
   } while (at < open.size());
 }
 
+// A second call ends a session that was resumed while the first one ran.
 void Attachment::close() {
   stop_.store(true);
-  if (foreign() || closed_.exchange(true)) return;
-  const std::vector<protocol::BlockItem> open = open_blocks();
+  if (foreign()) return;
+  if (!closed_.exchange(true)) give_up_open();
+  populator_->wanted.notify_all();
+  std::lock_guard lock(socket_mutex_);
+  connected_.store(false, std::memory_order_release);
+  socket_.reset();
+}
+
+void Attachment::give_up_open() {
+  std::vector<protocol::BlockItem> open;
   {
     std::lock_guard lock(open_mutex_);
+    open = open_items();
     open_.clear();
   }
   try {
@@ -195,10 +207,6 @@ void Attachment::close() {
   } catch (const Error&) {
     // Then the session's end gives them up.
   }
-  populator_->wanted.notify_all();
-  std::lock_guard lock(socket_mutex_);
-  connected_.store(false, std::memory_order_release);
-  socket_.reset();
 }
 
 // ---------------------------------------------------------------- attaching

@@ -79,7 +79,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  private:
   Attachment() = default;
   std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
-  std::vector<protocol::BlockItem> open_blocks();
+  std::vector<protocol::BlockItem> open_items() const;
+  void give_up_open();
   void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();

@@ -180,8 +180,9 @@ class Reader {
 template <class T>
 void append(std::vector<uint8_t>& out, const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&value);
-  out.insert(out.end(), bytes, bytes + sizeof(T));
+  const size_t at = out.size();
+  out.resize(at + sizeof value);
+  std::memcpy(out.data() + at, &value, sizeof value);
 }
 
 }  // namespace kv::protocol

@@ -1,4 +1,4 @@
-// Tiles of every codec under a few query rows, in fp32 and eight floats at once: decoding where there is no VNNI.
+// Tiles of every codec but fp32 under a few query rows, in fp32 and eight floats at once: decoding where there is no VNNI.
 //
 // Four rows at a time, and nothing laid out anew in memory: a key or value becomes floats in registers once and is multiplied
 // with four rows there, where cpu/attend_rows.h, which takes all other shapes, writes a tile of floats and transposes it. K's
@@ -15,7 +15,6 @@ namespace {
 // Elements channel..channel + 7 of a key or value.
 template <uint32_t kCodec>
 inline __m256 eight_of(const uint8_t* row, uint32_t channel) {
-  if constexpr (kCodec == KVK_F32) return _mm256_loadu_ps(reinterpret_cast<const float*>(row) + channel);
   if constexpr (kCodec == KVK_F16) return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * channel)));
   if constexpr (kCodec == KVK_BF16) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * channel));
@@ -31,7 +30,7 @@ inline __m256 eight_of(const uint8_t* row, uint32_t channel) {
   return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), places), _mm256_set1_epi32(15)));
 }
 
-constexpr uint32_t bits_of(uint32_t codec) { return codec == KVK_F32 ? 32 : codec == KVK_INT8 ? 8 : codec == KVK_INT4 ? 4 : 16; }
+constexpr uint32_t bits_of(uint32_t codec) { return codec == KVK_INT8 ? 8 : codec == KVK_INT4 ? 4 : 16; }
 
 // ---------------------------------------------------------------- scores
 

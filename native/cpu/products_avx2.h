@@ -1,7 +1,7 @@
-// What is multiplied how under a few query rows with AVX2: codes as integers where their shape fits, all else as fp32.
+// What is multiplied how under a few query rows with AVX2: codes as integers where their shape fits, short elements as fp32.
 //
-// Owns the choice. A header, because the path for AVX-512 without VNNI does the same. Invariant: says the same of a segment
-// and a number of rows each time it is asked.
+// Owns the choice. Invariants: says the same of a segment and a number of rows each time it is asked; K and V in fp32 have one
+// order of sums however many rows ask, since a suffix behind reused KV is promised the bits of a full prefill there.
 #pragma once
 
 #include "cpu/few_floats.h"
@@ -11,13 +11,15 @@ namespace kvk {
 namespace {
 
 struct FewAvx2 {
-  static bool fits(uint32_t rows, uint32_t head_dim) { return rows <= kFewRows && head_dim % 8 == 0; }
+  static bool fits(uint32_t codec, uint32_t rows, uint32_t head_dim) {
+    return codec != KVK_F32 && rows <= kFewRows && head_dim % 8 == 0;
+  }
   static uint32_t most_tokens(const kvk_segment& segment, uint32_t rows, uint32_t head_dim) {
-    return fits(rows, head_dim) ? most_of_four(segment.codec) : kTile;
+    return fits(segment.codec, rows, head_dim) ? most_of_four(segment.codec) : kTile;
   }
   static bool few(const kvk_attention& a, const Task& task, const Tile& tile, uint32_t rows, const float* q, Held& held,
                   Scratch& s) {
-    if (!fits(rows, a.head_dim)) return false;
+    if (!fits(tile.segment->codec, rows, a.head_dim)) return false;
     const auto attend = of(tile.segment->codec, a.head_dim);
     attend(a, task, tile, rows, q, held, s);
     return true;
@@ -28,8 +30,7 @@ struct FewAvx2 {
       case KVK_INT8: return fits_words(codec, head_dim) ? attend_words<KVK_INT8> : attend_four<KVK_INT8>;
       case KVK_INT4: return fits_words(codec, head_dim) ? attend_words<KVK_INT4> : attend_four<KVK_INT4>;
       case KVK_BF16: return attend_four<KVK_BF16>;
-      case KVK_F16: return attend_four<KVK_F16>;
-      default: return attend_four<KVK_F32>;
+      default: return attend_four<KVK_F16>;
     }
   }
 };

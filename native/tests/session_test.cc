@@ -292,6 +292,18 @@ TEST(a_closed_client_answers_closed_and_gives_up_its_writes) {
   CHECK(eventually([&] { return daemon.stats().used_bytes == 0; }));
 }
 
+// Fails if only the first close() ends the connection: one who resumes meanwhile brings another.
+TEST(a_session_resumed_while_its_client_closes_ends) {
+  Daemon daemon;
+  const AttachOptions options{.socket_path = daemon.path, .name = "test", .max_pins = 64};
+  const auto closing = Attachment::make(options, nullptr);
+  closing->close();
+  CHECK(eventually([&] { return Attachment::make(options, closing) == closing; }));  // its memory is mapped yet
+  CHECK(closing->connected());
+  closing->close();
+  CHECK(!closing->connected());
+}
+
 // The client's own get against a writer that evicts and deletes: every word of a block that get returned is the block's, for as
 // long as it is held. Fails if the second look at the generations is taken out of Client::pin_all (1 wrong
 // block of 212,193 in a run).
