@@ -150,7 +150,7 @@ inline void values_four(const Tile& tile, uint32_t r, uint32_t head_dim, uint32_
 
 // ---------------------------------------------------------------- the tile
 
-// Elements of 16 and 32 bits have no scales to fold, so their tiles may be short enough to stay in the first cache.
+// Elements of 16 bits have no scales to fold, so their tiles may be short enough to stay in the first cache.
 constexpr uint32_t most_of_four(uint32_t codec) { return quantised(codec) ? kFewTile : kTile; }
 
 template <uint32_t kCodec>

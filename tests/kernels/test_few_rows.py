@@ -1,4 +1,5 @@
-"""Proves the forms that multiply four rows at once: int8 and int4 on AVX-512 VNNI, every codec on AVX2.
+"""Proves the forms that multiply four rows at once: int8 and int4 on AVX-512 VNNI, every codec but
+fp32 on AVX2, where fp32 beside them must stay what it was.
 
 Against the oracle in double as in test_attention.py, over what these forms distinguish: rows of four and of
 three, one to four fours, whole and half lines of a head, tiles of 128 that are cut by blocks, groups and
