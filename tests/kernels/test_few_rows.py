@@ -103,3 +103,16 @@ def test_elements_under_windows_and_caps(path, codec, options):
     case = Case(2, 4, 64, 4, options=options)
     case.row().segment(256, 0, codec, delta=-30).segment(100, 256, codec).segment(4, 356, tail=True)
     agree(case.queries(), path, (codec, ""))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_a_row_in_fp32_has_the_same_bits_among_few_and_among_many(path, head_dim):
+    """A suffix behind reused KV is promised the bits of a full prefill."""
+    case = Case(2, 4, head_dim, 40, "float32")
+    case.row().segment(128, 0, "float32").segment(77, 128, "float32", delta=9).queries()
+    many, _ = case.run(path)
+    queries, positions = case.q, case.positions
+    for few in (1, 2, 4, 5):
+        case.q = np.ascontiguousarray(queries[:, :, -few:])
+        case.positions = np.ascontiguousarray(positions[:, -few:])
+        assert np.array_equal(case.run(path)[0], many[:, :, -few:]), few
