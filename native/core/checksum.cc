@@ -101,14 +101,49 @@ __attribute__((target("sse4.2"))) Stretches stretches_sse42(uint8_t* dst, const 
   return result;
 }
 
-// Folding: `rest` is 64 bytes with the same checksum as all bytes so far. Before the next 64 are added, each of its
-// 16-byte parts moves on by 512 bits: its earlier half times x^576, its later half times x^512, both modulo the
-// polynomial. The product of two reflected numbers is one bit short, hence one x less.
+// Folding: `rest` is as many bytes as a register has, with the same checksum as all bytes so far. Before the next are added,
+// each of its 16-byte parts moves on by so many bits: its earlier half times x^(bits + 64), its later half times x^bits, both
+// modulo the polynomial. The product of two reflected numbers is one bit short, hence one x less.
+constexpr int64_t earlier_by(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits + 63)} << 32); }
+constexpr int64_t later_by(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits - 1)} << 32); }
+
+template <bool kCopy>
+__attribute__((target("avx2,vpclmulqdq,sse4.2"))) Stretches stretches_avx2(uint8_t* dst, const uint8_t* src, size_t stretch) {
+  constexpr int64_t kEarlier = earlier_by(256), kLater = later_by(256);
+  const __m256i factors = _mm256_setr_epi64x(kEarlier, kLater, kEarlier, kLater);
+  __m256i rest[kStretches] = {};
+  for (size_t i = 0; i < stretch; i += 64) {
+    __m256i bytes[kStretches][2];  // loaded before any is stored: see stream_lines
+#pragma GCC unroll 4
+    for (size_t s = 0; s < kStretches; ++s)
+#pragma GCC unroll 2
+      for (size_t j = 0; j < 2; ++j)
+        bytes[s][j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + s * stretch + i) + j);
+#pragma GCC unroll 4
+    for (size_t s = 0; s < kStretches; ++s)
+#pragma GCC unroll 2
+      for (size_t j = 0; j < 2; ++j) {
+        if constexpr (kCopy) _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + s * stretch + i) + j, bytes[s][j]);
+        const __m256i earlier = _mm256_clmulepi64_epi128(rest[s], factors, 0x00);
+        const __m256i later = _mm256_clmulepi64_epi128(rest[s], factors, 0x11);
+        rest[s] = _mm256_xor_si256(_mm256_xor_si256(earlier, later), bytes[s][j]);
+      }
+  }
+  if constexpr (kCopy) _mm_sfence();
+  Stretches crc;
+#pragma GCC unroll 4  // indexed by a variable, `rest` would live in memory, also in the loop above
+  for (size_t s = 0; s < kStretches; ++s) {
+    alignas(32) uint8_t bytes[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), rest[s]);
+    crc[s] = extend_sse42(0, bytes, sizeof bytes);
+  }
+  return crc;
+}
+
 template <bool kCopy>
 __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(uint8_t* dst, const uint8_t* src,
                                                                                 size_t stretch) {
-  constexpr int64_t kEarlier = static_cast<int64_t>(uint64_t{power_of_x(575)} << 32);
-  constexpr int64_t kLater = static_cast<int64_t>(uint64_t{power_of_x(511)} << 32);
+  constexpr int64_t kEarlier = earlier_by(512), kLater = later_by(512);
   const __m512i factors = _mm512_set4_epi64(kLater, kEarlier, kLater, kEarlier);
   __m512i rest[kStretches] = {};
   for (size_t i = 0; i < stretch; i += 64) {
@@ -146,12 +181,14 @@ struct Path {
 constexpr Path kPortable{extend_portable, nullptr, nullptr};
 #if defined(__x86_64__)
 constexpr Path kSse42{extend_sse42, stretches_sse42<false>, stretches_sse42<true>};
+constexpr Path kAvx2{extend_sse42, stretches_avx2<false>, stretches_avx2<true>};
 constexpr Path kAvx512{extend_sse42, stretches_avx512<false>, stretches_avx512<true>};
 #endif
 
 const Path& path_of(ChecksumPath path) {
 #if defined(__x86_64__)
   if (path == ChecksumPath::Sse42) return kSse42;
+  if (path == ChecksumPath::Avx2) return kAvx2;
   if (path == ChecksumPath::Avx512) return kAvx512;
 #endif
   (void)path;
@@ -159,7 +196,7 @@ const Path& path_of(ChecksumPath path) {
 }
 
 const Path& best() {
-  for (ChecksumPath path : {ChecksumPath::Avx512, ChecksumPath::Sse42})
+  for (ChecksumPath path : {ChecksumPath::Avx512, ChecksumPath::Avx2, ChecksumPath::Sse42})
     if (supported(path)) return path_of(path);
   return kPortable;
 }
@@ -212,7 +249,8 @@ bool supported(ChecksumPath path) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (path == ChecksumPath::Sse42) return __builtin_cpu_supports("sse4.2");
-  return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+  if (!__builtin_cpu_supports("vpclmulqdq")) return false;
+  return path == ChecksumPath::Avx2 ? __builtin_cpu_supports("avx2") : __builtin_cpu_supports("avx512f");
 #else
   return false;
 #endif

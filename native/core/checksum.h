@@ -1,8 +1,8 @@
 // CRC32C (Castagnoli), the checksum of every layer of a block; alone, or of bytes on their way through a copy.
 //
-// Three paths, the best that the CPU has is chosen at run time: AVX-512 with carry-less multiplication (folds 64 bytes
-// at a time), SSE 4.2 (the crc32 instruction), and tables. A long input is worked on as four stretches side by side,
-// whose checksums are combined at the end: one stretch alone would wait for its own results.
+// Four paths, the best that the CPU has is chosen at run time: carry-less multiplication in AVX-512 (folds 64 bytes at a
+// time) or AVX2 (32 bytes), SSE 4.2 (the crc32 instruction), and tables. A long input is worked on as four stretches side by
+// side, whose checksums are combined at the end: one stretch alone would wait for its own results.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t second_bytes);
 // crc32c(src, n, crc); the bytes also go to `dst`, past the caches. Requires that dst is a multiple of 64.
 uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc = 0);
 
-enum class ChecksumPath { Portable, Sse42, Avx512 };
+enum class ChecksumPath { Portable, Sse42, Avx2, Avx512 };
 bool supported(ChecksumPath path);
 void use(ChecksumPath path);  // for tests: what all of the above use from now on
 

@@ -16,8 +16,7 @@ inline constexpr size_t kStretches = 4;
 
 #if defined(__x86_64__)
 // All loads of a step come before its stores: a load waits for a store just before it whose address is the same modulo
-// 4 KiB, and source and destination often lie alike in their pages. Otherwise that halves the speed; it still does where
-// the source lies up to 128 bytes before the destination in that sense.
+// 4 KiB, and source and destination often lie alike in their pages. copy.cc sees to sources a little before that.
 inline void stream_lines(uint8_t* dst, const uint8_t* src, size_t stretch) {
   __m128i lines[kStretches][4];
 #pragma GCC unroll 4

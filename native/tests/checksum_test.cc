@@ -10,7 +10,7 @@ using namespace kv;
 
 namespace {
 
-constexpr ChecksumPath kPaths[] = {ChecksumPath::Portable, ChecksumPath::Sse42, ChecksumPath::Avx512};
+constexpr ChecksumPath kPaths[] = {ChecksumPath::Portable, ChecksumPath::Sse42, ChecksumPath::Avx2, ChecksumPath::Avx512};
 
 template <class Test>
 void on_all_paths(Test test) {

@@ -25,7 +25,7 @@ void check_copies(size_t n, size_t dst_offset, size_t src_offset) {
   std::memset(dst.bytes.data(), 0xee, dst.bytes.size());
   copy_stream(to, from, n);
   CHECK(whole());
-  for (ChecksumPath path : {ChecksumPath::Portable, ChecksumPath::Sse42, ChecksumPath::Avx512}) {
+  for (ChecksumPath path : {ChecksumPath::Portable, ChecksumPath::Sse42, ChecksumPath::Avx2, ChecksumPath::Avx512}) {
     if (!supported(path)) continue;
     use(path);
     std::memset(dst.bytes.data(), 0xee, dst.bytes.size());
@@ -45,4 +45,25 @@ TEST(all_alignments) {
 TEST(around_the_boundaries) {
   for (size_t around : {4096, 32768, 32768 + 256, 1 << 20})
     for (size_t n = around - 65; n <= around + static_cast<size_t>(65); n += 13) check_copies(n, around % 3, 5);
+}
+
+// Sources a little before the destination modulo 4 KiB are copied downwards, in tiles where there is a checksum.
+TEST(sources_just_before_the_destination) {
+  for (size_t n : {size_t{33000}, size_t{64} << 10, (size_t{64} << 10) + 1, (size_t{200} << 10) + 77}) {
+    std::vector<uint8_t> room(2 * (n + 16384));
+    auto page = [](uint8_t* p) { return p + -reinterpret_cast<uintptr_t>(p) % 4096; };
+    uint8_t *to = page(room.data() + 4096), *source = page(room.data() + n + 16384);
+    for (size_t before : {0, 1, 16, 64, 255, 256, 257}) {
+      uint8_t* from = source + 4096 - before;
+      for (size_t i = 0; i < n; ++i) from[i] = static_cast<uint8_t>(i * 29 + (i >> 9));
+      for (bool checked : {false, true}) {
+        std::memset(to - 64, 0xee, n + 128);
+        if (checked)
+          CHECK_EQ(copy_crc32c(to, from, n), crc32c(from, n));
+        else
+          copy_stream(to, from, n);
+        CHECK(std::memcmp(to, from, n) == 0 && to[-1] == 0xee && to[n] == 0xee);
+      }
+    }
+  }
 }
