@@ -12,6 +12,7 @@
 
 #include "core/error.h"
 #include "core/polling.h"
+#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -88,7 +89,7 @@ std::vector<uint8_t> Attachment::exchange(int socket, protocol::Op op, uint32_t 
   message.msg_controllen = sizeof control;
   ssize_t got;
   thread_local Polling polling;
-  const uint64_t poll_until = polling.worthwhile() ? monotonic_ns() + kAnswerPollNs : 0;
+  const uint64_t asked_ns = monotonic_ns(), poll_until = polling.worthwhile(asked_ns) ? asked_ns + kAnswerPollNs : 0;
   int wait = poll_until ? MSG_DONTWAIT : 0;
   for (;;) {
     got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | wait);
@@ -321,7 +322,11 @@ void Attachment::wanted(uint64_t end) {
   std::lock_guard lock(populator_->mutex);
   if (end <= populator_->to) return;
   populator_->to = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
-  if (!populator_->thread.joinable()) populator_->thread = std::thread([this] { populate(); });
+  if (!populator_->thread.joinable())
+    populator_->thread = std::thread([this] {
+      name_thread("kv-populate");
+      populate();
+    });
   populator_->wanted.notify_one();
 }
 

@@ -1,6 +1,7 @@
 // When to look for a message for a while before sleeping. A processor that fell asleep takes tens of microseconds to wake, so on
 // an idle machine looking pays. On a busy one nothing sleeps, a blocked reader is woken at once, and who polls is put aside by
-// the scheduler for milliseconds. Being put aside is how this notices; then nobody polls for a while.
+// the scheduler for milliseconds. Being put aside is how this notices; then nobody polls for a while, and for longer if that was
+// so again as soon as somebody did: on an idle machine it also happens, after half a million looks or so.
 #pragma once
 
 #include <sched.h>
@@ -18,11 +19,11 @@ inline uint64_t monotonic_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// Requests that come close behind each other: a create comes before filling a block, its seal after, 1 ms where it has 16 MiB.
+// Requests that come close behind each other: a create comes before filling a block, its seal after, 2 ms where it has 16 MiB.
 // One thread notes, any may ask.
 class Stream {
  public:
-  static constexpr uint64_t kGapNs = 1'000'000;
+  static constexpr uint64_t kGapNs = 2'000'000;
   void note(uint64_t now_ns) {
     if (now_ns - last_ns_ < kGapNs) until_ns_.store(now_ns + kGapNs, std::memory_order_relaxed);
     last_ns_ = now_ns;
@@ -36,27 +37,33 @@ class Stream {
 
 class Polling {
  public:
-  bool worthwhile() const { return monotonic_ns() >= resume_ns_; }
+  static constexpr uint64_t kPutAsideNs = 500'000;  // a slice of the scheduler's is milliseconds
+  static constexpr uint64_t kMinPauseNs = 20'000'000;
+  static constexpr uint64_t kMaxPauseNs = 80'000'000;
+  static constexpr uint64_t kFewLooks = 10'000;
+
+  bool worthwhile(uint64_t now_ns) const { return now_ns >= resume_ns_; }
 
   // Between two looks: gives way to whoever wants the processor. False if that took so long that polling is over.
   bool give_way() {
     const uint64_t before = monotonic_ns();
     ::sched_yield();
-    const uint64_t after = monotonic_ns();
-    if (after - before < kPutAsideNs) return true;
-    const bool again = before - resume_ns_ < 2 * pause_ns_;
-    pause_ns_ = again ? std::min(2 * pause_ns_, kMaxPauseNs) : kMinPauseNs;
-    resume_ns_ = after + pause_ns_;
+    return looked(before, monotonic_ns());
+  }
+
+  bool looked(uint64_t before_ns, uint64_t after_ns) {
+    ++looks_;
+    if (after_ns - before_ns < kPutAsideNs) return true;
+    pause_ns_ = looks_ <= kFewLooks ? std::min(2 * pause_ns_, kMaxPauseNs) : kMinPauseNs;
+    resume_ns_ = after_ns + pause_ns_;
+    looks_ = 0;
     return false;
   }
 
  private:
-  // A slice of the scheduler's is milliseconds; what a hypervisor takes now and then is less.
-  static constexpr uint64_t kPutAsideNs = 500'000;
-  static constexpr uint64_t kMinPauseNs = 20'000'000;
-  static constexpr uint64_t kMaxPauseNs = 320'000'000;
-  uint64_t pause_ns_ = kMinPauseNs;
+  uint64_t pause_ns_ = kMinPauseNs / 2;
   uint64_t resume_ns_ = 0;
+  uint64_t looks_ = 0;  // since the last pause
 };
 
 }  // namespace kv

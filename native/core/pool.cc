@@ -10,6 +10,7 @@
 
 #include "core/block.h"
 #include "core/error.h"
+#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -23,7 +24,10 @@ Pool::~Pool() { stop(); }
 
 void Pool::start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted) {
   grown_ = std::move(grown);
-  thread_ = std::thread([this, faulted = std::move(faulted)] { run(faulted); });
+  thread_ = std::thread([this, faulted = std::move(faulted)] {
+    name_thread("kv-fault");
+    run(faulted);
+  });
 }
 
 void Pool::stop() {

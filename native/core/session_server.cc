@@ -16,6 +16,7 @@
 
 #include "core/error.h"
 #include "core/polling.h"
+#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -71,7 +72,10 @@ void SessionServer::start() {
   watch(epoll_.get(), stop_event_.get());
   watch(epoll_.get(), tenants_event_.get());
   for (const Store* store : stores_) latencies_[store];  // before the thread: from here on the map itself never changes
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this] {
+    name_thread("kv-sessions");
+    run();
+  });
 }
 
 void SessionServer::stop() {
@@ -117,7 +121,8 @@ void SessionServer::run() {
       drop_silent_connections();
     }
     epoll_event events[kBatch];
-    const bool polling = messages.runs(monotonic_ns()) && pace.worthwhile();
+    const uint64_t looked_ns = monotonic_ns();
+    const bool polling = messages.runs(looked_ns) && pace.worthwhile(looked_ns);
     const bool served = polling && serve_last();
     if (served && !connections_.count(last_served_)) next_tick = 0;
     const int count =

@@ -23,6 +23,30 @@ TEST(requests_close_behind_each_other_are_a_stream) {
   CHECK(stream.runs(begun + 4 * gap - 3) && !stream.runs(begun + 4 * gap - 2));
 }
 
+TEST(who_is_put_aside_pauses_and_longer_if_it_is_so_again_at_once) {
+  Polling pace;
+  uint64_t now = 1'000'000'000;
+  const auto look = [&](uint64_t took_ns) {
+    now += took_ns;
+    return pace.looked(now - took_ns, now);
+  };
+  const auto put_aside = [&] { CHECK(!look(Polling::kPutAsideNs)); };
+  const auto looks = [&](uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i) CHECK(look(1'000));
+  };
+  CHECK(pace.worthwhile(now));
+  for (uint64_t pause = Polling::kMinPauseNs; pause < 8 * Polling::kMaxPauseNs; pause *= 2) {
+    put_aside();
+    const uint64_t expected = std::min(pause, Polling::kMaxPauseNs);
+    CHECK(!pace.worthwhile(now + expected - 1) && pace.worthwhile(now + expected));
+    now += expected;
+    looks(Polling::kFewLooks - 1);
+  }
+  looks(1);  // once more in so many is the host's doing, and no sign of a busy machine
+  put_aside();
+  CHECK(!pace.worthwhile(now + Polling::kMinPauseNs - 1) && pace.worthwhile(now + Polling::kMinPauseNs));
+}
+
 TEST(a_store_streams_while_its_requests_do) {
   Rig rig(16 * kMiB, 16), other(16 * kMiB, 16);
   CHECK(!rig.store->streaming());

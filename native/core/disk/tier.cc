@@ -11,6 +11,7 @@
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
 #include "core/polling.h"
+#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -62,8 +63,14 @@ DiskTier::~DiskTier() { stop(); }
 void DiskTier::start() {
   owner_ = store_.open_owner();
   store_.attach_disk(wake_.get(), this);
-  thread_ = std::thread([this] { run(); });
-  scanner_ = std::thread([this] { scan(); });
+  thread_ = std::thread([this] {
+    name_thread("kv-disk");
+    run();
+  });
+  scanner_ = std::thread([this] {
+    name_thread("kv-scan");
+    scan();
+  });
 }
 
 void DiskTier::stop() {
