@@ -93,16 +93,19 @@ model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
 	@$(PY) examples/demo.py
 
+# Files side by side, as many as JOBS; what is marked `alone` waits for the others (tests/turns.py).
+BESIDE := -n $(JOBS) --dist loadfile
+
 test: model ## build and pass the tests
-	@$(VENV)/bin/ctest --test-dir build/dev --output-on-failure
-	@$(PY) -m pytest -q -m "not slow and not engines"
+	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
+	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines"
 
 test-all: model ## also the slow tests and other releases of transformers
-	@$(VENV)/bin/ctest --test-dir build/dev --output-on-failure
-	@$(PY) -m pytest -q
+	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
+	@$(PY) -m pytest -q $(BESIDE)
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
-	@$(PY) -m pytest -q -m engines tests/engines/test_releases.py
+	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/engines/test_releases.py
 
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked

@@ -23,9 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody imports torch: t
 
 import pytest
 
+from tests.turns import turn
+
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
 
 
 class DaemonFailed(AssertionError):
@@ -164,7 +166,8 @@ def remove_left_behind() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    remove_left_behind()
+    if not hasattr(session.config, "workerinput"):  # once, not by each process of `pytest -n`
+        remove_left_behind()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # Started in the background by a shell: every process of a test would inherit the deafness.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,6 +177,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`pytest -m gpu` runs from a bare checkout, with torch and the kernels: it looks at no other folder."""
     here = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
     return True if here and config.getoption("markexpr") == "gpu" and collection_path.name != "gpu" else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting for the turn is no part of the test's time
+def pytest_runtest_protocol(item: pytest.Item):
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -226,7 +237,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
 def wait_until() -> Callable[..., None]:
     """`wait_until(lambda: condition, "what is awaited", timeout_s=10)`: fails at the deadline."""
 
-    def wait(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 10.0) -> None:
+    def wait(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         pause_s = 0.001
         while not condition():

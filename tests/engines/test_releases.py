@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # transformers 5.0 refuses newer tokenizers.
 RELEASES = {"oldest": ["transformers==5.0.0", "tokenizers<=0.23.0"], "newest": ["transformers"]}
-INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 600, 900
+INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 600, 1800
 TESTS = [
     "tests/engines/test_architectures.py",
     "tests/engines/test_awq.py",

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Steps:

@@ -67,7 +67,7 @@ class Supervisor:
         with self._heard:
             self._store.append((name, os.dup(fd)))
 
-    def wait(self, condition, timeout_s: float = 20.0) -> None:
+    def wait(self, condition, timeout_s: float = 60.0) -> None:
         with self._heard:
             assert self._heard.wait_for(condition, timeout_s), f"{self.said}\n{self.daemon.log()}"
 

@@ -26,6 +26,20 @@ def disk(tmp_path):
         yield made
 
 
+def test_what_a_machine_lacks_is_the_reason_of_a_skip(tmp_path, monkeypatch):
+    """No root, no program, no cgroup: skipped by name, nothing left mounted or made."""
+    monkeypatch.setattr("tests.fault.devices.CGROUPS", tmp_path)
+    with pytest.raises(pytest.skip.Exception, match="no cgroup v1 controller blkio"), cgroup("blkio"):
+        pass
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(pytest.skip.Exception, match=r"no mkfs\.ext4 on"), small_disk(tmp_path, 1):
+        pass
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(pytest.skip.Exception, match="mounting needs root"), small_disk(tmp_path, 1):
+        pass
+
+
 @pytest.mark.root
 def test_the_disk_is_full(rig, disk, integrity):
     kv = rig(directory=disk.path / "kv")
@@ -144,6 +158,7 @@ def test_too_little_memory(rig, integrity):
         assert kv.sound(integrity) >= 4
 
 
+@pytest.mark.alone  # counts the host's slots
 def test_eight_daemons_with_queues_on_one_host(daemon, tmp_path):
     """Peers' case 9: small queues, so that the third process starts, and the eighth."""
     before = int(AIO_NOW.read_text())
@@ -164,6 +179,7 @@ def test_eight_daemons_with_queues_on_one_host(daemon, tmp_path):
 
 
 @pytest.mark.root
+@pytest.mark.alone  # takes the host's slots away
 def test_no_queue_is_left_on_the_host(rig, integrity):
     """The daemon says so and works with threads."""
     before = AIO_MAX.read_text()
