@@ -63,6 +63,34 @@ def test_every_damage_is_the_same_miss_every_time(rig, integrity, restarted):
     kv.sound(integrity)
 
 
+def test_absurd_lengths_cost_no_memory(rig, integrity):
+    """Peers' case 5: lengths in a header, under a checksum that fits, take no memory for what they say."""
+    kv = rig()
+    absurd = re.compile("huge|another page|longer")
+    damages = {name: do for name, do in header_damages().items() if absurd.search(name)}
+    assert len(damages) >= 7
+    keys = kv.put_on_disk(len(damages) + 1)
+    assert all(kv.load(keys))
+    kv.evict()
+    assert kv.load(keys[-1:]) == [True], "whatever one load takes is taken"
+    before = address_space_peak(kv.daemon.pid)
+    for key, damage in zip(keys, damages.values(), strict=False):
+        damage(kv.file_of(key))
+    assert kv.load(keys) == [False] * len(damages) + [True]
+    assert address_space_peak(kv.daemon.pid) - before < MOST_GROWTH
+    kv.sound(integrity)
+
+
+# Of address space, which threads reserve. A length that was believed is 1 GiB at least.
+MOST_GROWTH = 512 << 20
+
+
+def address_space_peak(pid: int) -> int:
+    """The most that ever was mapped: also what was given back at once, or never touched."""
+    (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmPeak" in one]
+    return int(line.split()[1]) << 10
+
+
 def remake(kv: DiskRig, keys: list[bytes], paths: dict[str, Path]) -> None:
     """The keys can be put again, in memory at least."""
     for at in range(0, len(keys), 12):

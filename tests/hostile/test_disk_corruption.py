@@ -44,6 +44,38 @@ def test_no_damage_is_served(rig, integrity, running):
     disk.serves()
 
 
+NAMES = [  # "K" is the key of a block that was put
+    "notes", "a.kv", "A" * 64 + ".kv", "0" * 63 + ".kv", "0" * 65 + ".kv", "K.kv~", "K", ".K.kv", "K.KV",
+    "K.kv.kv", "../K.kv", "../../K.kv", "0/K.kv", "a b\n\x1b[2J.kv", "\udcff\udcfe.kv", "x" * 255,
+]  # fmt: skip
+
+
+def test_names_that_are_no_keys_are_nobodys_blocks(rig, integrity):
+    """Each holds the bytes of a good block: it is neither found nor counted, and stays where it is."""
+    disk = rig(args=("--log-level", "debug"))
+    keys = disk.put_on_disk(3)
+    disk.daemon.stop()
+    taken = disk.file_of(keys[0])
+    bytes_of_it, strays = taken.read_bytes(), []
+    for name in NAMES:
+        path = taken.parent / name.replace("K", keys[0].hex())
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes_of_it)
+        strays.append(path)
+    taken.unlink()
+    disk.restart(memory_too=True)
+    assert disk.load(keys) == [False, True, True]
+    now = disk.counters()
+    assert now["disk_files"] == 2 and now["disk_bytes"] == 2 * len(bytes_of_it), now
+    disk.delete(keys)
+    disk.restart(memory_too=True)
+    disk.settled()
+    assert all(path.read_bytes() == bytes_of_it for path in strays)
+    assert "\x1b" not in disk.daemon.log(), "nor does a name reach a terminal as it is"
+    disk.delete(disk.put_on_disk(2))
+    integrity(disk.daemon)
+
+
 def test_swapped_files_are_two_misses(rig, integrity):
     disk = rig()
     keys = disk.put_on_disk(3)
