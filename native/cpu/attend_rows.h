@@ -81,22 +81,27 @@ constexpr float middle(uint32_t codec) { return codec == KVK_INT8 ? 128.0f : 8.0
 
 // ---------------------------------------------------------------- products in fp32
 
+constexpr uint32_t kPanelRows = V::kLanes == 16 ? 4 : 6;  // with a panel's columns: what the registers hold
+
 // out[r][j] (+)= sum over k of a[r][k] * b[k][j], for `kWide` vectors of j.
 template <uint32_t kHigh, uint32_t kWide, bool kAdd>
 inline void multiply_panel(const float* a, uint32_t a_stride, const float* b, int64_t b_stride, uint32_t depth, float* out,
                            uint32_t out_stride) {
   V::T sum[kHigh][kWide];
+  const float* row[kHigh];
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kHigh; ++r) {
+    row[r] = a + r * a_stride;
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = kAdd ? V::load(out + r * out_stride + j * V::kLanes) : V::zero();
-  for (uint32_t k = 0; k < depth; ++k, b += b_stride) {
+  }
+  for (size_t k = 0; k < depth; ++k, b += b_stride) {
     V::T column[kWide];
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = V::load(b + j * V::kLanes);
 #pragma GCC unroll 8
     for (uint32_t r = 0; r < kHigh; ++r) {
-      const V::T factor = V::all(a[r * a_stride + k]);
+      const V::T factor = V::all(row[r][k]);
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = V::fma(factor, column[j], sum[r][j]);
     }
@@ -107,24 +112,25 @@ inline void multiply_panel(const float* a, uint32_t a_stride, const float* b, in
     for (uint32_t j = 0; j < kWide; ++j) V::store(out + r * out_stride + j * V::kLanes, sum[r][j]);
 }
 
-template <uint32_t kHigh, bool kAdd>
-inline void multiply_rows(const float* a, uint32_t a_stride, const float* b, int64_t b_stride, uint32_t depth, float* out,
-                          uint32_t out_stride, uint32_t columns) {
-  constexpr uint32_t kWide = V::kLanes == 16 ? 4 : 2;  // what the registers hold
-  uint32_t j = 0;
-  for (; j + kWide * V::kLanes <= columns; j += kWide * V::kLanes)
-    multiply_panel<kHigh, kWide, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride);
-  for (; j < columns; j += V::kLanes) multiply_panel<kHigh, 1, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride);
+template <uint32_t kWide, bool kAdd>
+inline void multiply_columns(const float* a, uint32_t a_stride, uint32_t rows, const float* b, int64_t b_stride, uint32_t depth,
+                             float* out, uint32_t out_stride) {
+  uint32_t r = 0;
+  for (; r + kPanelRows <= rows; r += kPanelRows)
+    multiply_panel<kPanelRows, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride);
+  for (; r < rows; ++r)
+    multiply_panel<1, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride);
 }
 
+// All rows with some columns before the next: a tile of 64 times 128 floats fills the first cache, some columns of it do not.
 template <bool kAdd>
 inline void multiply(const float* a, uint32_t a_stride, uint32_t rows, const float* b, int64_t b_stride, uint32_t depth,
                      float* out, uint32_t out_stride, uint32_t columns) {
-  uint32_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    multiply_rows<4, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride, columns);
-  for (; r < rows; ++r)
-    multiply_rows<1, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride, columns);
+  constexpr uint32_t kWide = V::kLanes == 16 ? 4 : 2;  // what the registers hold
+  uint32_t j = 0;
+  for (; j + kWide * V::kLanes <= columns; j += kWide * V::kLanes)
+    multiply_columns<kWide, kAdd>(a, a_stride, rows, b + j, b_stride, depth, out + j, out_stride);
+  for (; j < columns; j += V::kLanes) multiply_columns<1, kAdd>(a, a_stride, rows, b + j, b_stride, depth, out + j, out_stride);
 }
 
 // Keys or values of a tile as floats, [count][width], the last ones of a row 0.
@@ -217,15 +223,17 @@ inline V::T in_base_2(V::T score, float scale, float softcap) {
 }
 
 // Scores of a row become weights; the row's sums are brought to the new largest score. `count` is padded with unseen keys.
-inline void softmax_row(const kvk_attention& a, Seen keys, uint32_t count, uint32_t width, uint32_t r, Scratch& s) {
+// `kWhole`: a full tile, all of it seen; the same arithmetic without a question a register.
+template <bool kWhole>
+inline void softmax_of(const kvk_attention& a, Seen keys, uint32_t count, uint32_t width, uint32_t r, Scratch& s) {
   float* row = s.scores + r * kTile;
   const V::T never = V::all(-__builtin_inff());
-  const uint32_t vectors = (count + V::kLanes - 1) / V::kLanes;
+  const uint32_t vectors = kWhole ? kTile / V::kLanes : (count + V::kLanes - 1) / V::kLanes;
   V::T score[kTile / V::kLanes], largest = never;
   for (uint32_t i = 0; i < vectors; ++i) {
     const int base = static_cast<int>(i * V::kLanes);
     score[i] = in_base_2(V::load(row + base), a.scale, a.softcap);
-    if (keys.start > base || keys.stop < base + static_cast<int>(V::kLanes))
+    if (!kWhole && (keys.start > base || keys.stop < base + static_cast<int>(V::kLanes)))
       score[i] = V::between(keys.start - base, keys.stop - base, score[i], never);
     largest = V::max(score[i], largest);  // a NaN that came before gives way: found again in the weights
   }
@@ -247,12 +255,19 @@ inline void softmax_row(const kvk_attention& a, Seen keys, uint32_t count, uint3
   for (uint32_t i = 0; i < vectors; ++i) {
     const int base = static_cast<int>(i * V::kLanes);
     V::T weight = exp2(V::sub(score[i], V::all(now)));
-    if (keys.start > base || keys.stop < base + static_cast<int>(V::kLanes))
+    if (!kWhole && (keys.start > base || keys.stop < base + static_cast<int>(V::kLanes)))
       weight = V::between(keys.start - base, keys.stop - base, weight, V::zero());
     V::store(row + base, weight);
     total = V::add(total, weight);
   }
   s.total[r] += V::sum(total);
+}
+
+inline void softmax_row(const kvk_attention& a, Seen keys, uint32_t count, uint32_t width, uint32_t r, Scratch& s) {
+  if (keys.start == 0 && keys.stop == static_cast<int>(kTile))
+    softmax_of<true>(a, keys, count, width, r, s);
+  else
+    softmax_of<false>(a, keys, count, width, r, s);
 }
 
 // ---------------------------------------------------------------- the task

@@ -1,19 +1,11 @@
-// The path for CPUs with AVX2, FMA and F16C: a few rows' codes as integers (cpu/products_avx2.h), all else as fp32.
+// The path for CPUs with AVX2, FMA and F16C: codes as integers, the rest as fp32 (cpu/products_avx2.h).
 #include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_avx2.h"
 
 namespace kvk {
-namespace {
 
-struct Avx2 : FewAvx2 {
-  static bool scores(const Tile&, uint32_t, uint32_t, uint32_t, const float*, Held&, Scratch&) { return false; }
-  static bool values(const Tile&, uint32_t, uint32_t, uint32_t, Scratch&) { return false; }
-};
-
-}  // namespace
-
-const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<Avx2>};
+const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<ProductsAvx2>};
 
 }  // namespace kvk

@@ -1,4 +1,5 @@
-// What is multiplied how under a few query rows with AVX2: codes as integers where their shape fits, short elements as fp32.
+// What is multiplied how with AVX2: codes as integers where their shape fits; under a few query rows short elements as fp32 in
+// registers, all else as fp32.
 //
 // Owns the choice. Invariants: says the same of a segment and a number of rows each time it is asked; K and V in fp32 have one
 // order of sums however many rows ask, since a suffix behind reused KV is promised the bits of a full prefill there.
@@ -6,11 +7,12 @@
 
 #include "cpu/few_floats.h"
 #include "cpu/few_words.h"
+#include "cpu/tile_words.h"
 
 namespace kvk {
 namespace {
 
-struct FewAvx2 {
+struct ProductsAvx2 {
   static bool fits(uint32_t codec, uint32_t rows, uint32_t head_dim) {
     return codec != KVK_F32 && rows <= kFewRows && head_dim % 8 == 0;
   }
@@ -22,6 +24,18 @@ struct FewAvx2 {
     if (!fits(tile.segment->codec, rows, a.head_dim)) return false;
     const auto attend = of(tile.segment->codec, a.head_dim);
     attend(a, task, tile, rows, q, held, s);
+    return true;
+  }
+  static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t, const float* q, Held& held, Scratch& s) {
+    const uint32_t codec = tile.segment->codec;
+    if (!fits_words(codec, head_dim)) return false;
+    (codec == KVK_INT8 ? scores_rows<KVK_INT8> : scores_rows<KVK_INT4>)(tile, rows, head_dim, q, held, s);
+    return true;
+  }
+  static bool values(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t, Scratch& s) {
+    const uint32_t codec = tile.segment->codec;
+    if (!fits_words(codec, head_dim)) return false;
+    (codec == KVK_INT8 ? values_rows<KVK_INT8> : values_rows<KVK_INT4>)(tile, rows, head_dim, s);
     return true;
   }
   static auto of(uint32_t codec, uint32_t head_dim)

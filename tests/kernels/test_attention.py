@@ -29,9 +29,8 @@ def path(request, monkeypatch):
 
 
 def multiplied_as_integers(case: Case, held: set[str]) -> bool:
-    """Whether AVX2 takes codes as integers (cpu/few_words.h): up to 16 rows, whole lines of 32 bytes."""
-    line = 32 if "int8" in held else 64
-    return (case.group * case.tokens - 1) % 64 < 16 and case.head_dim % line == 0 and case.head_dim <= 256
+    """Whether AVX2 takes codes as integers (cpu/few_words.h, cpu/tile_words.h): whole lines of 32 bytes."""
+    return case.head_dim % (32 if "int8" in held else 64) == 0 and case.head_dim <= 256
 
 
 def agree(case: Case, path: str, codecs: tuple[str, ...] = ()) -> None:
@@ -95,6 +94,29 @@ def test_parts_of_blocks(path, codec, group, first):
     case = Case(2, 3, 64, 2)
     case.row().segment(77, 10, codec, first=first, group=group, after=9).segment(1, 87, tail=True)
     agree(case.queries(), path, (codec,))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [17, 23, 64, 70])
+@pytest.mark.parametrize(("group", "first", "keys"), [(32, 5, 77), (64, 45, 150), (128, 0, 129), (32, 64, 1)])
+def test_codes_under_many_rows(path, codec, head_dim, tokens, group, first, keys):
+    """Rows beyond whole panels, tiles that end between two keys, groups that begin within a tile."""
+    case = Case(2, 1, head_dim, tokens, seed=tokens)
+    case.row().segment(keys, 3, codec, first=first, group=group, after=3).segment(tokens, keys + 3, tail=True)
+    agree(case.queries(), path, (codec, ""))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_sums_of_the_largest_integers(path, codec, tokens):
+    """256 products of the largest query with the largest code, the same for every channel."""
+    case = Case(1, 1, 256, tokens)
+    keys = np.where(np.arange(64)[None, :, None] % 2, 8.0, -8.0) * np.ones((1, 64, 256))
+    case.row().segment(64, 0, codec, keys=keys, values=keys).segment(tokens, 64, tail=True)
+    case.queries()
+    case.q[...] = 0.05
+    agree(case, path, (codec, ""))
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
