@@ -74,8 +74,8 @@ def attach(
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
     this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
     behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
-    or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes only, which
-    are exact. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
+    "attention" or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes
+    only. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
     "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
     then is near what was computed. chunker: where prompts are cut into blocks (kvclient.blocks.chunker),
     all but "fixed" by what `tokenizer` says. overlap_tokens: of true context before each part that warm()

@@ -1,18 +1,19 @@
 """One forward pass over a prompt of which some stretches are reused: in the first layers the tokens that may
-be chosen, in the rest those that were.
+be chosen, in the rest those that were. Where the question chooses, a pass of the live tokens comes first.
 
 Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
 model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
 and takes its hooks off when the pass is over. Invariant: every column of every layer holds either what the
-model computed in this pass or what a verified block holds, moved to its place; a row attends to exactly the
-columns up to its own.
+model computed in these passes or what a verified block holds, moved to its place (and, where the question
+chose, by its neighbours' drift); a row attends to exactly the columns up to its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 
 from kvclient.blocks.cover import Segment
 from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.asked import Asked
 from kvclient.hf.attention.backends import NAMES
 from kvclient.hf.attention.registered import PREFIX, at
 from kvclient.hf.cache import Shape, StoreLayer, as_array
+from kvclient.hf.drift import Drift
 from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock, Lost
 from kvclient.hf.repair import Repair
@@ -78,7 +81,15 @@ class Blend:
         self._chosen = not checks
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
-        if not checks:
+        self.asked: Asked | None = None  # while live rows are computed over what is stored
+        self.drift: Drift | None = None
+        if interior.repair.asks(segments, exact):
+            self.asked = Asked(length, length - segments[-1].stop, len(interior.decoder))
+            live = torch.ones(length, dtype=torch.bool)
+            for segment in segments:
+                live[segment.start : segment.stop] = False
+            self._choose(live)
+        elif not checks:
             self._choose(self._fresh)
 
     @property
@@ -117,9 +128,29 @@ class Blend:
         deviation[columns] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
         self._choose(self._interior.repair.worst(deviation, self._fresh, self._scanned))
 
-    def _choose(self, fresh: torch.Tensor) -> None:
-        self._rows, self._chosen, self._mask = torch.nonzero(fresh[self.exact :]).squeeze(1), True, None
-        self.recomputed = len(self._rows) - (self.length - self.exact - self.found)
+    def _choose(self, fresh: torch.Tensor, done: int = 0) -> None:
+        """done: columns from the pass's first on that are as they have to be."""
+        rows = torch.nonzero(fresh[self.exact :]).squeeze(1)
+        self.recomputed = len(rows) - (self.length - self.exact - self.found)
+        self._rows, self._chosen, self._mask = rows[rows >= done], True, None
+
+    def ask(self, run: Callable[[], Any]) -> None:
+        """run: the pass of live rows over what is stored. The one that follows counts."""
+        assert self.asked is not None
+        with contextlib.suppress(_Seen):
+            run()
+        attention, self.asked = self.asked.of(), None
+        repair, segments = self._interior.repair, self._segments
+        if attention is None and repair.attended_ratio == 1:
+            attention = torch.zeros(self.length)  # all are chosen
+        if attention is None:  # computed by another's attention, which tells nothing
+            self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
+            self._chosen, self._mask = False, None
+            return
+        chosen = repair.attended(attention, self._fresh)
+        self.drift = Drift(self._interior.rope, segments, chosen)
+        # What stands before all that is reused has been computed as it must be.
+        self._choose(chosen, 0 if chosen.all() else segments[0].start - self.exact)
 
     # ---------------------------------------------------------------- the model's side
 
@@ -141,6 +172,10 @@ class Blend:
         if self.looking:
             return None
         before = self._rows
+        if self.asked is not None and index == self.asked.stop:
+            self._rows, self._mask = before[before < self._segments[0].start - self.exact], None
+            if not len(self._rows):
+                raise _Seen
         if index == self.cut and not self._chosen:
             self._look(module, *self._cut(args, dict(kwargs), before))
         if self.whole:
@@ -203,7 +238,7 @@ class Blend:
 
 
 class _Seen(Exception):
-    """K and V of all rows of a layer are there. Internal: ends the look."""
+    """K and V of all rows of a layer are there. Internal: ends the look, or the pass that asks."""
 
 
 class _Hook:
@@ -224,6 +259,7 @@ class BlendLayer(StoreLayer):
     def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
         super().__init__(index, shape, *args, **kwargs)
         self._blend: Blend | None = blend
+        self._asked = False  # and so holds what is stored
         self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
 
     def update(
@@ -237,12 +273,17 @@ class BlendLayer(StoreLayer):
             self._seen = columns, key_states, value_states
             blend.check(self.index, storage)
             raise _Seen
+        if blend is not None and blend.asked is not None:
+            return self._ask(blend, blend.asked, key_states, value_states)
         self._blend = None
         if blend is None or blend.whole:
             return super().update(key_states, value_states, *args, **kwargs)
         storage = self._room(blend.length, key_states)
         columns = blend.columns().to(storage.device)
-        blend.load(self.index, storage)
+        if not self._asked or blend.drift is None:
+            blend.load(self.index, storage)
+        if blend.drift is not None:
+            blend.drift.add(self.index, storage, columns, torch.stack([key_states, value_states]))
         if self._seen is not None:
             looked, *fresh = self._seen
             storage[0][:, :, looked], storage[1][:, :, looked] = fresh
@@ -253,6 +294,22 @@ class BlendLayer(StoreLayer):
         if self.written is not None:
             self.written(self.index, blend.exact, blend.length, storage, self.origin)
         return self.keys, self.values
+
+    def _ask(
+        self, blend: Blend, asked: Asked, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self._length
+        storage = self._room(blend.length, key_states)
+        columns = blend.columns().to(storage.device)
+        blend.load(self.index, storage)
+        storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
+        self._asked = True
+        if self.index == asked.last:
+            raise _Seen
+        self._show(blend.length)
+        keys, values = asked.handed(self.index, self.keys), self.values
+        self._show(before)  # the pass that follows begins where this one did
+        return keys, values
 
 
 def compared(

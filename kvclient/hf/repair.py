@@ -8,7 +8,10 @@ computed; at ratio 1.0 every token is.
     cacheblend  layers before check_layer in full for the first scan_tokens behind each seam; there K and V of
                 these are compared with the fresh ones, and only as many as the fraction `ratio` of all, those
                 that deviate most, are computed from there on
-    auto        cacheblend on approximate chunks; exact ones stay untouched under every strategy
+    attention   the fraction `attended_ratio` that the live question attends to most, in a pass of the live
+                tokens over what is stored; what is not computed is moved by what its neighbours were off by
+    auto        attention where an approximate chunk stands behind `behind_tokens` that it may not have been
+                computed behind, else cacheblend; exact ones stay untouched under every strategy
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from kvclient.blocks.cover import Segment
 from kvclient.errors import InvalidArgument
 
 DEEP = 20  # layers
-METHODS = ("none", "selective", "cacheblend", "auto")
+METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 
 
 @dataclass(frozen=True)
 class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
+    attended_ratio: float = 0.18  # of the approximate tokens (attention)
+    behind_tokens: int = 256  # before a chunk, inexact: so many are worth asking the question (auto)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
     check_layer: int | None = None
@@ -42,11 +47,12 @@ class Repair:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
-        if not 0 <= self.ratio <= 1:
-            raise InvalidArgument(f"ratio={self.ratio!r}; it must be 0 to 1")
+        for name in ("ratio", "attended_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must be 0 to 1")
         if self.check_layer is not None and self.check_layer < 0:
             raise InvalidArgument(f"check_layer={self.check_layer!r}; it must not be negative")
-        for name in ("scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
+        for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
             if getattr(self, name) < 0:
                 raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must not be negative")
         if self.min_tokens < 1:
@@ -54,8 +60,15 @@ class Repair:
 
     @property
     def checks(self) -> bool:
-        """Whether tokens are chosen by their deviation."""
-        return self.method in ("cacheblend", "auto")
+        """Whether tokens are chosen by their deviation, where the question is not asked."""
+        return self.method in ("cacheblend", "attention", "auto")
+
+    def asks(self, segments: Sequence[Segment], exact: int) -> bool:
+        """Whether tokens are chosen by the question's attention. exact: where the exact prefix ends."""
+        if self.method == "auto":
+            far = any(segment.start - exact >= self.behind_tokens for segment in segments)
+            return far and self.attended_ratio > self.ratio
+        return self.method == "attention"
 
     def cut(self, layers: int) -> int:
         """The first layer that only chosen tokens go through."""
@@ -87,7 +100,16 @@ class Repair:
     def worst(self, deviation: torch.Tensor, fresh: torch.Tensor, scanned: torch.Tensor) -> torch.Tensor:
         """`fresh` with those of the scanned tokens added that deviate most. All over all columns."""
         candidates = torch.nonzero(scanned & ~fresh).squeeze(1)
-        count = min(math.ceil(self.ratio * int((~fresh).sum())), len(candidates))
-        out = fresh.clone()
-        out[candidates[deviation[candidates].topk(count).indices]] = True
-        return out
+        return _most(deviation, candidates, self.ratio * int((~fresh).sum()), fresh)
+
+    def attended(self, attention: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """`fresh` with those of the other tokens added that are attended to most. All over all columns."""
+        candidates = torch.nonzero(~fresh).squeeze(1)
+        return _most(attention, candidates, self.attended_ratio * len(candidates), fresh)
+
+
+def _most(score: torch.Tensor, candidates: torch.Tensor, count: float, fresh: torch.Tensor) -> torch.Tensor:
+    out = fresh.clone()
+    best = score[candidates].topk(min(math.ceil(count), len(candidates))).indices
+    out[candidates[best]] = True
+    return out

@@ -89,6 +89,8 @@ class Request:
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
+                    if self._blend is not None and self._blend.asked is not None:
+                        self._blend.ask(run)
                     outputs = run()
                 break
             except Lost:

@@ -29,8 +29,8 @@ from kvclient.hf.verify import verify as measure
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
 
-STRATEGIES = ("none", "selective", "cacheblend")
-RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective": the cheapest first
+STRATEGIES = ("none", "selective", "cacheblend", "attention")
+RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective", before "attention": the cheapest first
 ROOM = 4  # prompts' worth of blocks a trial's store has room for
 
 
@@ -68,6 +68,8 @@ def calibrate(
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
     }
+    attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
+    repairs["attention"] = dataclasses.replace(interior.repair, **attended)
     verification = _measure(kv, model, interior, repairs, prompts)
     for name, repair in repairs.items():
         if verification[name].passed:

@@ -46,12 +46,13 @@ def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
         "none",
         "selective",
         "cacheblend",
+        "attention",
     ]
-    prefix, none, _, blend = measured.outcomes
+    prefix, none, _, blend, attention = measured.outcomes
     assert prefix.passed and prefix.mean_kl < 1e-6 and prefix.top1 == 1 and prefix.first_divergence is None
     assert prefix.found > 0.9 and none.found > 0.6
     assert none.mean_kl > 1e-3 and none.max_kl >= none.mean_kl and not none.passed
-    assert blend.mean_kl < none.mean_kl
+    assert blend.mean_kl < none.mean_kl and attention.mean_kl < none.mean_kl
     assert all(outcome.ttft_s > 0 and outcome.cold_ttft_s > 0 for outcome in measured.outcomes)
     assert not measured.passed
     assert "FAILED" in str(measured) and "cacheblend" in str(measured)
@@ -140,7 +141,7 @@ def test_calibration_takes_the_cheapest_that_passes(kv, monkeypatch):
     monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
     tried = [(o.strategy, o.mean_kl) for o in kv.calibrate(PROMPTS).outcomes[1:]]
     names = [name for name, _ in tried]
-    assert names == ["selective", "cacheblend 0.05", "cacheblend 0.10", "cacheblend 0.15"]
+    assert names == ["selective", "cacheblend 0.05", "cacheblend 0.10", "cacheblend 0.15", "attention"]
     best = min(kl for _, kl in tried)
     monkeypatch.setattr(verify, "MAX_MEAN_KL", best)
     kv.calibrate(PROMPTS)

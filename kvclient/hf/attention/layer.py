@@ -24,6 +24,7 @@ from kvclient.hf.cache import GROWTH, Shape, StoreLayer, as_array
 from kvclient.kernels import contract
 
 HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
+ASK = "_kvclient_ask"  # …of keys whose attention is to show its queries: a function
 _pending = threading.local()  # the layer whose attention has not been asked for yet
 
 
@@ -317,3 +318,9 @@ def expect_nothing() -> None:
 def forget_pending() -> None:
     """A call begins, or has ended: what an earlier one left behind is nobody's."""
     _pending.layer = None
+
+
+def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
+    """The attention that these keys were handed to has its queries."""
+    if (ask := getattr(keys, ASK, None)) is not None:
+        ask(keys, query, scale)

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, fused, plain, twin
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.layer import HANDLE, in_step, layer_of
+from kvclient.hf.attention.layer import HANDLE, in_step, layer_of, tell
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -193,6 +193,8 @@ def attention(
         )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    if not torch.compiler.is_compiling():
+        tell(key, query, scale)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
     starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
     position = None if attention_mask is None else getattr(attention_mask, "_kvclient_positions", None)

@@ -1,0 +1,240 @@
+"""Repair by the question's attention: the tokens it attends to are computed anew, the others moved by what
+those were off by.
+
+Owns the rules of kvclient.hf's `attention` repair on a tiny random model and the in-memory fake. The
+attention expected here is transformers' own, over the cache that a pass without repair leaves behind.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kvclient.blocks.cover import APPROXIMATE, Segment
+from kvclient.hf.asked import Asked
+from kvclient.hf.attention import registered
+from kvclient.hf.attention.layer import tell
+from kvclient.hf.attention.registered import without
+from kvclient.hf.blend import Blend
+from kvclient.hf.drift import PRIOR, REACH, Drift
+from kvclient.hf.repair import Repair
+from kvclient.hf.rope import Rope, Turning, rotated
+from tests.e2e.test_hf_inside import DOCUMENT, attach, divergence  # noqa: F401
+from tests.engines.zoo import build, generate, prompt
+
+LAYERS, ASKED = 6, slice(1, 4)  # the layers that are asked
+BARE = {"sink_tokens": 0, "recency_tokens": 0}
+SHIFT, QUESTION = 13, 9
+
+
+def asked(shift):
+    return torch.cat([prompt(shift, seed=7), DOCUMENT, prompt(QUESTION, seed=4)], dim=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", layers=LAYERS)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The columns of each pass that were chosen, and what of them goes through the layers."""
+    seen = []
+    own = Blend._choose
+
+    def choose(blend, fresh, *args):
+        own(blend, fresh, *args)
+        seen.append((torch.nonzero(fresh).squeeze(1).tolist(), blend.columns().tolist()))
+
+    monkeypatch.setattr(Blend, "_choose", choose)
+    return seen
+
+
+@torch.no_grad()
+def attention_of_the_question(model, cache, ids):
+    """Per column, by transformers' eager attention over what is stored."""
+    for layer in cache.layers:
+        layer.crop(-(layer.get_seq_length() - (ids.shape[1] - QUESTION)))
+    with without(model):
+        before = model.config._attn_implementation
+        model.config._attn_implementation_internal = "eager"
+        out = model(ids[:, -QUESTION:], past_key_values=cache, output_attentions=True)
+        model.config._attn_implementation_internal = before
+    return sum(layer[0].square().sum((0, 1)) for layer in out.attentions[ASKED])
+
+
+def test_what_the_question_attends_to_is_computed_anew(attach, model, chosen):  # noqa: F811
+    ids = asked(SHIFT)
+    kv = attach(Repair("none", **BARE))
+    with kv.bypass(read=False):
+        _, _, stored = generate(model, ids, 1)
+    assert kv.last.approximate_tokens == 100
+    attention = attention_of_the_question(model, stored, ids)[SHIFT : SHIFT + 100]
+    kv.detach()
+    kv = attach(Repair("attention", attended_ratio=0.2, **BARE))
+    chosen.clear()
+    with kv.bypass(read=False):
+        generate(model, ids, 1)
+    (first, scouted), (picked, rows) = chosen
+    live = [*range(SHIFT), *range(SHIFT + 100, SHIFT + 100 + QUESTION)]
+    assert first == scouted == live
+    wanted = sorted((attention.topk(20).indices + SHIFT).tolist())
+    assert [column for column in picked if column not in live] == wanted
+    assert rows == [*wanted, *live[SHIFT:]]  # what stands before the document was right in the first pass
+    assert kv.last.recomputed_tokens == 20 and kv.last.approximate_tokens == 100
+
+
+def test_the_first_pass_ends_where_nobody_is_asked(attach, model):  # noqa: F811
+    """From there on only what stands before the document goes on; where nothing does, it is over."""
+    rows = []
+    kv = attach(Repair("attention", attended_ratio=0.2, **BARE))
+    hooks = [
+        layer.mlp.register_forward_hook(lambda _m, args, _out: rows.append(args[0].shape[1]))
+        for layer in model.model.layers
+    ]
+    kv._watch = type(kv._watch)(model)  # these hooks are no change of the model
+    try:
+        for shift, once in ((SHIFT, [SHIFT + QUESTION] * 4 + [SHIFT]), (0, [QUESTION] * 4)):
+            rows.clear()
+            with kv.bypass(read=False):
+                generate(model, asked(shift), 1)
+            assert kv.last.approximate_tokens == 100
+            assert rows[:-LAYERS] == once  # of the last layer keys and values are all that is wanted
+            assert rows[-LAYERS:] == [20 + QUESTION] * LAYERS
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_planted_attention_is_found():
+    """Every head of the second group looks at three keys; the others at all alike."""
+    heads, group, length, planted = 2, 3, 50, [7, 8, 31]
+    keys, query = torch.zeros(1, heads, length, 16), torch.zeros(1, heads * group, 4, 16)
+    query[:, group:, :, 0] = 1.0
+    keys[:, 1, planted, 0] = 40.0
+    keys[:, 0, 20, 0] = 40.0  # of a group that does not look for it
+    one = Asked(length, 4, 6)
+    for layer in (0, 4, 5):
+        tell(one.handed(layer, keys), query, 1.0)
+    assert one.of() is None  # neither the first layers nor the last are asked
+    tell(one.handed(1, keys), query, 1.0)
+    found = one.of()
+    assert found.topk(3).indices.sort().values.tolist() == planted
+    # The first row of the question sees all but its followers; the last sees itself too.
+    assert found[length - 1] < found[length - 2] < found[length - 3] < found[length - 4]
+
+
+@pytest.mark.parametrize("shift", [1, 16, 40])
+def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, shift):  # noqa: F811
+    kv = attach(Repair("attention", attended_ratio=1.0))
+    tokens, logits, cache = generate(model, asked(shift))
+    assert kv.last.approximate_tokens == 100 and kv.last.recomputed_tokens == 100
+    with kv.bypass():
+        plain, plain_logits, plain_cache = generate(model, asked(shift))
+    assert torch.equal(tokens, plain) and torch.equal(logits, plain_logits)
+    for ours, theirs in zip(cache.layers, plain_cache.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+def errors_of(attach, model, ratios):  # noqa: F811
+    kv = attach("none")
+    with kv.bypass():
+        plain = {shift: generate(model, asked(shift), 1)[1] for shift in range(3, 60, 4)}
+    kv.detach()
+    errors = []
+    for ratio in ratios:
+        kv = attach(Repair("attention", attended_ratio=ratio))
+        errors.append(np.mean([divergence(generate(model, asked(s), 1)[1], p) for s, p in plain.items()]))
+        kv.detach()
+    return errors
+
+
+def test_error_falls_with_the_ratio(attach, model):  # noqa: F811
+    errors = errors_of(attach, model, (0.0, 0.2, 0.5, 0.75, 0.9, 1.0))
+    assert errors == sorted(errors, reverse=True), errors
+    assert errors[0] > 100 * errors[-1] or errors[-1] == 0, errors
+
+
+def test_live_columns_before_and_behind_are_as_computed(attach, model):  # noqa: F811
+    """What the first pass computed before the document stays; of the document only the keys and values of
+    what was not chosen are estimates, in layers that know the context.
+    """
+    ids = asked(SHIFT)
+    kv = attach(Repair("attention", attended_ratio=0.2, **BARE))
+    with kv.bypass(read=False):
+        _, _, cache = generate(model, ids, 1)
+    with kv.bypass():
+        _, _, plain = generate(model, ids, 1)
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert torch.equal(ours.keys[:, :, :SHIFT], theirs.keys[:, :, :SHIFT])
+        assert torch.equal(ours.values[:, :, :SHIFT], theirs.values[:, :, :SHIFT])
+    ours, theirs = cache.layers[0], plain.layers[0]  # there a token is all that counts
+    torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-4)
+
+
+def test_another_attention_tells_nothing_and_deviation_decides(attach, model, chosen, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(registered, "tell", lambda *_args: None)
+    results = []
+    for repair in (Repair("attention", ratio=0.1, **BARE), Repair("cacheblend", ratio=0.1, **BARE)):
+        kv = attach(repair)
+        with kv.bypass(read=False):
+            _, logits, _ = generate(model, asked(SHIFT), 1)
+        results.append((kv.last.recomputed_tokens, chosen[-1], logits))
+        kv.detach()
+    (count, rows, logits), (wanted, others, plain) = results
+    assert count == wanted == 10 and rows == others
+    assert torch.equal(logits, plain)
+
+
+@pytest.mark.parametrize(("behind", "asks"), [(40, False), (39, True)])
+def test_auto_asks_where_much_stands_before(attach, model, chosen, behind, asks):  # noqa: F811
+    kv = attach(Repair("auto", behind_tokens=behind + 1, attended_ratio=0.3, **BARE))
+    chosen.clear()
+    with kv.bypass(read=False):
+        generate(model, asked(40), 1)
+    assert kv.last.approximate_tokens == 100
+    assert kv.last.recomputed_tokens == (30 if asks else 5)
+    assert len(chosen) == 1 + asks
+
+
+def test_no_pin_stays_and_what_is_said_goes_on(attach, model, client):  # noqa: F811
+    kv = attach(Repair("attention"))
+    tokens, *_ = generate(model, asked(5), 30)
+    assert kv.last.approximate_tokens == 100 and tokens.shape[1] == 5 + 100 + QUESTION + 30
+    assert client.stats()["pins"] == 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# ---------------------------------------------------------------- what the others are moved by
+
+
+@pytest.mark.parametrize("convention", ["half", "interleaved"])
+def test_a_common_error_is_found_and_taken_off(convention):
+    """All stored keys and values of one stretch are off by the same, keys before they are turned."""
+    frequencies = np.array([1.0, 0.3, 0.05])
+    drift, near = make_drift(Rope([Turning(convention, frequencies)])), slice(10, 60)
+    generator = torch.Generator().manual_seed(3)
+    true = torch.randn(2, 1, 2, 80, 8, generator=generator)
+    off = torch.randn(2, 1, 2, 1, 8, generator=generator)
+    storage = true.clone()
+    storage[1, :, :, near] -= off[1]
+    for column in range(10, 60):
+        storage[0, :, :, column] -= rotated(off[0, :, :, 0], frequencies, column, convention).float()
+    columns = torch.tensor([12, 20, 33, 50, 78, 79])
+    before = (storage - true).clone()
+    drift.add(0, storage, columns, true[:, :, :, columns])
+    weights = torch.exp(-(torch.arange(80)[:, None] - columns[None, :4]).abs() / REACH).sum(1)
+    left = PRIOR / (weights + PRIOR)  # of the error
+    left[columns[:4]] = 1.0  # those are about to be overwritten
+    after = storage - true
+    torch.testing.assert_close(after[..., near, :], (before * left[:, None])[..., near, :], rtol=0, atol=1e-4)
+    assert torch.equal(after[..., :10, :], before[..., :10, :])  # live
+    assert torch.equal(after[..., 60:, :], before[..., 60:, :])  # the other stretch
+
+
+def make_drift(rope):
+    segments = [Segment(10, 60, APPROXIMATE, (), 500), Segment(60, 78, APPROXIMATE, (), 5)]
+    chosen = torch.zeros(80, dtype=torch.bool)
+    chosen[:10] = chosen[78:] = True
+    chosen[[12, 20, 33, 50]] = True
+    return Drift(rope, segments, chosen)
