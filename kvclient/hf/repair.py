@@ -33,7 +33,7 @@ METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
-    attended_ratio: float = 0.17  # of the approximate tokens (attention)
+    attended_ratio: float = 0.15  # of the approximate tokens (attention)
     behind_tokens: int = 256  # before a chunk, inexact: so many are worth asking the question (auto)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
