@@ -50,7 +50,7 @@ inline Key key(uint64_t i) { return {{mixed(4 * i), mixed(4 * i + 1), mixed(4 * 
 // Waits for a condition another thread or process brings about. False after ten seconds.
 template <class F>
 bool eventually(F&& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (!condition()) {
     if (std::chrono::steady_clock::now() > end) return false;
     const timespec moment{0, 500'000};
