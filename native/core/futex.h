@@ -21,6 +21,12 @@ inline void futex_wake_all(const std::atomic<uint64_t>& word) {
   ::syscall(SYS_futex, futex_word(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+inline bool passed(const timespec& deadline) {
+  timespec now;
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec);
+}
+
 // Sleeps while the low half is `expected`, until woken or `deadline` (CLOCK_MONOTONIC) has passed. Works on a read-only mapping.
 inline void futex_wait(const std::atomic<uint64_t>& word, uint32_t expected, const timespec& deadline) {
   ::syscall(SYS_futex, futex_word(word), FUTEX_WAIT_BITSET, expected, &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);

@@ -1,7 +1,5 @@
 // The blocks one create granted: filling, publishing layers in order, sealing, giving up.
 
-#include <time.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -12,16 +10,6 @@
 #include "core/meta.h"
 
 namespace kv {
-namespace {
-
-bool passed(const timespec& deadline) {
-  timespec now;
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec);
-}
-
-}  // namespace
-
 // What prepare() will touch first: memory that is in no cache, nor are its page table entries.
 void Grants::prefetch(size_t i) {
   const std::byte* block = bytes(i);

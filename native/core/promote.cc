@@ -1,22 +1,10 @@
 // Waiting for blocks that lie below memory: asking the daemon to load them, and sleeping until it has.
 
-#include <time.h>
-
 #include "core/client.h"
 #include "core/error.h"
 #include "core/futex.h"
 
 namespace kv {
-namespace {
-
-bool passed(const timespec& deadline) {
-  timespec now;
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec);
-}
-
-}  // namespace
-
 std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority) {
   const std::shared_ptr<Attachment> at = usable();
   std::vector<protocol::PromiseItem> out;

@@ -126,9 +126,4 @@ void PinBoard::count(uint64_t hits, uint64_t misses) {
   if (misses) page->misses.fetch_add(misses, std::memory_order_relaxed);
 }
 
-uint32_t PinBoard::in_use() const {
-  std::lock_guard lock(mutex_);
-  return static_cast<uint32_t>((mapping_.size() - kPinsOffset) / 8 - free_.size());
-}
-
 }  // namespace kv

@@ -94,13 +94,12 @@ class PinBoard {
   };
 
   const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
-  uint32_t in_use() const;
 
  private:
   std::atomic<uint64_t>* pins() const { return mapping_.at<std::atomic<uint64_t>>(kPinsOffset); }
 
   Mapping mapping_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::vector<uint32_t> free_;  // low slots on top, so that scans stay short
 };
 
