@@ -27,9 +27,7 @@ LEAST = 1 / 20  # of a stretch: where fewer are computed, nothing is told
 class Drift:
     """Of one pass. chosen: the columns it computes."""
 
-    def __init__(
-        self, rope: Rope, segments: Sequence[Segment], chosen: torch.Tensor
-    ) -> None:
+    def __init__(self, rope: Rope, segments: Sequence[Segment], chosen: torch.Tensor) -> None:
         self._rope, self._length = rope, len(chosen)
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stretches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

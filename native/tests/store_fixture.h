@@ -47,7 +47,7 @@ inline uint64_t mixed(uint64_t x) {
 
 inline Key key(uint64_t i) { return {{mixed(4 * i), mixed(4 * i + 1), mixed(4 * i + 2), mixed(4 * i + 3)}}; }
 
-// Waits for a condition another thread or process brings about. False after ten seconds.
+// Waits for a condition another thread or process brings about. False after a minute.
 template <class F>
 bool eventually(F&& condition) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);

@@ -14,6 +14,27 @@ def client():
 
 
 @pytest.fixture
+def attach(model, client):
+    """`attach(repair)`: the module's model, with the prompt of inside.py in the store."""
+    import kvclient.hf  # most tests here have no model
+    from tests.e2e.inside import BLOCK, COMPUTED
+    from tests.engines.zoo import generate
+
+    attached = []
+
+    def attach(repair, **options):
+        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False, **options)
+        attached.append(kv)
+        generate(model, COMPUTED)
+        return kv
+
+    yield attach
+    for kv in attached:
+        kv.detach()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.fixture
 def calls(daemon):
     """A daemon and its gRPC services. Whatever the test did, the store must be consistent after it."""
     one = daemon(memory="64MiB")

@@ -18,7 +18,7 @@ from kvclient.hf.blend import Blend
 from kvclient.hf.drift import PRIOR, REACH, Drift
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope, Turning, rotated
-from tests.e2e.test_hf_inside import DOCUMENT, attach, divergence  # noqa: F401
+from tests.e2e.inside import DOCUMENT, divergence
 from tests.engines.zoo import build, generate, prompt
 
 LAYERS, ASKED = 6, slice(1, 4)  # the layers that are asked
@@ -62,7 +62,7 @@ def attention_of_the_question(model, cache, ids):
     return sum(layer[0].square().sum((0, 1)) for layer in out.attentions[ASKED])
 
 
-def test_what_the_question_attends_to_is_computed_anew(attach, model, chosen):  # noqa: F811
+def test_what_the_question_attends_to_is_computed_anew(attach, model, chosen):
     ids = asked(SHIFT)
     kv = attach(Repair("none", **BARE))
     with kv.bypass(read=False):
@@ -83,7 +83,7 @@ def test_what_the_question_attends_to_is_computed_anew(attach, model, chosen):  
     assert kv.last.recomputed_tokens == 20 and kv.last.approximate_tokens == 100
 
 
-def test_the_first_pass_ends_where_nobody_is_asked(attach, model):  # noqa: F811
+def test_the_first_pass_ends_where_nobody_is_asked(attach, model):
     """From there on only what stands before the document goes on; where nothing does, it is over."""
     rows = []
     kv = attach(Repair("attention", attended_ratio=0.2, **BARE))
@@ -124,7 +124,7 @@ def test_planted_attention_is_found():
 
 
 @pytest.mark.parametrize("shift", [1, 16, 40])
-def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, shift):  # noqa: F811
+def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, shift):
     kv = attach(Repair("attention", attended_ratio=1.0))
     tokens, logits, cache = generate(model, asked(shift))
     assert kv.last.approximate_tokens == 100 and kv.last.recomputed_tokens == 100
@@ -135,7 +135,7 @@ def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, shift):  # noqa: 
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
 
 
-def errors_of(attach, model, ratios):  # noqa: F811
+def errors_of(attach, model, ratios):
     kv = attach("none")
     with kv.bypass():
         plain = {shift: generate(model, asked(shift), 1)[1] for shift in range(3, 60, 4)}
@@ -148,13 +148,13 @@ def errors_of(attach, model, ratios):  # noqa: F811
     return errors
 
 
-def test_error_falls_with_the_ratio(attach, model):  # noqa: F811
+def test_error_falls_with_the_ratio(attach, model):
     errors = errors_of(attach, model, (0.0, 0.2, 0.5, 0.75, 0.9, 1.0))
     assert errors == sorted(errors, reverse=True), errors
     assert errors[0] > 100 * errors[-1] or errors[-1] == 0, errors
 
 
-def test_live_columns_before_and_behind_are_as_computed(attach, model):  # noqa: F811
+def test_live_columns_before_and_behind_are_as_computed(attach, model):
     """What the first pass computed before the document stays; of the document only the keys and values of
     what was not chosen are estimates, in layers that know the context.
     """
@@ -172,7 +172,7 @@ def test_live_columns_before_and_behind_are_as_computed(attach, model):  # noqa:
     torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-4)
 
 
-def test_another_attention_tells_nothing_and_deviation_decides(attach, model, chosen, monkeypatch):  # noqa: F811
+def test_another_attention_tells_nothing_and_deviation_decides(attach, model, chosen, monkeypatch):
     monkeypatch.setattr(registered, "tell", lambda *_args: None)
     results = []
     for repair in (Repair("attention", ratio=0.1, **BARE), Repair("cacheblend", ratio=0.1, **BARE)):
@@ -187,7 +187,7 @@ def test_another_attention_tells_nothing_and_deviation_decides(attach, model, ch
 
 
 @pytest.mark.parametrize(("behind", "asks"), [(40, False), (39, True)])
-def test_auto_asks_where_much_stands_before(attach, model, chosen, behind, asks):  # noqa: F811
+def test_auto_asks_where_much_stands_before(attach, model, chosen, behind, asks):
     kv = attach(Repair("auto", behind_tokens=behind + 1, attended_ratio=0.3, **BARE))
     chosen.clear()
     with kv.bypass(read=False):
@@ -197,7 +197,7 @@ def test_auto_asks_where_much_stands_before(attach, model, chosen, behind, asks)
     assert len(chosen) == 1 + asks
 
 
-def test_no_pin_stays_and_what_is_said_goes_on(attach, model, client):  # noqa: F811
+def test_no_pin_stays_and_what_is_said_goes_on(attach, model, client):
     kv = attach(Repair("attention"))
     tokens, *_ = generate(model, asked(5), 30)
     assert kv.last.approximate_tokens == 100 and tokens.shape[1] == 5 + 100 + QUESTION + 30

@@ -19,11 +19,8 @@ from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import probe_rope
+from tests.e2e.inside import BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.engines.zoo import build, generate, prompt
-
-BLOCK = 16
-DOCUMENT = prompt(100, seed=5)
-COMPUTED = torch.cat([prompt(21, seed=2), DOCUMENT, prompt(20, seed=3)], dim=1)
 
 
 def asked(shift):
@@ -34,26 +31,6 @@ def asked(shift):
 @pytest.fixture(scope="module")
 def model():
     return build("llama", layers=6)
-
-
-@pytest.fixture
-def attach(model, client):
-    attached = []
-
-    def attach(repair, **options):
-        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False, **options)
-        attached.append(kv)
-        generate(model, COMPUTED)
-        return kv
-
-    yield attach
-    for kv in attached:
-        kv.detach()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def divergence(logits, plain):
-    return float((torch.softmax(plain, -1) * (plain.log_softmax(-1) - logits.log_softmax(-1))).sum(-1).mean())
 
 
 # ---------------------------------------------------------------- found
