@@ -339,12 +339,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="the sizes of documents (document, swapped)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kvboost", action="store_true", help="KVBoost 0.9.0 beside it, from PyPI")
+    parser.add_argument(
+        "--attended-ratio", type=float, nargs="+", default=[], help="and Repair('attention') with each"
+    )
     parser.add_argument("--case", action="append", choices=[*CASES, *ONLY_ASKED], default=[])
     chosen = parser.parse_args()
     import kvclient
     import kvclient.hf
 
     repairs = {name: kvclient.hf.Repair(name) for name in ("auto", "selective", "none")}
+    for ratio in chosen.attended_ratio:
+        repairs[f"attention {ratio:g}"] = kvclient.hf.Repair("attention", attended_ratio=ratio)
     rows = []
     with daemon() as home, kvclient.connect(dir=home) as client:
         subject = Subject(chosen.dtype, client, repairs, chosen.kvboost)

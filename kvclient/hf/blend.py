@@ -1,5 +1,6 @@
 """One forward pass over a prompt of which some stretches are reused: in the first layers the tokens that may
-be chosen, in the rest those that were. Where the question chooses, a pass of the live tokens comes first.
+be chosen, in the rest those that were; the last layer is computed for the prompt's last token only, but for K
+and V. Where the question chooses, a pass of the live tokens comes first.
 
 Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
 model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
@@ -45,6 +46,12 @@ class Interior:
     rope: Rope
     decoder: torch.nn.ModuleList
     repair: Repair
+    config: Any  # the model's, which says what computes its attention by now
+
+    @property
+    def shows(self) -> bool:
+        """Whether the model's attention is one of ours: others tell nobody what they attend to."""
+        return str(self.config._attn_implementation).startswith(PREFIX)
 
 
 def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
@@ -74,16 +81,19 @@ class Blend:
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
         checks = interior.repair.checks
         self.cut = interior.repair.cut(len(interior.decoder))
-        self.looking = False  # while scanned rows enter that layer, for their K and V only
+        self.looking = False  # while rows enter a layer for their K and V only
         self._scanned = interior.repair.scanned(segments, self._fresh) if checks else self._fresh
         # Of this pass's tokens, those that go through the layers so far; chosen ones from `cut` on.
         self._rows = torch.nonzero(self._scanned[exact:]).squeeze(1)
-        self._chosen = not checks
+        self.chosen = not checks
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
         self.asked: Asked | None = None  # while live rows are computed over what is stored
         self.drift: Drift | None = None
-        if interior.repair.asks(segments, exact):
+        asks = interior.repair.asks(segments, exact)
+        if asks and interior.repair.attended_ratio == 1:
+            self._choose(torch.ones(length, dtype=torch.bool))
+        elif asks and interior.shows:
             self.asked = Asked(length, length - segments[-1].stop, len(interior.decoder))
             live = torch.ones(length, dtype=torch.bool)
             for segment in segments:
@@ -132,7 +142,7 @@ class Blend:
         """done: columns from the pass's first on that are as they have to be."""
         rows = torch.nonzero(fresh[self.exact :]).squeeze(1)
         self.recomputed = len(rows) - (self.length - self.exact - self.found)
-        self._rows, self._chosen, self._mask = rows[rows >= done], True, None
+        self._rows, self.chosen, self._mask = rows[rows >= done], True, None
 
     def ask(self, run: Callable[[], Any]) -> None:
         """run: the pass of live rows over what is stored. The one that follows counts."""
@@ -141,16 +151,14 @@ class Blend:
             run()
         attention, self.asked = self.asked.of(), None
         repair, segments = self._interior.repair, self._segments
-        if attention is None and repair.attended_ratio == 1:
-            attention = torch.zeros(self.length)  # all are chosen
-        if attention is None:  # computed by another's attention, which tells nothing
+        if attention is None:  # a compiled graph, which tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
-            self._chosen, self._mask = False, None
+            self.chosen, self._mask = False, None
             return
         chosen = repair.attended(attention, self._fresh)
         self.drift = Drift(self._interior.rope, segments, chosen)
         # What stands before all that is reused has been computed as it must be.
-        self._choose(chosen, 0 if chosen.all() else segments[0].start - self.exact)
+        self._choose(chosen, segments[0].start - self.exact)
 
     # ---------------------------------------------------------------- the model's side
 
@@ -176,28 +184,29 @@ class Blend:
             self._rows, self._mask = before[before < self._segments[0].start - self.exact], None
             if not len(self._rows):
                 raise _Seen
-        if index == self.cut and not self._chosen:
-            self._look(module, *self._cut(args, dict(kwargs), before))
+        if index == self.cut and not self.chosen:
+            self._look(module, *self._cut(args, kwargs, before, before))
         if self.whole:
             return None
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[1] == len(before) != len(self._rows):  # the layers before had more rows
-            hidden = hidden[:, torch.searchsorted(before, self._rows).to(hidden.device)]
-            args = (hidden, *args[1:]) if args else args
-            kwargs = kwargs if args else kwargs | {"hidden_states": hidden}
-        return self._cut(args, kwargs, self._rows)
+        if index == len(self._interior.decoder) - 1 and self.asked is None:
+            # The next token is told from the last row; of the others nobody wants more than K and V.
+            self._look(module, *self._cut(args, kwargs, before, self._rows))
+            self._rows, self._mask = self._rows[-1:], None
+        return self._cut(args, kwargs, before, self._rows)
 
     def _cut(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: torch.Tensor
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: torch.Tensor, rows: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of a layer for these rows only."""
+        """The inputs of a layer for these rows only. before: those that came out of the layer before."""
         total = self.length - self.exact
         if len(rows) == total:
             return args, kwargs
         hidden = args[0] if args else kwargs["hidden_states"]
-        rows = rows.to(hidden.device)
         if hidden.shape[1] == total:
-            hidden = hidden[:, rows]
+            hidden = hidden[:, rows.to(hidden.device)]
+        elif len(before) != len(rows):
+            hidden = hidden[:, torch.searchsorted(before, rows).to(hidden.device)]
+        rows, kwargs = rows.to(hidden.device), dict(kwargs)
         if args:
             args = (hidden, *args[1:])
         else:
@@ -211,9 +220,7 @@ class Blend:
         return args, kwargs
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Lets all scanned rows into a layer, up to where it hands K and V to its cache: the rest of it is
-        not computed.
-        """
+        """Lets rows into a layer up to where it hands K and V to its cache; what follows is not computed."""
         self.looking = True
         try:
             module(*args, **kwargs)
@@ -261,12 +268,16 @@ class BlendLayer(StoreLayer):
         self._blend: Blend | None = blend
         self._asked = False  # and so holds what is stored
         self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
+        self._complete = False  # and the last row comes once more
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         blend = self._blend
-        if blend is not None and blend.looking:
+        if self._complete:
+            self._complete = False
+            return self.keys, self.values
+        if blend is not None and blend.looking and not blend.chosen:
             storage = self._room(blend.length, key_states)
             columns = blend.columns().to(storage.device)
             storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
@@ -293,6 +304,9 @@ class BlendLayer(StoreLayer):
         self._show(blend.length)
         if self.written is not None:
             self.written(self.index, blend.exact, blend.length, storage, self.origin)
+        if blend.looking:
+            self._complete = True
+            raise _Seen
         return self.keys, self.values
 
     def _ask(

@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Interior:
     """Raises Refused, with the reason."""
-    interior = Interior(probe_rope(model), decoder_layers(model, kv.layers), repair)
+    interior = Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
     was_training = model.training
     model.eval()
     try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvclient.hf
 from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.hf.asked import Asked
 from kvclient.hf.attention import registered
@@ -18,7 +19,7 @@ from kvclient.hf.blend import Blend
 from kvclient.hf.drift import PRIOR, REACH, Drift
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope, Turning, rotated
-from tests.e2e.inside import DOCUMENT, divergence
+from tests.e2e.inside import BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.engines.zoo import build, generate, prompt
 
 LAYERS, ASKED = 6, slice(1, 4)  # the layers that are asked
@@ -99,7 +100,7 @@ def test_the_first_pass_ends_where_nobody_is_asked(attach, model):
                 generate(model, asked(shift), 1)
             assert kv.last.approximate_tokens == 100
             assert rows[:-LAYERS] == once  # of the last layer keys and values are all that is wanted
-            assert rows[-LAYERS:] == [20 + QUESTION] * LAYERS
+            assert rows[-LAYERS:] == [20 + QUESTION] * (LAYERS - 1) + [1]
     finally:
         for hook in hooks:
             hook.remove()
@@ -184,6 +185,23 @@ def test_another_attention_tells_nothing_and_deviation_decides(attach, model, ch
     (count, rows, logits), (wanted, others, plain) = results
     assert count == wanted == 10 and rows == others
     assert torch.equal(logits, plain)
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.2, 10), (1.0, 100)])
+def test_another_attention_is_not_asked(client, chosen, ratio, count):
+    """It would pay for a pass that tells nothing. Ratio 1.0 computes all even so."""
+    falcon = build("falcon", layers=LAYERS)
+    repair = Repair("attention", ratio=0.1, attended_ratio=ratio, **BARE)
+    with kvclient.hf.attach(falcon, client, block_tokens=BLOCK, repair=repair, self_test=False) as kv:
+        generate(falcon, COMPUTED)
+        chosen.clear()
+        with kv.bypass(read=False):
+            _, logits, _ = generate(falcon, asked(SHIFT), 1)
+        assert kv.last.approximate_tokens == 100 and kv.last.recomputed_tokens == count
+        assert kv.backend == "sdpa" and len(chosen) == 1
+        with kv.bypass():
+            _, plain, _ = generate(falcon, asked(SHIFT), 1)
+        assert torch.equal(logits, plain) == (ratio == 1)
 
 
 @pytest.mark.parametrize(("behind", "asks"), [(40, False), (39, True)])

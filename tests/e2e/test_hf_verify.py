@@ -94,7 +94,7 @@ def _without_proof(model, kv, repair):
     from kvclient.hf.blend import Interior, decoder_layers
     from kvclient.hf.rope import probe_rope
 
-    return Interior(probe_rope(model), decoder_layers(model, kv.layers), repair)
+    return Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
 
 
 def test_without_prompts_the_model_writes_them(kv, monkeypatch):
