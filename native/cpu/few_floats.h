@@ -1,7 +1,7 @@
 // Tiles of every codec but fp32 under a few query rows, in fp32 and eight floats at once: decoding where there is no VNNI.
 //
 // Four rows at a time, and nothing laid out anew in memory: a key or value becomes floats in registers once and is multiplied
-// with four rows there, where cpu/attend_rows.h, which takes all other shapes, writes a tile of floats and transposes it. K's
+// with four rows there, where cpu/tile_floats.h, which takes all other shapes, writes a tile of floats and transposes it. K's
 // scales go into the queries, V's into the weights; zero points are one number a row.
 //
 // Owns a tile's scores and sums. Invariant: reads no byte behind a key or value; rows beyond the last of four are zeros.

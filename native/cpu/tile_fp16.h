@@ -86,7 +86,8 @@ inline void multiply_halves_rows(const Tile& tile, const uint16_t* weight, const
     auto* floats = reinterpret_cast<float*>(s.values);
     if (!*loaded) load_values(tile, head_dim, width, floats);
     *loaded = true;
-    multiply<true>(exact, kTile, kHigh, floats + j, width, tile.count, out + j, width, columns);
+    Ahead nothing{};
+    multiply<true>(exact, kTile, kHigh, {floats + j, width, kPanelColumns}, tile.count, out + j, width, columns, nothing);
   }
 }
 

@@ -3,7 +3,7 @@
 //
 // As cpu/tile_vnni.h: K's scales go into the queries, V's into the weights, each row of which becomes 16-bit integers with one
 // step; zero points and the middle of the code range are one number a row. Codes are laid out once a tile, as words in pairs
-// along the sum. Shapes that do not fit (fits_words) become fp32 in cpu/attend_rows.h.
+// along the sum. Shapes that do not fit (fits_words) become fp32 in cpu/tile_floats.h.
 //
 // Owns a tile's scores and sums. Invariant: no sum of products overflows for head_dim <= kFewHeadDim and kTile tokens: 256
 // products of 32767 with 255 fit 31 bits. Reads no byte behind a key or value.
