@@ -1,5 +1,6 @@
 #include "core/attachment.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -12,7 +13,6 @@
 
 #include "core/error.h"
 #include "core/polling.h"
-#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -322,11 +322,7 @@ void Attachment::wanted(uint64_t end) {
   std::lock_guard lock(populator_->mutex);
   if (end <= populator_->to) return;
   populator_->to = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
-  if (!populator_->thread.joinable())
-    populator_->thread = std::thread([this] {
-      name_thread("kv-populate");
-      populate();
-    });
+  if (!populator_->thread.joinable()) populator_->thread = std::thread([this] { populate(); });
   populator_->wanted.notify_one();
 }
 
@@ -339,6 +335,7 @@ void Attachment::wanted_for_writing(Extent extent) {
 
 // The read-only mapping first: its readers come at once and in any order, while a writer sees to its own extents.
 void Attachment::populate() {
+  ::pthread_setname_np(::pthread_self(), "kv-populate");
   uint64_t read = 0, written = 0;
   for (;;) {
     const uint64_t size = pool_.size();

@@ -240,10 +240,6 @@ uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc) {
   return run(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), n, crc);
 }
 
-uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t second_bytes) {
-  return multiply(first, power_of_x(8 * second_bytes)) ^ second;
-}
-
 bool supported(ChecksumPath path) {
   if (path == ChecksumPath::Portable) return true;
 #if defined(__x86_64__)

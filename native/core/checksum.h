@@ -13,9 +13,6 @@ namespace kv {
 // The checksum of a message whose beginning has the checksum `crc` and whose rest is `data`.
 uint32_t crc32c(const void* data, size_t n, uint32_t crc = 0);
 
-// The checksum of two messages one after the other, from theirs.
-uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t second_bytes);
-
 // crc32c(src, n, crc); the bytes also go to `dst`, past the caches. Requires that dst is a multiple of 64.
 uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc = 0);
 

@@ -61,7 +61,7 @@ class Polling {
   }
 
  private:
-  uint64_t pause_ns_ = kMinPauseNs / 2;
+  uint64_t pause_ns_ = kMinPauseNs / 2;  // doubled before it is used
   uint64_t resume_ns_ = 0;
   uint64_t looks_ = 0;  // since the last pause
 };

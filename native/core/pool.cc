@@ -1,6 +1,7 @@
 #include "core/pool.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -10,7 +11,6 @@
 
 #include "core/block.h"
 #include "core/error.h"
-#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -24,10 +24,7 @@ Pool::~Pool() { stop(); }
 
 void Pool::start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted) {
   grown_ = std::move(grown);
-  thread_ = std::thread([this, faulted = std::move(faulted)] {
-    name_thread("kv-fault");
-    run(faulted);
-  });
+  thread_ = std::thread([this, faulted = std::move(faulted)] { run(faulted); });
 }
 
 void Pool::stop() {
@@ -54,6 +51,7 @@ bool Pool::grow() {
 
 // MADV_POPULATE_WRITE answers an error where touching would be a SIGBUS.
 void Pool::run(std::function<void(uint64_t)> faulted) {
+  ::pthread_setname_np(::pthread_self(), "kv-fault");
   uint64_t at = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
     if (at >= frontier() && !grow() && at >= frontier()) return;  // a create may have taken the last step

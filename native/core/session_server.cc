@@ -16,7 +16,6 @@
 
 #include "core/error.h"
 #include "core/polling.h"
-#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -72,10 +71,7 @@ void SessionServer::start() {
   watch(epoll_.get(), stop_event_.get());
   watch(epoll_.get(), tenants_event_.get());
   for (const Store* store : stores_) latencies_[store];  // before the thread: from here on the map itself never changes
-  thread_ = std::thread([this] {
-    name_thread("kv-sessions");
-    run();
-  });
+  thread_ = std::thread([this] { run(); });
 }
 
 void SessionServer::stop() {
@@ -107,6 +103,7 @@ double SessionServer::thread_cpu_s() const {
 }
 
 void SessionServer::run() {
+  ::pthread_setname_np(::pthread_self(), "kv-sessions");
   uint64_t next_tick = 0;
   // While messages stream, the next is looked for before the thread sleeps: a processor that fell asleep takes tens of
   // microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.

@@ -6,6 +6,7 @@ are parsed and compared with it. promtool (Debian: prometheus) judges syntax whe
 """
 
 import ast
+import contextlib
 import json
 import re
 import shutil
@@ -134,6 +135,23 @@ def test_every_metric_is_on_the_dashboard_or_in_an_alert():
     unseen = {name for name in documented() if not re.search(rf"\b{name}(_bucket|_count|_sum)?\b", queries)}
     # Of little use in a picture: how often a configuration was applied.
     assert unseen <= {"kvstored_config_reloads_total"}
+
+
+def test_every_thread_of_ours_has_the_name_that_is_documented(daemon, tmp_path):
+    named = {
+        name
+        for source in (ROOT / "native/core").rglob("*.cc")
+        for name in re.findall(r'pthread_setname_np\(.*"(.*)"\)', source.read_text())
+    }
+    assert named == set(re.findall(r"`(kv-\w+)`", DOCUMENT.read_text()))
+    one = daemon("64MiB", ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"])
+    tasks = list(Path(f"/proc/{one.pid}/task").iterdir())
+    running = set()
+    for task in tasks:
+        with contextlib.suppress(OSError):  # ended meanwhile
+            running.add((task / "comm").read_text().strip())
+    assert {"kv-sessions", "kv-disk"} <= running, running
+    assert {name for name in running if name.startswith("kv")} <= named, running
 
 
 def trouble():

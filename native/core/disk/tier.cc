@@ -11,7 +11,6 @@
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
 #include "core/polling.h"
-#include "core/thread.h"
 
 namespace kv {
 namespace {
@@ -63,14 +62,8 @@ DiskTier::~DiskTier() { stop(); }
 void DiskTier::start() {
   owner_ = store_.open_owner();
   store_.attach_disk(wake_.get(), this);
-  thread_ = std::thread([this] {
-    name_thread("kv-disk");
-    run();
-  });
-  scanner_ = std::thread([this] {
-    name_thread("kv-scan");
-    scan();
-  });
+  thread_ = std::thread([this] { run(); });
+  scanner_ = std::thread([this] { scan(); });
 }
 
 void DiskTier::stop() {

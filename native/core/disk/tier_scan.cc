@@ -1,6 +1,7 @@
 // What lies in the directories at start, by name and stat: a header is looked at when its block is asked for. Meanwhile the tier
 // loads what it is asked for by its path, and writes nothing, because it does not know yet how much is there.
 
+#include <pthread.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 namespace kv {
 
 void DiskTier::scan() {
+  ::pthread_setname_np(::pthread_self(), "kv-scan");
   for (uint8_t d = 0; d < places_.size() && !stop_.load(); ++d) {
     Visitor visitor;
     visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(d, found); };
