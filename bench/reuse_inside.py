@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.reuse_long import choice, codecs, far, queries, rounding, search
 from bench.reuse_oracle import oracle
-from bench.reuse_swapped import POSITIONS, QUESTION, averaged, swapped
+from bench.reuse_swapped import POSITIONS, QUESTION, averaged, others, swapped
 from bench.reuse_ttft import ROOT, daemon, say
 
 WINDOW_POSITIONS = 16  # of each turn, fed one by one
@@ -327,7 +327,7 @@ CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "shared": shared,
     "nothing": nothing,
 }
-ONLY_ASKED: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {"oracle": oracle}  # half an hour
+ONLY_ASKED: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {"oracle": oracle, "others": others}
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ Invariant: where the model's attention is another one, nothing is summed, and `o
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvclient.hf.attention.layer import ASK
@@ -20,30 +22,36 @@ class Asked:
     """Of one pass. rows: how many tokens stand behind the last reused one; layers: of the model."""
 
     def __init__(self, length: int, rows: int, layers: int) -> None:
-        self.first, self.stop = int(layers * FIRST), max(1, int(layers * STOP))
-        self.last = layers - 1
+        self.first, self.stop = int(layers * FIRST), int(layers * STOP)  # where the pass ends
         self._length, self._rows = length, min(rows, ROWS)
+        self.values: list[torch.Tensor] = []  # of the layers that are asked: stored ones and live ones
         self._sum: torch.Tensor | None = None
 
-    def handed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    def handed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """These keys [B, heads, length, head_dim], so that their attention tells."""
         if self.first <= layer < self.stop:
             keys = keys.view_as(keys)
-            setattr(keys, ASK, self._tell)
+            setattr(keys, ASK, functools.partial(self._tell, values))
+            self.values.append(values)
         return keys
 
     def of(self) -> torch.Tensor | None:
-        """Per column the squares of the question's attention, summed over rows, heads and layers: what one
-        head looks at counts more than what all see a little of.
+        """Per column what the question's attention owes it: the square of (weight times the distance from the
+        value there to what the head says), which is how far that goes if the key is off, summed over rows,
+        heads and layers.
         """
         return None if self._sum is None else self._sum.cpu()
 
-    def _tell(self, keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
-        key, rows = keys[0].float(), self._rows
+    def _tell(self, values: torch.Tensor, keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
+        key, value, rows = keys[0].float(), values[0].float(), self._rows
         heads, _, head_dim = key.shape
         own = query[0, :, -rows:].float().reshape(heads, -1, head_dim)  # the query heads of each, row by row
-        score = (own @ key.transpose(1, 2) * scale).view(heads, -1, rows, self._length)
-        behind = torch.ones(rows, self._length, dtype=torch.bool, device=key.device)
-        score.masked_fill_(behind.triu(self._length - rows + 1), -torch.inf)
-        told = score.softmax(-1).square_().sum((0, 1, 2))
+        score = (own @ (key * scale).transpose(1, 2)).view(heads, -1, rows, self._length)
+        behind = torch.ones(rows, rows, dtype=torch.bool, device=key.device).triu(1)
+        score[..., -rows:].masked_fill_(behind, -torch.inf)
+        weight = score.softmax(-1).view(heads, -1, self._length)
+        said, size = weight @ value, value.square().sum(-1)
+        away = torch.baddbmm(size[:, None], said, value.transpose(1, 2), alpha=-2)  # |value - said|^2
+        away += said.square().sum(-1, keepdim=True)
+        told = away.mul_(weight).mul_(weight).sum((0, 1)) / size.mean().clamp_min(1e-30)
         self._sum = told if self._sum is None else self._sum + told

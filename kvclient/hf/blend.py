@@ -89,6 +89,8 @@ class Blend:
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
         self.asked: Asked | None = None  # while live rows are computed over what is stored
+        # Where that pass ended: what stands before all that is reused waits there for the other rows.
+        self._joined, self._waiting = -1, torch.empty(0)
         self.drift: Drift | None = None
         asks = interior.repair.asks(segments, exact)
         if asks and interior.repair.attended_ratio == 1:
@@ -149,15 +151,15 @@ class Blend:
         assert self.asked is not None
         with contextlib.suppress(_Seen):
             run()
-        attention, self.asked = self.asked.of(), None
+        attention, values, self.asked = self.asked.of(), self.asked.values, None
         repair, segments = self._interior.repair, self._segments
         if attention is None:  # a compiled graph, which tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
-            self.chosen, self._mask = False, None
+            self.chosen, self._mask, self._joined = False, None, -1
             return
         chosen = repair.attended(attention, self._fresh)
-        self.drift = Drift(self._interior.rope, segments, chosen)
-        # What stands before all that is reused has been computed as it must be.
+        self.drift = Drift(self._interior.rope, segments, chosen, values)
+        # What stands before all that is reused is as it must be, as far as the first pass went.
         self._choose(chosen, segments[0].start - self.exact)
 
     # ---------------------------------------------------------------- the model's side
@@ -179,11 +181,13 @@ class Blend:
     ) -> Any:
         if self.looking:
             return None
-        before = self._rows
         if self.asked is not None and index == self.asked.stop:
-            self._rows, self._mask = before[before < self._segments[0].start - self.exact], None
-            if not len(self._rows):
-                raise _Seen
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._joined, self._waiting = index, hidden[:, : self._segments[0].start - self.exact].clone()
+            raise _Seen
+        if index == self._joined:
+            args, kwargs = self._join(args, kwargs)
+        before = self._rows
         if index == self.cut and not self.chosen:
             self._look(module, *self._cut(args, kwargs, before, before))
         if self.whole:
@@ -193,6 +197,13 @@ class Blend:
             self._look(module, *self._cut(args, kwargs, before, self._rows))
             self._rows, self._mask = self._rows[-1:], None
         return self._cut(args, kwargs, before, self._rows)
+
+    def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the layer that the first pass ended at, with the rows that wait there."""
+        waiting = torch.arange(self._waiting.shape[1])
+        self._rows, self._mask = torch.cat([waiting, self._rows]), None
+        hidden = torch.cat([self._waiting, args[0] if args else kwargs["hidden_states"]], dim=1)
+        return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], before: torch.Tensor, rows: torch.Tensor
@@ -318,10 +329,8 @@ class BlendLayer(StoreLayer):
         blend.load(self.index, storage)
         storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
         self._asked = True
-        if self.index == asked.last:
-            raise _Seen
         self._show(blend.length)
-        keys, values = asked.handed(self.index, self.keys), self.values
+        keys, values = asked.handed(self.index, self.keys, self.values), self.values
         self._show(before)  # the pass that follows begins where this one did
         return keys, values
 

@@ -8,8 +8,8 @@ computed; at ratio 1.0 every token is.
     cacheblend  layers before check_layer in full for the first scan_tokens behind each seam; there K and V of
                 these are compared with the fresh ones, and only as many as the fraction `ratio` of all, those
                 that deviate most, are computed from there on
-    attention   the fraction `attended_ratio` that the live question attends to most, in a pass of the live
-                tokens over what is stored; what is not computed is moved by what its neighbours were off by
+    attention   the fraction `attended_ratio` that the live question owes most to, in a pass of the live
+                tokens over what is stored; what is not computed is moved by what those like it were off by
     auto        attention where an approximate chunk stands behind `behind_tokens` that it may not have been
                 computed behind, else cacheblend; exact ones stay untouched under every strategy
 """
@@ -33,7 +33,7 @@ METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
-    attended_ratio: float = 0.15  # of the approximate tokens (attention)
+    attended_ratio: float = 0.18  # of the approximate tokens (attention)
     behind_tokens: int = 256  # before a chunk, inexact: so many are worth asking the question (auto)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.

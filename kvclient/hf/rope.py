@@ -44,6 +44,7 @@ class Rope:
     def __init__(self, layers: list[Turning]) -> None:
         self.layers = layers
         self._turns: dict[tuple[int, int], np.ndarray] = {}
+        self._places: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # per position its cosines, sines
 
     def turn(self, layer: int, keys: np.ndarray, shift: int, out: np.ndarray) -> None:
         """Writes `keys` [heads, tokens, head_dim], moved by `shift` positions, into `out`."""
@@ -57,6 +58,29 @@ class Rope:
                 self._turns.clear()
             self._turns[place] = kernels.turn(turning.inv_freq, shift)
         kernels.rotate(keys, self._turns[place], turning.convention, out=out)
+
+
+    def turn_each(self, layer: int, keys: torch.Tensor, places: torch.Tensor, way: int) -> None:
+        """Turns keys [..., tokens, head_dim], in single precision, where they are: from position 0 each to
+        its own (1), or back (-1). places: ascending.
+        """
+        turning = self.layers[layer]
+        if turning.inv_freq is None:
+            return
+        known, last = (id(turning.inv_freq), keys.device), int(places[-1])
+        if known not in self._places or len(self._places[known][0]) <= last:
+            frequencies = torch.from_numpy(np.asarray(turning.inv_freq, np.float64))
+            angles = torch.arange(2 * last + 1, dtype=torch.float64)[:, None] * frequencies
+            self._places[known] = angles.cos().float().to(keys.device), angles.sin().float().to(keys.device)
+        cos, sin = (table[places] for table in self._places[known])
+        size = 2 * cos.shape[1]
+        if turning.convention == "half":
+            one, two = keys[..., : size // 2], keys[..., size // 2 : size]
+        else:
+            one, two = keys[..., 0:size:2], keys[..., 1:size:2]
+        before = one.clone()
+        one.mul_(cos).sub_(two * sin, alpha=way)
+        two.mul_(cos).add_(before * sin, alpha=way)
 
 
 def probe_rope(model: torch.nn.Module) -> Rope:
