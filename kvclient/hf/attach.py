@@ -185,12 +185,12 @@ class Attachment:
 
     def calibrate(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
-        this machine, with the least repair that stays within the limit. `.repair` says whether it did.
+        this machine, with the least repair that passes; without one off, unless attach() was told a repair.
         """
         with self.coded(self._codec or AS_COMPUTED):
             verification, passed = trials.calibrate(self, self._attached_model(), prompts)
-        if passed is not None:
-            self._wanted = passed.repair
+        if passed is not None or self._wanted == CALIBRATED:
+            self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
             self._subject = dataclasses.replace(self._subject, interior=passed)
         return verification
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +74,18 @@ def calibrate(
     verification = _measure(kv, model, interior, repairs, prompts)
     for name, repair in repairs.items():
         if verification[name].passed:
-            calibration.save(kv._subjects.unsalted, repair, verification[name])
+            outcome = verification[name]
+            _keep(functools.partial(calibration.save, kv._subjects.unsalted, repair, outcome))
             return verification, dataclasses.replace(interior, repair=repair)
-    calibration.forget(kv._subjects.unsalted)
+    _keep(functools.partial(calibration.forget, kv._subjects.unsalted))
     return verification, None
+
+
+def _keep(write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:  # what was measured holds all the same
+        warnings.warn(f"what calibration found holds here only, it cannot be kept: {error}", stacklevel=4)
 
 
 def _measure(

@@ -137,6 +137,46 @@ def test_approximate_reuse_is_off_until_calibration_has_passed(kv, model, client
         assert other.repair is None  # other weights
 
 
+def test_what_has_passed_is_off_for_changed_weights_and_when_it_no_longer_passes(kv, monkeypatch, cache):
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    kv.calibrate(PROMPTS)
+    assert kv.repair is not None
+    weight = kv._attached_model().model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        before = weight.clone()
+        weight.add_(0.5)
+    try:
+        generate(kv._attached_model(), prompt(20))
+        assert kv.repair is None  # other weights: nobody has measured those
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    generate(kv._attached_model(), prompt(20))
+    assert kv.repair == Repair("selective")  # as it was calibrated
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 1e-9)
+    kv.calibrate(PROMPTS)
+    assert kv.repair is None and not list(cache.glob("*"))
+
+
+def test_a_repair_that_was_told_outlives_a_calibration_that_fails(model, client, monkeypatch):
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 1e-9)
+    with kvclient.hf.attach(model, client, block_tokens=16, repair="none", self_test=False) as kv:
+        assert not kv.calibrate(PROMPTS).passed and kv.repair == Repair("none")
+
+
+def test_a_calibration_that_cannot_be_kept_holds_here(kv, monkeypatch, cache):
+    cache.parent.mkdir(exist_ok=True)
+    cache.write_text("a file where the directory should be")
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        kv.calibrate(PROMPTS)
+    assert kv.repair == Repair("selective")
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 1e-9)
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert not kv.calibrate(PROMPTS).passed
+    assert kv.repair is None
+
+
 def test_calibration_takes_the_cheapest_that_passes(kv, monkeypatch):
     monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
     tried = [(o.strategy, o.mean_kl) for o in kv.calibrate(PROMPTS).outcomes[1:]]
