@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import transformers
 
 from kvclient.blocks.codec import Kivi
+from kvclient.blocks.cover import plan
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
 from kvclient.hf.conversation import Conversation
@@ -47,7 +49,7 @@ class Warmed:
     aligned: bool  # whether the text fills whole blocks
     tail_tokens: int  # behind the last whole block
     note: str  # what of the text will not be found again as it stands; empty if all of it will
-    parts: int  # that it was computed in; alignment and note are the last one's
+    parts: int  # that it was computed in; aligned and tail_tokens are the last one's
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Result:
 
     @property
     def reuse_ratio(self) -> float:
-        """Share of the prompt's tokens that were not computed, or only in part."""
-        return (self.report.reused_tokens + self.report.approximate_tokens) / self.prompt_tokens
+        """Share of the prompt's tokens, in a batch of all rows', that were not computed, or only in part."""
+        found = self.report.reused_tokens + self.report.approximate_tokens
+        return found / max(1, self.report.prompt_tokens)
 
 
 class Engine:
@@ -122,12 +125,15 @@ class Engine:
         first, ids = self.encode(before) if before else [], self.encode(text)
         with self._coded(codec):
             stored = self.kv.warm(ids, first, chunker=chunker, overlap_tokens=overlap_tokens)
-        size, part = self.kv.chunker.block_tokens, stored.last
-        tail, note = part % size, ""
-        if part < size:
-            note = f"{part} tokens fill no block of {size}: only a longer text that begins so is found"
-        elif tail and self.kv.repair is None:
-            note = f"the last {tail} tokens fill no block of {size} and are computed each time"
+        size, tail, note = self.kv.chunker.block_tokens, stored.tail, ""
+        if stored.missing:
+            note = f"{stored.missing} of its blocks are not in the store: it has no room, or is not there"
+        elif tail == stored.last:
+            note = f"{tail} tokens fill no block of {size}: only a longer text that begins so is found"
+        elif stored.lost:
+            one = stored.parts == 1
+            count = f"last {stored.lost} tokens" if one else f"{stored.lost} tokens at parts' ends"
+            note = f"the {count} fill no block of {size} and are computed each time"
         return Warmed(len(first) + len(ids), stored.blocks, size, tail == 0, tail, note, stored.parts)
 
     def generate(
@@ -157,9 +163,12 @@ class Engine:
         seed: int | None = None, codec: Codec = None,
     ) -> list[Result]:  # fmt: skip
         """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
+        if isinstance(prompts, str):
+            raise InvalidArgument("prompts is one text; it must be a list of prompts")
         if not prompts:
             return []
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        one = isinstance(max_new_tokens, Integral)
+        limits = [int(max_new_tokens)] * len(prompts) if one else list(max_new_tokens)
         if len(limits) != len(prompts):
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
@@ -189,13 +198,18 @@ class Engine:
         return self.kv.chunker.chain(self.kv.identity, self.encode(text))
 
     def pin(self, text: Prompt) -> int:
-        """Keeps the blocks of a text from eviction until unpin() or the end of this process; says how many.
+        """Keeps the blocks of a text from eviction until unpin() or the end of this process, whatever stood
+        before it when they were computed; says how many.
         """
         ids = tuple(self.encode(text))
         self.unpin(text)
-        blocks = self.kv.client.get(self.keys(ids))
-        self._pinned[ids] = blocks
-        return blocks.hits
+        found = plan(self.kv.client, self.kv.identity, ids, chunker=self.kv.chunker)
+        keys = {piece.key for segment in found for piece in segment.pieces}
+        if keys:
+            self._pinned[ids] = found
+        else:
+            found.release()
+        return len(keys)
 
     def unpin(self, text: Prompt) -> None:
         """Lets go of what pin() kept of that text. One that is not pinned is no error."""
@@ -221,7 +235,7 @@ class Engine:
         """The tokens of a prompt: of a text, of a chat by its template, or as given."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        if prompt and isinstance(prompt[0], dict):
+        if len(prompt) and isinstance(prompt[0], dict):
             template = self.tokenizer.apply_chat_template
             told = template(list(prompt), add_generation_prompt=True, tokenize=False)
             return list(self.tokenizer(told, add_special_tokens=False)["input_ids"])

@@ -31,6 +31,12 @@ def approximate_root(identity: bytes) -> bytes:
     return hashlib.sha256(b"kvstored approximate\0" + identity).digest()
 
 
+def tail_tokens(left: int, step: int, block_tokens: int) -> int:
+    """How many of the tokens left behind whole blocks get a block of their own."""
+    whole = left // step * step
+    return whole if whole >= MIN_TAIL * block_tokens else 0
+
+
 @dataclass
 class Stretch:
     """A row's text from token `start` on, as far as it is cut into blocks; it grows as tokens are chosen."""
@@ -99,8 +105,7 @@ class Offer:
                 self._claim_rest(tokens, len(chain), used, row, pad, start=segment.stop, root=root)
 
     def _claim_rest(self, tokens: Any, blocks: int, used: int, row: int, pad: int, **where: Any) -> None:
-        left = (len(tokens) - used) // self._step * self._step
-        if left >= MIN_TAIL * self._chunker.block_tokens:
+        if left := tail_tokens(len(tokens) - used, self._step, self._chunker.block_tokens):
             chain = self._chunker.chain(self._identity, tokens[: used + left], partial=True, **where)
             self.publisher.claim(chain, blocks, row, pad, self._priority // 2)
 

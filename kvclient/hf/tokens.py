@@ -87,10 +87,10 @@ class Listener(StoppingCriteria):
         assert self._on_token is not None
         upto = len(text)
         if self._finish[0] is None:
-            held = max(
-                (_overlap(text, stop) for stop in self._stops), default=0
-            )  # it may become a stop string
-            upto -= max(held, 1 if text.endswith(UNFINISHED) else 0)
+            # It may become a stop string.
+            held = max((_overlap(text, stop) for stop in self._stops), default=0)
+            unfinished = len(text) - len(text.rstrip(UNFINISHED))  # some tokenizers show one for each byte
+            upto -= max(held, unfinished)
         piece, self._told = text[self._told : max(upto, self._told)], max(upto, self._told)
         self._on_token(token, piece)
 

@@ -13,6 +13,7 @@ import torch
 
 from kvclient.blocks.chunker import CHUNKERS, cuts
 from kvclient.errors import InvalidArgument
+from kvclient.hf.offer import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
@@ -26,6 +27,9 @@ class Stored(NamedTuple):
     parts: int  # that the text was computed in
     blocks: int  # published by this call
     last: int  # tokens of the last part, with what was put in front of it
+    tail: int  # of those: behind its last whole block
+    lost: int  # tokens at the ends of parts, of all of them, that are in no block
+    missing: int  # whole blocks, of all parts, that the store does not have all the same
 
 
 def check_overlap(overlap_tokens: int) -> int:
@@ -52,14 +56,25 @@ def warm(
         raise InvalidArgument(f"chunker={rule!r} cuts by what tokens say: attach() needs tokenizer=")
     else:
         told = kv.chunker.texts.of(ids)
-    start, blocks, part = 0, 0, ids
+    start, blocks, part, tail, lost, missing = 0, 0, ids, 0, 0, 0
     stops = cuts(told, rule, kv.chunker.block_tokens)
     for stop in stops:
         part = [*(ids[max(0, start - overlap_tokens) : start] if start else before), *ids[start:stop]]
         with kv.limited(inside=False):
             _compute(model, part)
         start, blocks = stop, blocks + kv.last_here.published_blocks
-    return Stored(len(stops), blocks, len(part))
+        chain = kv.chunker.chain(kv.identity, part)
+        tail = len(part) - sum(chain.token_counts)
+        lost += _lost(kv, len(part), tail)
+        missing += bytes(kv.client.lookup(chain).states).count(0) if len(chain) else 0
+    return Stored(len(stops), blocks, len(part), tail, lost, missing)
+
+
+def _lost(kv: Attachment, tokens: int, tail: int) -> int:
+    """How many of the tokens behind a part's last whole block are in none."""
+    if tail == tokens or kv.repair is None:
+        return tail
+    return tail - tail_tokens(tail, kv.form.step, kv.chunker.block_tokens)
 
 
 def _compute(model: torch.nn.Module, ids: list[int]) -> None:

@@ -6,6 +6,7 @@ A tiny random model with a tokenizer of bytes, saved and loaded as a user's woul
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,24 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(engine):
     assert result.finish == "stop"
 
 
+class Fallback:
+    """A tokenizer of bytes that shows one U+FFFD for each byte of a character that is not whole."""
+
+    def decode(self, ids, **_given):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError as error:
+            return bytes(ids[: error.start]).decode() + "\ufffd" * (len(ids) - error.start)
+
+
+def test_a_character_is_told_when_it_is_whole():
+    told = []
+    listener = Listener([8], Fallback(), frozenset(), (), lambda _token, text: told.append(text))
+    for byte in "\U0001f642!".encode():
+        listener(torch.tensor([[byte]]), None)
+    assert told == ["", "", "", "\U0001f642", "!"]
+
+
 class Joined:
     """A tokenizer whose tokens are pieces of one text."""
 
@@ -183,9 +202,14 @@ def test_rows_of_a_batch_equal_their_single_runs(engine):
         assert [result.tokens for result in results] == singles
         assert [result.finish for result in results] == ["length"] * 3
     assert results[0].report.reused_tokens > 0
+    again = engine.generate_batch([DOCUMENT + "one", DOCUMENT + "two"], np.int64(1))
+    assert [len(result.tokens) for result in again] == [1, 1]
+    assert all(0.9 < result.reuse_ratio < 1 for result in again)  # of all rows' tokens, as the report is
     assert engine.generate_batch([]) == []
     with pytest.raises(InvalidArgument, match="limits"):
         engine.generate_batch(prompts, [1])
+    with pytest.raises(InvalidArgument, match="one text"):
+        engine.generate_batch(DOCUMENT)
 
 
 def test_what_lies_behind_the_cacheable_prefix_is_not_published(engine, client):
@@ -209,8 +233,16 @@ def test_a_pinned_text_outlives_eviction(home):
             assert engine.stats()["pinned"] == 1
             engine.unpin(DOCUMENT)
             assert client.stats()["pins"] == 0
+            assert engine.pin("never seen before " * 10) == engine.stats()["pinned"] == 0
+            engine.unpin("not pinned either")
             engine.pin(DOCUMENT)
         assert client.stats()["pins"] == 0  # closed
+
+
+def test_a_pinned_text_is_pinned_in_all_its_parts(engine, client):
+    """In the parts that it was computed in, and with what is left behind their whole blocks."""
+    engine.warm(PARAGRAPHS, chunker="paragraph")
+    assert engine.pin(PARAGRAPHS) == client.stats()["blocks"] == client.stats()["pins"]
 
 
 def test_warming_says_what_will_not_be_found(home, client):
@@ -222,12 +254,34 @@ def test_warming_says_what_will_not_be_found(home, client):
         assert engine.warm(DOCUMENT[:32]).note == ""
         with pytest.raises(InvalidArgument):
             engine.warm([])
+        parts = engine.warm(PARAGRAPHS, chunker="paragraph")
+        lengths = (len(TEXT) + 2, len(TEXT) + 1, len(TEXT))
+        assert parts.note.startswith(f"the {sum(n % BLOCK for n in lengths)} tokens at parts' ends")
+        with engine.kv.bypass(read=False):
+            note = engine.warm("Z" + TEXT).note
+            assert note.startswith(f"{len(TEXT) // BLOCK} of its blocks are not in the store")
+
+
+def test_warming_says_what_is_left_behind_shorter_blocks_and_unequal_ones(engine, home, client):
+    assert engine.warm("A" + DOCUMENT[:34]).note == ""  # three tokens: a block of their own
+    assert engine.warm("B" + DOCUMENT[:32]).note.startswith("the last 1 tokens")
+    assert engine.generate("B" + DOCUMENT[:32] + "?", 1).report.reused_tokens == 32
+    engine.close()
+    with Engine.from_pretrained(
+        home, client, block_tokens=32, chunker="sentence", repair=None, self_test=False
+    ) as engine:
+        warmed = engine.warm(DOCUMENT)
+        reused = engine.generate(DOCUMENT + "?" * 60, 1, cacheable_prefix_len=0).report.reused_tokens
+        assert warmed.tail_tokens == len(DOCUMENT) - reused > 0
+        assert warmed.note.startswith(f"the last {warmed.tail_tokens} tokens")
 
 
 def test_a_chat_and_token_ids_are_prompts_too(engine):
     chat = [{"role": "user", "content": "Hello"}]
     assert engine.tokenizer.decode(engine.encode(chat)) == "<user>Hello<assistant>"
-    assert engine.generate(chat, 4).tokens == engine.generate(engine.encode(chat), 4).tokens
+    ids = engine.encode(chat)
+    for same in (ids, np.array(ids), torch.tensor(ids)):
+        assert engine.generate(chat, 4).tokens == engine.generate(same, 4).tokens
 
 
 def test_chunked_prefill_says_the_same(engine):
