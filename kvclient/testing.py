@@ -33,6 +33,8 @@ from kvclient.memory_store import (
 )
 from kvclient.segment import check_bounds, whole_seconds
 
+MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
+
 
 class GrantedBlock:
     """A block being written by this writer."""
@@ -251,18 +253,24 @@ class InMemoryClient:
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:
-        """Sealed blocks anywhere in the tokens: (offset, key), by offset."""
+        """Sealed blocks anywhere in the tokens: (offset, key), by offset; places of one do not overlap."""
         from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint
 
         windows = window_fingerprints(identity, token_ids, block_tokens).tolist()
         with self._locked():
             known = self.store.by_fingerprint(block_tokens)
-            return [(start, key) for start, window in enumerate(windows) for key in known.get(window, ())]
+        found, ends = [], dict[bytes, int]()
+        for start, window in enumerate(windows):
+            for key in known.get(window, ())[:MOST_SIGHTINGS]:
+                if start >= ends.get(key, 0):
+                    ends[key] = start + block_tokens
+                    found.append((start, key))
+        return found
 
     def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
         """Keys of sealed blocks that may continue this one."""
         with self._locked():
-            return self.store.children(key)
+            return self.store.children(key)[:MOST_SIGHTINGS]
 
     def create(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import kvclient
 from kvclient.conformance.case import SMALL, Case, new_keys
@@ -38,6 +39,20 @@ class SearchingCases(Case):
             assert self.found(other, prompt) == []
         assert self.found(mine, text[: SMALL.block_tokens - 1]) == []
         assert self.found(mine, self.text(3, 50)) == []
+
+    def test_a_text_that_repeats_itself_is_found_in_places_that_do_not_overlap(self):
+        """Or else what a search names would grow with the square of such a text."""
+        self.needs("search")
+        (mine,) = new_keys(1)
+        size = SMALL.block_tokens
+        made = self.put_text(mine, [7] * (20 * size))
+        places = self.found(mine, [7] * (20 * size))
+        offsets = [offset for offset, _ in places]
+        assert offsets == sorted(offsets) and max(map(offsets.count, offsets)) <= 8
+        assert set(offsets) >= {i * size for i in range(20)}
+        for key in made.keys:
+            own = [offset for offset, other in places if other == key]
+            assert all(later - sooner >= size for sooner, later in pairwise(own))
 
     def test_children_are_those_of_that_block(self):
         self.needs("search")
