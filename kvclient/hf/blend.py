@@ -151,14 +151,14 @@ class Blend:
         assert self.asked is not None
         with contextlib.suppress(_Seen):
             run()
-        attention, values, self.asked = self.asked.of(), self.asked.values, None
+        asked, self.asked = self.asked, None
         repair, segments = self._interior.repair, self._segments
-        if attention is None:  # a compiled graph, which tells nothing
+        if (attention := asked.of()) is None:  # a compiled graph, which tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
-            self.chosen, self._mask, self._joined = False, None, -1
+            self.chosen, self._mask = False, None
             return
         chosen = repair.attended(attention, self._fresh)
-        self.drift = Drift(self._interior.rope, segments, chosen, values)
+        self.drift, self._joined = Drift(self._interior.rope, segments, chosen, asked.values), asked.stop
         # What stands before all that is reused is as it must be, as far as the first pass went.
         self._choose(chosen, segments[0].start - self.exact)
 
@@ -183,7 +183,7 @@ class Blend:
             return None
         if self.asked is not None and index == self.asked.stop:
             hidden = args[0] if args else kwargs["hidden_states"]
-            self._joined, self._waiting = index, hidden[:, : self._segments[0].start - self.exact].clone()
+            self._waiting = hidden[:, : self._segments[0].start - self.exact].clone()
             raise _Seen
         if index == self._joined:
             args, kwargs = self._join(args, kwargs)
