@@ -39,7 +39,7 @@ class Turn:
     finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
     held: Held
     saved: bool  # whether the store holds the conversation as it is now
-    taken_over: bool  # whether this turn went on where another process had left off
+    taken_over: bool  # whether it went on where another process, or object, had left off
 
 
 class Conversation:
@@ -55,7 +55,7 @@ class Conversation:
         self._window, self._system = window, list(system)
         self._state = State()
         self._cache = self._begun()
-        self._catch_up()
+        self._taken_over = self._catch_up()  # by a turn that is still to come
 
     @property
     def turn(self) -> int:
@@ -83,7 +83,7 @@ class Conversation:
         began = time.perf_counter()
         if max_new_tokens < 1:
             raise InvalidArgument(f"max_new_tokens={max_new_tokens}; it must be 1 at least")
-        taken_over = self._catch_up()
+        self._taken_over = self._catch_up() or self._taken_over
         new = self._encode(text)
         if not new:
             raise InvalidArgument("there is nothing to say: a text without tokens")
@@ -109,12 +109,13 @@ class Conversation:
         saved = self._saved()
         tokens, answer, finish = listener.answer(0)
         total = time.perf_counter() - began
+        taken_over, self._taken_over = self._taken_over, False
         return Turn(answer, tokens, listener.first_at - began, total, finish, self.held, saved, taken_over)
 
     def forget(self) -> None:
         """Deletes the conversation from the store, and begins anew."""
         self._shelf.forget()
-        self._state, self._cache = State(), self._begun()
+        self._state, self._cache, self._taken_over = State(), self._begun(), False
 
     def _begun(self) -> WindowCache:
         cache = WindowCache(self._model, self._window)
@@ -145,7 +146,7 @@ class Conversation:
 
 
 def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any]:
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+    if not (temperature >= 0 and 0 < top_p <= 1 and top_k >= 0):
         given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
         raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0")
     if not temperature:
@@ -155,7 +156,7 @@ def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any]:
 
 
 def _penalty(repetition_penalty: float) -> list[Any]:
-    if repetition_penalty <= 0:
+    if not repetition_penalty > 0:
         raise InvalidArgument(f"repetition_penalty={repetition_penalty}; it must be above 0")
     return [RepetitionPenaltyLogitsProcessor(repetition_penalty)] if repetition_penalty != 1 else []
 

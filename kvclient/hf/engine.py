@@ -324,10 +324,12 @@ class Engine:
 def _sampling(
     temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
 ) -> dict[str, Any]:
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or repetition_penalty <= 0:
+    if not (temperature >= 0 and 0 < top_p <= 1 and top_k >= 0 and repetition_penalty > 0):
         given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
         given += f", repetition_penalty={repetition_penalty}"
         raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0, above 0")
+    if prefill_chunk_size is not None and prefill_chunk_size < 1:
+        raise InvalidArgument(f"prefill_chunk_size={prefill_chunk_size}; it must be 1 at least, or None")
     out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}
     out["repetition_penalty"] = repetition_penalty
     if temperature > 0:

@@ -3,6 +3,7 @@
 A tiny random model with a tokenizer of bytes, saved and loaded as a user's would be, and the in-memory fake.
 """
 
+import math
 import re
 import threading
 
@@ -317,6 +318,7 @@ def test_verify_takes_texts(engine):
     [
         {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"repetition_penalty": 0.0},
         {"max_new_tokens": 0}, {"cacheable_prefix_len": -1}, {"soft_stop": 0.0}, {"soft_stop": 1.5},
+        {"prefill_chunk_size": 0}, {"temperature": math.nan}, {"repetition_penalty": math.nan},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(engine, wrong):
