@@ -12,9 +12,10 @@ tokens with the same sampling, so what the store does to an answer can always be
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -167,8 +168,8 @@ class Engine:
             raise InvalidArgument("prompts is one text; it must be a list of prompts")
         if not prompts:
             return []
-        one = isinstance(max_new_tokens, Integral)
-        limits = [int(max_new_tokens)] * len(prompts) if one else list(max_new_tokens)
+        several = isinstance(max_new_tokens, Iterable)
+        limits = list(max_new_tokens) if several else [max_new_tokens] * len(prompts)
         if len(limits) != len(prompts):
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
@@ -239,7 +240,14 @@ class Engine:
             template = self.tokenizer.apply_chat_template
             told = template(list(prompt), add_generation_prompt=True, tokenize=False)
             return list(self.tokenizer(told, add_special_tokens=False)["input_ids"])
-        return [int(token) for token in prompt]
+        try:
+            ids = [operator.index(token) for token in prompt]  # also NumPy's and torch's; 2.5 is none
+        except TypeError as error:
+            raise InvalidArgument(f"a prompt of tokens: {error}") from None
+        known = self.model.get_input_embeddings().num_embeddings
+        if wrong := [token for token in ids if not 0 <= token < known]:
+            raise InvalidArgument(f"token {wrong[0]}; the model has {known}")
+        return ids
 
     def close(self) -> None:
         """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
@@ -265,6 +273,9 @@ class Engine:
         began = time.perf_counter()
         if mode not in MODES:
             raise InvalidArgument(f"mode={mode!r}; it must be one of {', '.join(MODES)}")
+        if not all(isinstance(limit, Integral) for limit in limits):
+            raise InvalidArgument(f"max_new_tokens={limits}; whole numbers are wanted")
+        limits = [int(limit) for limit in limits]
         if min(limits) < 1 or (cacheable is not None and cacheable < 0):
             given = f"max_new_tokens={min(limits)}, cacheable_prefix_len={cacheable}"
             raise InvalidArgument(f"{given}: too small")
@@ -324,10 +335,11 @@ class Engine:
 def _sampling(
     temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
 ) -> dict[str, Any]:
-    if not (temperature >= 0 and 0 < top_p <= 1 and top_k >= 0 and repetition_penalty > 0):
+    whole = isinstance(top_k, Integral) and top_k >= 0
+    if not (temperature >= 0 and 0 < top_p <= 1 and whole and repetition_penalty > 0):
         given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
         given += f", repetition_penalty={repetition_penalty}"
-        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0, above 0")
+        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, whole and ≥ 0, above 0")
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise InvalidArgument(f"prefill_chunk_size={prefill_chunk_size}; it must be 1 at least, or None")
     out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}

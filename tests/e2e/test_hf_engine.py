@@ -319,6 +319,7 @@ def test_verify_takes_texts(engine):
         {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"repetition_penalty": 0.0},
         {"max_new_tokens": 0}, {"cacheable_prefix_len": -1}, {"soft_stop": 0.0}, {"soft_stop": 1.5},
         {"prefill_chunk_size": 0}, {"temperature": math.nan}, {"repetition_penalty": math.nan},
+        {"max_new_tokens": 2.5}, {"top_k": 1.5},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(engine, wrong):
@@ -326,6 +327,14 @@ def test_wrong_arguments_are_named(engine, wrong):
         engine.generate("text", **wrong)
     with pytest.raises(InvalidArgument, match="without tokens"):
         engine.generate([])
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2.5, "a"])
+def test_a_token_that_the_model_does_not_have_is_named(engine, token):
+    with pytest.raises(InvalidArgument, match="token"):
+        engine.generate([1, token], 1)
+    with pytest.raises(InvalidArgument, match="token"):
+        engine.warm([token])
 
 
 PARAGRAPHS = f"{TEXT}\n\n{TEXT[::-1].strip()}\n\n{TEXT.swapcase()}"
