@@ -44,7 +44,7 @@ class Rope:
     def __init__(self, layers: list[Turning]) -> None:
         self.layers = layers
         self._turns: dict[tuple[int, int], np.ndarray] = {}
-        self._places: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # per position its cosines, sines
+        self._places: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # cosines, sines
 
     def turn(self, layer: int, keys: np.ndarray, shift: int, out: np.ndarray) -> None:
         """Writes `keys` [heads, tokens, head_dim], moved by `shift` positions, into `out`."""
@@ -58,7 +58,6 @@ class Rope:
                 self._turns.clear()
             self._turns[place] = kernels.turn(turning.inv_freq, shift)
         kernels.rotate(keys, self._turns[place], turning.convention, out=out)
-
 
     def turn_each(self, layer: int, keys: torch.Tensor, places: torch.Tensor, way: int) -> None:
         """Turns keys [..., tokens, head_dim], in single precision, where they are: from position 0 each to

@@ -179,7 +179,7 @@ inline void multiply_codes_amx(const uint8_t* a, uint32_t part, uint32_t rows, c
 inline void scores_codes_amx(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
                              Scratch& s) {
   const uint32_t steps = block_steps(rows, 16, tile.count, width / depth_step(width));
-  Ahead ahead = ahead_of(tile, false, code_bytes(tile, head_dim), (tile.count + 15) / 16, steps);
+  Ahead ahead = ahead_of(tile, false, row_bytes(tile, head_dim), (tile.count + 15) / 16, steps);
   scores_codes(tile, rows, head_dim, width, q, held, ahead, s, [&](const uint32_t* keys, float* out, uint32_t columns) {
     multiply_codes_amx<false>(s.query, width, rows, keys, kTile, s.step, s.shift, out, kTile, columns, ahead);
   });
@@ -190,7 +190,7 @@ inline void values_codes_amx(const Tile& tile, uint32_t rows, uint32_t head_dim,
   fold_weights(tile, rows, step, shift, s);
   if (const uint32_t written = round_up(tile.count, 16); written < kTile)
     for (uint32_t r = 0; r < 2 * rows; ++r) std::memset(s.weight + r * kTile + written, 0, kTile - written);
-  Ahead ahead = ahead_of(tile, true, code_bytes(tile, head_dim), (tile.count + 3) / 4, block_steps(rows, 16, width, 1));
+  Ahead ahead = ahead_of(tile, true, row_bytes(tile, head_dim), (tile.count + 3) / 4, block_steps(rows, 16, width, 1));
   const uint32_t* values = pack_values_vnni(tile, head_dim, width, ahead, s);
   multiply_codes_amx<true>(s.weight, kTile, rows, values, width, step, shift, s.sum, width, width, ahead);
 }

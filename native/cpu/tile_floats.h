@@ -133,15 +133,6 @@ inline Right load_values(const Tile& tile, uint32_t head_dim, uint32_t width, fl
   return values;
 }
 
-inline uint32_t row_bytes(const Tile& tile, uint32_t head_dim) {
-  switch (tile.segment->codec) {
-    case KVK_F32: return 4 * head_dim;
-    case KVK_INT8: return head_dim;
-    case KVK_INT4: return head_dim / 2;
-    default: return 2 * head_dim;
-  }
-}
-
 inline uint32_t panel_steps(uint32_t rows, uint32_t columns) { return steps_of(rows, 1, columns, kPanelRows, kPanelColumns); }
 
 inline void scores_f32(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Scratch& s) {

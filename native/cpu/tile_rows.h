@@ -28,6 +28,16 @@ inline const uint8_t* value_row(const Tile& tile, uint32_t token) {
   return static_cast<const uint8_t*>(at(s.v, tile.kv_head * s.v_head_stride + (tile.start + token) * s.v_token_stride));
 }
 
+// Bytes of a key or value.
+inline uint32_t row_bytes(const Tile& tile, uint32_t head_dim) {
+  switch (tile.segment->codec) {
+    case KVK_F32: return 4 * head_dim;
+    case KVK_INT8: return head_dim;
+    case KVK_INT4: return head_dim / 2;
+    default: return 2 * head_dim;
+  }
+}
+
 // Asks for the bytes of the tile that comes next while this one is packed and multiplied: a few cache lines at every step, so
 // that memory and arithmetic are busy at the same time. The processor's own prefetching does not see through the reordering
 // of rows.

@@ -170,11 +170,6 @@ inline void spread_columns(uint32_t columns, uint32_t panel, uint32_t* keys) {
   }
 }
 
-// Bytes of a row of codes.
-inline uint32_t code_bytes(const Tile& tile, uint32_t head_dim) {
-  return tile.segment->codec == KVK_INT8 ? head_dim : head_dim / 2;
-}
-
 // Scores: group after group, whose scales the queries have, keys are laid out in s.keys and multiplied by
 // multiply(keys, scores, columns).
 template <class Multiply>
@@ -182,7 +177,7 @@ inline void scores_codes(const Tile& tile, uint32_t rows, uint32_t head_dim, uin
                          Ahead& ahead, Scratch& s, const Multiply& multiply) {
   const kvk_segment& segment = *tile.segment;
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
-  const uint32_t bytes = code_bytes(tile, head_dim);
+  const uint32_t bytes = row_bytes(tile, head_dim);
   ask_for_scales(tile, head_dim);
   for (uint32_t done = 0; done < tile.count;) {
     const uint32_t group = (tile.start + done) / segment.k_group, end = (group + 1) * segment.k_group - tile.start;
@@ -205,7 +200,7 @@ inline void scores_codes(const Tile& tile, uint32_t rows, uint32_t head_dim, uin
 
 inline void scores_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held,
                         Scratch& s) {
-  const uint32_t bytes = code_bytes(tile, head_dim), depth = (bytes + 3) / 4 * (tile.segment->codec == KVK_INT8 ? 1 : 2);
+  const uint32_t bytes = row_bytes(tile, head_dim), depth = (bytes + 3) / 4 * (tile.segment->codec == KVK_INT8 ? 1 : 2);
   Ahead ahead = ahead_of(tile, false, bytes, (tile.count + 15) / 16, code_steps(rows, depth, tile.count));
   scores_codes(tile, rows, head_dim, width, q, held, ahead, s, [&](const uint32_t* keys, float* out, uint32_t columns) {
     multiply_codes<false>(s.query, width, rows, keys, kTile, depth, s.step, s.shift, out, kTile, columns, ahead);
@@ -283,7 +278,7 @@ inline void values_vnni(const Tile& tile, uint32_t rows, uint32_t head_dim, uint
   alignas(64) float step[kRows], shift[kRows];
   fold_weights(tile, rows, step, shift, s);
   const uint32_t depth = (tile.count + 3) / 4;
-  Ahead ahead = ahead_of(tile, true, code_bytes(tile, head_dim), depth, code_steps(rows, depth, width));
+  Ahead ahead = ahead_of(tile, true, row_bytes(tile, head_dim), depth, code_steps(rows, depth, width));
   const uint32_t* values = pack_values_vnni(tile, head_dim, width, ahead, s);
   multiply_codes<true>(s.weight, kTile, rows, values, width, depth, step, shift, s.sum, width, width, ahead);
 }
