@@ -11,6 +11,7 @@ from bench.clients import add_scaling, run_first_pass, run_readers
 from bench.contenders import Contenders
 from bench.install import ROOT, Installed, install, progress
 from bench.machine import describe
+from bench.pace import Yardstick
 from bench.pages import huge_pages_to_be_had
 from bench.rounds import run_row
 from bench.rows import COLUMNS, ROWS, Row
@@ -65,7 +66,13 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_session(
-    session: str, rows: list[Row], columns: list[str], chosen, installed: Installed, run: dict
+    session: str,
+    rows: list[Row],
+    columns: list[str],
+    chosen,
+    installed: Installed,
+    yardstick: Yardstick,
+    run: dict,
 ) -> None:
     budget_s = BUDGET_S / 3 if chosen.quick else BUDGET_S
     with Contenders(installed, session, columns, chosen.quick, run["pages"]) as up:
@@ -73,11 +80,11 @@ def run_session(
             progress(f"row {row.id}")
             started = time.monotonic()
             if row.session == "readers":
-                cells = run_readers(row, up, max(2, chosen.rounds // 2), 0.4 if chosen.quick else 1.0)
+                cells = run_readers(row, up, 3 * chosen.rounds, yardstick)
             elif row.session == "first_pass":
                 cells = run_first_pass(row, up, 2 if chosen.quick else 3)
             else:
-                cells = run_row(row, up, chosen.rounds, budget_s)
+                cells = run_row(row, up, chosen.rounds, budget_s, yardstick)
             run["rows"].append(
                 {
                     "id": row.id,
@@ -129,10 +136,13 @@ def measure(chosen, run: dict) -> None:
     rows = [row for row in ROWS if not chosen.only or any(row.id.startswith(only) for only in chosen.only)]
     columns = [column for column in COLUMNS if column in chosen.columns.split(",")]
     installed = install(set(columns) if any(row.id == "tier" for row in rows) else set(columns) - {"lmcache"})
-    for session in ("index", "bulk"):
-        mine = [row for row in rows if SESSION_OF.get(row.session) == session]
-        if mine:
-            run_session(session, mine, columns, chosen, installed, run)
+    timed = [row for row in rows if row.session in SESSION_OF]
+    if timed:
+        yardstick = Yardstick.now()
+        for session in dict.fromkeys(SESSION_OF[row.session] for row in timed):
+            mine = [row for row in timed if SESSION_OF[row.session] == session]
+            run_session(session, mine, columns, chosen, installed, yardstick, run)
+        run["pace_us"] = round(yardstick.best_ns / 1e3)
     add_scaling(run["rows"])
     run_scripts([row for row in rows if row.session == "script"], columns, chosen.quick, installed, run)
 

@@ -11,9 +11,12 @@ from bench.contenders import Contenders
 from bench.driver import DriverFailed
 from bench.figures import absent_cell
 from bench.install import progress
+from bench.pace import Yardstick, pace_ns
 from bench.rows import Row
 
 START_BARRIER_S = 0.05
+READING_S = 0.25
+LEAST_QUIET_READINGS = 3
 ANSWER_TIMEOUT_S = 90.0
 WHY_NOT = {
     "redis": {"first_pass": "clients do not map its memory"},
@@ -29,7 +32,7 @@ def _missing(row: Row, up: Contenders, column: str) -> str:
     return up.absent.get(column, "") or WHY_NOT.get(column, {}).get(row.session, "")
 
 
-def run_readers(row: Row, up: Contenders, rounds: int, duration_s: float) -> list[dict]:
+def run_readers(row: Row, up: Contenders, rounds: int, yardstick: Yardstick) -> list[dict]:
     """`clients` processes get and release for a while, from the same moment; contenders alternate."""
     cells, ready, count = [], {}, row.params["clients"]
     with ExitStack() as stack:
@@ -43,15 +46,18 @@ def run_readers(row: Row, up: Contenders, rounds: int, duration_s: float) -> lis
             if reason:
                 progress(f"{column}: {reason}")
                 cells.append(absent_cell(column, "", reason))
-        results: dict[str, list[list[dict]]] = {column: [] for column in ready}
+        results: dict[str, list[tuple[list[dict], int]]] = {column: [] for column in ready}
         for _ in range(rounds):
             for column in list(ready):
                 try:
-                    results[column].append(_at_once(ready[column], row.id, duration_s))
+                    results[column].append(_at_once(ready[column], row.id))
                 except DriverFailed as failure:
                     cells.append(absent_cell(column, "", str(failure)))
                     del ready[column], results[column]
-    cells += [_reader_cell(column, rounds_of) for column, rounds_of in results.items() if rounds_of]
+    yardstick.seen([pace for rounds_of in results.values() for _, pace in rounds_of])
+    cells += [
+        _reader_cell(column, rounds_of, yardstick) for column, rounds_of in results.items() if rounds_of
+    ]
     order = _columns(row, up)
     return sorted(cells, key=lambda cell: order.index(cell["column"]))
 
@@ -63,24 +69,30 @@ def _reader(stack: ExitStack, row: Row, up: Contenders, column: str, number: int
     return driver
 
 
-def _at_once(drivers: list, op: str, duration_s: float) -> list[dict]:
+def _at_once(drivers: list, op: str) -> tuple[list[dict], int]:
+    """What each reader did, and the slower of the paces before and after."""
+    before = pace_ns()
     start_ns = time.monotonic_ns() + int(START_BARRIER_S * 1e9)
     for driver in drivers:
-        driver.send(call="count", op=op, start_ns=start_ns, duration_s=duration_s)
-    return [driver.answer(ANSWER_TIMEOUT_S) for driver in drivers]
+        driver.send(call="count", op=op, start_ns=start_ns, duration_s=READING_S)
+    return [driver.answer(ANSWER_TIMEOUT_S) for driver in drivers], max(before, pace_ns())
 
 
-def _reader_cell(column: str, rounds_of: list[list[dict]]) -> dict:
-    rates = [[one["done"] / one["seconds"] for one in clients] for clients in rounds_of]
-    totals = [round(sum(one)) for one in rates]
+def _reader_cell(column: str, rounds_of: list[tuple[list[dict], int]], yardstick: Yardstick) -> dict:
+    rates = [[one["done"] / one["seconds"] for one in clients] for clients, _ in rounds_of]
+    quiet = [rate for rate, (_, pace) in zip(rates, rounds_of, strict=True) if yardstick.quiet(pace)]
+    chosen = quiet if len(quiet) >= LEAST_QUIET_READINGS else rates
+    totals = [round(sum(one)) for one in chosen]
     return {
         "column": column,
         "variant": "",
         "unit": "/s",
         "value": median(totals),
+        "of_all": round(median(sum(one) for one in rates)),
+        "quiet": round(len(quiet) / len(rates), 3),
         "rounds": totals,
-        "fairness": round(median(min(one) / max(one) for one in rates), 2) if len(rates[0]) > 1 else None,
-        "note": rounds_of[-1][0].get("note", ""),
+        "fairness": round(median(min(one) / max(one) for one in chosen), 2) if len(rates[0]) > 1 else None,
+        "note": rounds_of[-1][0][0].get("note", ""),
     }
 
 

@@ -2,6 +2,8 @@
 
 from statistics import median
 
+LEAST_QUIET = 20  # calls; the longest take 20 ms
+
 
 def percentile(values: list[int], share: float) -> float:
     """The smallest value that at least `share` of all values do not exceed."""
@@ -10,26 +12,32 @@ def percentile(values: list[int], share: float) -> float:
     return float(ordered[int(rank) - 1])
 
 
-def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int = 0) -> dict:
-    """One contender's cell of one row. `rounds` are the answers of its `run` calls, in order."""
+def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int = 0, quiet=None) -> dict:
+    """One contender's cell of one row. `rounds` are the answers of its `run` calls, in order. With `quiet`,
+    which judges a pace, the figures are those of the quiet calls, if they are LEAST_QUIET at least."""
     every = [ns for one in rounds for ns in one["ns"]]
-    per_round = [median(one["ns"]) for one in rounds]
+    value = _value_of(every, bytes_per_call)
     cell = {
         "column": column,
         "variant": variant,
-        "unit": "us",
-        "value": round(median(every) / 1e3, 3),
-        "p99": round(percentile(every, 0.99) / 1e3, 3),
-        "rounds": [round(ns / 1e3, 3) for ns in per_round],
+        "unit": "GB/s" if bytes_per_call else "us",
+        "value": value,
         "n": len(every),
         "cpu_us": round(sum(one["cpu_ns"] for one in rounds) / len(every) / 1e3, 3),
         "server_cpu_us": round(sum(one["server_cpu_ns"] for one in rounds) / len(every) / 1e3, 3),
         "note": rounds[-1].get("note", ""),
     }
+    if quiet:
+        found = quiet_calls(rounds, quiet)
+        cell |= {"of_all": value, "quiet": round(found / len(every), 3)}
+        if found >= LEAST_QUIET:
+            rounds = [_beside(one, quiet) for one in rounds]
+            every = [ns for one in rounds for ns in one["ns"]]
+    cell["value"] = _value_of(every, bytes_per_call)
+    cell["rounds"] = [_value_of(one["ns"], bytes_per_call) if one["ns"] else None for one in rounds]
     if bytes_per_call:
-        cell["unit"], cell["median_us"], cell["p99_us"] = "GB/s", cell["value"], cell.pop("p99")
-        cell["value"] = round(bytes_per_call / median(every), 2)
-        cell["rounds"] = [round(bytes_per_call / ns, 2) for ns in per_round]
+        cell["median_us"] = round(median(every) / 1e3, 3)
+    cell["p99_us" if bytes_per_call else "p99"] = round(percentile(every, 0.99) / 1e3, 3)
     beside = [
         whole - part
         for one in rounds
@@ -41,6 +49,24 @@ def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int =
     return cell
 
 
+def _value_of(ns: list[int], bytes_per_call: int) -> float:
+    return round(bytes_per_call / median(ns), 2) if bytes_per_call else round(median(ns) / 1e3, 3)
+
+
+def quiet_calls(rounds: list[dict], quiet) -> int:
+    return sum(quiet(pace) for one in rounds for pace in one["pace_ns"])
+
+
+def _beside(one: dict, quiet) -> dict:
+    """The calls of one round that a quiet pace stands beside."""
+    kept = [k for k, pace in enumerate(one["pace_ns"]) if quiet(pace)]
+    parted = len(one["part_ns"]) == len(one["ns"])
+    return {
+        "ns": [one["ns"][k] for k in kept],
+        "part_ns": [one["part_ns"][k] for k in kept] if parted else [],
+    }
+
+
 def add_ratios(cells: list[dict], limit: dict | None, name: str) -> None:
     """How each cell compares with the limit: the median over rounds, as only neighbours in time compare."""
     if limit is None:
@@ -48,10 +74,10 @@ def add_ratios(cells: list[dict], limit: dict | None, name: str) -> None:
     for cell in cells:
         if cell is limit or "rounds" not in cell or cell["unit"] != limit["unit"]:
             continue
-        pairs = list(zip(cell["rounds"], limit["rounds"], strict=False))
-        if pairs:
-            cell["ratio"] = round(median(own / theirs for own, theirs in pairs), 2)
-            cell["ratio_of"] = name
+        pairs = [pair for pair in zip(cell["rounds"], limit["rounds"], strict=False) if None not in pair]
+        pairs = pairs or [(cell["value"], limit["value"])]  # no round was quiet for both
+        cell["ratio"] = round(median(own / theirs for own, theirs in pairs), 2)
+        cell["ratio_of"] = name
 
 
 def absent_cell(column: str, variant: str, reason: str) -> dict:

@@ -5,13 +5,15 @@ Knows nothing of what is measured. The number of calls follows from a time budge
 
 from bench.contenders import Contenders
 from bench.driver import DriverFailed
-from bench.figures import absent_cell, add_ratios, cell_of
+from bench.figures import LEAST_QUIET, absent_cell, add_ratios, cell_of, quiet_calls
 from bench.install import progress
+from bench.pace import Yardstick
 from bench.rows import LIMITS, Row
 
 RUN_TIMEOUT_S = 90.0
 TRIAL_CALLS = 8
 LEAST_CALLS = 5
+MOST_ROUNDS = 3  # times those asked for, where a contender has had too few quiet calls
 
 
 def entries(row: Row, up: Contenders) -> list[tuple[str, str, str, str]]:
@@ -67,20 +69,29 @@ class _Entry:
         if not self.absent:
             self._guard(lambda: self.results.append(self._ask(self.calls)))
 
-    def cell(self, bytes_per_call: int) -> dict:
+    def paces(self) -> list[int]:
+        return self.results[-1]["pace_ns"] if self.results else []
+
+    def had_quiet(self, yardstick: Yardstick) -> bool:
+        return not self.results or quiet_calls(self.results, yardstick.quiet) >= LEAST_QUIET
+
+    def cell(self, bytes_per_call: int, yardstick: Yardstick) -> dict:
         if self.absent or not self.results:
             return absent_cell(self.column, self.variant, self.absent or "not run")
-        return cell_of(self.column, self.variant, self.results, bytes_per_call)
+        return cell_of(self.column, self.variant, self.results, bytes_per_call, yardstick.quiet)
 
 
-def run_row(row: Row, up: Contenders, rounds: int, budget_s: float) -> list[dict]:
+def run_row(row: Row, up: Contenders, rounds: int, budget_s: float, yardstick: Yardstick) -> list[dict]:
     """All contenders of one row, alternating; their cells."""
     taking_part = [_Entry(row, up, entry, budget_s) for entry in entries(row, up)]
-    for _ in range(rounds):
+    for number in range(MOST_ROUNDS * rounds):
         for entry in taking_part:
             entry.round()
+            yardstick.seen(entry.paces())
+        if number + 1 >= rounds and all(entry.had_quiet(yardstick) for entry in taking_part):
+            break
     bytes_per_call = row.params.get("bytes", 0) * row.params.get("batch", 1)
-    cells = [entry.cell(bytes_per_call) for entry in taking_part]
+    cells = [entry.cell(bytes_per_call, yardstick) for entry in taking_part]
     limit = next((cell for cell in cells if cell["variant"] == LIMITS[0] and "rounds" in cell), None)
     add_ratios(cells, limit, LIMITS[0])
     return cells

@@ -46,9 +46,18 @@ def cell_text(cell: dict) -> str:
         extras.append(f"{number(cell['server_cpu_us'])} µs of the server's CPU")
     if cell.get("fairness") is not None:
         extras.append(f"slowest {cell['fairness']:.2f} × fastest")
+    if cell.get("quiet") is not None:
+        extras.append(_noise(cell))
     if cell.get("note"):
         extras.append(cell["note"])
     return text + (f" ({'; '.join(extras)})" if extras else "")
+
+
+def _noise(cell: dict) -> str:
+    """How much of it the quiet calls are, whose figure it is, and what all calls come to."""
+    if not cell["quiet"]:
+        return "never quiet"
+    return f"{cell['quiet']:.0%} quiet, all: {number(cell['of_all'])}"
 
 
 class _Notes:
@@ -127,9 +136,18 @@ def _bare(cell: dict) -> dict:
 def _above(run: dict) -> list[str]:
     return [
         f"Machine: {sentence(run['machine'])}. `{run['command']}`, {run['started']}, "
-        f"{run['rounds']} rounds alternating, medians{', quick' if run['quick'] else ''}.",
+        f"{run['rounds']} rounds alternating, medians{', quick' if run['quick'] else ''}.{_pace(run)}",
         "",
     ]
+
+
+def _pace(run: dict) -> str:
+    if "pace_us" not in run:
+        return ""
+    return (
+        " *Quiet* are the calls beside which a fixed loop ran within a fifth of its best pace"
+        f" ({run['pace_us']} µs) on each processor; where there were enough, the figures are theirs."
+    )
 
 
 def _below(run: dict, columns: list[str], notes: _Notes, absent: dict[str, str]) -> list[str]:

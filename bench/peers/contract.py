@@ -17,7 +17,10 @@ import time
 import traceback
 from pathlib import Path
 
+from bench.pace import pace_ns
+
 PR_SET_PDEATHSIG = 1
+PACE_EVERY_NS = 10_000_000
 
 
 class Call:
@@ -30,13 +33,34 @@ class Call:
         self.run, self.before, self.after, self.note = run, before, after, note
 
 
+class _Pace:
+    """The pace beside each call: the slower of those before and after its stretch of PACE_EVERY_NS."""
+
+    def __init__(self):
+        self.of_call: list[int] = []
+        self.cpu_ns = 0
+        self.last = self._take()
+
+    def _take(self) -> int:
+        cpu = time.process_time_ns()
+        pace = pace_ns()
+        self.cpu_ns += time.process_time_ns() - cpu
+        self.due = time.perf_counter_ns() + PACE_EVERY_NS
+        return pace
+
+    def up_to(self, calls: int) -> None:
+        now = self._take()
+        self.of_call += [max(self.last, now)] * (calls - len(self.of_call))
+        self.last = now
+
+
 def timed(call: Call, first: int, n: int) -> dict:
     """Time `n` iterations, numbered from `first` so that rounds go on where the last one stopped."""
     clock, run, before, after = time.perf_counter_ns, call.run, call.before, call.after
     ns, part = [0] * n, []
     gc.collect()
     gc.disable()
-    cpu = time.process_time_ns()
+    cpu, pace = time.process_time_ns(), _Pace()
     try:
         for k in range(n):
             i = first + k
@@ -44,16 +68,20 @@ def timed(call: Call, first: int, n: int) -> dict:
                 before(i)
             start = clock()
             inner = run(i)
-            ns[k] = clock() - start
+            end = clock()
+            ns[k] = end - start
             if inner.__class__ is int:
                 part.append(inner)
             inner = None
             if after is not None:
                 after(i)
+            if end > pace.due:
+                pace.up_to(k + 1)
+        pace.up_to(n)
     finally:
-        cpu = time.process_time_ns() - cpu
+        cpu = time.process_time_ns() - cpu - pace.cpu_ns
         gc.enable()
-    return {"ns": ns, "part_ns": part, "cpu_ns": cpu, "note": call.note}
+    return {"ns": ns, "part_ns": part, "pace_ns": pace.of_call, "cpu_ns": cpu, "note": call.note}
 
 
 def counted(call: Call, start_ns: int, duration_s: float) -> dict:

@@ -6,6 +6,7 @@ Method: a run's JSON as a fixture in this file, its Markdown read back cell by c
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from bench.__main__ import replaced
 from bench.figures import absent_cell, add_ratios, cell_of, percentile
+from bench.pace import Yardstick, pace_ns
+from bench.peers import contract
 from bench.table import compact, markdown, number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +156,77 @@ def test_ratios_compare_neighbours_in_time():
     add_ratios([own, limit, absent_cell("redis", "", "gone")], limit, "memcpy")
     assert own["ratio"] == 2.0
     assert "ratio" not in limit
+
+
+def paced(ns, pace, part_ns=()):
+    return {**answer(ns, part_ns), "pace_ns": pace}
+
+
+def test_where_there_were_enough_quiet_calls_the_figures_are_theirs():
+    """Whether a call counts depends on the pace beside it, never on how long it took."""
+    yardstick = Yardstick(100)
+    rounds = [
+        paced([1000, 9000] * 20, [100, 200] * 20, [500, 600] * 20),
+        paced([5000] * 40, [200] * 40, [600] * 40),
+        paced([7000] * 10, [110] * 10, [500] * 10),
+    ]
+    cell = cell_of("kvstored", "", rounds, quiet=yardstick.quiet)
+    assert (cell["value"], cell["of_all"], cell["n"]) == (1.0, 5.0, 90)
+    assert cell["quiet"] == round(30 / 90, 3)
+    assert cell["rounds"] == [1.0, None, 7.0]
+    assert cell["overhead_us"] == 0.5
+    few = cell_of(
+        "kvstored", "", [paced([1000] * 19 + [9000] * 21, [100] * 19 + [200] * 21)], quiet=yardstick.quiet
+    )
+    assert (few["value"], few["quiet"]) == (9.0, 0.475)
+
+
+def test_a_ratio_takes_the_rounds_that_were_quiet_for_both():
+    quiet = Yardstick(100).quiet
+    limit = cell_of(
+        "limit", "memcpy", [paced([100] * 20, [100] * 20), paced([400] * 20, [100] * 20)], 1000, quiet
+    )
+    own = cell_of("kvstored", "", [paced([50] * 20, [200] * 20), paced([100] * 20, [100] * 20)], 1000, quiet)
+    add_ratios([own, limit], limit, "memcpy")
+    assert own["ratio"] == 4.0
+    never = cell_of(
+        "limit", "memcpy", [paced([100] * 20, [100] * 20), paced([400] * 20, [900] * 20)], 1000, quiet
+    )
+    add_ratios([own, never], never, "memcpy")
+    assert own["ratio"] == 1.0
+
+
+def test_the_best_pace_of_a_run_decides_what_is_quiet():
+    yardstick = Yardstick(200)
+    assert yardstick.quiet(240) and not yardstick.quiet(241)
+    yardstick.seen([150, 100, 300])
+    assert yardstick.quiet(120) and not yardstick.quiet(121)
+
+
+def test_taking_the_pace_leaves_the_process_where_it_may_run():
+    allowed = os.sched_getaffinity(0)
+    assert pace_ns() > 0
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_every_call_has_the_slower_pace_of_those_around_it(monkeypatch):
+    paces = iter([5, 7, 6, 9, 4])
+    monkeypatch.setattr(contract, "pace_ns", lambda: next(paces))
+    monkeypatch.setattr(contract, "PACE_EVERY_NS", -1)  # after each call, and once at the end
+    result = contract.timed(contract.Call(lambda i: None), 0, 3)
+    assert result["pace_ns"] == [7, 7, 9]
+    assert len(result["ns"]) == 3
+
+
+def test_a_cell_says_how_much_of_it_was_quiet():
+    run = copy.deepcopy(RUN)
+    run["pace_us"] = 71
+    run["rows"][0]["cells"][0] |= {"quiet": 0.25, "of_all": 5.04}
+    run["rows"][0]["cells"][1] |= {"quiet": 0.0, "of_all": 1140.2}
+    table = table_of(run)
+    assert table["look-up"]["kvstored"] == "2.13 µs (p99 3.00; 25% quiet, all: 5.04; 500,000 resident)"
+    assert table["look-up"]["Redis"] == "1,140 µs (700 µs of the server's CPU; never quiet)"
+    assert "best pace (71 µs)" in markdown(run)
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.5, 5), (0.99, 10), (1.0, 10), (0.0, 1)])
