@@ -92,6 +92,7 @@ class ReadingCases(Case):
         with self.client.get(keys) as blocks:
             assert [block.key for block in blocks] == keys
             assert blocks[-1].key == keys[2]
+            assert [block.key for block in blocks[:0:-1]] == keys[:0:-1]
             with raises(IndexError):
                 blocks[3]
 

@@ -9,8 +9,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import kvclient
 import kvclient.errors
+from kvclient import _core as core
 
 
 def in_fresh_interpreter(code: str) -> list[str]:
@@ -137,3 +140,11 @@ def test_the_fake_does_not_load_torch():
     use = "kvclient.InMemoryClient(1 << 20).stats()"
     code = f"import json, sys, kvclient; {use}; print(json.dumps(list(sys.modules)))"
     assert not {"torch", "transformers", "kvclient._core"}.intersection(in_fresh_interpreter(code))
+
+
+def test_methods_of_the_native_classes_refuse_another_object():
+    """Those that take themselves as a bare object would read a stranger's memory."""
+    for call in (core.Blocks.__getitem__, core.Blocks.__iter__, core.Blocks.release):
+        for stranger in (object(), 7, None):
+            with pytest.raises(TypeError):
+                call(stranger, *(0,) * (call is core.Blocks.__getitem__))
