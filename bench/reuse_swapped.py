@@ -75,6 +75,8 @@ def swapped(
     what the other one means to it: the KL of the same prompt without that, computed cold.
     """
     texts = texts_of(subject)
+    if missing := {name for pair in pairs for name in pair[::2]} - set(texts):
+        raise SystemExit(f"no {', '.join(sorted(missing))} in {LICENCES}: Debian's base-files has them")
     for size in sizes:
         every = []
         for pair in pairs:

@@ -102,11 +102,11 @@ class Conversation:
                 fed = [_chosen(logits[None].float(), [*penalty, *warpers], new, temperature > 0)]
                 new.append(fed[0])
                 done = bool(listener(torch.tensor([fed]), None)[0])
+            self._state = State(self._state.turn + 1, fed[0])
+            saved = self._saved()
         except BaseException:
             self._state, self._cache = State(), self._begun()  # half a turn is none: back to what is stored
             raise
-        self._state = State(self._state.turn + 1, fed[0])
-        saved = self._saved()
         tokens, answer, finish = listener.answer(0)
         total = time.perf_counter() - began
         taken_over, self._taken_over = self._taken_over, False

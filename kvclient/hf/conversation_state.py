@@ -20,7 +20,7 @@ import torch
 
 from kvclient.blocks.keys import chain
 from kvclient.blocks.layout import Layout
-from kvclient.errors import BlockLost, InvalidArgument, PinsExhausted
+from kvclient.errors import BlockLost, PinsExhausted
 from kvclient.hf.cache import array_dtype, as_array
 from kvclient.hf.window import Window, WindowCache, WindowLayer
 
@@ -28,7 +28,8 @@ VERSION = 1
 UNIT = 4096  # bytes of a layer per "token" of such a block, so that one layout serves every size
 MAX_UNITS = 65_535
 PLACES = 2
-WAIT_S = 5.0  # for a state that lies on disk
+WAIT_S = 5.0  # for a state that lies on disk, or that another process is writing
+TRIES = 3  # to save one
 TOLD = ("turn", "pending", "tokens", "dropped", "head_wanted", "head", "older", "recent")
 
 
@@ -83,16 +84,20 @@ class Shelf:
             blocks.release()
 
     def save(self, cache: WindowCache, state: State) -> bool:
-        """False if the store has no room: it then still has the turn before."""
+        """False if the store has no room, or others save the same turn all the time: it has the turn before
+        then, or theirs.
+        """
         packed = [_pack(layer) for layer in cache.layers]
         units = -(-max(len(one) for one in packed) // UNIT)
         layout = Layout(len(packed) + 1, 1, UNIT, "uint8", MAX_UNITS, 1, meta_fixed=0, meta_per_token=0)
         key = self._keys[state.turn % PLACES]
-        self._client.delete([key])
         layout_id = self._client.register_layout(layout)
-        writer = self._client.create([key], layout_id, priority=self._priority, token_counts=[units])
-        if writer.results[0] in ("pending", "exists"):
-            raise InvalidArgument(f"another process is saving turn {state.turn} of this conversation")
+        for _ in range(TRIES):  # of two that save the same turn the last to end stays
+            self._client.delete([key])
+            writer = self._client.create([key], layout_id, priority=self._priority, token_counts=[units])
+            if writer.results[0] not in ("pending", "exists"):
+                break
+            self._client.get([key], wait_s=WAIT_S).release()
         if not writer.granted:
             return False
         try:

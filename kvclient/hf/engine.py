@@ -83,7 +83,7 @@ class Engine:
     def __init__(self, model: torch.nn.Module, tokenizer: Any, client: Any, **attach_options: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
-        self._pinned: dict[tuple[int, ...], Any] = {}
+        self._pinned: dict[tuple[int, ...], contextlib.ExitStack] = {}
 
     @classmethod
     def from_pretrained(
@@ -200,23 +200,28 @@ class Engine:
 
     def pin(self, text: Prompt) -> int:
         """Keeps the blocks of a text from eviction until unpin() or the end of this process, whatever stood
-        before it when they were computed; says how many.
+        before it when they were computed, with a codec those as computed too; says how many.
         """
         ids = tuple(self.encode(text))
+        client, subject, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
         self.unpin(text)
-        found = plan(self.kv.client, self.kv.identity, ids, chunker=self.kv.chunker)
-        keys = {piece.key for segment in found for piece in segment.pieces}
-        if keys:
-            self._pinned[ids] = found
-        else:
-            found.release()
-        return len(keys)
+        with contextlib.ExitStack() as pins:
+            found = plan(client, subject.identity, ids, chunker=chunker)
+            pins.callback(found.release)
+            count = len({piece.key for segment in found for piece in segment.pieces})
+            if subject.sinks is not None:
+                full = subject.sinks.get(client, chunker, ids)
+                pins.callback(full.release)
+                count += full.hits
+            if count:
+                self._pinned[ids] = pins.pop_all()
+        return count
 
     def unpin(self, text: Prompt) -> None:
         """Lets go of what pin() kept of that text. One that is not pinned is no error."""
-        blocks = self._pinned.pop(tuple(self.encode(text)), None)
-        if blocks is not None:
-            blocks.release()
+        pins = self._pinned.pop(tuple(self.encode(text)), None)
+        if pins is not None:
+            pins.close()
 
     # ---------------------------------------------------------------- seeing
 
@@ -251,8 +256,8 @@ class Engine:
 
     def close(self) -> None:
         """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
-        for blocks in self._pinned.values():
-            blocks.release()
+        for pins in self._pinned.values():
+            pins.close()
         self._pinned.clear()
         self.kv.detach()
 

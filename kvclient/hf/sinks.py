@@ -65,6 +65,11 @@ class FullForms:
     def elsewhere(self, client: Any) -> FullForms:
         return FullForms(self.first.elsewhere(client), self.last.elsewhere(client))
 
+    def get(self, client: Any, chunker: Chunker, tokens: Any) -> Any:
+        """What there is of the first tokens and of any block of prompts that begin so, pinned."""
+        first = Chunker("fixed", SINK_TOKENS).chain(self.first.identity, tokens[:SINK_TOKENS])
+        return client.get([*first.keys, *chunker.chain(self.last.identity, tokens).keys])
+
 
 class Sinks:
     """Those of one request: taken for the groups whose prefix was found, published for the others."""

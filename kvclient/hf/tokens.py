@@ -32,7 +32,11 @@ class Listener(StoppingCriteria):
         if not 0 < soft_stop <= 1:
             raise InvalidArgument(f"soft_stop={soft_stop!r}; it must be above 0 and at most 1")
         rows = len(limits)
-        self._limits, self._tokenizer, self._ends, self._stops = limits, tokenizer, ends, stops
+        self._limits, self._tokenizer, self._ends = limits, tokenizer, ends
+        special = _special(tokenizer) if stops else ()
+        # Of the stop strings, those that hold a special token: the text that is shown does not.
+        self._marks = [stop for stop in stops if any(one in stop for one in special)]
+        self._stops = [stop for stop in stops if stop not in self._marks]
         self._on_token, self._soft_stop = on_token, soft_stop
         self.first_at = began
         self._heard = False
@@ -59,10 +63,10 @@ class Listener(StoppingCriteria):
     @property
     def _follows(self) -> bool:
         """Whether the text is needed while it grows."""
-        return bool(self._stops) or self._on_token is not None or self._soft_stop < 1
+        return bool(self._stops or self._marks) or self._on_token is not None or self._soft_stop < 1
 
-    def _decoded(self, row: int) -> str:
-        return self._tokenizer.decode(self._tokens[row], skip_special_tokens=True)
+    def _decoded(self, row: int, count: int | None = None, marks: bool = False) -> str:
+        return self._tokenizer.decode(self._tokens[row][:count], skip_special_tokens=not marks)
 
     def _hear(self, row: int, token: int) -> None:
         self._tokens[row].append(token)
@@ -73,26 +77,44 @@ class Listener(StoppingCriteria):
         if not self._follows:
             return
         text = self._decoded(row)
-        cut = min((text.find(stop) for stop in self._stops if stop in text), default=-1)
-        if cut >= 0:
-            text, self._finish[row] = text[:cut], "stop"
+        marked = self._decoded(row, marks=True) if self._marks else ""
+        cuts = [text.find(stop) for stop in self._stops if stop in text]
+        cuts += [self._shown(row, marked.find(stop)) for stop in self._marks if stop in marked]
+        if cuts:
+            text, self._finish[row] = text[: min(cuts)], "stop"
         soft = len(self._tokens[row]) >= self._soft_stop * self._limits[row]
         if soft and self._finish[row] is None and SENTENCE.search(text):
             self._finish[row] = "sentence"
         self._texts[row] = text
         if self._on_token is not None and row == 0:
-            self._tell(token, text)
+            self._tell(token, text, marked)
 
-    def _tell(self, token: int, text: str) -> None:
+    def _shown(self, row: int, at: int) -> int:
+        """How many characters are shown of the first `at` of the text with its special tokens."""
+        count, whole = 0, ""
+        while len(whole) < at:
+            count += 1
+            whole = self._decoded(row, count, marks=True)
+        return len(self._decoded(row, count)) - (len(whole) - at)
+
+    def _tell(self, token: int, text: str, marked: str) -> None:
         assert self._on_token is not None
         upto = len(text)
         if self._finish[0] is None:
             # It may become a stop string.
-            held = max((_overlap(text, stop) for stop in self._stops), default=0)
+            held = [_overlap(text, stop) for stop in self._stops]
+            held += [_overlap(marked, stop) for stop in self._marks]
             unfinished = len(text) - len(text.rstrip(UNFINISHED))  # some tokenizers show one for each byte
-            upto -= max(held, unfinished)
+            upto -= max([*held, unfinished])
         piece, self._told = text[self._told : max(upto, self._told)], max(upto, self._told)
         self._on_token(token, piece)
+
+
+def _special(tokenizer: Any) -> set[str]:
+    """The texts that decode() leaves out of what is shown."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    own = {str(one) for one in added if one.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+    return own - {""}
 
 
 def _overlap(text: str, stop: str) -> int:

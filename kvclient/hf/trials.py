@@ -24,7 +24,7 @@ from kvclient.hf.report import Report
 from kvclient.hf.request import Options
 from kvclient.hf.structure import Refused
 from kvclient.hf.subject import AS_COMPUTED, Subject
-from kvclient.hf.verify import Verification, block_tokens_for
+from kvclient.hf.verify import Verification, block_tokens_for, own_text
 from kvclient.hf.verify import verify as measure
 
 if TYPE_CHECKING:
@@ -97,13 +97,14 @@ def _measure(
     try:
         codec = kv.form.codec
         codec = AS_COMPUTED if codec is None else codec.name
+        prompts = own_text(model) if prompts is None else prompts
         return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
     finally:
         model.train(was_training)
 
 
 def _trial(
-    kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]] | None,
+    kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]],
     repair: Repair | None, call: Callable[[], Any],
 ) -> Report:  # fmt: skip
     from kvclient.testing import InMemoryClient
@@ -113,7 +114,7 @@ def _trial(
     if form.step > 1:
         size = max(form.step, size // form.step * form.step)
     layout = form.layout(size)
-    longest = 1024 if prompts is None else max(map(len, prompts))
+    longest = max(map(len, prompts))
     cut = Chunker("fixed", size)
     options = dataclasses.replace(kv._options, chunker=cut, follow=False, publish_generated=False)
     inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)

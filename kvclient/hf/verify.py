@@ -100,13 +100,13 @@ Trial = Callable[[Repair | None, Callable[[], Any]], Report]
 
 
 def verify(
-    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]] | None,
+    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]],
     codec: str = "none",
 ) -> Verification:  # fmt: skip
     """Measures prefix reuse and each of the repairs. Raises InvalidArgument for prompts too short to say
     anything.
     """
-    texts = own_text(model) if prompts is None else [list(prompt) for prompt in prompts]
+    texts = [list(prompt) for prompt in prompts]
     if not texts or min(map(len, texts)) < MIN_TOKENS:
         raise InvalidArgument(f"prompts need at least {MIN_TOKENS} tokens each, and there must be one")
     seen = {name: _Seen() for name in (PREFIX, *repairs)}
@@ -143,23 +143,27 @@ def verify(
     return Verification(tuple(own.outcome(name, codec, limits[name]) for name, own in seen.items()))
 
 
-def block_tokens_for(prompts: Sequence[Sequence[int]] | None, block_tokens: int) -> int:
+def block_tokens_for(prompts: Sequence[Sequence[int]], block_tokens: int) -> int:
     """The size of block such prompts can be verified with: what is reused must hold some whole ones."""
-    shortest = OWN_TOKENS if prompts is None else min(map(len, prompts), default=OWN_TOKENS)
+    shortest = min(map(len, prompts))
     part = shortest - shortest // 4 - LEAD - TAIL
     return max(1, min(block_tokens, part // BLOCKS))
 
 
 def own_text(model: torch.nn.Module) -> list[list[int]]:
     """Text the model writes itself: what it finds likely. The random number generators stay as they were."""
-    size = model.config.get_text_config(decoder=True).vocab_size
+    config = model.config.get_text_config(decoder=True)
+    size, most = config.vocab_size, getattr(config, "max_position_embeddings", None) or OWN_TOKENS
+    if most < MIN_TOKENS:
+        raise InvalidArgument(f"the model has {most} positions; prompts need at least {MIN_TOKENS} tokens")
     start = torch.tensor([[size // 3 + i, size // 2 + i] for i in range(OWN_PROMPTS)], device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         rows = type(model).generate(
             model, start, attention_mask=torch.ones_like(start), do_sample=True, temperature=0.8, top_k=0,
-            top_p=1.0, max_new_tokens=OWN_TOKENS - start.shape[1], pad_token_id=0, eos_token_id=None,
+            top_p=1.0, max_new_tokens=min(OWN_TOKENS, most) - start.shape[1], pad_token_id=0,
+            eos_token_id=None,
         )  # fmt: skip
     return rows.tolist()
 

@@ -15,11 +15,13 @@ import kvclient
 import kvclient.hf
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
+from kvclient.hf import Engine
 from kvclient.hf.form import Form
 from kvclient.kernels import NotQuantisable
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 32
+TEXT = "The first tokens and the last block of a text are stored as computed, beside quantised ones. " * 2
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +221,27 @@ def test_the_last_block_of_an_answer_stays_as_computed(model, client):
         _, _, cache = generate(model, torch.cat([tokens, prompt(9, seed=3)], dim=1), 1)
         assert kv.last.reused_tokens == 128 and kv.last.full_tokens == 4 + BLOCK
         assert set(range(96, 128)) <= set(equal_tokens(cache, plain))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_is_kept_as_computed_is_pinned_too(home, codec):
+    with (
+        kvclient.InMemoryClient(1 << 20) as client,
+        Engine.from_pretrained(
+            home, client, dtype=torch.float32, block_tokens=BLOCK, repair=None, self_test=False, codec=codec
+        ) as engine,
+    ):
+        engine.warm(TEXT)
+        stored = client.stats()["blocks"]
+        assert stored == len(TEXT) // BLOCK + 2  # the first tokens and the last block, as computed
+        assert engine.pin(TEXT) == client.stats()["pins"] == stored
+        for number in range(200):
+            engine.warm(f"{number} " + TEXT[number % 50 :])
+        assert client.stats()["evictions"] > 0
+        report = engine.generate(TEXT + "?", 1).report
+        assert (report.reused_tokens, report.full_tokens) == (len(TEXT) // BLOCK * BLOCK, 4 + BLOCK)
+        engine.unpin(TEXT)
+        assert client.stats()["pins"] == engine.stats()["pinned"] == 0
 
 
 def test_what_was_loaded_in_part_is_no_block_as_computed(model, client):

@@ -121,6 +121,21 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(engine):
     assert result.finish == "stop"
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "heard"),
+    [(["<bos>"], "ab", 3), (["b<bos>c", "d"], "a", 4), (["<pad>", "<bos>cd"], "ab", 5), (["bcd"], "a", 5)],
+)
+def test_a_stop_string_may_hold_a_special_token(engine, stop, text, heard):
+    """Which the text that is shown does not: "<|im_end|>" in a model whose end token is another."""
+    told = []
+    listener = Listener([9], engine.tokenizer, frozenset(), stop, lambda _token, text: told.append(text))
+    for token in engine.encode("ab<bos>cde"):
+        if listener(torch.tensor([[token]]), None)[0]:
+            break
+    tokens, answer, finish = listener.answer(0)
+    assert (answer, len(tokens), finish) == (text, heard, "stop") and "".join(told) == text
+
+
 class Fallback:
     """A tokenizer of bytes that shows one U+FFFD for each byte of a character that is not whole."""
 

@@ -102,6 +102,19 @@ def test_without_prompts_the_model_writes_them(kv, monkeypatch):
     assert kv.verify()["prefix"].passed
 
 
+@pytest.mark.parametrize("positions", [128, 90])
+def test_a_model_of_few_positions_writes_no_more_than_it_can(client, positions):
+    longer = build("gpt2")
+    longer.config.n_positions = positions
+    model = type(longer)(longer.config).eval()
+    with kvclient.hf.attach(model, client, self_test=False) as kv:
+        if positions > 96:
+            assert kv.verify()["prefix"].passed
+        else:
+            with pytest.raises(InvalidArgument, match="90 positions"):
+                kv.verify()
+
+
 def test_prompts_too_short_to_say_anything_are_refused(kv):
     for prompts in ([], [PROMPTS[0][:50]]):
         with pytest.raises(InvalidArgument, match="96"):

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 import kvclient
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
-from kvclient.hf import Engine, Window, tokens
+from kvclient.hf import Engine, Window, conversation_state, tokens
 from kvclient.hf.conversation_state import Shelf
 from kvclient.hf.structure import Refused
 from kvclient.hf.window import WindowCache
@@ -205,6 +205,51 @@ def test_a_turn_that_fails_is_undone(engine):
 
     with pytest.raises(RuntimeError, match="socket"):
         talk.say(ids(30, seed=2), 5, on_token=fail)
+    assert talk.say(ids(30, seed=3), 5).tokens == wanted.say(ids(30, seed=3), 5).tokens
+
+
+def test_two_that_save_the_same_turn_both_go_on(engine, client, monkeypatch):
+    """The last to end stays; what another is still writing is waited for, and not for ever."""
+    one, other = (engine.conversation("same", window=SMALL) for _ in range(2))
+    create = client.create
+
+    def after_the_other(*args, **given):
+        monkeypatch.setattr(client, "create", create)
+        assert other.say(ids(30, seed=2), 5).saved
+        return create(*args, **given)
+
+    monkeypatch.setattr(client, "create", after_the_other)
+    assert one.say(ids(40), 5).saved and one.turn == other.turn == 1
+    third = engine.conversation("same", window=SMALL)
+    assert third._cache.tokens == one._cache.tokens == 44
+
+    def never_done(keys, *args, **given):
+        writers.append(create(keys, *args, **given))
+        return create(keys, *args, **given)
+
+    writers = []
+    monkeypatch.setattr(client, "create", never_done)
+    monkeypatch.setattr(conversation_state, "WAIT_S", 0.01)
+    assert not one.say(ids(20, seed=3), 5).saved and one.turn == 2
+    for writer in writers:
+        writer.abort()
+    monkeypatch.setattr(client, "create", create)
+    wanted = engine.conversation("alone", window=SMALL)
+    for words in (ids(40), ids(20, seed=3)):
+        wanted.say(words, 5)
+    said = one.say(ids(9, seed=4), 5)
+    assert said.saved and said.tokens == wanted.say(ids(9, seed=4), 5).tokens
+
+
+def test_a_turn_that_cannot_be_saved_is_undone(engine, monkeypatch):
+    talk, wanted = (engine.conversation(name, window=SMALL) for name in ("broken", "whole"))
+    for one in (talk, wanted):
+        one.say(ids(40), 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shelf, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            talk.say(ids(30, seed=2), 5)
+    assert talk.turn == 0  # until it catches up with the store
     assert talk.say(ids(30, seed=3), 5).tokens == wanted.say(ids(30, seed=3), 5).tokens
 
 
