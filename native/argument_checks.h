@@ -40,6 +40,11 @@ inline int check_shape(uint32_t head_dim, uint32_t dtype) {
   return KVK_OK;
 }
 
+// A count. Whoever passes a negative number, which C and ctypes take, means none of more than 2^31.
+inline int check_count(const char* name, uint32_t count) {
+  return count <= INT32_MAX ? KVK_OK : fail(KVK_INVALID, "%s=%u; at most %d, and not negative", name, count, INT32_MAX);
+}
+
 inline int check_turning(uint32_t rope, uint32_t rotary_dim, uint32_t head_dim, uint32_t least) {
   if (rotary_dim < least || rotary_dim > head_dim || rotary_dim % 2 != 0)
     return fail(KVK_INVALID, "rotary_dim=%u of head_dim=%u; it must be even and no more", rotary_dim, head_dim);
@@ -54,6 +59,8 @@ inline int check_conversion(const kvk_conversion* c) {
   if (c->codec == KVK_INT4 && c->head_dim % 2 != 0) return fail(KVK_INVALID, "head_dim=%u; int4 needs an even one", c->head_dim);
   if (c->group != 0 && c->group != 32 && c->group != 64 && c->group != 128)
     return fail(KVK_INVALID, "group=%u; it must be 0, 32, 64 or 128", c->group);
+  if (int status = check_count("heads", c->heads)) return status;
+  if (int status = check_count("tokens", c->tokens)) return status;
   const bool nothing = c->heads == 0 || c->tokens == 0;
   if (!nothing && (c->elements == nullptr || c->codes == nullptr || c->scale == nullptr || c->zero == nullptr))
     return fail(KVK_INVALID, "a null pointer for %u heads of %u tokens", c->heads, c->tokens);
@@ -64,6 +71,8 @@ inline int check_rotation(const kvk_rotation* r) {
   if (int status = check_version(r)) return status;
   if (int status = check_shape(r->head_dim, r->dtype)) return status;
   if (int status = check_turning(r->rope, r->rotary_dim, r->head_dim, 2)) return status;
+  if (int status = check_count("heads", r->heads)) return status;
+  if (int status = check_count("tokens", r->tokens)) return status;
   if (r->heads != 0 && r->tokens != 0 && (r->in == nullptr || r->out == nullptr || r->turn == nullptr))
     return fail(KVK_INVALID, "a null pointer for %u heads of %u tokens", r->heads, r->tokens);
   return KVK_OK;

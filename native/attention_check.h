@@ -14,8 +14,8 @@ inline int check_segment(const kvk_attention& a, const kvk_segment& s) {
   if (s.tokens == 0) return KVK_OK;
   if (s.codec > KVK_INT4) return fail(KVK_INVALID, "codec=%u; the last known is %u", s.codec, KVK_INT4);
   if (s.k == nullptr || s.v == nullptr) return fail(KVK_INVALID, "a segment of %u tokens without K or V", s.tokens);
-  if (uint64_t{s.first} + s.tokens > UINT32_MAX)
-    return fail(KVK_INVALID, "first=%u, tokens=%u; together they must fit 32 bits", s.first, s.tokens);
+  if (uint64_t{s.first} + s.tokens > INT32_MAX)
+    return fail(KVK_INVALID, "first=%u, tokens=%u; together at most %d, and not negative", s.first, s.tokens, INT32_MAX);
   if (!is_element(s.codec)) {
     if (s.k_group != 32 && s.k_group != 64 && s.k_group != 128)
       return fail(KVK_INVALID, "k_group=%u; it must be 32, 64 or 128", s.k_group);
@@ -37,6 +37,9 @@ inline int check_attention(const kvk_attention* args, bool segments) {
   if (a.kv_heads == 0 || a.query_heads % a.kv_heads != 0 || a.query_heads / a.kv_heads > KVK_MAX_GQA || a.query_heads == 0)
     return fail(KVK_INVALID, "query_heads=%u, kv_heads=%u; the first must be 1 to %u times the second", a.query_heads, a.kv_heads,
                 KVK_MAX_GQA);
+  if (int status = check_count("batch", a.batch)) return status;
+  if (int status = check_count("query_heads", a.query_heads)) return status;
+  if (int status = check_count("query_tokens", a.query_tokens)) return status;
   if (!is_element(a.dtype)) return fail(KVK_INVALID, "dtype=%u; queries are f32, f16 or bf16", a.dtype);
   if (uint64_t{a.query_tokens} * (a.query_heads / a.kv_heads) > UINT32_MAX - 1024)
     return fail(KVK_INVALID, "query_tokens=%u for %u heads are too many", a.query_tokens, a.query_heads);

@@ -4,7 +4,8 @@
  * returned (CUDA: after the work queued on `stream` ended). Invariant: a struct begins with its own size and the version of
  * this contract; a library refuses what it does not know, with a sentence, before it touches any memory.
  *
- * Strides are in bytes, positions in tokens. Along the head dimension elements are contiguous, everywhere.
+ * Strides are in bytes, positions in tokens. Counts of heads, rows and tokens are at most 2^31 - 1, so that negative ones are
+ * refused. Along the head dimension elements are contiguous, everywhere.
  *
  * Every function returns KVK_OK or another kvk_status; kvk_last_error() then has a sentence with the values and the limit,
  * of the calling thread.

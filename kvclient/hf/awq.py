@@ -80,7 +80,7 @@ class AwqLinear(torch.nn.Module):
 
     def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        if inputs % group or outputs % 8:
+        if group < 1 or inputs % group or outputs % 8:
             raise InvalidArgument(f"[{inputs}, {outputs}] fits no groups of {group} and words of 8 columns")
         self.in_features, self.out_features, self.group = inputs, outputs, group
         self.register_buffer("qweight", torch.zeros((inputs, outputs // 8), dtype=torch.int32))
@@ -192,6 +192,8 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     wrong with it. dtype: what it computes in; default: the configuration's.
     """
     home = Path(directory)
+    if not (home / "config.json").is_file():
+        raise InvalidArgument(f"{home} is no directory with a config.json")
     config = AutoConfig.from_pretrained(home, local_files_only=True)
     group = _group_of(getattr(config, "quantization_config", None))
     del config.quantization_config
@@ -199,6 +201,7 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     tensors = _tensors(home)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _replace(model, tensors, group, dtype)
+    _check_places(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     own = model.state_dict(keep_vars=True)
@@ -226,19 +229,37 @@ def _group_of(quantisation: Any) -> int:
 
 
 def _tensors(home: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = home / "model.safetensors.index.json"
+    index, names = home / "model.safetensors.index.json", ["model.safetensors"]
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"{index.name} is no index of a checkpoint: {error!r}") from error
     if any(Path(name).name != name for name in names):
         raise InvalidArgument(f"{index.name} names a file outside of the checkpoint")
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
-        tensors.update(load_file(home / name))
+        try:
+            tensors.update(load_file(home / name))
+        except (OSError, SafetensorError) as error:
+            raise InvalidArgument(f"{name} cannot be read: {error}") from error
     return tensors
+
+
+def _check_places(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises InvalidArgument for a tensor that its place in the model cannot hold: another shape, or whole
+    numbers for fractions, which loading would convert.
+    """
+    for name, place in model.state_dict().items():
+        found = tensors.get(name)
+        if found is None:
+            continue
+        if found.shape != place.shape or found.is_floating_point() != place.is_floating_point():
+            what = f"{found.dtype}{list(found.shape)}"
+            raise InvalidArgument(f"{name} is {what}; expected {place.dtype}{list(place.shape)}")
 
 
 def _replace(

@@ -15,7 +15,16 @@ import numpy as np
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
-from kvclient.kernels.codec import CODECS, ELEMENTS, ROPES, Quantised, elements_shape
+from kvclient.kernels.codec import (
+    CODECS,
+    ELEMENTS,
+    Quantised,
+    check_quantised,
+    elements_shape,
+    rope_number,
+    table_shape,
+    writeable,
+)
 
 ALIGN = 64
 
@@ -52,7 +61,10 @@ def segment(
     if quantised != isinstance(values, Quantised):
         raise InvalidArgument("keys and values must both be quantised, or neither")
     k, v = (keys.codes, values.codes) if quantised else (keys, values)
-    if not quantised:
+    if quantised:
+        for own in (keys, values):
+            check_quantised(own, own.codes.shape[0], own.tokens, own.head_dim)
+    else:
         elements_shape(keys), elements_shape(values)
     head_dim = keys.head_dim if quantised else keys.shape[2]
     codec = CODECS[keys.bits] if quantised else ELEMENTS[keys.dtype.name]
@@ -68,10 +80,8 @@ def segment(
     if not 0 <= first <= first + tokens <= k.shape[1]:
         raise InvalidArgument(f"first={first}, tokens={tokens} of a block of {k.shape[1]}")
     moved = new_position is not None and new_position != base_position
-    if turned is not None and (
-        turned.dtype != np.float32 or not turned.flags.c_contiguous or turned.ndim != 2
-    ):
-        raise InvalidArgument("turned must be what turn() returns")
+    if turned is not None:
+        table_shape(turned)
     struct = contract.Segment(
         k.ctypes.data, v.ctypes.data, *k.strides[:2], *v.strides[:2],
         turn=turned.ctypes.data if moved and turned is not None else None,
@@ -121,6 +131,7 @@ def prepare(
 
     A window of W: keys less than W positions behind the query. lse: float32 [batch, query heads, tokens].
     """
+    _check_numbers(q, window, threads)
     batch, heads, tokens, head_dim = q.shape
     tails = [None] * batch if tails is None else tails
     everything = [part for row in (*rows, tails) for part in row if part is not None]
@@ -131,28 +142,19 @@ def prepare(
         )
     if len(kv_heads) != 1 or {part.head_dim for part in everything} - {head_dim}:
         raise InvalidArgument(f"segments of {sorted(kv_heads)} heads for queries of head_dim {head_dim}")
-    for name, array, dtype, shape in (
-        ("out", out, q.dtype, q.shape),
-        ("lse", lse, np.dtype(np.float32), (batch, heads, tokens)),
-        ("sinks", sinks, np.dtype(np.float32), (heads,)),
-        ("q_position", q_position, np.dtype(np.int64), (batch, tokens)),
-    ):
-        if array is not None and (array.dtype != dtype or array.shape != shape):
-            raise InvalidArgument(
-                f"{name} is {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}"
-            )
-    if any(a.shape[3] > 1 and a.strides[3] != a.itemsize for a in (q, out)):
-        raise InvalidArgument("the elements of a query lie apart")
+    _check_arrays(q, q_position, out, lse, sinks)
+    turns = {2 * part.alive[2].shape[1] for part in everything if part.struct.turn}
+    if len(turns) > 1 or (turns and rotary_dim not in (0, *turns)):
+        raise InvalidArgument(f"tables of turn() for {sorted(turns)} elements, rotary_dim={rotary_dim}")
     position = np.ascontiguousarray(q_position)
     args = contract.Attention(
         sizeof(contract.Attention), contract.ABI, batch, heads, kv_heads.pop(), head_dim, tokens,
         ELEMENTS[q.dtype.name], q.ctypes.data, *q.strides[:3], out.ctypes.data, *out.strides[:3],
         None if lse is None else lse.ctypes.data, position.ctypes.data, None,
         None if sinks is None else sinks.ctypes.data,
-        scale, softcap, causal, window, ROPES[rope], rotary_dim, threads, contract.path_number(path),
+        scale, softcap, causal, window, rope_number(rope), max(turns, default=rotary_dim), threads,
+        contract.path_number(path),
     )  # fmt: skip
-    if rotary_dim == 0 and any(part.struct.turn for part in everything):
-        args.rotary_dim = 2 * next(part.alive[2].shape[1] for part in everything if part.struct.turn)
     lists = [(contract.Segment * len(row))(*(part.struct for part in row)) for row in rows]
     sequences = (contract.Sequence * batch)()
     for sequence, items, tail in zip(sequences, lists, tails, strict=True):
@@ -161,6 +163,40 @@ def prepare(
             sequence.tail = tail.struct
     args.sequences = addressof(sequences)
     return Call(args, (q, out, lse, sinks, position, everything, lists, sequences))
+
+
+def _check_numbers(q: np.ndarray, window: int, threads: int) -> None:
+    if q.ndim != 4 or q.dtype.name not in ELEMENTS:
+        wanted = f"[batch, heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
+        raise InvalidArgument(f"q is {q.dtype}{list(q.shape)}; expected {wanted}")
+    if not 0 <= window < 1 << 32:
+        raise InvalidArgument(f"window={window!r}; it must be from 0 to {(1 << 32) - 1}; 0: none")
+    if not 1 <= threads < 1 << 32:
+        raise InvalidArgument(f"threads={threads!r}; it must be at least 1")
+
+
+def _check_arrays(
+    q: np.ndarray, q_position: np.ndarray, out: np.ndarray, lse: np.ndarray | None, sinks: np.ndarray | None
+) -> None:
+    """Raises InvalidArgument if the kernel would read or write anything but these."""
+    for name, array, dtype, shape in (
+        ("out", out, q.dtype, q.shape),
+        ("lse", lse, np.dtype(np.float32), q.shape[:3]),
+        ("sinks", sinks, np.dtype(np.float32), q.shape[1:2]),
+        ("q_position", q_position, np.dtype(np.int64), (q.shape[0], q.shape[2])),
+    ):
+        if array is not None and (array.dtype != dtype or array.shape != shape):
+            raise InvalidArgument(
+                f"{name} is {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}"
+            )
+    if any(a.shape[3] > 1 and a.strides[3] != a.itemsize for a in (q, out)):
+        raise InvalidArgument("the elements of a query lie apart")
+    for name, array in (("lse", lse), ("sinks", sinks)):
+        if array is not None and not array.flags.c_contiguous:
+            raise InvalidArgument(f"{name} is strided; expected contiguous memory")
+    for array in (out, lse):
+        if array is not None:
+            writeable(array)
 
 
 class Call:

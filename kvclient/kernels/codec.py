@@ -67,6 +67,8 @@ def quantise(
         out = empty(*elements.shape, bits, group)
     elif (out.bits, out.group) != (bits, group):
         raise InvalidArgument(f"out is for {out.bits} bits, group {out.group}; asked for {bits}, {group}")
+    for array in (out.codes, out.scale, out.zero):
+        writeable(array)
     contract.check(contract.cpu().kvk_quantise(byref(_conversion(elements, out, path))))
     return out
 
@@ -74,8 +76,7 @@ def quantise(
 def dequantise(quantised: Quantised, out: np.ndarray, path: str = "auto") -> np.ndarray:
     """Writes the elements into `out`, in its type."""
     elements_shape(out)
-    if not out.flags.writeable:
-        raise InvalidArgument("out is read-only")
+    writeable(out)
     contract.check(contract.cpu().kvk_dequantise(byref(_conversion(out, quantised, path))))
     return out
 
@@ -83,6 +84,8 @@ def dequantise(quantised: Quantised, out: np.ndarray, path: str = "auto") -> np.
 def turn(inv_freq: np.ndarray, delta: int) -> np.ndarray:
     """cos, then sin, of delta * inv_freq: float32 [2, rotary_dim / 2]. For rotate(), and for segments."""
     frequencies = np.ascontiguousarray(inv_freq, np.float32)
+    if not -(1 << 63) <= delta < 1 << 63:
+        raise InvalidArgument(f"delta={delta!r}; it must fit 64 bits")
     table = np.empty((2, frequencies.size), np.float32)
     contract.cpu().kvk_turn(frequencies.ctypes.data, frequencies.size, delta, table.ctypes.data)
     return table
@@ -103,22 +106,14 @@ def rotate(
     out = keys if out is None else out
     elements_shape(keys)
     elements_shape(out)
-    if out.shape != keys.shape or out.dtype != keys.dtype or not out.flags.writeable:
+    writeable(out)
+    if out.shape != keys.shape or out.dtype != keys.dtype:
         raise InvalidArgument(f"out is {out.dtype}{list(out.shape)}; keys are {keys.dtype}{list(keys.shape)}")
-    if (
-        turned.dtype != np.float32
-        or turned.ndim != 2
-        or turned.shape[0] != 2
-        or not turned.flags.c_contiguous
-    ):
-        wanted = "expected float32 [2, rotary_dim / 2]"
-        raise InvalidArgument(f"turn is {turned.dtype}{list(turned.shape)}; {wanted}")
-    if rope not in ROPES:
-        raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(ROPES)}")
+    table_shape(turned)
     heads, tokens, head_dim = keys.shape
     args = contract.Rotation(
         sizeof(contract.Rotation), contract.ABI, heads, tokens, head_dim, ELEMENTS[keys.dtype.name],
-        ROPES[rope], 2 * turned.shape[1], keys.ctypes.data, *keys.strides[:2], out.ctypes.data,
+        rope_number(rope), 2 * turned.shape[1], keys.ctypes.data, *keys.strides[:2], out.ctypes.data,
         *out.strides[:2], turned.ctypes.data, contract.path_number(path),
     )  # fmt: skip
     contract.check(contract.cpu().kvk_rotate(byref(args)))
@@ -136,27 +131,52 @@ def elements_shape(array: np.ndarray) -> tuple[int, int, int]:
     return array.shape
 
 
-def _conversion(elements: np.ndarray, quantised: Quantised, path: str) -> contract.Conversion:
-    heads, tokens, head_dim = elements.shape
-    codes, scale, zero = quantised.codes, quantised.scale, quantised.zero
-    wanted = empty(heads, 0, head_dim, quantised.bits, quantised.group)
-    groups = (-(-tokens // quantised.group), head_dim) if quantised.group else (tokens,)
+def writeable(array: np.ndarray) -> None:
+    if not array.flags.writeable:
+        raise InvalidArgument("out is read-only")
+
+
+def table_shape(turned: np.ndarray) -> int:
+    """The rotary_dim of what turn() made. Raises InvalidArgument for anything else."""
+    contiguous = turned.flags.c_contiguous
+    if turned.dtype != np.float32 or turned.ndim != 2 or turned.shape[0] != 2 or not contiguous:
+        wanted = "expected float32 [2, rotary_dim / 2], as turn() makes it"
+        raise InvalidArgument(f"turned is {turned.dtype}{list(turned.shape)}; {wanted}")
+    return 2 * turned.shape[1]
+
+
+def rope_number(rope: str) -> int:
+    if rope not in ROPES:
+        raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(ROPES)}")
+    return ROPES[rope]
+
+
+def check_quantised(own: Quantised, heads: int, tokens: int, head_dim: int) -> None:
+    """Raises InvalidArgument if the kernels would read or write anything but its own arrays."""
+    codes, scale, zero = own.codes, own.scale, own.zero
+    groups = (-(-tokens // own.group), head_dim) if own.group else (tokens,)
     fits = (
-        codes.shape == (heads, tokens, wanted.codes.shape[2])
+        own.bits in CODECS
+        and codes.shape == (heads, tokens, head_dim * own.bits // 8)
         and codes.dtype == np.uint8
-        and codes.strides[2:] == (1,)
+        and codes.strides[2] == 1
         and scale.shape == zero.shape == (heads, *groups)
         and scale.dtype == zero.dtype == np.float16
         and scale.strides == zero.strides
-        and (not heads or scale[0].flags.c_contiguous)
+        and (not heads or (scale[0].flags.c_contiguous and zero[0].flags.c_contiguous))
     )
     if not fits:
         given = f"codes {codes.dtype}{list(codes.shape)}, scale {scale.dtype}{list(scale.shape)}"
-        room = f"{list(elements.shape)} in {quantised.bits} bits, group {quantised.group}"
+        room = f"{[heads, tokens, head_dim]} in {own.bits} bits, group {own.group}"
         raise InvalidArgument(f"{given}, zero {list(zero.shape)} do not hold {room}")
+
+
+def _conversion(elements: np.ndarray, quantised: Quantised, path: str) -> contract.Conversion:
+    heads, tokens, head_dim = elements.shape
+    check_quantised(quantised, heads, tokens, head_dim)
     return contract.Conversion(
         sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, ELEMENTS[elements.dtype.name],
         CODECS[quantised.bits], quantised.group, elements.ctypes.data, *elements.strides[:2],
-        codes.ctypes.data, *codes.strides[:2], scale.ctypes.data, zero.ctypes.data, scale.strides[0],
-        contract.path_number(path),
+        quantised.codes.ctypes.data, *quantised.codes.strides[:2], quantised.scale.ctypes.data,
+        quantised.zero.ctypes.data, quantised.scale.strides[0], contract.path_number(path),
     )  # fmt: skip

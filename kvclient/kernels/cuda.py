@@ -57,9 +57,14 @@ def _conversion(
     if bits not in CODECS or elements.dtype not in DTYPES:
         raise InvalidArgument(f"bits={bits}, {elements.dtype}; 8 or 4, of {', '.join(map(str, DTYPES))}")
     heads, tokens, head_dim = elements.shape
-    wanted = _scales(heads, tokens, head_dim, group)
-    if scale.shape != wanted or zero.shape != wanted or not (scale.is_contiguous() and zero.is_contiguous()):
-        raise InvalidArgument(f"scale {list(scale.shape)}, zero {list(zero.shape)}; expected {list(wanted)}")
+    scales = _scales(heads, tokens, head_dim, group)
+    if scale.shape != scales or zero.shape != scales or not (scale.is_contiguous() and zero.is_contiguous()):
+        raise InvalidArgument(f"scale {list(scale.shape)}, zero {list(zero.shape)}; expected {list(scales)}")
+    if codes.shape != (heads, tokens, head_dim * bits // 8) or codes.dtype != torch.uint8:
+        wanted = f"uint8{[heads, tokens, head_dim * bits // 8]}"
+        raise InvalidArgument(f"codes {codes.dtype}{list(codes.shape)}; expected {wanted}")
+    if scale.dtype != torch.float16 or zero.dtype != torch.float16:
+        raise InvalidArgument(f"scale {scale.dtype}, zero {zero.dtype}; both are float16")
     return contract.Conversion(
         sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, DTYPES[elements.dtype],
         CODECS[bits], group, elements.data_ptr(), *_strides(elements), codes.data_ptr(), *_strides(codes),
@@ -249,6 +254,20 @@ def copy_pages(
 # ---------------------------------------------------------------- AWQ
 
 
+def _check_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: int) -> None:
+    """Raises InvalidArgument if these are not the tensors of one layer: the kernels read by the numbers."""
+    inputs, outputs = words.shape[0], 8 * words.shape[1]
+    groups = inputs // group if group > 0 else 0
+    wanted = (torch.int32, torch.int32, torch.float16), ((groups, outputs // 8), (groups, outputs))
+    if (words.dtype, zeros.dtype, scales.dtype) != wanted[0] or (zeros.shape, scales.shape) != wanted[1]:
+        raise InvalidArgument(
+            f"words {words.dtype}{list(words.shape)}, zeros {zeros.dtype}{list(zeros.shape)}, scales "
+            f"{scales.dtype}{list(scales.shape)} in groups of {group} are not those of one layer"
+        )
+    if not (words.is_contiguous() and zeros.is_contiguous() and scales.is_contiguous()):
+        raise InvalidArgument("words, zeros or scales are strided; expected contiguous memory")
+
+
 def _awq(
     inputs: int, outputs: int, group: int, dtype: torch.dtype, path: int, rows: int, **pointers: Any
 ) -> Any:
@@ -283,6 +302,12 @@ def awq_multiply(
 
     words: repacked; with path NAIVE the checkpoint's.
     """
+    _check_awq(words, zeros, scales, group)
+    outputs = scales.shape[1]
+    if x.ndim != 2 or x.shape[1] != words.shape[0]:
+        raise InvalidArgument(f"x {list(x.shape)}; expected rows of {words.shape[0]} inputs")
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (outputs,) or not bias.is_contiguous()):
+        raise InvalidArgument(f"bias {bias.dtype}{list(bias.shape)}; expected {x.dtype}[{outputs}]")
     x, out = x.contiguous(), _multiplied(x, words, zeros, scales, bias, group)
     args = _awq(
         x.shape[1], scales.shape[1], group, x.dtype, path, x.shape[0], words=words, zeros=zeros,
@@ -307,6 +332,7 @@ def awq_dequantise(
     path: int = FAST,
 ) -> torch.Tensor:  # fmt: skip
     """The weights as nn.Linear holds them: [outputs, inputs]."""
+    _check_awq(words, zeros, scales, group)
     out = _dequantised(words, zeros, scales, group, dtype)
     args = _awq(
         out.shape[1], out.shape[0], group, dtype, path, 0, words=words, zeros=zeros, scales=scales, out=out,

@@ -95,6 +95,7 @@ def attend(args: contract.Attention) -> None:
 
 def quantise(args: contract.Conversion) -> None:
     """kvk_quantise() by the twin. Raises NotQuantisable, which waits for the device."""
+    _check_version(args)
     if args.codec not in (contract.INT8, contract.INT4) or args.group not in (0, *contract.GROUPS):
         raise Unsupported(f"codec={args.codec}, group={args.group} are no codes and groups of tokens")
     if args.codec == contract.INT4 and args.head_dim % 2:
@@ -114,12 +115,31 @@ def quantise(args: contract.Conversion) -> None:
 
 
 def _check(args: contract.Attention) -> None:
+    _check_version(args)
     if args.dtype not in (contract.F32, contract.F16, contract.BF16):
         raise contract.InvalidArgument(f"dtype={args.dtype}; queries are f32, f16 or bf16")
-    if not 1 <= args.head_dim <= contract.MAX_HEAD_DIM or args.query_heads % args.kv_heads:
+    heads = args.kv_heads and args.query_heads % args.kv_heads == 0
+    if not 1 <= args.head_dim <= contract.MAX_HEAD_DIM or not heads:
         raise contract.InvalidArgument(
             f"head_dim={args.head_dim}, query_heads={args.query_heads}, kv_heads={args.kv_heads}"
         )
+
+
+def _check_version(args: Any) -> None:
+    if (args.size, args.abi) != (ctypes.sizeof(args), contract.ABI):
+        own = f"this one is of {ctypes.sizeof(args)}, ABI {contract.ABI}"
+        raise contract.InvalidArgument(f"a struct of {args.size} bytes, ABI {args.abi}; {own}")
+
+
+def _check_segment(own: contract.Segment, args: contract.Attention) -> None:
+    if own.codec > contract.INT4:
+        raise contract.InvalidArgument(f"codec={own.codec}; the last known is {contract.INT4}")
+    if own.codec <= contract.BF16 and own.codec != args.dtype:
+        raise Unsupported(f"a segment of codec {own.codec} under queries of dtype {args.dtype}")
+    if own.codec > contract.BF16 and own.k_group not in contract.GROUPS:
+        raise contract.InvalidArgument(f"k_group={own.k_group}; it must be one of {contract.GROUPS}")
+    if not own.k or not own.v:
+        raise contract.InvalidArgument(f"a segment of {own.tokens} tokens without K or V")
 
 
 def _table(args: contract.Attention) -> tuple[torch.Tensor, int, bool]:
@@ -133,8 +153,8 @@ def _table(args: contract.Attention) -> tuple[torch.Tensor, int, bool]:
     words = bytearray(b"".join(row.ljust(most * SEGMENT_BYTES, b"\0") for row in rows))
     turned = False
     for own in (contract.Segment * (len(words) // SEGMENT_BYTES)).from_buffer(words):
-        if own.tokens and own.codec <= contract.BF16 and own.codec != args.dtype:
-            raise Unsupported(f"a segment of codec {own.codec} under queries of dtype {args.dtype}")
+        if own.tokens:
+            _check_segment(own, args)
         turned |= bool(own.tokens and own.turn)
     table = torch.frombuffer(words, dtype=torch.int64)
     return table.to(device()), most, turned

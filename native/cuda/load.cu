@@ -106,6 +106,7 @@ int check_segments(const Args* a) {
   if (int status = check_shape(a->head_dim, a->dtype)) return status;
   if (int status = check_heads(a->heads)) return status;
   if (int status = check_turning(a->rope, a->rotary_dim, a->head_dim, 0)) return status;
+  if (int status = check_count("most_tokens", a->most_tokens)) return status;
   if (a->count > kMostHeads) return fail(KVK_INVALID, "count=%u segments; at most %u in one call", a->count, kMostHeads);
   if (a->count != 0 && a->heads != 0 && (a->segments == nullptr || a->k == nullptr || a->v == nullptr))
     return fail(KVK_INVALID, "a null pointer for %u segments of %u heads", a->count, a->heads);

@@ -101,6 +101,11 @@ def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
     assert float((values - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
+def change_part(tensors, part, change):
+    name = f"model.layers.0.self_attn.q_proj.{part}"
+    tensors[name] = change(tensors[name]).contiguous()
+
+
 @pytest.mark.parametrize(
     ("quantisation", "change", "words"),
     [
@@ -118,6 +123,12 @@ def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
             "model.ghost, which the model has not",
         ),
         ({}, lambda t: t.update({"model.norm.qweight": torch.zeros(1, 1)}), "model.norm, a LlamaRMSNorm"),
+        ({}, lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight is .*\[3\]"),
+        ({}, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()}), "is torch.int32"),
+        ({}, lambda t: change_part(t, "scales", torch.Tensor.float), "scales is torch.float32"),
+        ({}, lambda t: change_part(t, "qzeros", lambda part: part[:-1]), "qzeros is torch.int32"),
+        ({}, lambda t: change_part(t, "qweight", torch.Tensor.long), "qweight is torch.int64"),
+        ({"group_size": 48}, None, "fits no groups of 48"),
     ],
 )
 def test_what_is_wrong_is_refused(quantisation, change, words, tmp_path):
@@ -133,3 +144,32 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path):
     )
     with pytest.raises(InvalidArgument, match="outside"):
         awq.from_pretrained(home)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_an_index_that_is_none_is_refused(text, tmp_path):
+    home = write_checkpoint(tmp_path, build("llama"), GROUP)
+    (home / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InvalidArgument, match="no index of a checkpoint"):
+        awq.from_pretrained(home)
+
+
+def test_files_that_are_missing_or_cut_short_are_named(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        awq.from_pretrained(tmp_path / "nowhere")
+    home = write_checkpoint(tmp_path, build("llama"), GROUP)
+    weights = home / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors cannot be read"):
+        awq.from_pretrained(home)
+    weights.unlink()
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors cannot be read"):
+        awq.from_pretrained(home)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "group"), [(64, 20, 16), (60, 64, 16), (64, 64, 0), (64, 64, -1)]
+)
+def test_a_layer_of_odd_shape_is_refused(inputs, outputs, group):
+    with pytest.raises(InvalidArgument, match="fits no groups"):
+        awq.AwqLinear(inputs, outputs, group, False, torch.float32)

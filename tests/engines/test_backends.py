@@ -7,8 +7,7 @@ answered by torch, rightly, and counted by its reason.
 """
 
 import re
-import subprocess
-import sys
+import threading
 
 import pytest
 import torch
@@ -219,43 +218,6 @@ def test_what_torchs_fused_attention_does_not_take_is_named():
     assert fused.unfit(None, 0, 9, 0.0, torch.zeros(4)) == "sinks"
 
 
-def test_the_native_path_can_be_forced_from_outside():
-    code = "from kvclient import kernels; print(kernels.auto_path())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"KVK_CPU_PATH": "reference", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "reference", done.stderr
-
-
-def test_a_native_path_that_cannot_be_had_is_an_error_that_names_it():
-    """A child for each, forked behind the imports: the choice is made once in a process."""
-    names = [name for name in ("avx1024", "amx", "") if name != "amx" or contract.lacks("amx")]
-    code = """
-import os, sys, torch
-from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends
-for name in sys.argv[1:]:
-    if os.fork() == 0:
-        os.environ["KVK_CPU_PATH"] = name
-        try:
-            backends.choose(torch.device("cpu"), torch.float32, 64)
-        except InvalidArgument as error:
-            print(error, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], env={"PYTHONPATH": "."}, capture_output=True, text=True
-    )
-    said = done.stdout.splitlines()
-    assert len(said) == len(names), done.stderr
-    for name, line in zip(names, said, strict=True):
-        assert line.startswith(f"KVK_CPU_PATH={name}: "), line
-
-
 def test_installing_twice_is_refused_and_uninstalling_is_not():
     model = known("llama")
     attention.install(model, "torch")
@@ -265,6 +227,39 @@ def test_installing_twice_is_refused_and_uninstalling_is_not():
     attention.uninstall(model)
     assert attention.installed(model) is None
     assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_an_install_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model = known("llama")
+    before = model.config._attn_implementation
+
+    def half(name):
+        model.config._attn_implementation_internal = name
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(model, "set_attn_implementation", half, raising=False)
+    with pytest.raises(RuntimeError, match="no more"):
+        attention.install(model, "torch")
+    assert model.config._attn_implementation == before and attention.installed(model) is None
+    monkeypatch.undo()
+    assert attention.install(model, "torch") == "torch"
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(InvalidArgument, match="Linear is no transformers model"):
+        attention.install(torch.nn.Linear(2, 2))
+
+
+def test_the_kernels_memory_is_the_hosts_whatever_torchs_default_device_is(monkeypatch):
+    """A process that makes its tensors on a GPU by default may have a model on the CPU."""
+    monkeypatch.setattr(dense, "_local", threading.local())
+    query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 900, 16)
+    path = backends.backend(runnable("cpu_avx2")).path
+    given = query, key, key, None, None, 0.25, 0.0, 0, True, path
+    wanted = dense.attend(*given)
+    monkeypatch.setattr(dense, "_local", threading.local())
+    with torch.device("meta"):
+        assert torch.equal(dense.attend(*given), wanted)
 
 
 def test_a_mask_of_its_own_goes_to_torch_and_is_counted(counts):

@@ -12,6 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.errors import InvalidArgument
 from kvclient.hf import attention, selftest
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.layer import InPlaceLayer
@@ -131,6 +132,22 @@ def test_kernels_that_say_something_else_than_the_model_are_refused(client, monk
         monkeypatch.undo()
         registered.register.cache_clear()
         registered.register(backends.choose(torch.device("cpu"), torch.float32, 8))
+
+
+def test_kernels_that_the_user_installed_since_stay_when_the_attachment_leaves(client):
+    """What an attachment brought is its own; what was installed in its place is not."""
+    model, ids = known("llama"), prompt(61)
+    plain, *_ = generate(model, ids)
+    kv = kvclient.hf.attach(model, client, block_tokens=BLOCK)
+    with pytest.raises(InvalidArgument, match="already"):
+        attention.install(model)
+    attention.uninstall(model)
+    name = attention.install(model)
+    assert torch.equal(generate(model, ids)[0], plain)
+    kv.detach()
+    assert attention.installed(model) == name
+    attention.uninstall(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_attention_switched_by_the_user_is_followed_and_counted(client, left):

@@ -266,8 +266,8 @@ def test_wrong_use_is_said(client):
     model = known("llama")
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv, pytest.raises(InvalidArgument):
         kv.paged_stats()
-    for tokens in (0, 63, 1 << 25):
-        with pytest.raises(InvalidArgument, match=f"paged_tokens={tokens}"):
+    for tokens in (0, 63, 1 << 25, 640.5, "640"):
+        with pytest.raises(InvalidArgument, match=f"paged_tokens={tokens!r}"):
             attached(model, client, paged_tokens=tokens)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(InvalidArgument, match="its own attention"):

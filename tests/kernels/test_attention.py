@@ -319,6 +319,12 @@ def test_a_prepared_call_reads_what_is_there_now(path):
     assert_bitwise_equal(out, fresh)
 
 
+def frozen(array):
+    out = array.copy()
+    out.flags.writeable = False
+    return out
+
+
 def refused(case: Case, **options):
     return kernels.attend(case.q, case.positions, case.rows, 1.0, **options)
 
@@ -333,6 +339,12 @@ def test_what_is_wrong_is_said():
         ({"sinks": np.empty(3, np.float32)}, "sinks"),
         ({"tails": []}, "0 tails"),
         ({"out": np.empty((1, 4, 1, 64))}, "out is float64"),
+        ({"window": -1}, "window=-1"),
+        ({"threads": 0}, "threads=0"),
+        ({"rope": "spiral"}, "rope='spiral'"),
+        ({"lse": np.empty((1, 4, 1, 2), np.float32)[..., 0]}, "lse is strided"),
+        ({"sinks": np.empty(8, np.float32)[::2]}, "sinks is strided"),
+        ({"out": frozen(case.q)}, "read-only"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             refused(case, **options)

@@ -179,6 +179,11 @@ def test_turning_there_and_back():
     assert np.abs(kernels.rotate(there, kernels.turn(inv_freq, -1234)) - x).max() < 1e-5
 
 
+def read_only(out):
+    out.scale.flags.writeable = False
+    return out
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -193,6 +198,8 @@ def test_turning_there_and_back():
         (lambda x: kernels.rotate(x, np.zeros((2, 9), np.float32)), "rotary_dim=18"),
         (lambda x: kernels.rotate(x, np.zeros((2, 8), np.float32), "spiral"), "rope='spiral'"),
         (lambda x: kernels.quantise(x, 8, 32, path="sse9"), "path='sse9'"),
+        (lambda x: kernels.quantise(x, 8, 32, read_only(kernels.empty(2, 40, 16, 8, 32))), "read-only"),
+        (lambda x: kernels.turn(np.ones(4, np.float32), 1 << 63), "delta="),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(call, words):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.kernels import contract
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract, triton_calls
 from tests.kernels import cpu_paths, emulated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,15 @@ def test_structs_of_another_version_are_refused(kind, function, struct):
         assert getattr(library, function)(ctypes.byref(struct(*wrong))) == contract.INVALID
         assert f"{wrong[0]} bytes, ABI {wrong[1]}".encode() in library.kvk_last_error()
     assert getattr(library, function)(None) == contract.INVALID
+
+
+@pytest.mark.parametrize("call", ["attend", "quantise"])
+def test_the_triton_twins_refuse_structs_of_another_version(call):
+    """Before triton is imported: it need not be here."""
+    struct = {"attend": contract.Attention, "quantise": contract.Conversion}[call]
+    for wrong in ((ctypes.sizeof(struct) - 8, contract.ABI), (ctypes.sizeof(struct), contract.ABI + 1)):
+        with pytest.raises(InvalidArgument, match=f"{wrong[0]} bytes, ABI {wrong[1]}"):
+            getattr(triton_calls, call)(struct(*wrong))
 
 
 THREADS = """

@@ -74,6 +74,21 @@ def test_a_segment_points_into_its_tensors():
     assert flat.shape == (2, 136) and bytes(flat[1].numpy()) == bytes(part)
 
 
+def back(x, **wrong):
+    codes, scale, zero, _ = cuda.quantise(x, 8, 32)
+    parts = {"codes": codes, "scale": scale, "zero": zero, **wrong}
+    cuda.dequantise(*parts.values(), 8, 32, torch.empty_like(x))
+
+
+def multiply(**wrong):
+    parts = {
+        "x": torch.zeros(3, 64), "words": torch.zeros(64, 4, dtype=torch.int32),
+        "zeros": torch.zeros(1, 4, dtype=torch.int32), "scales": torch.zeros(1, 32, dtype=torch.float16),
+        "bias": None, "group": 64, **wrong,
+    }  # fmt: skip
+    cuda.awq_multiply(*parts.values())
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -81,6 +96,15 @@ def test_a_segment_points_into_its_tensors():
         (lambda x: cuda.quantise(x.double(), 8, 32), "float64"),
         (lambda x: cuda.quantise(x[:, :, ::2], 8, 32), "rows of elements"),
         (lambda x: cuda.rotate(x, torch.zeros(18), False), "turn"),
+        (lambda x: back(x, codes=torch.zeros(2, 39, 16, dtype=torch.uint8)), "expected uint8"),
+        (lambda x: back(x, codes=torch.zeros(2, 40, 16)), "codes torch.float32"),
+        (lambda x: back(x, scale=torch.zeros(2, 2, 16)), "float16"),
+        (lambda x: multiply(x=torch.zeros(3, 63)), "rows of 64 inputs"),
+        (lambda x: multiply(zeros=torch.zeros(2, 4, dtype=torch.int32)), "not those of one layer"),
+        (lambda x: multiply(scales=torch.zeros(1, 32)), "not those of one layer"),
+        (lambda x: multiply(words=torch.zeros(64, 4)), "not those of one layer"),
+        (lambda x: multiply(bias=torch.zeros(31)), "bias"),
+        (lambda x: multiply(group=0), "groups of 0"),
         (lambda x: cuda.segment((x,), (x,), first=3, tokens=40), "first=3"),
     ],
 )

@@ -150,7 +150,7 @@ def test_codes_are_those_of_the_cpu_library(bits, group, dtype):
 
 @inside
 def test_what_is_wrong_is_said():
-    from kvclient.kernels import codec, triton_calls
+    from kvclient.kernels import codec, contract, triton_calls
 
     x = np.ones((1, 8, 16), np.float32)
     x[0, 3, 5] = np.inf
@@ -158,6 +158,13 @@ def test_what_is_wrong_is_said():
         triton_calls.quantise(codec._conversion(x, kernels.empty(1, 8, 16, 8, 32), "auto"))
     with pytest.raises(InvalidArgument, match="codec 2 under queries of dtype 0"):
         agree(Case(1, 1, 16).row().segment(5, 0, "bfloat16").queries())
+    for field, wrong in (("k_group", 48), ("codec", 9), ("v", 0)):
+        case = Case(1, 1, 16).row().segment(5, 0, "int8").queries()
+        call = kernels.prepare(case.q, case.positions, case.rows, 0.1, out=np.empty_like(case.q))
+        own = contract.Segment.from_address(contract.Sequence.from_address(call.args.sequences).segments)
+        setattr(own, field, wrong)
+        with pytest.raises(InvalidArgument, match={"v": "without K or V"}.get(field, f"{field}={wrong}")):
+            triton_calls.attend(call.args)
 
 
 @inside

@@ -16,6 +16,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.pages import PagePool
 from kvclient.hf.attention.registered import (
+    BROUGHT,
     PREFIX,
     backend_of,
     bring,
@@ -76,7 +77,7 @@ class Adopted:
 
     def give_back(self, model: torch.nn.Module) -> None:
         """The model has the attention again that it had before. Idempotent."""
-        if self._brought:
+        if self._brought and BROUGHT in model.__dict__:  # else taken off, and maybe installed, by the user
             uninstall(model)
         self._brought = False
 

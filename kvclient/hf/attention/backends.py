@@ -17,6 +17,7 @@ from kvclient.hf.attention import devices
 from kvclient.kernels import contract, triton_calls
 
 ENVIRONMENT = "KVCLIENT_BACKEND"
+PATH = "KVK_CPU_PATH"  # the CPU library's own, read once in a process
 DTYPES = {torch.float32: contract.F32, torch.float16: contract.F16, torch.bfloat16: contract.BF16}
 
 # In order of preference; the last one always runs.
@@ -51,7 +52,7 @@ TORCH = Backend("torch", None, "")
 
 def available_backends() -> dict[str, str | None]:
     """Every backend by name, in order of preference: None if it can run here, else what is lacking."""
-    return {name: _lacks(name) for name in NAMES}
+    return {name: _lacks(name) or _misnamed_path(name) for name in NAMES}
 
 
 def backend(name: str) -> Backend:
@@ -84,6 +85,8 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     for candidate in NAMES[:-1]:
         if candidate == "triton" and device.type == "cpu":
             continue  # interpreted: only for who names it
+        if candidate in _CPU and _other_path(candidate):
+            continue
         if _lacks(candidate) is None and unfit(device, dtype, head_dim, backend(candidate)) is None:
             return backend(candidate)
     return TORCH
@@ -109,6 +112,18 @@ def head_dim_of(model: torch.nn.Module) -> int:
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", 0)
     return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+
+
+def _other_path(name: str) -> bool:
+    """Whether KVK_CPU_PATH names a path of another backend than this."""
+    if PATH not in os.environ or _lacks(name) is not None:
+        return False
+    path = contract.auto_path()
+    return path not in _CPU[name] and any(path in paths for paths in _CPU.values())
+
+
+def _misnamed_path(name: str) -> str | None:
+    return contract.lacks("auto") if name in _CPU else None
 
 
 def _lacks(name: str) -> str | None:

@@ -28,7 +28,7 @@ def run(args: contract.Attention) -> None:
     status = library.kvk_attend(byref(args))
     if status == contract.WORKSPACE:
         size = library.kvk_attention_workspace(byref(args))
-        _local.tensor = torch.empty(size, dtype=torch.uint8)
+        _local.tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         args.workspace, args.workspace_bytes = _local.memory = (_local.tensor.data_ptr(), size)
         status = library.kvk_attend(byref(args))
     if status != contract.OK:
@@ -40,7 +40,7 @@ def positions(start: int, stop: int, rows: int) -> torch.Tensor:
     wanted = (start, stop, rows)
     known, tensor = getattr(_local, "positions", (None, None))
     if known != wanted or tensor is None:
-        tensor = torch.arange(start, stop).expand(rows, stop - start).contiguous()
+        tensor = torch.arange(start, stop, device="cpu").expand(rows, stop - start).contiguous()
         _local.positions = (wanted, tensor)
     return tensor
 

@@ -45,7 +45,7 @@ class PagePool:
     def __init__(
         self, layers: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, tokens: int
     ) -> None:
-        if not PAGE_TOKENS <= tokens <= MAX_POOL_TOKENS:
+        if not isinstance(tokens, int) or not PAGE_TOKENS <= tokens <= MAX_POOL_TOKENS:
             raise InvalidArgument(
                 f"paged_tokens={tokens!r}; it must be from {PAGE_TOKENS} to {MAX_POOL_TOKENS}"
             )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
@@ -55,12 +55,17 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
     """
     if PLACE in model.__dict__:
         raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgument(f"{type(model).__name__} is no transformers model: give the one inside it")
     if not type(model)._can_set_attn_implementation():
         raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
     chosen = backend_of(model, backend)
-    before = {name: part.config._attn_implementation for name, part in _configured(model)}
-    model.set_attn_implementation(register(chosen))
-    model.__dict__[PLACE] = before
+    model.__dict__[PLACE] = {name: part.config._attn_implementation for name, part in _configured(model)}
+    try:
+        model.set_attn_implementation(register(chosen))
+    except BaseException:
+        uninstall(model)
+        raise
     return chosen.name
 
 

@@ -1,0 +1,85 @@
+"""Proves that no kernel reads or writes beyond what its caller described.
+
+Method: arrays that are too small, of another type or strided, tables of unlike sizes and negative counts,
+which C takes as huge ones; each must be refused with a sentence. Where a check were missing the call would
+leave the memory of its arguments, mostly into a page that is not there.
+"""
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvclient import kernels
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract
+from tests.kernels.oracle import Case
+
+
+def test_tables_of_turn_are_never_read_behind_their_end():
+    """Where a segment was moved, its table says how many elements turn: all tables the same, and the call."""
+    k = np.ones((2, 8, 64), np.float32)
+    q, at = np.ones((1, 2, 1, 64), np.float32), np.array([[40]])
+
+    def moved(elements):
+        table = kernels.turn(np.ones(elements // 2, np.float32), 5)
+        return kernels.segment(k, k, 0, 5, table)
+
+    kernels.attend(q, at, [[moved(32)]], 1.0, rotary_dim=32)
+    for rows, rotary_dim in (([moved(32)], 64), ([moved(64), moved(32)], 0), ([moved(64), moved(32)], 64)):
+        with pytest.raises(InvalidArgument, match="tables of turn"):
+            kernels.attend(q, at, [rows], 1.0, rotary_dim=rotary_dim)
+    with pytest.raises(InvalidArgument, match=r"turned is float32\[3, 8\]"):
+        kernels.segment(k, k, 0, 5, np.ones((3, 8), np.float32))
+
+
+@pytest.mark.parametrize("field", ["codes", "scale", "zero"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_segment_reads_nothing_but_its_arrays(side, field):
+    """What quantise() did not make may be too small, of another type, or strided."""
+    x = np.ones((2, 40, 64), np.float32)
+    sides = [kernels.quantise(x, 8, 32), kernels.quantise(x, 8, 0)]
+    whole = getattr(sides[side], field)
+    for wrong in (whole[:1], whole[:, :-1], whole.astype(np.float32), whole[..., ::2]):
+        broken = list(sides)
+        broken[side] = replace(sides[side], **{field: wrong})
+        with pytest.raises(InvalidArgument, match=r"do not (hold|match)"):
+            kernels.segment(*broken, 0)
+
+
+def test_counts_below_nothing_are_refused_before_memory_is_touched():
+    """C and ctypes take -1 as 2^32 - 1: no pointer here could be read that far."""
+    case = Case(1, 2, 64)
+    case.row().segment(40, 0, "int8").queries()
+    call = kernels.prepare(case.q, case.positions, case.rows, 1.0, out=np.empty_like(case.q))
+    heads = call.args.query_heads, call.args.kv_heads
+    for name in ("batch", "query_heads", "query_tokens"):
+        before = getattr(call.args, name)
+        setattr(call.args, name, -1)
+        if name == "query_heads":  # as many as heads of K and V, which is allowed
+            call.args.kv_heads = -1
+        with pytest.raises(InvalidArgument, match=f"{name}=4294967295; at most 2147483647"):
+            call.run()
+        setattr(call.args, name, before)
+        call.args.query_heads, call.args.kv_heads = heads
+    for first, tokens in ((0, -1), (-1, 1), (1 << 30, 1 << 30)):
+        struct = case.rows[0][0].struct
+        struct.first, struct.tokens = first, tokens
+        with pytest.raises(InvalidArgument, match="together at most 2147483647"):
+            kernels.attend(case.q, case.positions, case.rows, 1.0)
+
+
+@pytest.mark.parametrize("function", ["kvk_quantise", "kvk_dequantise", "kvk_rotate"])
+@pytest.mark.parametrize("count", ["heads", "tokens"])
+def test_negative_counts_of_the_codec_are_refused(function, count):
+    """C and ctypes take -1 as 2^32 - 1: no pointer here could be read that far."""
+    library, struct = contract.cpu(), contract.CPU_FUNCTIONS[function]
+    args = struct(ctypes.sizeof(struct), contract.ABI, heads=1, tokens=1, head_dim=16, dtype=contract.F32)
+    if function == "kvk_rotate":
+        args.rotary_dim = 16
+    else:
+        args.codec = contract.INT8
+    setattr(args, count, -1)
+    assert getattr(library, function)(ctypes.byref(args)) == contract.INVALID
+    assert library.kvk_last_error() == f"{count}=4294967295; at most 2147483647, and not negative".encode()
