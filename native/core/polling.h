@@ -19,18 +19,18 @@ inline uint64_t monotonic_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// Requests that come close behind each other: a create comes before filling a block, its seal after, 2 ms where it has 16 MiB.
-// One thread notes, any may ask.
+// Requests that come close behind each other. One thread notes, any may ask.
 class Stream {
  public:
-  static constexpr uint64_t kGapNs = 2'000'000;
+  explicit Stream(uint64_t gap_ns) : gap_ns_(gap_ns) {}
   void note(uint64_t now_ns) {
-    if (now_ns - last_ns_ < kGapNs) until_ns_.store(now_ns + kGapNs, std::memory_order_relaxed);
+    if (now_ns - last_ns_ < gap_ns_) until_ns_.store(now_ns + gap_ns_, std::memory_order_relaxed);
     last_ns_ = now_ns;
   }
   bool runs(uint64_t now_ns) const { return now_ns < until_ns_.load(std::memory_order_relaxed); }
 
  private:
+  const uint64_t gap_ns_;
   uint64_t last_ns_ = 0;
   std::atomic<uint64_t> until_ns_{0};
 };

@@ -107,7 +107,7 @@ void SessionServer::run() {
   uint64_t next_tick = 0;
   // While messages stream, the next is looked for before the thread sleeps: a processor that fell asleep takes tens of
   // microseconds to wake (docs/design.md, "Decisions that differ"). A lone message costs no polling.
-  Stream messages;
+  Stream messages(2'000'000);  // a create comes before filling a block, its seal after: 2 ms where it has 16 MiB
   Polling pace;
   for (;;) {
     const uint64_t now = now_ms();
@@ -297,9 +297,10 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     if (!connection.store) throw Error(Code::FailedPrecondition, "attach first");
     const std::vector<uint8_t> reply = answer(connection, request, body);
     Store& used = *connection.store;
-    used.note_request(began_ns);
+    const auto op = static_cast<protocol::Op>(request.op);
+    if (op == protocol::Op::Create || op == protocol::Op::Seal) used.note_put(began_ns);
     if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
-    if (static_cast<protocol::Op>(request.op) == protocol::Op::Seal) used.make_room_ahead();
+    if (op == protocol::Op::Seal) used.make_room_ahead();
   } catch (const Error& error) {
     const auto* text = reinterpret_cast<const uint8_t*>(error.what());
     const std::span<const uint8_t> bytes(text, std::min<size_t>(std::strlen(error.what()), 1024));

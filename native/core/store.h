@@ -196,8 +196,9 @@ class Store {
   void load_ended();                                             // wakes those who wait for loads
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
-  // True while requests come close behind each other: what need not be done now can wait a moment.
-  bool streaming() const { return requests_.runs(monotonic_ns()); }
+  // True while creates and seals come close behind each other: what need not be done now can wait a moment. Who asks how things
+  // stand a thousand times a second does not stream.
+  bool streaming() const { return puts_.runs(monotonic_ns()); }
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
 
   // ---- sessions
@@ -217,7 +218,7 @@ class Store {
   uint64_t session_page_bytes(uint32_t session);
   std::vector<SessionInfo> sessions();
 
-  void note_request(uint64_t now_ns) { requests_.note(now_ns); }  // by the one thread that serves sessions
+  void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again.
   int tick();
   // To be called when nobody waits for an answer: room for another batch like the last.
@@ -354,7 +355,7 @@ class Store {
   Pool pool_;
   Index index_;
   std::atomic<uint64_t>* progress_ = nullptr;
-  Stream requests_;
+  Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
 
   mutable std::mutex mutex_;  // guards all that follows

@@ -9,8 +9,8 @@ using namespace kv::test;
 namespace {
 
 TEST(requests_close_behind_each_other_are_a_stream) {
-  Stream stream;
-  const uint64_t begun = 1'000'000'000, gap = Stream::kGapNs;
+  const uint64_t begun = 1'000'000'000, gap = 500'000;
+  Stream stream(gap);
   CHECK(!stream.runs(begun));
   stream.note(begun);
   CHECK(!stream.runs(begun));  // a lone one
@@ -47,23 +47,29 @@ TEST(who_is_put_aside_pauses_and_longer_if_it_is_so_again_at_once) {
   CHECK(!pace.worthwhile(now + Polling::kMinPauseNs - 1) && pace.worthwhile(now + Polling::kMinPauseNs));
 }
 
-TEST(a_store_streams_while_its_requests_do) {
+TEST(a_store_streams_while_its_puts_do) {
   Rig rig(16 * kMiB, 16), other(16 * kMiB, 16);
   CHECK(!rig.store->streaming());
   CHECK(eventually([&] {
-    for (int i = 0; i < 2; ++i) rig.store->note_request(monotonic_ns());
+    for (int i = 0; i < 2; ++i) rig.store->note_put(monotonic_ns());
     return rig.store->streaming();
   }));
   CHECK(!other.store->streaming());
   CHECK(eventually([&] { return !rig.store->streaming(); }));
 }
 
-TEST(what_a_session_asks_is_noted) {
+TEST(puts_of_a_session_are_noted_and_what_else_it_asks_is_not) {
   Daemon daemon;
   auto client = daemon.client();
   const Key keys[] = {key(1)};
+  for (int i = 0; i < 100; ++i) {
+    client->remove(keys);
+    client->stats();
+    CHECK(!daemon.rig.store->streaming());
+  }
   CHECK(eventually([&] {
-    for (int i = 0; i < 2; ++i) client->remove(keys);
+    put(*client, keys[0], 1);
+    client->remove(keys);
     return daemon.rig.store->streaming();
   }));
   CHECK(eventually([&] { return !daemon.rig.store->streaming(); }));
