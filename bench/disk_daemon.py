@@ -30,9 +30,10 @@ from bench.disk_session import MIB, NOT_WRITTEN, WAIT_S, WRITTEN, Session, new_k
 from bench.figures import absent_cell, percentile
 from bench.install import ROOT, progress
 from bench.lmcache_disk import find_lmcache, lmcache
+from bench.pace import Yardstick, pace_ns
 
 BYTES, BYTES_QUICK = 512 * MIB, 256 * MIB  # of one contender in one round
-ROUNDS, ROUNDS_QUICK = 5, 3
+ROUNDS, ROUNDS_QUICK = 7, 5
 WINDOW_S, WINDOWS, WINDOWS_QUICK = 0.5, 10, 6
 ON_DISK = 3  # a state that look-ups answer
 FIO = {"fio": "malloc", "fio, shared memory": "mmapshared"}
@@ -122,6 +123,7 @@ class Contenders:
 def transfer_rows(home: Path, size: int, quick: bool) -> list[dict]:
     """In each round each in its turn writes anew and reads it back."""
     total, rounds = (BYTES_QUICK, ROUNDS_QUICK) if quick else (BYTES, ROUNDS)
+    yardstick = Yardstick.now()
     taken: dict[str, dict[str, list]] = {"write": {}, "read": {}}
     with contextlib.ExitStack() as stack:
         all_of = Contenders(home, size, total, rounds, stack)
@@ -131,10 +133,13 @@ def transfer_rows(home: Path, size: int, quick: bool) -> list[dict]:
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 for what, found in taken.items():
-                    found[name].append(all_of.run(name, what, number))
+                    before = pace_ns()
+                    run = all_of.run(name, what, number)
+                    found[name].append(run | {"pace_ns": max(before, pace_ns())})
             for what, found in taken.items():
                 now = ", ".join(f"{name} {runs[-1]['gb_s']:.2f}" for name, runs in found.items())
                 progress(f"{size // MIB} MiB {what}, GB/s: {now}")
+    yardstick.seen([run["pace_ns"] for found in taken.values() for runs in found.values() for run in runs])
     least = 0.9 if size > MIB else 0.85
     kinds = [("read", "loaded, checksums on", "≥ 0.9 × fio, CPU ≤ 20 %; ≥ 1.3 × LMCache"),
              ("write", "written behind", f"≥ {least} × fio, CPU ≤ 15 %")]  # fmt: skip
@@ -143,15 +148,16 @@ def transfer_rows(home: Path, size: int, quick: bool) -> list[dict]:
             "id": f"diskd_{what}{size // MIB}m",
             "title": f"disk tier: blocks of {size // MIB} MiB {title}",
             "reach": reach,
-            "cells": [cell_of(name, taken[what]) for name in names]
+            "cells": [cell_of(name, taken[what], yardstick) for name in names]
             + [absent_cell(*COLUMN[name], reason) for name, reason in all_of.absent.items()],
         }
         for what, title, reach in kinds
     ]
 
 
-def cell_of(name: str, taken: dict[str, list]) -> dict:
-    """Ratios are medians over rounds, as only neighbours in time compare."""
+def cell_of(name: str, taken: dict[str, list], yardstick: Yardstick) -> dict:
+    """Ratios are medians over rounds, as only neighbours in time compare. CPU is that of the rounds whose
+    processors were quiet, if there were any: the device is as fast in the others, the processor is not."""
     runs, (column, variant) = taken[name], COLUMN[name]
     ratios = {
         other: median(own["gb_s"] / theirs["gb_s"] for own, theirs in zip(runs, taken[other], strict=True))
@@ -160,8 +166,10 @@ def cell_of(name: str, taken: dict[str, list]) -> dict:
     }
     notes = [f"{ratios['LMCache']:.2f} × LMCache"] if "LMCache" in ratios and column == "kvstored" else []
     if "cpu" in runs[0]:
-        notes.append(f"{100 * median(one['cpu'] for one in runs):.0f} % of a core")
-        notes.append(f"{1000 * median(one['cpu'] / one['gb_s'] for one in runs):.0f} ms a GB")
+        quiet = [one for one in runs if yardstick.quiet(one["pace_ns"])]
+        notes += [cpu_of(quiet or runs), f"{len(quiet)} of {len(runs)} rounds quiet"]
+        if quiet and len(quiet) < len(runs):
+            notes.append(f"all: {cpu_of(runs)}")
     return {
         "column": column,
         "variant": variant,
@@ -170,6 +178,11 @@ def cell_of(name: str, taken: dict[str, list]) -> dict:
         "rounds": [round(one["gb_s"], 2) for one in runs],
         "note": ", ".join(notes),
     } | ({"ratio": round(ratios["fio"], 2), "ratio_of": "fio"} if "fio" in ratios else {})
+
+
+def cpu_of(runs: list[dict]) -> str:
+    share = 100 * median(one["cpu"] for one in runs)
+    return f"{share:.0f} % of a core, {1000 * median(one['cpu'] / one['gb_s'] for one in runs):.0f} ms a GB"
 
 
 def put_rows(home: Path, quick: bool) -> list[dict]:
