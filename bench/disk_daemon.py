@@ -220,7 +220,7 @@ def put_rows(home: Path, quick: bool) -> list[dict]:
         "rounds": [round(1e6 * percentile(window, 0.99), 1) for window in chosen[WRITTEN]],
         "ratio": round(busy["p99"] / idle["p99"], 2), "ratio_of": "without",
         "note": f"median {busy['median']:.1f} against {idle['median']:.1f} µs; quiet {' and '.join(shares)} "
-        f"windows, all: {all_busy['p99']:.1f} µs = {all_busy['p99'] / all_idle['p99']:.2f} ×; {count} written",
+        f"windows, all: {all_busy['p99']:.1f} µs, {all_busy['p99'] / all_idle['p99']:.2f} ×; {count} written",
     }  # fmt: skip
     title = "disk tier: p99 of create + seal, 1 MiB, during write behind"
     return [{"id": "diskd_p99", "title": title, "reach": "≤ 1.5 × without", "cells": [cell]}]
