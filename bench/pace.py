@@ -19,7 +19,8 @@ SETTLE_S = 5.0
 _processor = ctypes.CDLL(None).sched_getcpu
 
 
-def _loop_ns() -> int:
+def here_ns() -> int:
+    """Nanoseconds that the loop takes now where this thread runs: enough for what one thread does alone."""
     best = 1 << 62
     for _ in range(TURNS):
         start, total = time.perf_counter_ns(), 0
@@ -33,7 +34,7 @@ def pace_ns() -> int:
     """Nanoseconds that the loop takes now, on the slowest of this thread's processors if they are few."""
     here, allowed = _processor(), os.sched_getaffinity(0)
     if not 1 < len(allowed) <= MOST_PROCESSORS:
-        return _loop_ns()
+        return here_ns()
     try:  # home last, or a client would stay where its server runs
         return max([_on(processor) for processor in [*(allowed - {here}), here]])
     finally:
@@ -42,7 +43,7 @@ def pace_ns() -> int:
 
 def _on(processor: int) -> int:
     os.sched_setaffinity(0, {processor})
-    return _loop_ns()
+    return here_ns()
 
 
 class Yardstick:
