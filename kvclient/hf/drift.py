@@ -55,8 +55,7 @@ class Drift:
             own = torch.searchsorted(columns, computed + inside.start)
             off = fresh.index_select(3, own).float() - stretch.index_select(3, computed)
             self._rope.turn_each(layer, off[0], inside.start + computed, -1)
-            told = weights @ off.movedim(3, 0).flatten(1)
-            told = told.view(len(weights), *off.shape[:3], off.shape[4]).movedim(0, 3).contiguous()
+            told = weights @ off
             self._rope.turn_each(layer, told[0], torch.arange(inside.start, inside.stop), 1)
             stretch += told.to(storage.dtype)
 

@@ -128,6 +128,28 @@ inline uint32_t tile_tokens(const kvk_segment& segment, uint64_t start, uint64_t
   return static_cast<uint32_t>(left < whole ? left : whole);
 }
 
+// Rows first..stop of a task: all between the first and the last that see something of a tile. Before and behind them are rows
+// that stand too early or, with a window, too late: where the rows are some of a prompt's, whole blocks of them.
+struct Sighted {
+  uint32_t first, stop;
+};
+
+inline Sighted sighted(const kvk_attention& a, const Task& task, int64_t first_key, uint32_t count) {
+  Sighted rows{0, task.row_stop - task.row_start};
+  const auto blind = [&](uint32_t r) {
+    const Seen keys = seen(a, position_of(a, task, task.row_start + r), first_key, count);
+    return keys.start == keys.stop;
+  };
+  while (rows.first < rows.stop && blind(rows.first)) ++rows.first;
+  while (rows.first < rows.stop && blind(rows.stop - 1)) --rows.stop;
+  return rows;
+}
+
+inline Scratch from_row(Scratch s, uint32_t row, uint32_t width) {
+  s.scores += row * kTile, s.sum += row * width;
+  return s;
+}
+
 template <class Isa>
 void attend_segment(const kvk_attention& a, const Task& task, const kvk_segment& segment, uint64_t from, uint64_t to,
                     const kvk_segment* next, const float* q, Held& held, Scratch& s) {
@@ -141,10 +163,14 @@ void attend_segment(const kvk_attention& a, const Task& task, const kvk_segment&
     const int64_t first_key = segment.new_position + static_cast<int64_t>(start - segment.first);
     start += tile.count;
     if (Isa::few(a, task, tile, rows, q, held, s)) continue;
-    if (!Isa::scores(tile, rows, a.head_dim, width, q, held, s)) scores_f32(tile, rows, a.head_dim, width, q, s);
+    const Sighted own = sighted(a, task, first_key, tile.count);
+    if (own.first == own.stop) continue;
+    Scratch part = from_row(s, own.first, width);
+    if (!Isa::scores(tile, rows, a.head_dim, width, q, held, s))
+      scores_f32(tile, own.stop - own.first, a.head_dim, width, q + own.first * width, part);
     for (uint32_t r = 0; r < rows; ++r)
       softmax_row(a, seen(a, position_of(a, task, task.row_start + r), first_key, tile.count), tile.count, width, r, s);
-    if (!Isa::values(tile, rows, a.head_dim, width, s)) values_f32(tile, rows, a.head_dim, width, s);
+    if (!Isa::values(tile, rows, a.head_dim, width, s)) values_f32(tile, own.stop - own.first, a.head_dim, width, part);
   }
 }
 

@@ -163,6 +163,15 @@ def test_explicit_positions(path):
     agree(case.queries(np.array([[5, 129, 0, 64, 64, 63, 10_000]])), path, ("int8",))
 
 
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}])
+def test_rows_far_apart(path, codec, options):
+    """Rows taken together of which some, or with a window all, see nothing of a tile."""
+    case = Case(1, 3, 64, 47, options=options)
+    case.row().segment(300, 0, codec).segment(340, 300, codec, tail=True)
+    agree(case.queries(np.r_[3:23, 600:627][None]), path, (codec,))
+
+
 def test_keys_out_of_order(path):
     """Segments need not lie in the order of their positions, and may leave gaps."""
     case = Case(1, 2, 64, 4)
