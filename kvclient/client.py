@@ -158,7 +158,8 @@ class KVClient:
 
     def stats(self) -> dict[str, Any]:
         """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,
-        sessions, hits, misses, evictions and more, all integers."""
+        sessions, hits, misses, evictions and more, all integers. Of its disk tier, 0 without one: disk_files,
+        disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began."""
         return self._call(lambda native: native.stats())
 
     def grpc_token(self) -> str:

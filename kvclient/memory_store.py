@@ -28,6 +28,7 @@ from kvclient.segment import Geometry, check_bounds
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # states a look-up answers per key
 CREATED, SEALED, ZOMBIE = "created", "sealed", "zombie"
+DISK_FIGURES = ("disk_files", "disk_bytes", "disk_quota_bytes", "disk_loaded", "disk_written")  # none here
 MAX_LAYOUTS = 48  # of a namespace, as in native/core/block.h
 
 
@@ -156,6 +157,7 @@ class InMemoryStore:
             "zombies": len(self._zombies),
             "pins": sum(r.pins for r in (*live, *self._zombies)),
             "sessions": len(self.sessions),
+            **dict.fromkeys(DISK_FIGURES, 0),
             **self.counts,
         }
 

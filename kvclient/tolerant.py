@@ -18,6 +18,7 @@ UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 PROMISED_FIGURES = (
     "used_bytes", "capacity_bytes", "faulted_bytes", "blocks", "pins", "sessions",
     "hits", "misses", "evictions",
+    "disk_files", "disk_bytes", "disk_quota_bytes", "disk_loaded", "disk_written",
 )  # fmt: skip
 
 

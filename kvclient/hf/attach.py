@@ -101,7 +101,7 @@ def attach(
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
-    adopted = Adopted(model, True if paged else in_place, paged_tokens if paged else None)
+    adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
         attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec, adopted)
         attachment.overlap_tokens = check_overlap(overlap_tokens)

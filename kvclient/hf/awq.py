@@ -145,6 +145,14 @@ class AwqLinear(torch.nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return multiply(rows, *packed, bias, self.group).reshape(*x.shape[:-1], self.out_features)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> AwqLinear:
+        """Moved as any module; but .to(dtype) is about what is computed in: the scales stay fp16."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
+
     def _words(self) -> torch.Tensor:
         return from_lanes(self.qweight) if self._in_lanes else self.qweight
 

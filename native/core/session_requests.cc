@@ -95,6 +95,11 @@ std::string stats_json(Store& store) {
   KV_STORE_COUNTERS(X);
   // clang-format on
 #undef X
+  LowerTier* lower = store.lower();
+  const LowerTier::Figures disk = lower != nullptr ? lower->figures() : LowerTier::Figures{};
+#define X(name) field("disk_" #name, disk.name);
+  X(files) X(bytes) X(quota_bytes) X(loaded) X(written);
+#undef X
   return out + "}";
 }
 

@@ -119,10 +119,14 @@ struct Deleted {
 // The tier below, as the doors see it. Calls take microseconds, do no I/O, and are made without the store's lock.
 class LowerTier {
  public:
+  struct Figures {  // for clients: its files now, and blocks since the daemon began
+    uint64_t files = 0, bytes = 0, quota_bytes = 0, loaded = 0, written = 0;
+  };
   virtual ~LowerTier() = default;
   virtual Presence promote(const Key& key, uint32_t priority) = 0;
   virtual bool forget(const Key& key) = 0;  // true if a file of it was known
   virtual void forget_all() = 0;
+  virtual Figures figures() = 0;
 };
 
 struct ScrubResult {

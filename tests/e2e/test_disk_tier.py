@@ -41,11 +41,7 @@ def put(client, keys, geometry=SMALL, priority=60, **more):
 
 def written(client, wait_until, count):
     wait_until(lambda: client.stats()["pending_writes"] == 0, "nothing waits to be written")
-    wait_until(lambda: figures(client)["disk_written"] >= count, f"{count} blocks were written")
-
-
-def figures(client):
-    return client.stats()
+    wait_until(lambda: client.stats()["disk_written"] >= count, f"{count} blocks were written")
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -59,6 +55,29 @@ def evict(client, keys, geometry=BIG):
             return
         put(client, new_keys(4), geometry, priority=90)
     raise AssertionError("the blocks stay in memory")
+
+
+def test_a_client_is_told_what_its_disk_tier_holds_and_did(disk, wait_until, tmp_path):
+    """The operator's figures of the same names."""
+    started = disk(quota="64MiB")
+    with started.connect() as client:
+        keys = new_keys(3)
+        put(client, keys, BIG)
+        written(client, wait_until, 3)
+        told = client.stats()
+        assert told["disk_written"] == told["disk_files"] == len(files(tmp_path)) == 3
+        assert told["disk_bytes"] == sum(path.stat().st_size for path in files(tmp_path))
+        assert (told["disk_loaded"], told["disk_quota_bytes"]) == (0, 64 << 20)
+        evict(client, keys)
+        with client.get(keys[:2], wait_s=10) as blocks:
+            assert blocks.hits == 2
+        wait_until(lambda: client.stats()["disk_loaded"] == 2, "both loads are counted")
+        names = "disk_files", "disk_bytes", "disk_quota_bytes", "disk_loaded", "disk_written"
+        with Calls(started.dir) as calls:
+            wait_until(
+                lambda: [client.stats()[name] for name in names] == [calls.stats()[name] for name in names],
+                "the operator is told the same, as soon as nothing is written",
+            )
 
 
 def test_blocks_come_back_from_disk_byte_for_byte(disk, wait_until, tmp_path):

@@ -76,6 +76,20 @@ def test_a_layer_in_the_kernels_order_has_the_checkpoints_state():
     assert torch.equal(layer.qweight, words) and torch.equal(layer(x), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_what_a_model_computes_in_changes_no_weight(dtype):
+    """model.to(torch.bfloat16) would round the scales, and the kernels read them as fp16."""
+    layer = awq.AwqLinear(64, 32, GROUP, True, torch.float16)
+    layer.qweight, layer.qzeros, layer.scales = awq.quantise(torch.randn(32, 64), GROUP)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    model = torch.nn.Sequential(layer).to(dtype)
+    assert model[0].bias.dtype == dtype and model[0](torch.randn(3, 64).to(dtype)).dtype == dtype
+    for name in ("qweight", "qzeros", "scales"):
+        value = layer.state_dict()[name]
+        assert value.dtype == before[name].dtype and torch.equal(value, before[name])
+    assert layer.to("meta").scales.dtype == torch.float16
+
+
 def test_operators_have_shapes_without_a_gpu():
     words, scales = torch.empty(128, 4, dtype=torch.int32, device="meta"), torch.empty(1, 32, device="meta")
     zeros = torch.empty(1, 4, dtype=torch.int32, device="meta")

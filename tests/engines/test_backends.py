@@ -354,7 +354,8 @@ def test_each_backend_can_be_forced_or_says_why_not(name, monkeypatch):
     monkeypatch.setenv(backends.ENVIRONMENT, name)
     model = known("llama", layers=1)
     if reason := attention.available_backends()[name]:
-        with pytest.raises(InvalidArgument, match=re.escape(f"backend {name} cannot run here: {reason}")):
+        said = re.escape(f"KVCLIENT_BACKEND: backend {name} cannot run here: {reason}")
+        with pytest.raises(InvalidArgument, match=said):
             attention.install(model)
         assert attention.installed(model) is None
         return

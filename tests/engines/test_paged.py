@@ -269,12 +269,37 @@ def test_wrong_use_is_said(client):
     for tokens in (0, 63, 1 << 25, 640.5, "640"):
         with pytest.raises(InvalidArgument, match=f"paged_tokens={tokens!r}"):
             attached(model, client, paged_tokens=tokens)
+    with pytest.raises(InvalidArgument, match="in_place=False"):
+        attached(model, client, in_place=False)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(InvalidArgument, match="its own attention"):
         attached(known("falcon"), client)
 
 
+def test_columns_of_padding_are_zero_where_pages_become_a_tensor(client, left):
+    """Pages hold what others left there, NaN perhaps: masked, and yet 0 x NaN is NaN."""
+    model, rows = known("llama"), torch.cat([prompt(61), prompt(61, seed=2)])
+    mask = torch.ones_like(rows)
+    rows[1, :30], mask[1, :30] = 5, 0
+    with attached(model, client) as kv:
+        kv._options.pool.memory.fill_(torch.nan)
+        _, _, cache = generate(model, rows, 2, attention_mask=mask)
+        assert all(layer.keys.isfinite().all() and layer.values.isfinite().all() for layer in cache.layers)
+        assert float(cache.layers[0].keys[1, :, :30].abs().max()) == 0
+    assert left() == {"read": len(cache.layers)}
+
+
 # ---------------------------------------------------------------- tables, without a model
+
+
+def test_rows_that_find_no_page_leave_those_that_their_table_took():
+    """Three rows, two pages: what the first two took is free again although no row has it yet."""
+    pool = PagePool(1, 1, 1, torch.float32, torch.device("cpu"), 2 * PAGE_TOKENS)
+    table = PageTable(pool, [0, 0, 0], [0, 1, 2], 0)
+    with pytest.raises(PagesExhausted, match="all 2 pages"):
+        table.extend(0, 1)
+    assert (pool.stats.used, pool.stats.free) == (0, 2) and table.rows == [[], [], []]
+    assert table.extend(0, 0) == [0, 1, 2]
 
 
 def test_a_table_never_writes_what_another_owner_reads():

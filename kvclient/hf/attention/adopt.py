@@ -37,8 +37,12 @@ class Adopted:
         self, model: torch.nn.Module, in_place: bool | None, paged_tokens: int | None = None
     ) -> None:
         """in_place: None takes the kernels where they fit. paged_tokens: what is computed lies in pages for
-        so many. Raises InvalidArgument if True cannot be had.
+        so many, which is in place. Raises InvalidArgument if True cannot be had.
         """
+        if paged_tokens is not None:
+            if in_place is False:
+                raise InvalidArgument("paged=True reads blocks in place, which in_place=False forbids")
+            in_place = True
         self.asked, self.paged_tokens = in_place is True, paged_tokens
         self._pool: PagePool | None = None
         self.wanted = in_place is not False

@@ -80,8 +80,13 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     Raises InvalidArgument if a name is forced that cannot run here. One that does not fit the model is no
     error: torch answers, and is counted.
     """
-    if forced := name or os.environ.get(ENVIRONMENT):
-        return backend(forced)
+    if name:
+        return backend(name)
+    if forced := os.environ.get(ENVIRONMENT):
+        try:
+            return backend(forced)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{ENVIRONMENT}: {error}") from error
     for candidate in NAMES[:-1]:
         if candidate == "triton" and device.type == "cpu":
             continue  # interpreted: only for who names it

@@ -148,6 +148,11 @@ DiskTier::Stats DiskTier::stats() {
   return s;
 }
 
+LowerTier::Figures DiskTier::figures() {
+  const Stats s = stats();
+  return {s.files, s.bytes, s.quota_bytes, s.loaded, s.written};
+}
+
 std::vector<DiskTier::Condition> DiskTier::conditions() {
   std::lock_guard lock(mutex_);
   return conditions_;

@@ -77,6 +77,7 @@ class DiskTier final : public LowerTier {
   Presence promote(const Key& key, uint32_t priority) override;
   bool forget(const Key& key) override;
   void forget_all() override;
+  Figures figures() override;
 
   void set_quota(uint64_t bytes);
   Stats stats();
