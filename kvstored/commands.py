@@ -47,6 +47,8 @@ class Connection:
 
 def run(given: argparse.Namespace, directory: str) -> int:
     """Runs one command. The exit code."""
+    if (why := _forbidden(directory)) is not None:
+        return _complain(why, Exit.REFUSED)
     if given.command == "stop":
         return stop(given, directory)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines would stand beside ours
@@ -65,6 +67,20 @@ def run(given: argparse.Namespace, directory: str) -> int:
                 f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE
             )
         return _complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED)
+
+
+def _forbidden(directory: str) -> str | None:
+    """Why this user cannot ask the daemon that is there, if there is one; else it would seem not to be."""
+    socket = os.path.join(directory, "grpc.sock")
+    try:
+        owner = os.stat(socket).st_uid
+    except PermissionError as error:
+        return f"{error.filename}: {error.strerror}: only the daemon's own user and root may look"
+    except OSError:
+        return None
+    if os.access(socket, os.W_OK, effective_ids=True):
+        return None
+    return f"the daemon in {directory} is user {owner}'s: only that user and root may ask it"
 
 
 def _complain(text: str, code: int) -> int:

@@ -94,6 +94,8 @@ class Config:
         0,
         parse_size,
         unit="bytes",
+        low=0,
+        high=1 << 50,
         show=format_size,
     )
     disk_fanout: str = _field(
@@ -116,7 +118,7 @@ class Config:
     )  # fmt: skip
     disk_daily_writes: int = _field(
         "most bytes written to disk a day (UTC), against wear, all namespaces together; 0: no limit",
-        0, parse_size, unit="bytes", show=format_size,
+        0, parse_size, unit="bytes", low=0, high=1 << 50, show=format_size,
     )  # fmt: skip
     keep_corrupt: bool = _field(
         "whether a file that does not match its checksums is moved to aside/ instead of removed",
@@ -124,7 +126,7 @@ class Config:
     )  # fmt: skip
     scrub_rate: int = _field(
         "bytes of memory a second whose checksums are verified in the background; 0: only on request",
-        0, parse_size, unit="bytes", high=1 << 34, show=format_size,
+        0, parse_size, unit="bytes", low=0, high=1 << 34, show=format_size,
     )  # fmt: skip
     state_dir: str = _field(
         "directory for what must outlive a reboot, as the disk tier does: generated salts. Default: "

@@ -46,7 +46,10 @@ def text(value: Any) -> str:
 def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError("a whole number is wanted")
-    return int(value)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError("a whole number is wanted") from None
 
 
 def yes(value: Any) -> bool:
@@ -61,7 +64,10 @@ def yes(value: Any) -> bool:
 def seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("a number of seconds is wanted")
-    number = float(value)
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
     if number != number:
         raise ValueError("a number of seconds is wanted")
     return number

@@ -112,6 +112,9 @@ def summary(one: dict[str, Any]) -> str:
 
 def run(given: argparse.Namespace) -> int:
     results = []
+    if given.keep_corrupt and not given.repair:
+        print("kvstored: --keep-corrupt is a way to repair: give --repair too", file=sys.stderr)
+        return Exit.USAGE
     try:
         for directory in given.directories:
             for tree in trees(directory):

@@ -134,8 +134,11 @@ def _part(name: str, field: str, value: Any) -> float | int | None:
     share = (
         isinstance(value, float) or value in (0, 1) or (isinstance(value, str) and _SHARE.fullmatch(value))
     )
-    part = float(value) if share else parse_size(value)
-    if part <= 0 or (share and part > 1):
+    try:
+        part = float(value) if share else parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{field} of {name!r}: {error}") from error
+    if not part > 0 or (share and part > 1):
         limits = "a share is above 0 and at most 1, a size above 0"
         raise ValueError(f"{field} of {name!r} is {value!r}: {limits}")
     return part

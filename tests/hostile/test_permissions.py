@@ -6,8 +6,10 @@ that is made, compared with the file system under each kind of configuration; sa
 import contextlib
 import grp
 import os
+import re
 import socket
 import stat
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +18,7 @@ import grpc
 import pytest
 
 from kvclient.conformance.case import SMALL, fill, new_keys
+from kvstored import cli
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import DaemonFailed
@@ -97,6 +100,27 @@ def test_modes_of_what_is_made_on_disk(daemon, tmp_path):
     eventually(lambda: len(list(tmp_path.rglob("*.kv"))) == 6, "all blocks lie on disk")
     found = {(path.is_dir(), mode(path)) for path in (tmp_path / "a").rglob("*")}
     assert found == {(True, "0700"), (False, "0600")}
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("command", ["status", "reload", "stop"])
+def test_a_command_of_another_user_says_whose_the_daemon_is(daemon, fork, kind, command, tmp_path):
+    """Not that there is none: he would start a second one, or look for what has ended it."""
+    one = own_directory(daemon, "--namespaces", KINDS[kind]).start()
+    with open(tmp_path / "said", "w+") as said:
+
+        def work(_steps) -> None:
+            with contextlib.redirect_stderr(said):
+                print(cli.main([command, "--dir", str(one.dir)]), file=sys.stderr, flush=True)
+
+        fork(as_user(STRANGER, work)).finish()
+        said.seek(0)
+        text = said.read()
+    assert text.endswith(f"\n{Exit.REFUSED:d}\n"), text
+    assert re.match("kvstored: .*(Permission denied: only the daemon's own|user 0's: only that) user", text)
+    assert one.process.poll() is None
 
 
 @needs_root

@@ -64,11 +64,18 @@ def test_entries_name_every_field_with_value_source_and_doc():
 )
 def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
     for limit, step, word in ((about.metadata["low"], -1, "least"), (about.metadata["high"], 1, "most")):
-        loaded({about.name: str(limit)})
+        disk = {"disk": "/a"} if about.name == "disk_quota" and limit else {}
+        loaded({about.name: str(limit), **disk})
         with pytest.raises(ConfigError) as error:
-            loaded({about.name: limit + step} if limit + step >= 0 else {about.name: str(limit + step)})
+            loaded({about.name: limit + step, **disk})
         text = str(error.value)
         assert about.name in text and str(limit) in text and word in text
+
+
+def test_every_number_has_both_bounds():
+    numbers = [f for f in dataclasses.fields(Config) if type(f.default) in (int, float)]
+    assert len(numbers) > 15
+    assert [f.name for f in numbers if f.metadata["low"] is None or f.metadata["high"] is None] == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,8 @@ def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
     [
         ({"memory": "much"}, ["memory", "'much'", "4GiB", "flag"]),
         ({"memory": "-1"}, ["memory", "'-1'"]),
-        ({"max_pins": "3.5"}, ["max_pins", "'3.5'"]),
+        ({"max_pins": "3.5"}, ["max_pins", "'3.5'", "a whole number is wanted"]),
+        ({"lease_timeout_s": "1s"}, ["lease_timeout_s", "'1s'", "a number of seconds is wanted"]),
         ({"drain_timeout_s": "nan"}, ["drain_timeout_s", "nan"]),
         ({"drain_timeout_s": "inf"}, ["drain_timeout_s", "inf"]),
         ({"pool": "clay"}, ["pool", "clay", "shm, memfd"]),
@@ -96,6 +104,8 @@ def test_values_outside_of_bounds_are_refused_by_name_value_and_limit(about):
         ({"namespaces": "a:writers"}, ["'writers'", "'a'"]),
         ({"namespaces": "a=0.5,a=0.5"}, ["'a'", "twice"]),
         ({"namespaces": "a=0"}, ["memory", "'a'", "'0'"]),
+        ({"namespaces": "a:disk_quota=-5GiB"}, ["disk_quota", "'a'", "'-5GiB'"]),
+        ({"namespaces": {"a": {"memory": float("nan")}}}, ["memory", "'a'", "nan", "above 0"]),
         ({"namespaces": "a=1.5"}, ["memory", "'a'", "1.5", "at most 1"]),
         ({"namespaces": "a=2GiB"}, ["2147483648", "memory", "1073741824"]),
         ({"namespaces": "a:salt=red"}, ["salt", "'a'", "generated", "file:"]),

@@ -50,6 +50,12 @@ def test_what_is_kept_is_told(tmp_path, capsys):
     assert "1 kept aside earlier" in capsys.readouterr().out
 
 
+def test_keeping_without_repairing_is_refused_and_moves_nothing(tmp_path, capsys):
+    """Who says --keep-corrupt expects something to be moved."""
+    assert main(["fsck", "--keep-corrupt", str(tmp_path)]) == Exit.USAGE
+    assert "--repair" in capsys.readouterr().err
+
+
 def test_headers_only_reads_less(tmp_path, capsys):
     put(tmp_path, 1, corrupt=True)
     assert main(["fsck", "--no-layers", "--json", str(tmp_path)]) == Exit.DONE
