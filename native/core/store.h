@@ -110,8 +110,7 @@ struct WriteJob {
   bool checksummed;
 };
 
-// Which files must go: those of deleted blocks, or all.
-struct Deleted {
+struct Deleted {  // which files must go: those of deleted blocks, or all
   std::vector<Key> keys;
   bool all = false;
 };
