@@ -2,7 +2,7 @@
 
 from statistics import median
 
-LEAST_QUIET = 20  # calls; the longest take 20 ms
+LEAST_QUIET, LEAST_SHARE = 20, 0.05  # of the calls; the longest take 20 ms
 
 
 def percentile(values: list[int], share: float) -> float:
@@ -14,7 +14,7 @@ def percentile(values: list[int], share: float) -> float:
 
 def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int = 0, quiet=None) -> dict:
     """One contender's cell of one row. `rounds` are the answers of its `run` calls, in order. With `quiet`,
-    which judges a pace, the figures are those of the quiet calls, if they are LEAST_QUIET at least."""
+    which judges a pace, the figures are those of the quiet calls, if they are enough."""
     every = [ns for one in rounds for ns in one["ns"]]
     value = _value_of(every, bytes_per_call)
     cell = {
@@ -28,9 +28,9 @@ def cell_of(column: str, variant: str, rounds: list[dict], bytes_per_call: int =
         "note": rounds[-1].get("note", ""),
     }
     if quiet:
-        found = quiet_calls(rounds, quiet)
-        cell |= {"of_all": value, "quiet": round(found / len(every), 3)}
-        if found >= LEAST_QUIET:
+        share, enough = _quiet_share(rounds, quiet)
+        cell |= {"of_all": value, "quiet": round(share, 3)}
+        if enough:
             rounds = [_beside(one, quiet) for one in rounds]
             every = [ns for one in rounds for ns in one["ns"]]
     cell["value"] = _value_of(every, bytes_per_call)
@@ -53,8 +53,15 @@ def _value_of(ns: list[int], bytes_per_call: int) -> float:
     return round(bytes_per_call / median(ns), 2) if bytes_per_call else round(median(ns) / 1e3, 3)
 
 
-def quiet_calls(rounds: list[dict], quiet) -> int:
-    return sum(quiet(pace) for one in rounds for pace in one["pace_ns"])
+def enough_quiet(rounds: list[dict], quiet) -> bool:
+    return _quiet_share(rounds, quiet)[1]
+
+
+def _quiet_share(rounds: list[dict], quiet) -> tuple[float, bool]:
+    """Which share of the calls was quiet, and whether it is enough to speak for them."""
+    paces = [pace for one in rounds for pace in one["pace_ns"]]
+    found = sum(map(quiet, paces))
+    return found / len(paces), found >= max(LEAST_QUIET, LEAST_SHARE * len(paces))
 
 
 def _beside(one: dict, quiet) -> dict:

@@ -20,7 +20,8 @@ _processor = ctypes.CDLL(None).sched_getcpu
 
 
 def here_ns() -> int:
-    """Nanoseconds that the loop takes now where this thread runs: enough for what one thread does alone."""
+    """Nanoseconds that the loop takes now where this thread runs. Beside calls it is this one: taken on the
+    server's processor, it would put the server aside."""
     best = 1 << 62
     for _ in range(TURNS):
         start, total = time.perf_counter_ns(), 0

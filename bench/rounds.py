@@ -5,7 +5,7 @@ Knows nothing of what is measured. The number of calls follows from a time budge
 
 from bench.contenders import Contenders
 from bench.driver import DriverFailed
-from bench.figures import LEAST_QUIET, absent_cell, add_ratios, cell_of, quiet_calls
+from bench.figures import absent_cell, add_ratios, cell_of, enough_quiet
 from bench.install import progress
 from bench.pace import Yardstick
 from bench.rows import LIMITS, Row
@@ -73,7 +73,7 @@ class _Entry:
         return self.results[-1]["pace_ns"] if self.results else []
 
     def had_quiet(self, yardstick: Yardstick) -> bool:
-        return not self.results or quiet_calls(self.results, yardstick.quiet) >= LEAST_QUIET
+        return not self.results or enough_quiet(self.results, yardstick.quiet)
 
     def cell(self, bytes_per_call: int, yardstick: Yardstick) -> dict:
         if self.absent or not self.results:

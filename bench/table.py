@@ -3,6 +3,7 @@
 Invariant: every column that was asked for and could not be measured stands below the table with its reason.
 """
 
+from bench.figures import LEAST_SHARE
 from bench.machine import sentence
 from bench.rows import COLUMNS
 
@@ -55,8 +56,8 @@ def cell_text(cell: dict) -> str:
 
 def _noise(cell: dict) -> str:
     """How much of it the quiet calls are, whose figure it is, and what all calls come to."""
-    if not cell["quiet"]:
-        return "never quiet"
+    if cell["of_all"] == cell["value"] and cell["quiet"] < LEAST_SHARE:
+        return "hardly ever quiet"
     return f"{cell['quiet']:.0%} quiet, all: {number(cell['of_all'])}"
 
 
@@ -146,7 +147,7 @@ def _pace(run: dict) -> str:
         return ""
     return (
         " *Quiet* are the calls beside which a fixed loop ran within a fifth of its best pace"
-        f" ({run['pace_us']} µs) on each processor; where there were enough, the figures are theirs."
+        f" ({run['pace_us']} µs) on the client's processor; where there were enough, the figures are theirs."
     )
 
 

@@ -17,10 +17,10 @@ import time
 import traceback
 from pathlib import Path
 
-from bench.pace import pace_ns
+from bench.pace import here_ns
 
 PR_SET_PDEATHSIG = 1
-PACE_EVERY_NS = 10_000_000
+PACE_EVERY_NS = 3_000_000
 
 
 class Call:
@@ -43,7 +43,7 @@ class _Pace:
 
     def _take(self) -> int:
         cpu = time.process_time_ns()
-        pace = pace_ns()
+        pace = here_ns()
         self.cpu_ns += time.process_time_ns() - cpu
         self.due = time.perf_counter_ns() + PACE_EVERY_NS
         return pace

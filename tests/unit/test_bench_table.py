@@ -211,7 +211,7 @@ def test_taking_the_pace_leaves_the_process_where_it_may_run():
 
 def test_every_call_has_the_slower_pace_of_those_around_it(monkeypatch):
     paces = iter([5, 7, 6, 9, 4])
-    monkeypatch.setattr(contract, "pace_ns", lambda: next(paces))
+    monkeypatch.setattr(contract, "here_ns", lambda: next(paces))
     monkeypatch.setattr(contract, "PACE_EVERY_NS", -1)  # after each call, and once at the end
     result = contract.timed(contract.Call(lambda i: None), 0, 3)
     assert result["pace_ns"] == [7, 7, 9]
