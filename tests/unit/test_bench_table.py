@@ -225,7 +225,7 @@ def test_a_cell_says_how_much_of_it_was_quiet():
     run["rows"][0]["cells"][1] |= {"quiet": 0.0, "of_all": 1140.2}
     table = table_of(run)
     assert table["look-up"]["kvstored"] == "2.13 µs (p99 3.00; 25% quiet, all: 5.04; 500,000 resident)"
-    assert table["look-up"]["Redis"] == "1,140 µs (700 µs of the server's CPU; never quiet)"
+    assert table["look-up"]["Redis"] == "1,140 µs (700 µs of the server's CPU; hardly ever quiet)"
     assert "best pace (71 µs)" in markdown(run)
 
 
