@@ -10,6 +10,7 @@ different runs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import time
@@ -170,8 +171,8 @@ def search(subject: Any) -> Iterator[dict[str, Any]]:
 
 
 def rounding(subject: Any) -> Iterator[dict[str, Any]]:
-    """What rounding alone does to the rows of one document: the same weights computed in fp32, and a cold run
-    that was fed the prompt in stretches.
+    """What rounding alone does to the rows of one document: the same weights computed in fp32, and cold runs
+    that were fed the prompt in stretches or had transformers' eager attention.
     """
     torch, text, licence, other = subject.torch, subject.texts[0], subject.texts[3], subject.texts[2]
     body, behind = text[300:1300], text[1300:1384]
@@ -185,16 +186,30 @@ def rounding(subject: Any) -> Iterator[dict[str, Any]]:
             ids = other[50 : 50 + shift] + body + question
             with torch.no_grad(), subject.without(whole):
                 logits = whole(torch.tensor([ids + following[:-1]])).logits[0, len(ids) - 1 :]
-            ways = {"cold": True, "stretches": True, "reused": False}
+            ways = {"cold": True, "stretches": True, "eager": True, "reused": False}
             said = {"fp32": logits.log_softmax(-1)}
             for way, plain in ways.items():
                 given = {"prefill_chunk_size": STRETCH} if way == "stretches" else {}
-                with subject.kv.bypass(read=False):
+                eager = _eager(subject.model) if way == "eager" else contextlib.nullcontext()
+                with subject.kv.bypass(read=False), eager:
                     out, _ = subject.generate(ids, plain, **given)
-                said[way] = subject.said(out.logits[0], out.past_key_values, following, plain)
-            pairs = [("fp32", way) for way in ways] + [("cold", "stretches"), ("cold", "reused")]
+                    said[way] = subject.said(out.logits[0], out.past_key_values, following, plain)
+            pairs = [("fp32", way) for way in ways] + [("cold", way) for way in ways if way != "cold"]
             rows.append({f"kl_{a}_{b}": subject.far(said[a], said[b]) for a, b in pairs})
         yield {"case": f"rounding, {name}"} | {key: mean(row[key] for row in rows) for key in rows[0]}
+
+
+@contextlib.contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """Within it, plain generate() has that attention."""
+    from kvclient.hf.attention.registered import PLACE
+
+    before = model.__dict__[PLACE]
+    model.__dict__[PLACE] = dict.fromkeys(before, "eager")
+    try:
+        yield
+    finally:
+        model.__dict__[PLACE] = before
 
 
 def codecs(subject: Any) -> Iterator[dict[str, Any]]:
