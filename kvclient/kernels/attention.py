@@ -27,6 +27,7 @@ from kvclient.kernels.codec import (
 )
 
 ALIGN = 64
+MAX_POSITION = 1 << 62  # either way: differences of two of them fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ def segment(
     tokens = k.shape[1] - first if tokens is None else tokens
     if not 0 <= first <= first + tokens <= k.shape[1]:
         raise InvalidArgument(f"first={first}, tokens={tokens} of a block of {k.shape[1]}")
+    for position in (base_position, base_position if new_position is None else new_position):
+        if not -MAX_POSITION < position < MAX_POSITION:
+            raise InvalidArgument(f"position {position}; it must be within {MAX_POSITION} of 0")
     moved = new_position is not None and new_position != base_position
     if turned is not None:
         table_shape(turned)
@@ -189,7 +193,9 @@ def _check_arrays(
             raise InvalidArgument(
                 f"{name} is {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}"
             )
-    if any(a.shape[3] > 1 and a.strides[3] != a.itemsize for a in (q, out)):
+    if q_position.size and not -MAX_POSITION < q_position.min() <= q_position.max() < MAX_POSITION:
+        raise InvalidArgument(f"q_position beyond {MAX_POSITION}: {q_position.min()} to {q_position.max()}")
+    if q.size and any(a.shape[3] > 1 and a.strides[3] != a.itemsize for a in (q, out)):
         raise InvalidArgument("the elements of a query lie apart")
     for name, array in (("lse", lse), ("sinks", sinks)):
         if array is not None and not array.flags.c_contiguous:

@@ -126,7 +126,7 @@ def elements_shape(array: np.ndarray) -> tuple[int, int, int]:
         raise InvalidArgument(
             f"{array.dtype}{list(array.shape)}; expected [heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
         )
-    if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+    if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
         raise InvalidArgument(f"the elements of a head lie {array.strides[2]} bytes apart")
     return array.shape
 
@@ -159,7 +159,7 @@ def check_quantised(own: Quantised, heads: int, tokens: int, head_dim: int) -> N
         own.bits in CODECS
         and codes.shape == (heads, tokens, head_dim * own.bits // 8)
         and codes.dtype == np.uint8
-        and codes.strides[2] == 1
+        and (not codes.size or codes.strides[2] == 1)
         and scale.shape == zero.shape == (heads, *groups)
         and scale.dtype == zero.dtype == np.float16
         and scale.strides == zero.strides

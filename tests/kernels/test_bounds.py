@@ -83,3 +83,35 @@ def test_negative_counts_of_the_codec_are_refused(function, count):
     setattr(args, count, -1)
     assert getattr(library, function)(ctypes.byref(args)) == contract.INVALID
     assert library.kvk_last_error() == f"{count}=4294967295; at most 2147483647, and not negative".encode()
+
+
+@pytest.mark.parametrize("position", [1 << 62, -(1 << 62), 1 << 70, (1 << 63) - 1])
+def test_positions_whose_differences_would_wrap_are_refused(position):
+    """A query at 2^63 - 1 saw no key at all: last - first + 1 is negative there."""
+    k = np.ones((2, 8, 64), np.float32)
+    q = np.ones((1, 2, 1, 64), np.float32)
+    for given in ((position, None), (0, position)):
+        with pytest.raises(InvalidArgument, match="position"):
+            kernels.segment(k, k, *given)
+    if position < 1 << 63:
+        with pytest.raises(InvalidArgument, match="q_position beyond"):
+            kernels.attend(q, np.array([[position]]), [[kernels.segment(k, k, 0)]], 1.0)
+    edge = (1 << 62) - 1
+    own = kernels.segment(k, k, edge - 7)
+    assert np.allclose(kernels.attend(q, np.array([[edge]]), [[own]], 1.0), 1)
+    assert np.allclose(kernels.attend(q, np.array([[-edge]]), [[own]], 1.0), 0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 16), (2, 0, 16)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 0)])
+def test_nothing_is_quantised_to_nothing(shape, bits, group):
+    x = np.empty(shape, np.float32)
+    assert kernels.dequantise(kernels.quantise(x, bits, group), np.empty_like(x)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 16), (1, 2, 0, 16)])
+def test_no_query_has_no_answer(shape):
+    k = np.ones((2, 5, 16), np.float32)
+    at = np.empty((shape[0], shape[2]), np.int64)
+    rows = [[kernels.segment(k, k, 0)]] * shape[0]
+    assert kernels.attend(np.empty(shape, np.float32), at, rows, 1.0).shape == shape
