@@ -108,6 +108,21 @@ TEST(a_follower_of_a_quarantined_block_still_holds_it) {
   rig.store->check_integrity();
 }
 
+// Hits and misses are counted in the page, which goes with the session.
+TEST(what_an_ended_session_counted_stays_counted) {
+  Rig rig(16 * kMiB, 64);
+  std::optional<Page> reader(std::in_place, *rig.store);
+  auto* page = StoreTest::page(*rig.store, reader->id).at<SessionPage>(0);
+  page->hits.fetch_add(3), page->misses.fetch_add(2);
+  const uint32_t id = reader->id;
+  CHECK(rig.store->stats().hits == 3 && rig.store->stats().misses == 2);
+  reader.reset();
+  rig.store->end_session(id);
+  rig.store->tick();
+  CHECK_EQ(rig.store->sessions().size(), 0u);
+  CHECK(rig.store->stats().hits == 3 && rig.store->stats().misses == 2);
+}
+
 TEST(who_knows_the_token_resumes_and_says_what_stopped) {
   Rig rig(16 * kMiB, 64);
   Page writer(*rig.store);
