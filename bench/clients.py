@@ -51,7 +51,8 @@ def run_readers(row: Row, up: Contenders, rounds: int, yardstick: Yardstick) -> 
         for _ in range(rounds):
             for column in list(ready):
                 try:
-                    results[column].append(_at_once(ready[column], row.id))
+                    with up.alone(column):
+                        results[column].append(_at_once(ready[column], row.id))
                 except DriverFailed as failure:
                     cells.append(absent_cell(column, "", str(failure)))
                     del ready[column], results[column]

@@ -55,6 +55,18 @@ class Contenders:
                     self._start(column, variant)
         return self
 
+    @contextlib.contextmanager
+    def alone(self, column: str, variant: str = ""):
+        """Only this contender's processes run meanwhile."""
+        others = [driver for key, driver in self.drivers.items() if key != (column, variant)]
+        for driver in others:
+            driver.pause()
+        try:
+            yield
+        finally:
+            for driver in others:
+                driver.go_on()
+
     def __exit__(self, *_):
         for driver in self.drivers.values():
             driver.close()

@@ -7,6 +7,7 @@ deadline; a child that misses it is ended, and its column says so in the table.
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **(env or {})},
+            process_group=0,  # with the servers that it starts, so that all of them can be paused
         )
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
@@ -38,6 +40,17 @@ class Driver:
 
     def __exit__(self, *_):
         self.close()
+
+    def pause(self) -> None:
+        """Stops the contender and its servers where they are: an idle store still has threads that wake."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def ask(self, timeout_s: float, **request) -> dict:
         self.send(**request)
@@ -68,6 +81,7 @@ class Driver:
         return answer["ok"]
 
     def close(self, timeout_s: float = 15.0) -> None:
+        self.go_on()
         if self._process.poll() is None:
             try:
                 self.ask(timeout_s, call="close")

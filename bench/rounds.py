@@ -3,6 +3,8 @@
 Knows nothing of what is measured. The number of calls follows from a time budget, found by a short trial.
 """
 
+from functools import partial
+
 from bench.contenders import Contenders
 from bench.driver import DriverFailed
 from bench.figures import absent_cell, add_ratios, cell_of, enough_quiet
@@ -35,6 +37,7 @@ class _Entry:
 
     def __init__(self, row: Row, up: Contenders, entry: tuple[str, str, str, str], budget_s: float):
         self.column, self.variant, driven, method = entry
+        self.alone = partial(up.alone, self.column, driven)
         self.op = f"{row.id}.{self.variant}"
         self.results: list[dict] = []
         self.absent = up.absent.get(driven or self.column) or up.absent.get(self.column, "")
@@ -67,7 +70,8 @@ class _Entry:
 
     def round(self) -> None:
         if not self.absent:
-            self._guard(lambda: self.results.append(self._ask(self.calls)))
+            with self.alone():
+                self._guard(lambda: self.results.append(self._ask(self.calls)))
 
     def paces(self) -> list[int]:
         return self.results[-1]["pace_ns"] if self.results else []
