@@ -7,12 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from bench.clients import add_scaling, run_first_pass, run_readers
 from bench.contenders import Contenders
+from bench.first_pass import run_first_pass
 from bench.install import ROOT, Installed, install, progress
 from bench.machine import describe
 from bench.pace import Yardstick
 from bench.pages import huge_pages_to_be_had
+from bench.readers import run_readers
 from bench.rounds import run_row
 from bench.rows import COLUMNS, ROWS, Row
 from bench.scripts import merge_rows, run_script
@@ -75,12 +76,15 @@ def run_session(
     run: dict,
 ) -> None:
     budget_s = BUDGET_S / 3 if chosen.quick else BUDGET_S
+    together = [row for row in rows if row.session == "readers"]
+    read: dict[str, list[dict]] = {}
     with Contenders(installed, session, columns, chosen.quick, run["pages"]) as up:
         for row in rows:
             progress(f"row {row.id}")
             started = time.monotonic()
             if row.session == "readers":
-                cells = run_readers(row, up, 3 * chosen.rounds, yardstick)
+                read = read or run_readers(together, up, chosen.rounds, chosen.quick)
+                cells = read[row.id]
             elif row.session == "first_pass":
                 cells = run_first_pass(row, up, 2 if chosen.quick else 3)
             else:
@@ -143,7 +147,6 @@ def measure(chosen, run: dict) -> None:
             mine = [row for row in timed if SESSION_OF[row.session] == session]
             run_session(session, mine, columns, chosen, installed, yardstick, run)
         run["pace_us"] = round(yardstick.best_ns / 1e3)
-    add_scaling(run["rows"])
     run_scripts([row for row in rows if row.session == "script"], columns, chosen.quick, installed, run)
 
 
