@@ -6,6 +6,8 @@ Method: `kvstored serve --disk` as a process, a client in this one, fio and LMCa
 ratio is taken round by round. CPU is that of the daemon's disk thread alone, from the scheduler. Blocks
 have 32 layers and keep their writer's checksums. Each contender reads what it has just written, as LMCache's
 own benchmark does: a disk under a hypervisor reads new bytes faster than old ones. Ours leave memory before.
+Two of them write where their quota is full, over files that go, as a daemon does that has run for a while:
+`ours, quota full` and `fio, over its files`.
 Everything lies below --directory and is removed at the end. Prints JSON. Never judges: the reach
 stands beside.
 """
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import json
+import mmap
 import sys
 import tempfile
 import time
@@ -36,12 +39,15 @@ ROUNDS, ROUNDS_QUICK = 7, 5
 WINDOW_S, WINDOWS, WINDOWS_QUICK = 0.1, 60, 30
 LEAST_QUIET_WINDOWS = 5
 ON_DISK = 3  # a state that look-ups answer
-FIO = {"fio": "malloc", "fio, shared memory": "mmapshared"}
+FULL, OVER = "ours, quota full", "fio, over its files"
+FIO = {"fio": "malloc", "fio, shared memory": "mmapshared", OVER: "malloc"}
 COLUMN = {
     "ours": ("kvstored", ""),
     "ours, huge pages": ("kvstored", "huge pages"),
+    FULL: ("kvstored", "quota full"),
     "fio": ("limit", "fio"),
     "fio, shared memory": ("limit", "fio, shared memory"),
+    OVER: ("limit", OVER),
     "LMCache": ("lmcache", "fs_native, O_DIRECT"),
 }
 
@@ -64,9 +70,7 @@ def loaded(one: Session, keys: list[bytes], size: int) -> dict:
         took = time.perf_counter() - began
         if blocks.hits != len(keys):
             raise RuntimeError(f"{blocks.hits} of {len(keys)} blocks were loaded: {one.figures()}")
-        found = {"gb_s": len(keys) * size / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
-    one.client.delete(keys)
-    return found
+        return {"gb_s": len(keys) * size / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
 
 
 class Contenders:
@@ -82,10 +86,9 @@ class Contenders:
         self.absent: dict[str, str] = {}
         self.programs: dict[str, str] = {}
         self.lmcache: dict[int, dict] = {}
-        for name, pages in (("ours", ""), ("ours, huge pages", "huge")):
-            self._attempt(
-                [name], lambda name=name, pages=pages: self._serve(name, pages, total * 3 // 2, stack)
-            )
+        for name in ("ours", "ours, huge pages", FULL):
+            pool = total * (rounds + 2) if name == FULL else total * 3 // 2  # there nothing is deleted
+            self._attempt([name], lambda name=name, pool=pool: self._serve(name, pool, stack))
         self._attempt([*FIO], lambda: self.programs.update(dict.fromkeys(FIO, find_fio())))
         self._attempt(["LMCache"], lambda: self.programs.update({"LMCache": find_lmcache()}))
 
@@ -95,18 +98,26 @@ class Contenders:
         except RuntimeError as failure:
             self.absent |= dict.fromkeys(names, str(failure))
 
-    def _serve(self, name: str, pages: str, pool: int, stack: contextlib.ExitStack) -> None:
-        place = self.home / (pages or "small")
+    def _serve(self, name: str, pool: int, stack: contextlib.ExitStack) -> None:
+        place = self.home / name.replace(", ", "-").replace(" ", "-")
         place.mkdir()
-        options = stack.enter_context(pools(place, pages, 2 * pool))
+        options = stack.enter_context(pools(place, "huge" if "huge" in name else "", 2 * pool))
+        if name == FULL:  # twice a round: what is written in one is not what has to go in it
+            options = ["--disk-quota", str(2 * self.blocks * (self.size + 2 * mmap.PAGESIZE))]
         one = self.sessions[name] = stack.enter_context(Session(place, pool, *options))
         one.daemon.wait_faulted()
         self.layouts[name] = one.layout(self.size)
         self.keys[name] = [new_keys(self.blocks) for _ in range(self.rounds)]
+        if name == FULL:
+            for _ in range(2):
+                written(one, new_keys(self.blocks), self.layouts[name], self.source)
 
     def run(self, name: str, what: str, number: int) -> dict:
         if name in FIO:
-            there = self.home / f"fio-{number}"
+            there = self.home / ("fio-over" if name == OVER else f"fio-{number}")
+            if name == OVER and not there.exists():
+                there.mkdir()
+                fio(self.programs[name], there, "write", self.size, self.blocks, FIO[name])
             there.mkdir(exist_ok=True)
             return fio(self.programs[name], there, what, self.size, self.blocks, FIO[name])
         if name == "LMCache":  # writes and reads in one process, which takes seconds to start
@@ -117,7 +128,10 @@ class Contenders:
         one, keys = self.sessions[name], self.keys[name][number]
         if what == "write":
             return written(one, keys, self.layouts[name], self.source)
-        return loaded(one, keys, self.size)
+        found = loaded(one, keys, self.size)
+        if name != FULL:
+            one.client.delete(keys)
+        return found
 
 
 def transfer_rows(home: Path, size: int, quick: bool) -> list[dict]:

@@ -100,7 +100,8 @@ DISK_METRICS: dict[str, About] = {
         "Blocks that no file can hold within the quota.",
     ),
     "disk_removed": ("kvstored_disk_removed_total", "counter", "Files removed, for whatever reason."),
-    "disk_evicted": ("kvstored_disk_evictions_total", "counter", "Files removed to keep the quota."),
+    "disk_evicted": ("kvstored_disk_evictions_total", "counter", "Files given up to keep the quota."),
+    "disk_reused": ("kvstored_disk_reuses_total", "counter", "Of those, files that became another block's."),
     "disk_cpu_seconds": ("kvstored_disk_cpu_seconds_total", "counter", "CPU time of the disk tier's thread."),
 }
 OWN_METRICS: dict[str, About] = {

@@ -195,3 +195,22 @@ TEST(a_schedule_that_makes_no_sense_is_refused) {
   CHECK(!refused(""));
   CHECK(!refused("seed=7,read_eio=0.01,write_enospc=1,write_kill=@40,publish_eio=@3+"));
 }
+
+TEST(a_power_loss_may_give_a_file_its_name_back_that_was_taken_over) {
+  std::map<std::string, int> found;
+  for (int seed = 1; seed <= 12; ++seed) {
+    Directory directory;
+    CHECK_EQ(ends([&] {
+               Faulty f("power_loss_after=5,seed=" + std::to_string(seed), directory.path);
+               f.put("aa/old");  // four steps
+               std::string temp;
+               const int fd = f.faults.files().take_over("aa/old", 64 << 10, &temp);
+               f.faults.files().close(fd);
+               f.put("aa/new");
+             }),
+             SIGKILL);
+    found[std::filesystem::exists(directory / "aa/old") ? "old name" : "no name"] += 1;
+  }
+  CHECK(found["old name"] > 0);
+  CHECK(found["no name"] > 0);
+}

@@ -160,3 +160,55 @@ TEST(directories_are_made_ahead) {
       CHECK(fs::is_directory(fs::path(f.directory / path_of(key_of_number(number), fanout)).parent_path()));
   }
 }
+
+TEST(a_file_that_is_taken_over_loses_its_name_and_keeps_its_room) {
+  Fixture f;
+  const std::string path = f.put("aa/1");
+  struct stat before, after;
+  CHECK_EQ(::stat((f.directory / path).c_str(), &before), 0);
+  std::string temp;
+  const Fd fd(f.files.take_over(path, 8192, &temp));
+  CHECK(fd && is_temp_name(temp.substr(4)));
+  CHECK_EQ(f.open(path), -ENOENT);
+  CHECK_EQ(::fstat(fd.get(), &after), 0);
+  CHECK_EQ(after.st_ino, before.st_ino);
+  CHECK_EQ(::pwrite(fd.get(), "new", 3, 0), 3);
+  CHECK_EQ(f.files.publish(temp, "aa/2"), 0);
+  CHECK_EQ(f.open("aa/2"), 0);
+  CHECK_EQ(f.temps(), 0u);
+}
+
+// Its name stays, nothing of it is written over.
+TEST(what_is_not_wholly_ours_is_not_taken_over) {
+  Fixture f;
+  const auto refused = [&](const std::string& path, int expected) {
+    std::string temp;
+    CHECK_EQ(f.files.take_over(path, 8192, &temp), expected);
+    CHECK(fs::exists(fs::symlink_status(f.directory / path)) || expected == -ENOENT);
+    CHECK_EQ(f.temps(), 0u);
+  };
+  refused("aa/nothing", -ENOENT);
+  refused(f.put("aa/shorter", 4096), -ESTALE);
+  refused(f.put("aa/longer", 12288), -ESTALE);
+  f.put("aa/linked");
+  fs::create_hard_link(f.directory / "aa/linked", f.directory / "aa/link");
+  refused("aa/linked", -ESTALE);
+  f.put("aa/open to all");
+  CHECK_EQ(::chmod((f.directory / "aa/open to all").c_str(), 0644), 0);
+  refused("aa/open to all", -ESTALE);
+  f.put("aa/with holes");
+  CHECK_EQ(::truncate((f.directory / "aa/with holes").c_str(), 0), 0);
+  CHECK_EQ(::truncate((f.directory / "aa/with holes").c_str(), 8192), 0);
+  refused("aa/with holes", -ESTALE);
+  fs::create_symlink(f.directory / f.put("aa/target"), f.directory / "aa/symlink");
+  refused("aa/symlink", -ELOOP);
+  fs::create_directory(f.directory / "aa/directory");
+  refused("aa/directory", -EISDIR);
+  CHECK_EQ(::mkfifo((f.directory / "aa/fifo").c_str(), 0600), 0);
+  refused("aa/fifo", -ESTALE);
+  if (::geteuid() == 0) {
+    f.put("aa/another's");
+    CHECK_EQ(::chown((f.directory / "aa/another's").c_str(), 65534, 65534), 0);
+    refused("aa/another's", -ESTALE);
+  }
+}

@@ -139,6 +139,47 @@ def test_power_loss(rig, integrity, steps):
     disk.sound(integrity)
 
 
+FULL = "2376KiB"  # nine files: the next block is written over one of them
+
+
+@pytest.mark.parametrize("memory_too", [False, True], ids=["adopted", "anew"])
+@pytest.mark.parametrize("step", ["reuse", "write", "done", "publish"])
+def test_killed_while_writing_over_a_file_that_goes(rig, integrity, step, memory_too):
+    disk = rig(quota=FULL)
+    disk.put_on_disk(9)
+    disk.restart(f"{step}_kill=@3")
+    keys = disk.put(6)
+    with tolerated():
+        disk.client.touch(keys)
+    disk.was_killed()
+    disk.restart(memory_too=memory_too)
+    assert disk.sound(integrity) >= 5
+
+
+def test_a_file_that_cannot_be_written_over_is_removed(rig, integrity):
+    disk = rig("reuse_eio=1", quota=FULL)
+    disk.put_on_disk(9)
+    disk.put_on_disk(4)
+    counters = disk.counters()
+    assert (counters["disk_reused"], counters["disk_removed"], counters["disk_files"]) == (0, 4, 9)
+    disk.sound(integrity)
+
+
+@pytest.mark.parametrize("steps", [2, 7, 12, 20, 33])
+def test_power_loss_while_files_are_written_over(rig, integrity, steps):
+    """The old name may come back, and stand for any mixture of the two blocks."""
+    disk = rig(quota=FULL)
+    disk.put_on_disk(9)
+    disk.restart(f"seed={steps},power_loss_after={steps}")
+    keys = disk.put(9)
+    with tolerated():
+        disk.client.touch(keys)
+        disk.settled()
+    disk.was_killed()
+    disk.restart(memory_too=True)
+    disk.sound(integrity)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(4))

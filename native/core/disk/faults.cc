@@ -17,7 +17,7 @@
 namespace kv {
 namespace {
 
-constexpr std::string_view kSteps[] = {"open", "create", "publish", "remove", "aside", "read", "write", "done"};
+constexpr std::string_view kSteps[] = {"open", "create", "reuse", "publish", "remove", "aside", "read", "write", "done"};
 constexpr std::string_view kFaults[] = {"", "eio", "enospc", "erofs", "enomem", "emfile", "short", "flip", "full", "kill"};
 constexpr int kErrors[] = {0, EIO, ENOSPC, EROFS, ENOMEM, EMFILE};
 
@@ -61,12 +61,23 @@ class Faults::FaultyFiles final : public Files {
     if (fd >= 0) faults_.unsafe_.insert(*temp);
     return fd;
   }
+  int take_over(const std::string& path, uint64_t bytes, std::string* temp) override {
+    const int error = fails(Step::Reuse);
+    const int fd = error != 0 ? error : real_->take_over(path, bytes, temp);
+    if (fd >= 0) {
+      faults_.unsafe_.erase(path);
+      faults_.unsafe_.insert(*temp);
+      faults_.taken_[*temp] = path;
+    }
+    return fd;
+  }
   int publish(const std::string& temp, const std::string& path) override {
     int error = fails(Step::Publish);
     if (error == 0) error = real_->publish(temp, path);
     if (error == 0) {
       faults_.unsafe_.erase(temp);
       faults_.unsafe_.insert(path);
+      faults_.taken_.erase(temp);
     }
     return error;
   }
@@ -276,6 +287,10 @@ Faults::Fault Faults::next(Step step) {
 // ---------------------------------------------------------------- power loss
 
 void Faults::lose_power() {
+  for (const auto& [temp, path] : taken_) {  // the name may not have reached the disk, what was written over may
+    if (random() % 2 == 0 || unsafe_.erase(temp) == 0) continue;
+    if (::rename((directory_ + "/" + temp).c_str(), (directory_ + "/" + path).c_str()) == 0) unsafe_.insert(path);
+  }
   for (const std::string& path : unsafe_) damage(directory_ + "/" + path);
   end_process();
 }

@@ -3,7 +3,7 @@
 //
 // The schedule is text, "seed=7,write_enospc=0.02,publish_kill=@3,power_loss_after=40":
 //   STEP_FAULT=P      each time with probability P     STEP_FAULT=@N      the Nth time and no other     STEP_FAULT=@N+   from
-//   then on steps             open create publish remove aside (Files), read write (Engine, at the submission), done (a
+//   then on steps             open create reuse publish remove aside (Files), read write (Engine, at the submission), done (a
 //   completion) faults            eio enospc erofs enomem emfile   the call answers that
 //                     short (read, write)     a part of it is moved
 //                     flip (read)             one bit comes back wrong
@@ -18,6 +18,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -41,7 +42,7 @@ class Faults {
   uint64_t injected() const { return injected_; }
 
  private:
-  enum class Step { Open, Create, Publish, Remove, Aside, Read, Write, Done };
+  enum class Step { Open, Create, Reuse, Publish, Remove, Aside, Read, Write, Done };
   enum class Fault { None, Eio, Enospc, Erofs, Enomem, Emfile, Short, Flip, Full, Kill };
   struct Rule {
     Step step;
@@ -65,8 +66,9 @@ class Faults {
   uint64_t power_loss_after_ = 0;
   uint64_t steps_ = 0;
   uint64_t injected_ = 0;
-  std::array<uint64_t, 8> calls_{};  // per step
-  std::set<std::string> unsafe_;     // files written by this process that a power loss would find
+  std::array<uint64_t, 9> calls_{};           // per step
+  std::set<std::string> unsafe_;              // files written by this process that a power loss would find
+  std::map<std::string, std::string> taken_;  // of those, the temporary ones that had a block's name -> that name
   std::unique_ptr<FaultyFiles> files_;
   std::unique_ptr<FaultyEngine> engine_;
 };

@@ -24,6 +24,16 @@ std::string_view last_name(std::string_view path) {
   return slash == path.npos ? path : path.substr(slash + 1);
 }
 
+// As create_temp() made it, and nobody has it by another name.
+bool is_ours(const struct stat& about) {
+  return about.st_mode == (S_IFREG | 0600) && about.st_nlink == 1 && about.st_uid == ::geteuid();
+}
+
+bool is_allocated(const struct stat& about, uint64_t bytes) {
+  constexpr uint64_t kUnit = 512;  // of st_blocks
+  return static_cast<uint64_t>(about.st_size) == bytes && static_cast<uint64_t>(about.st_blocks) * kUnit >= bytes;
+}
+
 int answer(long result) { return result < 0 ? -errno : static_cast<int>(result); }
 
 }  // namespace
@@ -99,12 +109,16 @@ int RealFiles::open_read(const std::string& path, uint64_t* bytes) {
   return fd;
 }
 
+std::string RealFiles::new_temp_name() {
+  char name[32];
+  std::snprintf(name, sizeof name, "%s/%016llx.tmp", kTempDirectory, static_cast<unsigned long long>(next_temp_++));
+  return name;
+}
+
 int RealFiles::create_temp(uint64_t bytes, std::string* temp) {
   int fd = -EEXIST;
   for (int i = 0; i < kNameTries && fd == -EEXIST; ++i) {
-    char name[32];
-    std::snprintf(name, sizeof name, "%s/%016llx.tmp", kTempDirectory, static_cast<unsigned long long>(next_temp_++));
-    *temp = name;
+    *temp = new_temp_name();
     fd = open_beneath(*temp, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | direct_);
   }
   if (fd < 0) return fd;
@@ -126,6 +140,20 @@ int RealFiles::move(const std::string& from, const std::string& to, unsigned fla
   const Fd target(parent);
   return answer(::syscall(SYS_renameat2, source.get(), std::string(last_name(from)).c_str(), target.get(),
                           std::string(last_name(to)).c_str(), flags));
+}
+
+int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
+  const int fd = open_beneath(path, O_RDWR | O_NONBLOCK | O_NOFOLLOW | direct_);
+  if (fd < 0) return fd;
+  int problem = -ESTALE;
+  struct stat about;
+  if (::fstat(fd, &about) == 0 && is_ours(about) && is_allocated(about, bytes)) {
+    *temp = new_temp_name();
+    problem = move(path, *temp, RENAME_NOREPLACE);
+  }
+  if (problem == 0) return fd;
+  ::close(fd);
+  return problem;
 }
 
 int RealFiles::publish(const std::string& temp, const std::string& path) { return move(temp, path, 0); }

@@ -33,6 +33,10 @@ class Files {
   // A descriptor for a new file whose blocks are allocated and whose length is `bytes`: a direct write into it extends nothing,
   // so it does not block the submission. Its name goes to `temp`.
   virtual int create_temp(uint64_t bytes, std::string* temp) = 0;
+  // The file of a block that is given up, for another block of the same length: it loses its name, so that nobody finds it, and
+  // keeps its room on the disk, so that writing allocates nothing. -ESTALE if it is not wholly ours to write over: another
+  // length, holes, a second name, another owner, others' permissions. It has its name still, then.
+  virtual int take_over(const std::string& path, uint64_t bytes, std::string* temp) = 0;
   // Gives a temporary file its name, replacing what has it. Makes the directories it needs.
   virtual int publish(const std::string& temp, const std::string& path) = 0;
   // The directories that blocks will need, all at once and from any thread, so that naming a file makes none. A fanout of more
@@ -50,6 +54,7 @@ class RealFiles final : public Files {
   RealFiles(const std::string& directory, bool direct, bool make = true);
   int open_read(const std::string& path, uint64_t* bytes) override;
   int create_temp(uint64_t bytes, std::string* temp) override;
+  int take_over(const std::string& path, uint64_t bytes, std::string* temp) override;
   int publish(const std::string& temp, const std::string& path) override;
   void make_directories(Fanout fanout) override;
   int remove(const std::string& path) override;
@@ -59,6 +64,7 @@ class RealFiles final : public Files {
  private:
   int open_beneath(const std::string& path, int flags) const;
   int open_parent(const std::string& path, bool make) const;
+  std::string new_temp_name();
   int move(const std::string& from, const std::string& to, unsigned flags);
 
   Fd root_;

@@ -99,7 +99,8 @@ class Check {
   void block(const std::string& path, const FoundFile& found) {
     ++report_.files;
     report_.bytes += found.bytes;
-    const std::string wrong = wrong_with(path, found.key);
+    std::string wrong = wrong_with(path, found.key);
+    if (!wrong.empty() && !lock_) wrong = wrong_with(path, found.key);  // a running daemon may have written over what was read
     if (!wrong.empty()) report(Finding::Corrupt, path, wrong);
     const auto now = std::chrono::steady_clock::now();
     if (!visitor_.progress || now - last_progress_ < kProgressEvery) return;

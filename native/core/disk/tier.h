@@ -2,9 +2,9 @@
 // has one thread for all I/O and one that lists the directories at start. Owns the files of its directories and the index of
 // them; changes blocks only through the store's own operations.
 //
-// tier.cc: the thread, what the doors call, removal, quota. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a
-// block into a file. tier_scan.cc: what lay there at start. tier_places.cc: how the directories fare. tier_pages.cc: the
-// pool in the page tables.
+// tier.cc: the thread, what the doors call. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block into a file.
+// tier_remove.cc: files that go, for the quota too. tier_scan.cc: what lay there at start. tier_places.cc: how the directories
+// fare. tier_pages.cc: the pool in the page tables.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
 // files, those being written included, never exceed the quota; nobody waits for this thread.
@@ -40,7 +40,8 @@ namespace kv {
   X(load_misses)            \
   X(load_no_space)          \
   X(corrupt)                \
-  X(expired) X(written) X(write_bytes) X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(strays)
+  X(expired)                \
+  X(written) X(write_bytes) X(write_errors) X(writes_cancelled) X(writes_too_large) X(removed) X(evicted) X(reused) X(strays)
 
 class DiskTier final : public LowerTier {
  public:
@@ -133,16 +134,20 @@ class DiskTier final : public LowerTier {
   void submit(Step& step, uint8_t directory);
   bool try_submit(Step& step, Place& place);
   void submit_waiting();
-  void remove_doomed();
-  void remove_leftover(Leftover leftover);
-  bool remove_file(const Key& key, uint8_t directory);  // false: it is tried again
-  void tell_if_gone(const Key& key);
-  bool make_quota_room(uint64_t bytes);
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
   const KnownLayout* known_layout(uint32_t id);
   std::optional<uint32_t> layout_by_digest(const Key& digest);
   void learn_layouts();
   void tell_speed();
+
+  // tier_remove.cc
+  void remove_doomed();
+  void remove_leftover(Leftover leftover);
+  bool remove_file(const Key& key, uint8_t directory);  // false: it is tried again
+  void file_is_gone(const Key& key);
+  void tell_if_gone(const Key& key);
+  bool make_quota_room(uint64_t bytes, Write* heir = nullptr);
+  bool reuse_file(const Key& key, Write& heir);
 
   // tier_load.cc: what arrives in a buffer goes into the block, in the order of the layers
   void start_loads(uint8_t directory);

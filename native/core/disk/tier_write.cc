@@ -99,7 +99,7 @@ void DiskTier::start_write(const WriteJob& job) {
     return;
   }
   const KnownLayout* known = known_layout(job.shape.layout);
-  if (!known || !describe_block(*write, job, *known) || !make_quota_room(write->bytes)) {
+  if (!known || !describe_block(*write, job, *known) || !make_quota_room(write->bytes, write.get())) {
     writes_too_large_ += 1;
     store_.end_write(job.handle, false);
     return;
@@ -113,7 +113,7 @@ void DiskTier::start_write(const WriteJob& job) {
   places_[started.directory].writes += 1;
   writes_.emplace(job.key, std::move(write));
   give_way();
-  started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
+  if (started.fd < 0) started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
   give_way();
   if (started.fd < 0) {
     started.temp.clear();
