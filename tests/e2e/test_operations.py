@@ -2,7 +2,7 @@
 of the dashboard and of the alerts asks for what there is, every state and alert has its row.
 
 Method: a real daemon with everything on, used through each door, is scraped; documents, dashboard and rules
-are parsed and compared with it. promtool (Debian: prometheus) judges syntax where it is installed, and in .ci/run.
+are parsed and compared with it. promtool (Debian: prometheus) judges syntax where it is: .ci/run fetches it.
 """
 
 import ast
