@@ -81,7 +81,8 @@ class Daemon:
         try:
             for pool in self._segments.open(fresh):
                 self._open_store(config, pool)
-            self._tiers = Tiers(config, self._stores)
+            huge = {name for name, pool in self._pools.items() if pool.huge_pages}
+            self._tiers = Tiers(config, self._stores, huge)
             self._sessions = _core.SessionServer(
                 config.in_dir("kvstored.sock"),
                 list(self._stores.values()),

@@ -8,7 +8,7 @@ before its store closes, and its directories are free only after that.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstored import _core, log
@@ -23,9 +23,11 @@ STATES = {"full": "disk_full", "read_only": "disk_read_only", "failed": "disk_fa
 
 
 class Tiers:
-    def __init__(self, config: Config, stores: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, stores: Mapping[str, Any], huge: Collection[str]) -> None:
+        """`huge`: the namespaces whose pools are made of huge pages."""
         self._directories: dict[str, Directories] = {}
         self._disk: dict[str, Any] = {}
+        self._huge = frozenset(huge)
         levels, digits = map(int, config.disk_fanout.split("x"))
         if not config.disk:
             return
@@ -41,6 +43,7 @@ class Tiers:
                     digits,
                     daily_write_bytes=config.disk_daily_writes // len(stores),
                     keep_corrupt=config.keep_corrupt,
+                    huge_pool=name in huge,
                     faults=os.environ.get(FAULTS, ""),
                 )
         except StoreError as error:
@@ -53,7 +56,8 @@ class Tiers:
     def start(self) -> None:
         for name, disk in self._disk.items():
             for path, (engine, reason) in zip(self._directories[name].paths, disk.engines, strict=True):
-                log.info("disk", namespace=name, directory=path, engine=engine, reason=reason)
+                loads = "in_place" if name in self._huge else "through_buffers"
+                log.info("disk", namespace=name, directory=path, engine=engine, reason=reason, loads=loads)
             disk.start()
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ void bind_tier(nb::module_& m) {
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::vector<std::string>& directories, uint64_t quota_bytes, uint32_t max_files,
-             uint32_t fanout_levels, uint32_t fanout_digits, uint64_t daily_write_bytes, bool keep_corrupt,
+             uint32_t fanout_levels, uint32_t fanout_digits, uint64_t daily_write_bytes, bool keep_corrupt, bool huge_pool,
              const std::string& faults) {
             nb::gil_scoped_release release;
             auto made = std::make_unique<Tier>();
@@ -96,12 +96,13 @@ void bind_tier(nb::module_& m) {
             options.quota_bytes = quota_bytes, options.max_files = max_files;
             options.fanout = {fanout_levels, fanout_digits};
             options.daily_write_bytes = daily_write_bytes, options.keep_corrupt = keep_corrupt;
+            options.huge_pool = huge_pool;
             made->tier = std::make_unique<DiskTier>(store, std::move(options));
             new (self) Tier(std::move(*made));
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("directories"), nb::arg("quota_bytes"), nb::arg("max_files"),
           nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("daily_write_bytes") = 0, nb::arg("keep_corrupt") = false,
-          nb::arg("faults") = "")
+          nb::arg("huge_pool") = false, nb::arg("faults") = "")
       .def("start", [](Tier& self) { self.tier->start(); })
       .def(
           "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())

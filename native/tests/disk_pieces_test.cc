@@ -35,9 +35,38 @@ const std::vector<Shape> kShapes = {
     {{500'000, 300'000}, 64},
 };
 
+// Passes everything on, and lets a client cut the pool as a piece behind the first is about to be read, or was.
+enum class Cut { Never, BeforeReading, AfterReading };
+class CuttingEngine final : public Engine {
+ public:
+  CuttingEngine(std::unique_ptr<Engine> engine, int pool, const std::atomic<Cut>& when)
+      : engine_(std::move(engine)), pool_(pool), when_(when) {}
+  bool submit(Transfer* transfer) override {
+    cut(*transfer, Cut::BeforeReading);
+    return engine_->submit(transfer);
+  }
+  size_t completed(std::span<Transfer*> done) override {
+    const size_t count = engine_->completed(done);
+    for (Transfer* transfer : done.first(count)) cut(*transfer, Cut::AfterReading);
+    return count;
+  }
+  int event_fd() const override { return engine_->event_fd(); }
+  uint32_t depth() const override { return engine_->depth(); }
+  uint32_t in_flight() const override { return engine_->in_flight(); }
+  std::string name() const override { return "cutting"; }
+
+ private:
+  void cut(const Transfer& transfer, Cut when) {
+    if (!transfer.write && transfer.offset != 0 && when_.load() == when) KV_INVARIANT(::ftruncate(pool_, 64 << 10) == 0);
+  }
+  const std::unique_ptr<Engine> engine_;
+  const int pool_;
+  const std::atomic<Cut>& when_;
+};
+
 class Rig {
  public:
-  explicit Rig(const Shape& shape) : segments_(48 * kMiB, 256) {
+  explicit Rig(const Shape& shape, bool huge_pool = false) : segments_(48 * kMiB, 256) {
     segments_.disk = true;
     store = segments_.open(false);
     layout_id_ = store->register_layout(blob_of(shape));
@@ -46,9 +75,10 @@ class Rig {
     KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments_.capacity; }));
     DiskTier::Options options;
     Choice choice = choose_engine(directory_.path, 16);
-    options.directories.push_back(
-        {directory_.path, std::make_unique<RealFiles>(directory_.path, choice.direct), std::move(choice.engine)});
+    options.directories.push_back({directory_.path, std::make_unique<RealFiles>(directory_.path, choice.direct),
+                                   std::make_unique<CuttingEngine>(std::move(choice.engine), segments_.pool.get(), cut)});
     options.quota_bytes = 1 << 30;
+    options.huge_pool = huge_pool;
     tier = std::make_unique<DiskTier>(*store, std::move(options));
     tier->start();
     KV_INVARIANT(eventually([&] { return !tier->stats().indexing; }));
@@ -124,6 +154,7 @@ class Rig {
     file.put(static_cast<char>(old ^ 1));
   }
 
+  std::atomic<Cut> cut{Cut::Never};
   std::unique_ptr<Store> store;
   std::unique_ptr<DiskTier> tier;
 
@@ -136,9 +167,9 @@ class Rig {
 };
 
 // More at once than there are buffers.
-TEST(every_byte_comes_back) {
+void every_byte_comes_back(bool huge_pool) {
   for (const Shape& shape : kShapes) {
-    Rig rig(shape);
+    Rig rig(shape, huge_pool);
     std::vector<uint64_t> numbers{1, 2, 3, 4, 5, 6};
     std::vector<std::vector<uint8_t>> before;
     for (uint64_t number : numbers) before.push_back(rig.put_on_disk(number));
@@ -154,9 +185,12 @@ TEST(every_byte_comes_back) {
   }
 }
 
-TEST(a_changed_byte_in_any_piece_is_a_miss) {
+TEST(every_byte_comes_back_through_buffers) { every_byte_comes_back(false); }
+TEST(every_byte_comes_back_in_place) { every_byte_comes_back(true); }
+
+void a_changed_byte_is_a_miss(bool huge_pool) {
   for (const Shape& shape : kShapes) {
-    Rig rig(shape);
+    Rig rig(shape, huge_pool);
     const Layout& layout = rig.layout();
     const uint64_t size = layout.extent_bytes(1);
     std::vector<uint64_t> places{layout.layers_bytes(1), size - 1};
@@ -179,6 +213,27 @@ TEST(a_changed_byte_in_any_piece_is_a_miss) {
     CHECK_EQ(rig.tier->stats().loaded, 0u);
     rig.store->check_integrity();
   }
+}
+
+TEST(a_changed_byte_in_any_piece_is_a_miss) { a_changed_byte_is_a_miss(false); }
+TEST(a_changed_byte_in_any_piece_read_in_place_is_a_miss) { a_changed_byte_is_a_miss(true); }
+
+// A client cuts the pool: the kernel finds no memory to read into, or what was read is gone before it was looked at.
+TEST(a_pool_cut_under_a_load_in_place_costs_no_file_and_blames_no_directory) {
+  for (const Cut when : {Cut::BeforeReading, Cut::AfterReading})
+    for (const Shape& shape : {kShapes[0], kShapes[3], kShapes[4]}) {
+      Rig rig(shape, true);
+      std::vector<uint64_t> numbers{1, 2, 3, 4, 5, 6};
+      for (uint64_t number : numbers) rig.put_on_disk(number);
+      rig.evict();
+      rig.cut = when;
+      rig.load(numbers);
+      const DiskTier::Stats stats = rig.tier->stats();
+      CHECK_EQ(stats.loaded, 0u);
+      CHECK_EQ(stats.corrupt, 0u);
+      CHECK_EQ(stats.files, numbers.size());
+      CHECK(rig.tier->conditions().empty());
+    }
 }
 
 // Of the pool, in this process's page tables.

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
+from kvclient.conformance.case import BIG, SMALL, check, fill, geometry, new_keys, pattern
 from kvclient.errors import BlockLost
 from kvstored.v1 import admin_pb2, store_pb2
 from tests.e2e.grpc_calls import Calls
+from tests.fault.devices import huge_memory
 
 ON_DISK, RESIDENT = 3, 2
 
@@ -355,3 +356,30 @@ def test_the_background_scrub_drops_what_changed_in_memory(disk, wait_until):
         kept.view(np.uint16)[1, 0, 3, 2] ^= 1
         wait_until(lambda: client.lookup([key]).states == b"\0", "the block is dropped")
         assert client.stats()["corrupt"] == 1
+
+
+@pytest.mark.root
+def test_a_pool_of_huge_pages_is_read_into_where_the_block_lies(disk, wait_until, tmp_path):
+    """Blocks of several pieces: the first goes through a buffer, the others do not."""
+    place, large = tmp_path / "huge", geometry(layers=5, heads=16, dim=64, tokens=128)
+    place.mkdir()
+    with huge_memory(place, 64):
+        kv = disk("--pool-dir", str(place), memory="32MiB")
+        assert "loads=in_place" in kv.log()
+        keys = new_keys(6)
+        with kv.connect() as client:
+            put(client, keys, large)
+            written(client, wait_until, 6)
+            evict(client, keys, large)
+            client.prefetch(keys)
+            with client.get(keys, wait_s=10.0) as blocks:
+                assert blocks.hits == 6
+                for block in blocks:
+                    check(block, large.num_layers)
+                del block
+            assert client.stats()["disk_loaded"] >= 6
+        kv.stop()
+
+
+def test_other_pools_are_read_into_through_buffers(disk):
+    assert "loads=through_buffers" in disk("--pool", "memfd").log()

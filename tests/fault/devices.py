@@ -1,4 +1,4 @@
-"""Small real devices and limits for fault tests: an ext4 file system in a file, a slow one, a cgroup.
+"""Small real devices and limits for tests: an ext4 file system in a file, a slow one, huge pages, a cgroup.
 
 Owns mounts, loop devices and cgroups, and removes them. Each skips with its reason where the machine has no
 such thing or this user may not. Invariant: nothing outside the test's own directory is mounted, limited or
@@ -39,6 +39,21 @@ class SmallDisk:
         with ballast.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, self.free_bytes() - leave_bytes))
         return ballast
+
+
+@contextlib.contextmanager
+def huge_memory(place: Path, size_mib: int) -> Iterator[None]:
+    """A tmpfs with huge pages over this directory."""
+    options = f"huge=within_size,size={size_mib}m,mode=0700"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs with huge pages: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        _run("umount", "--lazy", str(place))  # its files may be open still
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from kvstored.config import Config
 from kvstored.errors import StartupError
 from kvstored.places import ROLES, SHM_DIR, Named, file_system, has_huge_pages
 from kvstored.segments import Geometry, Segments
+from tests.fault.devices import huge_memory
 
 GEOMETRY = Geometry("default", 8 << 20, 64, 16384, 4096)
 
@@ -244,14 +245,10 @@ def huge(tmp_path, monkeypatch):
     """A tmpfs with huge pages where the daemon looks for one."""
     place = tmp_path / "huge"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "huge=within_size,size=64m,mode=0700", "tmpfs", place]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs with huge pages: {done.stderr.strip()}")
-    monkeypatch.setattr(places, "HUGE_DIR", str(place))
-    monkeypatch.setattr(segments_module, "HUGE_DIR", str(place))
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)  # its files are open still
+    with huge_memory(place, 64):
+        monkeypatch.setattr(places, "HUGE_DIR", str(place))
+        monkeypatch.setattr(segments_module, "HUGE_DIR", str(place))
+        yield place
 
 
 def test_a_tmpfs_with_huge_pages_is_taken_when_nobody_names_another(world, huge):

@@ -36,6 +36,7 @@ DiskTier::DiskTier(Store& store, Options options)
       max_files_(options.max_files),
       daily_write_bytes_(options.daily_write_bytes),
       keep_corrupt_(options.keep_corrupt),
+      huge_pool_(options.huge_pool),
       pool_(store.options().pool_fd, store.options().capacity_bytes, true),
       pool_guard_(pool_, &pool_hit_),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),

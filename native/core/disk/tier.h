@@ -57,6 +57,7 @@ class DiskTier final : public LowerTier {
     uint32_t max_files = 1'000'000;
     uint64_t daily_write_bytes = 0;  // 0: no limit
     bool keep_corrupt = false;
+    bool huge_pool = false;  // the pool is made of huge pages
   };
   struct Stats {
     uint64_t files, bytes, quota_bytes, loads_waiting, loads_in_flight, writes_in_flight, written_today_bytes, listed,
@@ -111,6 +112,7 @@ class DiskTier final : public LowerTier {
     Load* load = nullptr;
     Write* write = nullptr;
     std::byte* buffer = nullptr;  // of a load's, from its submission until its bytes are in the pool
+    bool in_place = false;        // that is the block's memory
     bool done = false;
   };
   struct Leftover {  // a temporary file
@@ -155,11 +157,13 @@ class DiskTier final : public LowerTier {
   int open_file(const Key& key, uint8_t* directory, uint64_t* bytes);
   void load_step_done(Step& step);
   Step& plan_read(Load& load, uint64_t from, uint64_t to);
+  void read_in_place(Load& load, Step& step);
   void read_first(Load& load);
   void read_rest(Load& load);
   bool take_header(Load& load);
   bool take_memory(Load& load);
   void take_in(Load& load);
+  Outcome differing() const;
   bool take_tail(Load& load, const Step& last);
   bool take_layers(Load& load, const Step& step);
   void give_back(Load& load, Step& step);
@@ -200,7 +204,7 @@ class DiskTier final : public LowerTier {
   const Fanout fanout_;
   const uint32_t max_files_;
   const uint64_t daily_write_bytes_;
-  const bool keep_corrupt_;
+  const bool keep_corrupt_, huge_pool_;
   Mapping pool_;
   std::atomic<bool> pool_hit_{false};
   Guard pool_guard_;

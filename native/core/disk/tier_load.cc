@@ -1,7 +1,7 @@
 // A file into memory. First its header with the beginning of its bytes, then the rest in pieces at once. They are read into
 // buffers; each layer is copied from there and verified on the way as soon as it and all before it are there, and published, so
-// that a reader that follows the block starts while the rest is still being read. So nothing that was not verified is ever in a
-// sealed block.
+// that a reader that follows the block starts while the rest is still being read. In a pool of huge pages the pieces behind the
+// first are read where they belong and verified there. So nothing that was not verified is ever in a sealed block.
 
 #include <time.h>
 
@@ -83,6 +83,14 @@ int DiskTier::open_file(const Key& key, uint8_t* directory, uint64_t* bytes) {
   return fd;
 }
 
+// A pool of huge pages is as few pieces for the device as a buffer.
+void DiskTier::read_in_place(Load& load, Step& step) {
+  if (!huge_pool_) return;
+  step.in_place = true;
+  step.buffer = pool_.data() + load.extent.offset + (step.transfer.offset - kBlockFileHeaderBytes);
+  step.transfer.parts[0].iov_base = step.buffer;
+}
+
 DiskTier::Step& DiskTier::plan_read(Load& load, uint64_t from, uint64_t to) {
   Step& step = load.steps.emplace_back();
   step.load = &load;
@@ -105,7 +113,7 @@ void DiskTier::read_first(Load& load) {
 // ids before its first layer.
 void DiskTier::read_rest(Load& load) {
   for (uint64_t at = load.steps.front().transfer.bytes(); at < load.file_bytes; at += Staging::kPieceBytes)
-    plan_read(load, at, at + Staging::kPieceBytes);
+    read_in_place(load, plan_read(load, at, at + Staging::kPieceBytes));
   if (load.steps.size() == 1) return;
   submit(load.steps.back(), load.directory);
   for (auto step = std::next(load.steps.begin()); &*step != &load.steps.back(); ++step) submit(*step, load.directory);
@@ -118,7 +126,8 @@ void DiskTier::load_step_done(Step& step) {
   const auto wanted = static_cast<int64_t>(step.transfer.bytes());
   if (step.transfer.result < 0) {
     load.wrong = Outcome::Failed;
-    went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
+    if (step.transfer.result != -EFAULT)  // of the pool, not of the disk
+      went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
   } else if (step.transfer.result != wanted && load.wrong == Outcome::Loaded) {
     load.wrong = Outcome::Corrupt;  // shorter than it was when it was opened
   }
@@ -182,20 +191,22 @@ bool DiskTier::take_memory(Load& load) {
 void DiskTier::take_in(Load& load) {
   const uint32_t before = load.layers_taken;
   const bool tail_before = load.tail_taken;
-  if (load.steps.back().done && !load.tail_taken && !take_tail(load, load.steps.back()))
-    return (void)(load.wrong = Outcome::Corrupt);
+  if (load.steps.back().done && !load.tail_taken && !take_tail(load, load.steps.back())) return (void)(load.wrong = differing());
   for (Step& step : load.steps) {
     if (!step.done) break;
     if (!step.buffer) continue;
-    if (!take_layers(load, step)) return (void)(load.wrong = Outcome::Corrupt);
+    if (!take_layers(load, step)) return (void)(load.wrong = differing());
     give_back(load, step);
   }
-  if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);         // a client cut the pool under us
+  if (pool_hit_.load()) return (void)(load.wrong = Outcome::Failed);
   const bool whole = load.layers_taken == load.layout->layout.num_layers();  // the seal tells of the last layer
   if (load.tail_taken && !whole && load.layers_taken > (tail_before ? before : 0) &&
       !accepted([&] { store_.mark_layer(load.handle, load.layers_taken); }))
     load.wrong = Outcome::Failed;
 }
+
+// What it means that bytes do not match. Those of a pool that a client cut under us are no file's.
+DiskTier::Outcome DiskTier::differing() const { return pool_hit_.load() ? Outcome::Failed : Outcome::Corrupt; }
 
 // What is behind the layers, where it is whole in the last piece. False if it does not match.
 bool DiskTier::take_tail(Load& load, const Step& last) {
@@ -204,7 +215,7 @@ bool DiskTier::take_tail(Load& load, const Step& last) {
   if (last.transfer.offset > in_file) return true;  // with the layers, in their order
   const std::byte* bytes = last.buffer + (in_file - last.transfer.offset);
   if (!tail_matches(*load.header, bytes)) return false;
-  std::memcpy(pool_.data() + load.extent.offset + tail, bytes, load.header->data_bytes - tail);
+  if (!last.in_place) std::memcpy(pool_.data() + load.extent.offset + tail, bytes, load.header->data_bytes - tail);
   return load.tail_taken = true;
 }
 
@@ -223,7 +234,9 @@ bool DiskTier::take_layers(Load& load, const Step& step) {
     if (in_tail && at >= starts && load.tail_taken) break;
     const uint64_t ends = in_tail ? load.header->data_bytes : starts + layout.layer_bytes(layer, load.tokens);
     const uint64_t until = std::min(at < starts ? starts : ends, end);
-    if (at < starts)  // padding
+    if (step.in_place)
+      load.crc = at < starts ? 0 : crc32c(to + (at - begin), until - at, load.crc);
+    else if (at < starts)  // padding
       std::memcpy(to + (at - begin), from + (at - begin), until - at);
     else
       load.crc = crc32c_stream(to + (at - begin), from + (at - begin), until - at, load.crc);
@@ -238,7 +251,8 @@ bool DiskTier::take_layers(Load& load, const Step& step) {
 }
 
 void DiskTier::give_back(Load& load, Step& step) {
-  if (step.buffer) places_[load.directory].staging.give(std::exchange(step.buffer, nullptr));
+  if (step.buffer && !step.in_place) places_[load.directory].staging.give(step.buffer);
+  step.buffer = nullptr;
 }
 
 // All is there and verified: the checksums that the header has go where a client looks for them, and the block is sealed.
