@@ -35,9 +35,9 @@ class KVClient:
         self._breaker = Breaker()
         self._attach = attach
         self._layouts: dict[int, bytes] = {}  # id told to the user -> blob
-        self._moved: dict[
-            int, int
-        ] = {}  # id told to the user -> id in the pool attached now, where they differ
+        # Of which attachment, and id told to the user -> id in its pool, where they differ. One pair: a
+        # thread that has the ids of one attachment must not use them in the next.
+        self._ids: tuple[int, dict[int, int]] = (0, {})  # no attachment is number 0
         self._closed = False
         self._native: Any = None
         self._lock = threading.RLock()
@@ -49,6 +49,7 @@ class KVClient:
 
     def _bind(self, native: Any) -> None:
         self._native = native
+        self._ids = (native.attachment, {})
         self._lookup, self._get = native.lookup, native.get
 
     # ---------------------------------------------------------------- the calls of every prompt
@@ -113,11 +114,13 @@ class KVClient:
         Raises InvalidArgument, NotPermitted, Unavailable, DeadlineExceeded.
         """
         seconds = whole_seconds(ttl_s)
-        return self._call(
-            lambda native: native.create(
-                keys, self._moved.get(layout_id, layout_id), priority, seconds, token_counts, sealing
-            )
-        )
+
+        def ask(native: Any) -> Any:
+            attachment, moved = self._ids
+            here = moved.get(layout_id, layout_id)
+            return native.create(keys, here, priority, seconds, token_counts, sealing, attachment)
+
+        return self._call(ask)
 
     def delete(self, keys: Any) -> int:
         """Deletes sealed blocks and says how many were there. Their readers keep valid bytes."""
@@ -141,7 +144,8 @@ class KVClient:
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id."""
         blob = bytes(layout)
-        return self._remember(blob, self._call(lambda native: native.register_layout(blob)))
+        with self._lock:  # nobody attaches anew in between
+            return self._remember(blob, self._call(lambda native: native.register_layout(blob)))
 
     def _remember(self, blob: bytes, layout_id: int) -> int:
         """The id to tell the user: the pool's, unless that was told for another layout of an earlier pool."""
@@ -152,7 +156,7 @@ class KVClient:
             told = layout_id
             if layout_id in self._layouts:
                 told = max(self._layouts) + 1
-                self._moved[told] = layout_id
+                self._ids[1][told] = layout_id
             self._layouts[told] = blob
             return told
 
@@ -217,8 +221,8 @@ class KVClient:
     def _again(self, ask: Callable[[Any], Answer]) -> Answer:
         """Attaches anew and asks again. Raises Unavailable at once if there is no daemon to attach to."""
         for _ in range(ATTACH_TRIES):
-            self._reattach()
             try:
+                self._reattach()
                 return ask(self._native)
             except Detached as error:
                 last = error
@@ -228,19 +232,22 @@ class KVClient:
         with self._lock:
             if self._closed:
                 raise Closed("the client was closed")
-            if self._native is not None and self._native.attached:
+            if self._native is None or not self._native.attached:
+                if self._native is None:
+                    self._bind(self._attach())
+                else:
+                    self._native.reattach()
+                self.reattached_total += 1
+            elif self._ids[0] == self._native.attachment:
                 return  # another thread was first
-            if self._native is None:
-                self._bind(self._attach())
-            else:
-                self._native.reattach()
-            self.reattached_total += 1
-            # A daemon that started empty numbers layouts anew.
-            self._moved = {
+            # A daemon that started empty numbers layouts anew: none is used here before all are known.
+            attachment = self._native.attachment
+            moved = {
                 told: now
                 for told, blob in self._layouts.items()
                 if (now := self._native.register_layout(blob)) != told
             }
+            self._ids = (attachment, moved)
 
 
 def metrics() -> dict[str, int]:

@@ -87,11 +87,13 @@ class TolerantClient(KVClient):
         seconds = whole_seconds(ttl_s)
 
         def ask(native: Any) -> Any:
-            if layout_id < 0 and layout_id not in self._moved and layout_id in self._layouts:
-                self._moved[layout_id] = native.register_layout(self._layouts[layout_id])
-            here = self._moved.get(layout_id, layout_id)
+            attachment, moved = self._ids
+            if layout_id < 0 and layout_id not in moved and layout_id in self._layouts:
+                moved[layout_id] = native.register_layout(self._layouts[layout_id])
+            here = moved.get(layout_id, layout_id)
             earlier = sealing._writer if isinstance(sealing, TolerantWriter) else None
-            return TolerantWriter(self, native.create(keys, here, priority, seconds, token_counts, earlier))
+            made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
+            return TolerantWriter(self, made)
 
         return self._tolerate(ask, lambda: NoWriter(_count(keys)))
 

@@ -95,7 +95,8 @@ size_t prefetch(Client& client, nb::handle source, long long priority) {
 }
 
 nb::object create(Client& client, nb::handle source, long long layout_id, long long priority, uint32_t ttl_s,
-                  const std::optional<std::vector<long long>>& token_counts, nb::handle sealing) {
+                  const std::optional<std::vector<long long>>& token_counts, nb::handle sealing,
+                  std::optional<uint64_t> attachment) {
   const KeysArgument keys(source);
   check_range("layout_id", layout_id, 0, kMaxLayouts - 1);
   check_range("priority", priority, 0, kMaxPriority);
@@ -107,7 +108,8 @@ nb::object create(Client& client, nb::handle source, long long layout_id, long l
                  .token_counts = {},
                  .layout = static_cast<uint32_t>(layout_id),
                  .priority = static_cast<uint32_t>(priority),
-                 .ttl_s = ttl_s};
+                 .ttl_s = ttl_s,
+                 .attachment = attachment};
   std::vector<uint32_t> counts;
   if (token_counts) {
     for (const long long count : *token_counts) {
@@ -199,7 +201,7 @@ void bind_client(nb::module_& m) {
       .def("prefetch", prefetch, nb::arg("keys"), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
       .def("create", create, nb::arg("keys"), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority, nb::arg("ttl_s") = 0,
-           nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none())
+           nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none(), nb::arg("attachment") = nb::none())
       .def(
           "delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys"))
       .def(
@@ -216,6 +218,7 @@ void bind_client(nb::module_& m) {
       .def("grpc_token", token)
       .def_prop_ro("salt", salt)
       .def_prop_ro("attached", &Client::attached)
+      .def_prop_ro("attachment", [](Client& c) { return c.attachment()->number(); })
       .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })
       .def_prop_ro("epoch", [](Client& c) { return c.attachment()->epoch(); })
       .def_prop_ro("populated_bytes", [](Client& c) { return c.attachment()->populated(); })

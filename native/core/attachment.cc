@@ -50,6 +50,11 @@ Fd connect_to(const AttachOptions& options) {
   return socket;
 }
 
+uint64_t next_number() {
+  static std::atomic<uint64_t> made{0};
+  return ++made;
+}
+
 }  // namespace
 
 uint64_t process_token() {
@@ -229,6 +234,8 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
   protocol::append(body, attach);
   return exchange(socket.get(), protocol::Op::Attach, 0, 1, body, &descriptors);
 }
+
+Attachment::Attachment() : number_(next_number()) {}
 
 std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const std::shared_ptr<Attachment>& previous) {
   std::shared_ptr<Attachment> fresh(new Attachment());

@@ -69,7 +69,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void opened(const void* writer, std::span<const Handle> blocks);
   void ended(const void* writer, std::span<const protocol::BlockItem> blocks);
 
-  std::array<uint8_t, 32> salt();  // of the namespace, as the daemon last attached to said it; zeros: none
+  std::array<uint8_t, 32> salt();              // of the namespace, as the daemon last attached to said it; zeros: none
+  uint64_t number() const { return number_; }  // of this process's attachments, from 1; a resumed one keeps it
   uint32_t session() const { return session_; }
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
   uint64_t pool_bytes() const { return pool_.size(); }
@@ -77,7 +78,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::atomic<uint64_t>& progress(uint32_t record) const { return progress_words_[record]; }
 
  private:
-  Attachment() = default;
+  Attachment();
   std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
   std::vector<protocol::BlockItem> open_items() const;
   void give_up_open();
@@ -87,6 +88,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   static std::vector<uint8_t> exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
                                        std::vector<Fd>* descriptors, const std::function<void()>& meanwhile = {});
 
+  const uint64_t number_;
   AttachOptions options_;
   uint64_t token_ = 0;
   uint32_t session_ = 0;

@@ -228,6 +228,8 @@ bool Grants::wait_pending(const timespec& deadline) {
 
 std::shared_ptr<Grants> Client::create(const Create& request) {
   const std::shared_ptr<Attachment> at = usable();
+  if (request.attachment && *request.attachment != at->number())
+    throw Error(Code::Detached, "attached anew: layouts may have other numbers here");
   const Layout& layout = at->layout(request.layout);
   auto grants = std::make_shared<Grants>(at, layout, request.layout, request.priority, request.ttl_s);
   if (request.chain) grants->chain_ = *request.chain;

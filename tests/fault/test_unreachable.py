@@ -10,7 +10,7 @@ import pytest
 
 import kvclient
 from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
-from kvclient.errors import DeadlineExceeded, Unavailable
+from kvclient.errors import DeadlineExceeded, Detached, Unavailable
 from tests.fault.children import eventually
 
 
@@ -92,6 +92,63 @@ def test_an_empty_pool_takes_the_place_of_a_full_one(daemon, layouts):
         check(block)
     del block, blocks
     held.release()
+
+
+class DiesNumbering:
+    """The native client, whose daemon does not answer the first layout that is registered after attaching."""
+
+    def __init__(self, native):
+        self._native = native
+        self.silent = False
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def reattach(self):
+        self._native.reattach()
+        self.silent = True
+
+    def register_layout(self, blob):
+        if self.silent:
+            self.silent = False
+            raise DeadlineExceeded("no answer")
+        return self._native.register_layout(blob)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "miss"])
+def test_no_block_is_made_in_the_layout_of_another_number(daemon, layouts, on_error):
+    """An empty pool took the other's place, and layouts have other numbers there; the client is attached to
+    it before it knows them."""
+    started = daemon(memory="8MiB")
+    client = started.connect(on_error=on_error)
+    small, _ = layouts(client)
+    old = client._native.attachment
+    started.stop()
+    started.args.append("--fresh")
+    started.start()
+    with started.connect() as other:
+        other.register_layout(BIG.to_blob())
+        client._native = DiesNumbering(client._native)
+        if on_error == "raise":
+            with pytest.raises(DeadlineExceeded):
+                client.create(new_keys(1), small)
+        else:
+            assert client.create(new_keys(1), small).results == ["no_space"]
+        with pytest.raises(Detached):
+            client._native.create(new_keys(1), small, attachment=old)
+        keys = new_keys(2)
+
+        def stored() -> bool:
+            with client.create(keys, small) as writer:
+                for index in writer.granted:
+                    fill(writer[index])
+            return client.lookup(keys).resident == 2
+
+        eventually(stored, "the client stores blocks")
+        with other.get(keys) as blocks:
+            for block in blocks:
+                check(block)
+        del block, blocks
 
 
 def test_grants_that_nobody_heard_of_come_back(daemon, layouts):

@@ -55,6 +55,7 @@ class Native:
             raise Unavailable("connection refused")
         self.epoch = self.daemon.epoch
         self.daemon.attached_total += 1
+        self.attachment = self.daemon.attached_total
 
     def _check(self, needs_socket=False):
         if self.closed:
@@ -72,8 +73,10 @@ class Native:
         self._check()
         return ["block"] * len(keys)
 
-    def create(self, keys, layout_id, priority, ttl_s, token_counts, sealing):
+    def create(self, keys, layout_id, priority, ttl_s, token_counts, sealing, attachment):
         self._check(needs_socket=True)
+        if attachment != self.attachment:
+            raise Detached("attached anew")
         self.created.append((layout_id, ttl_s))
         return "writer"
 
