@@ -267,6 +267,8 @@ def _renew_locks() -> None:
     for client in list(_clients):
         client._lock = threading.RLock()
         client._breaker.renew_lock()
+        if client._native is not None:
+            client._native.renew_lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -196,6 +196,7 @@ void bind_client(nb::module_& m) {
           nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
       .def("reattach", &Client::reattach, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("renew_lock", &Client::renew_lock)
       .def("lookup", lookup, nb::arg("keys"))
       .def("get", get, nb::arg("keys"), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
       .def("prefetch", prefetch, nb::arg("keys"), nb::arg("priority") = kDefaultPriority)

@@ -141,6 +141,7 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
 }
 
 std::array<uint8_t, 32> Attachment::salt() {
+  if (foreign()) return salt_;  // nobody writes it here, and the lock may be held by a thread of the parent's
   std::lock_guard lock(socket_mutex_);
   return salt_;
 }

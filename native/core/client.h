@@ -133,6 +133,8 @@ class Client {
 
   void reattach();
   void close();
+  // In a forked child, before anything else: a thread that the child does not have may have held it at the fork.
+  void renew_lock() { std::construct_at(&mutex_); }
 
   std::vector<uint8_t> lookup(std::span<const Key> keys);  // a Presence each
   std::shared_ptr<Batch> get(std::span<const Key> keys, bool follow);

@@ -3,6 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <thread>
+
 #include "tests/session_fixture.h"
 
 using namespace kv;
@@ -48,6 +51,36 @@ TEST(a_forked_child_clears_no_pin_of_its_parents) {
 }
 
 #ifndef KV_TSAN
+// What a thread of the parent's held at the fork nobody lets go in the child. Without renew_lock(), and with salt() waiting for
+// the socket's lock, several of the children hang.
+TEST(a_forked_child_waits_for_no_lock_of_its_parents) {
+  Daemon daemon;
+  auto client = daemon.client();
+  put(*client, key(1), 7);
+  std::atomic<bool> stop{false};
+  std::thread looking([&] {
+    while (!stop.load()) client->attached();
+  });
+  std::thread asking([&] {
+    while (!stop.load()) client->touch(std::vector<Key>{key(1)});
+  });
+  for (int i = 0; i < 40; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(10);
+      client->renew_lock();
+      const bool attached = client->attached();
+      client->salt();
+      ::_exit(attached ? 1 : 0);
+    }
+    int code = 0;
+    ::waitpid(child, &code, 0);
+    CHECK_EQ(code, 0);
+  }
+  stop.store(true);
+  looking.join(), asking.join();
+}
+
 // Both find another daemon, the child first: the session is its parent's, whose blocks it would otherwise have given up.
 TEST(a_forked_child_resumes_no_session) {
   Daemon daemon;

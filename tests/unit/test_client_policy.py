@@ -97,6 +97,9 @@ class Native:
     def close(self):
         self.closed = True
 
+    def renew_lock(self):
+        """Other tests of this process fork."""
+
 
 @pytest.fixture
 def daemon():
