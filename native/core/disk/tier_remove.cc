@@ -109,9 +109,11 @@ bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
       fits = heir && last && old->bytes() == bytes && directory == heir->directory;
       index_.find(key)->doomed = true;
     }
-    if (!fits || !reuse_file(key, *heir)) remove_file(key, directory);
+    const bool reused = fits && reuse_file(key, *heir);
+    if (!reused) remove_file(key, directory);
     store_.drop_disk(key);
     evicted_.fetch_add(1);
+    if (reused) return true;  // also if the quota has just become smaller: that is the next turn's affair
   }
 }
 
