@@ -100,7 +100,11 @@ class Check {
     ++report_.files;
     report_.bytes += found.bytes;
     std::string wrong = wrong_with(path, found.key);
-    if (!wrong.empty() && !lock_) wrong = wrong_with(path, found.key);  // a running daemon may have written over what was read
+    if (!wrong.empty() && !lock_) {  // a running daemon may have written over what was read
+      const uint64_t read = report_.read_bytes;
+      wrong = wrong_with(path, found.key);
+      report_.read_bytes = read;  // once
+    }
     if (!wrong.empty()) report(Finding::Corrupt, path, wrong);
     const auto now = std::chrono::steady_clock::now();
     if (!visitor_.progress || now - last_progress_ < kProgressEvery) return;
