@@ -94,7 +94,10 @@ TEST(no_more_in_flight_than_its_depth) {
       }
     }
     CHECK_EQ(engine.in_flight(), 0u);
-    CHECK(!ringing(engine));
+    // The kernel tells first and rings then: what was taken in between rings for nothing, once for each.
+    int idle = 0;
+    for (Transfer* none[kMaxDepth]; idle < 100 && ringing(engine); ++idle) CHECK_EQ(engine.completed(none), 0u);
+    CHECK(idle <= 8);
   });
 }
 
