@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.memory_store import MAX_LAYOUTS
+from tests.fault.children import eventually
 from tests.hostile import raw
 from tests.hostile.raw import Dropped, RawSession, block_item, create_body, request
 
@@ -281,7 +282,8 @@ def test_descriptors_nobody_asked_for_are_not_kept(watched):
         for _ in range(50):
             session.socket.sendmsg([request(raw.STATS, 0)], gift)
             assert session.receive()[1] == 0
-        assert attacked.open_descriptors() <= before + 4
+        # One kept of each message would be 50 more; three are the session's, and a thread may open a file.
+        eventually(lambda: attacked.open_descriptors() <= before + 10, "none of the 5000 is kept")
     os.close(reading)
     os.close(writing)
     attacked.survived()
