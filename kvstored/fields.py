@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import field
+from itertools import permutations
 from typing import Any
 
 MAX_DISK_DIRS = 16
@@ -84,4 +85,7 @@ def directories(value: Any) -> tuple[str, ...]:
     found = tuple(path(one) for one in listed)
     if len(found) > MAX_DISK_DIRS or len(set(found)) != len(found) or "" in found:
         raise ValueError(f"{len(found)} directories: at most {MAX_DISK_DIRS}, each once")
+    for inner, outer in permutations(found, 2):
+        if os.path.commonpath((inner, outer)) == outer:
+            raise ValueError(f"{inner!r} lies in {outer!r}, whose files are the tier's own")
     return found

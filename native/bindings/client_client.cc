@@ -145,7 +145,11 @@ std::string token(Client& client) {
 }
 
 nb::bytes salt(Client& client) {
-  const auto bytes = client.salt();
+  std::array<uint8_t, 32> bytes;
+  {
+    nb::gil_scoped_release release;  // a request under way may hold the lock
+    bytes = client.salt();
+  }
   const bool none = std::all_of(bytes.begin(), bytes.end(), [](uint8_t byte) { return byte == 0; });
   return nb::bytes(bytes.data(), none ? 0 : bytes.size());
 }

@@ -112,6 +112,7 @@ def test_every_number_has_both_bounds():
         ({"disk": "/a"}, ["disk_quota", "1 directories"]),
         ({"disk_quota": "1GiB"}, ["disk_quota", "0 directories"]),
         ({"disk": "/a,/a", "disk_quota": "1GiB"}, ["disk", "2 directories", "each once"]),
+        ({"disk": "/a/b,/c,/a", "disk_quota": "1GiB"}, ["disk", "'/a/b' lies in '/a'"]),
         (
             {"disk": "/a", "disk_quota": "8MiB", "namespaces": "a=0.5:disk_quota=1MiB,b"},
             ["'a'", "1048576", "disk_quota", "2MiB"],
