@@ -92,7 +92,11 @@ class TolerantClient(KVClient):
                 moved[layout_id] = native.register_layout(self._layouts[layout_id])
             here = moved.get(layout_id, layout_id)
             earlier = sealing._writer if isinstance(sealing, TolerantWriter) else None
-            made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
+            try:
+                made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
+            except BlockLost:  # the earlier writer's: counted and forgotten, as in its own seal()
+                self.suppressed_total += 1
+                made = native.create(keys, here, priority, seconds, token_counts, None, attachment)
             return TolerantWriter(self, made)
 
         return self._tolerate(ask, lambda: NoWriter(_count(keys)))
@@ -116,10 +120,10 @@ class TolerantClient(KVClient):
     def register_layout(self, layout: Any) -> int:
         """Without a store the layout gets an id of this client's, and is registered when it attaches."""
         blob = bytes(layout)
-        found = self._tolerate(lambda native: native.register_layout(blob), lambda: None)
-        if found is not None:
-            return self._remember(blob, found)
-        with self._lock:
+        with self._lock:  # what is remembered is of the attachment that was asked
+            found = self._tolerate(lambda native: native.register_layout(blob), lambda: None)
+            if found is not None:
+                return self._remember(blob, found)
             return self._remember(blob, min((-1, *(told - 1 for told in self._layouts))))
 
     def _heed(self, error: Exception) -> None:

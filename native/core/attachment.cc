@@ -147,12 +147,14 @@ std::array<uint8_t, 32> Attachment::salt() {
 }
 
 void Attachment::opened(const void* writer, std::span<const Handle> blocks) {
+  if (foreign()) return;  // the parent's, and the lock may be held by a thread of the parent's
   std::lock_guard lock(open_mutex_);
   std::vector<Handle>& open = open_[writer];
   open.insert(open.end(), blocks.begin(), blocks.end());
 }
 
 void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> blocks) {
+  if (foreign()) return;
   std::lock_guard lock(open_mutex_);
   const auto found = open_.find(writer);
   if (found == open_.end()) return;

@@ -100,7 +100,9 @@ class Grants {
  private:
   friend class Client;
   void claim(std::span<const size_t> which, Grants* sealing, const Chain* chain);
+  std::vector<protocol::BlockItem> block_items(std::span<const size_t> which, bool seal) const;
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
+  void seal_apart(std::span<const size_t> which);
   void take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants);
   void prefetch(size_t i);
   void prepare(size_t i, const Chain* chain);

@@ -85,13 +85,15 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
   for (size_t first = 0; first < which.size() || (first == 0 && sealing); first += kMaxKeysPerMessage) {
     const auto part = which.subspan(std::min(first, which.size()),
                                     std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
+    std::vector<size_t> open;
     std::vector<protocol::BlockItem> seals;
     if (sealing && first == 0) {
-      const std::vector<size_t> open = sealing->open_items();
-      if (open.size() > kMaxKeysPerMessage)
-        sealing->seal(open);
-      else
-        seals = sealing->end_open(open, true);
+      open = sealing->open_items();
+      if (open.size() > kMaxKeysPerMessage || sealing->attachment_ != attachment_) {
+        sealing->seal_apart(open);
+        open.clear();
+      }
+      seals = sealing->block_items(open, true);
     }
     std::vector<uint8_t> body;
     body.reserve(sizeof(protocol::CreateHead) + seals.size() * sizeof seals[0] + part.size() * sizeof(protocol::CreateItem));
@@ -109,9 +111,16 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
       const auto grants = reader.take<protocol::GrantItem>(part.size());
       if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to create cannot be read");
       sealed.assign(done.begin(), done.end());
+      if (!open.empty()) sealing->end_open(open, true);
       take_grants(part, grants);
     };
-    attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body, hash_contents, take);
+    try {
+      attachment_->ask(protocol::Op::Create, static_cast<uint32_t>(part.size()), body, hash_contents, take);
+    } catch (const Error& error) {
+      // Whoever attaches anew asks again, with the same seals. After any other error they may have been made.
+      if (error.code != Code::Detached && !open.empty()) sealing->end_open(open, true);
+      throw;
+    }
     for (size_t i : part) {
       if (!items_[i].open) continue;
       attachment_->wanted_for_writing(items_[i].extent);
@@ -151,16 +160,21 @@ std::vector<size_t> Grants::open_items() const {
   return out;
 }
 
-std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which, bool seal) {
+std::vector<protocol::BlockItem> Grants::block_items(std::span<const size_t> which, bool seal) const {
   std::vector<protocol::BlockItem> out;
   for (size_t i : which) {
-    Item& item = items_[i];
+    const Item& item = items_[i];
     if (!item.open) continue;
-    item.open = false;
     const bool sums = seal && item.checksummed.size() == layout_.num_layers() &&
                       std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
+  return out;
+}
+
+std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which, bool seal) {
+  std::vector<protocol::BlockItem> out = block_items(which, seal);
+  for (size_t i : which) items_[i].open = false;
   if (!out.empty()) attachment_->ended(this, out);
   return out;
 }
@@ -177,6 +191,16 @@ void Grants::seal(std::span<const size_t> which) {
     all.insert(all.end(), answers.begin(), answers.end());
   }
   settle_seals(blocks.size(), all);
+}
+
+// In a message of its own, to the daemon that granted them: in another pool their handles are other blocks'.
+void Grants::seal_apart(std::span<const size_t> which) {
+  try {
+    seal(which);
+  } catch (const Error& error) {
+    if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
+    throw Error(Code::BlockLost, std::to_string(which.size()) + " blocks were to be sealed first: " + error.what());
+  }
 }
 
 // A writer that was dropped without a word.

@@ -173,6 +173,8 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
 
 void Store::drop_disk(const Key& key) {
   Lock lock(mutex_);
+  for (const uint32_t zombie : zombies_)  // whose record would outlive the file
+    if (control(zombie).flags() & kFlagOnDisk && key_of(zombie) == key) set_flags(zombie, 0, kFlagOnDisk);
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent) return;
   if (control(record).state() == State::Disk)

@@ -45,6 +45,28 @@ TEST(blocks_just_loaded_make_room_if_nothing_else_can) {
   rig.store->check_integrity();
 }
 
+// Pinned just after the eviction had looked at the pins: it leaves memory later than its file left the disk.
+TEST(a_zombie_whose_file_goes_is_nowhere_afterwards) {
+  DiskRig rig;
+  CHECK(rig.put_on_disk(1) && rig.put_on_disk(2));
+  test::Page page(*rig.store);
+  uint32_t slots[2];
+  for (uint64_t i : {1, 2}) {
+    const Snapshot at = rig.store->lookup(key(i)).snapshot;
+    slots[i - 1] = page.pin({at.record, at.control.generation()});
+    StoreTest::evict(*rig.store, at.record);
+  }
+  rig.store->drop_disk(key(1));
+  for (uint32_t slot : slots) page.clear(slot);
+  rig.store->tick();
+  CHECK_EQ(rig.store->stats().zombies, 0u);
+  CHECK_EQ(rig.presence(1), Presence::Missing);
+  CHECK_EQ(rig.presence(2), Presence::OnDisk);
+  page.unmap();
+  rig.store->end_session(page.id);
+  rig.store->check_integrity();
+}
+
 // A budget that began anew with each daemon would bound nothing.
 TEST(the_daily_budget_outlives_the_daemon) {
   DiskRig rig;

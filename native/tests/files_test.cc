@@ -7,7 +7,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
+#include <thread>
 
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
@@ -175,6 +177,27 @@ TEST(a_file_that_is_taken_over_loses_its_name_and_keeps_its_room) {
   CHECK_EQ(::pwrite(fd.get(), "new", 3, 0), 3);
   CHECK_EQ(f.files.publish(temp, "aa/2"), 0);
   CHECK_EQ(f.open("aa/2"), 0);
+  CHECK_EQ(f.temps(), 0u);
+}
+
+// As a backup with hard links runs beside the daemon.
+TEST(what_is_linked_at_any_moment_is_not_taken_over) {
+  Fixture f;
+  std::atomic<bool> stop{false};
+  std::thread linking([&] {
+    const std::string from = f.directory / "aa/1", to = f.directory / "link";
+    while (!stop.load()) (void)!::link(from.c_str(), to.c_str()), ::unlink(to.c_str());
+  });
+  for (int i = 0; i < 4000; ++i) {
+    const std::string path = f.put("aa/1");
+    std::string temp;
+    struct stat about;
+    const Fd fd(f.files.take_over(path, 8192, &temp));
+    if (fd) CHECK(::fstat(fd.get(), &about) == 0 && about.st_nlink == 1);
+    f.files.remove(fd ? temp : path);
+  }
+  stop.store(true);
+  linking.join();
   CHECK_EQ(f.temps(), 0u);
 }
 

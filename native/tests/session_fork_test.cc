@@ -81,6 +81,38 @@ TEST(a_forked_child_waits_for_no_lock_of_its_parents) {
   looking.join(), asking.join();
 }
 
+// A child that leaves the context of a writer it inherited. Without foreign() in ended(), some of a thousand hang.
+TEST(a_forked_child_ends_no_writer_of_its_parents) {
+  Daemon daemon;
+  auto client = daemon.client();
+  const Key mine = key(1);
+  auto held = create(*client, {&mine, 1});
+  std::atomic<bool> stop{false};
+  std::thread writing([&] {
+    for (uint64_t i = 0; !stop.load(); ++i) {
+      const Key one = key(10 + i % 50);
+      create(*client, {&one, 1});
+    }
+  });
+  const size_t all[] = {0};
+  for (int i = 0; i < 400; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(10);
+      client->renew_lock();
+      held->abort(all);
+      ::_exit(0);
+    }
+    int code = 0;
+    ::waitpid(child, &code, 0);
+    CHECK_EQ(code, 0);
+  }
+  stop.store(true);
+  writing.join();
+  held->seal(all);
+  CHECK_EQ(client->touch({&mine, 1}), 1u);
+}
+
 // Both find another daemon, the child first: the session is its parent's, whose blocks it would otherwise have given up.
 TEST(a_forked_child_resumes_no_session) {
   Daemon daemon;

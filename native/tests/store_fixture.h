@@ -31,6 +31,7 @@ class StoreTest {
   static Index& index(Store& store) { return store.index_; }
   static Arena& arena(Store& store) { return store.arena_; }
   static std::atomic<uint64_t>& progress(Store& store, uint32_t record) { return store.progress_[record]; }
+  static void evict(Store& store, uint32_t record) { store.to_zombie(record, Event::Evict); }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
   static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }

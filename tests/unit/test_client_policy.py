@@ -11,7 +11,7 @@ import kvclient
 from kvclient.breaker import FIRST_BACKOFF_S, HURRIED_BACKOFF_S, MAX_BACKOFF_S, Breaker
 from kvclient.client import ATTACH_TRIES, KVClient
 from kvclient.connecting import default_directory
-from kvclient.errors import Closed, Detached, InvalidArgument, Unavailable
+from kvclient.errors import BlockLost, Closed, Detached, InvalidArgument, Unavailable
 from kvclient.tolerant import TolerantClient
 
 KEYS = [bytes(32), bytes([1]) * 32]
@@ -156,6 +156,28 @@ def test_layout_ids_stay_what_the_caller_was_told(daemon):
     assert third not in (first, second)
 
 
+@pytest.mark.parametrize("kind", [KVClient, TolerantClient])
+def test_an_answer_of_the_daemon_before_numbers_no_layout_of_this_one(daemon, monkeypatch, kind):
+    client = kind(daemon.attach, "default")
+    told_by_daemon, threads = Native.register_layout, []
+
+    def overtaken(native, blob):
+        answer = told_by_daemon(native, blob)
+        if not threads:  # the answer is here: another daemon, whose numbers others have, and another thread that asks it
+            daemon.restart()
+            daemon.layouts = [b"x" * len(blob), b"y" * len(blob)]
+            threads.append(threading.Thread(target=client.stats))
+            threads[0].start()
+            threads[0].join(0.2)  # it attaches anew, unless it has to wait
+        return answer
+
+    monkeypatch.setattr(Native, "register_layout", overtaken)
+    layout_id = client.register_layout(BLOB)
+    threads[0].join()
+    client.create(KEYS, layout_id)
+    assert daemon.layouts[client._native.created[-1][0]] == BLOB
+
+
 def test_threads_attach_anew_once(daemon):
     client = KVClient(daemon.attach, "default")
     daemon.restart()
@@ -225,6 +247,19 @@ def test_a_tolerant_client_comes_back(daemon, monkeypatch):
     client.create(KEYS, layout_id)
     assert not client.degraded
     assert daemon.layouts[client._native.created[0][0]] == BLOB
+
+
+def test_blocks_that_cannot_be_sealed_on_the_way_are_misses(daemon, monkeypatch):
+    client = TolerantClient(daemon.attach, "default")
+    monkeypatch.setattr(Native, "create", lambda _self, *args: _lost() if args[5] == "earlier" else "writer")
+    earlier = client.create(KEYS, 0)
+    earlier._writer = "earlier"
+    assert client.create(KEYS, 0, sealing=earlier)._writer == "writer"
+    assert client.suppressed_total == 1
+
+
+def _lost():
+    raise BlockLost("its session ended")
 
 
 def test_the_callers_errors_are_not_misses(daemon):

@@ -151,6 +151,11 @@ int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* t
     *temp = new_temp_name();
     problem = move(path, *temp, RENAME_NOREPLACE);
   }
+  // Whoever links it by the name that it had, does so before the move.
+  if (problem == 0 && (::fstat(fd, &about) != 0 || !is_ours(about))) {
+    remove(*temp);
+    problem = -ESTALE;
+  }
   if (problem == 0) return fd;
   ::close(fd);
   return problem;
