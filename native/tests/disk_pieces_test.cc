@@ -127,7 +127,10 @@ class Rig {
   }
   void load(std::span<const uint64_t> numbers) {
     for (uint64_t number : numbers) tier->promote(key(number), 35);
-    CHECK(eventually([&] { return tier->stats().loads_in_flight + tier->stats().loads_waiting == 0; }));
+    CHECK(eventually([&] {
+      const auto now = tier->stats();
+      return now.loads_in_flight + now.loads_waiting == 0;
+    }));
   }
   Presence presence(uint64_t number) { return store->lookup(key(number)).presence; }
   // What the pool holds of it, with the checksums as they were before: those a load leaves are the header's.

@@ -33,7 +33,7 @@ std::vector<ino_t> inodes(DiskRig& rig) {
 }
 
 bool idle(DiskRig& rig) {
-  return eventually([&] { return !rig.busy() && rig.store->stats().pending_writes == 0; });
+  return eventually([&] { return rig.store->stats().pending_writes == 0 && !rig.busy(); });
 }
 
 // How many of the blocks come back from disk, all of them right; the rest are gone.

@@ -102,7 +102,10 @@ class DiskRig {
     CHECK(tier->promote(key(number), 35) == Presence::Pending);
     return eventually([&] { return presence(number) != Presence::OnDisk && !busy(); }) && presence(number) == Presence::Resident;
   }
-  bool busy() { return tier->stats().loads_in_flight + tier->stats().loads_waiting + tier->stats().writes_in_flight != 0; }
+  bool busy() {
+    const auto now = tier->stats();  // of one moment
+    return now.loads_in_flight + now.loads_waiting + now.writes_in_flight != 0;
+  }
   bool right(uint64_t number) {
     const auto found = store->read(key(number), 0, ~0ull);
     return found && *found == bytes_of(number);

@@ -156,7 +156,7 @@ def test_stop_waits_until_the_daemon_is_gone(run, calls):
     pid = calls.daemon.pid
     code, out, _ = run("stop")
     assert (code, out) == (Exit.DONE, f"pid {pid} has ended\n")
-    assert calls.daemon.process.wait(10) == 0
+    assert calls.daemon.process.wait(60) == 0
     assert run("status")[0] == Exit.UNREACHABLE and run("stop")[0] == Exit.UNREACHABLE
 
 

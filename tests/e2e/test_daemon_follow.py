@@ -45,7 +45,7 @@ def test_a_sealed_block_is_followed_at_once_and_from_any_layer(calls):
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_follower_learns_that_its_writer_gave_up(calls, how):
-    lease = calls.create([key("a")], lease_ttl_ms=60_000 if how == "abort" else 200).lease.id
+    lease = calls.create([key("a")], lease_ttl_ms=60_000 if how == "abort" else 3_000).lease.id
     stream = calls.follow("a")
     next(stream)
     if how == "abort":

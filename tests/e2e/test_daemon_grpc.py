@@ -291,7 +291,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(calls):
 
 def test_calls_in_progress_are_bounded(daemon):
     """The call over max_calls is refused at once, and nobody already served is hurt."""
-    one = daemon(memory="64MiB", args=("--max-calls", "8"))
+    one = daemon(memory="64MiB", args=("--max-calls", "8", "--drain-timeout-s", "10"))
     with Calls(one.dir) as calls:
         streams = [calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S) for _ in range(8)]
         for stream in streams:

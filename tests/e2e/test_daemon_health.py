@@ -128,8 +128,8 @@ def test_the_watchdog_is_fed_only_while_a_namespace_does_its_work(daemon, wait_u
             wait_until(lambda: ("namespace_fenced", "default") in degraded(one), "the fence is told")
             assert health_of(one, "") == NOT_SERVING
             fed = supervisor.said.count("WATCHDOG=1")
-            with pytest.raises(AssertionError):  # in ten times the interval at which it was fed before
-                supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > fed + 1, timeout_s=1.0)
+            with pytest.raises(AssertionError):  # in ten times the interval; some of before may be read late
+                supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > fed + 4, timeout_s=1.0)
         assert one.stop() == 0
     finally:
         supervisor.close()
@@ -160,13 +160,14 @@ def test_a_session_thread_that_hangs_is_noticed(watched):
         assert degraded(watched) == {("sessions_not_answering", "")}
 
 
-def test_every_operation_has_a_latency_histogram(watched):
+def test_every_operation_has_a_latency_histogram(watched, wait_until):
     with watched.connect() as client:
         client.stats()
     watched.calls.put("a")
-    found = watched.metrics()
     one = '{namespace="default",operation="stats"'
-    assert found[f"kvstored_session_request_seconds_count{one}}}"] == 1
+    count = f"kvstored_session_request_seconds_count{one}}}"
+    wait_until(lambda: watched.metrics()[count] == 1, "it is counted")  # after its answer
+    found = watched.metrics()
     assert found[f'kvstored_session_request_seconds_bucket{one},le="+Inf"}}'] == 1
     assert found['kvstored_session_request_seconds_count{namespace="other",operation="stats"}'] == 0
     assert found['kvstored_grpc_call_seconds_count{method="Seal"}'] == 1

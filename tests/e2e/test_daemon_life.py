@@ -36,7 +36,7 @@ def start_refused(directory, *args, **environ):
 def test_it_ends_when_told_and_leaves_its_segments(daemon, number):
     one = daemon()
     one.process.send_signal(number)
-    assert one.process.wait(10) == 0
+    assert one.process.wait(60) == 0
     left = {path.name for path in one.dir.iterdir()}
     assert (
         "state.json" in left and "grpc.sock" not in left and "kvstored.sock" not in left and "pid" not in left
@@ -162,14 +162,14 @@ def test_it_feeds_the_watchdog_and_says_when_it_stops(daemon):
         process.send_signal(signal.SIGTERM)
         while said[-1] != "STOPPING=1":
             said.append(supervisor.recv(4096).decode())
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert sum(text.startswith("READY=1\n") for text in said) == 1
     assert said.count("WATCHDOG=1") >= 2
     one._note_segments()
 
 
 def test_a_call_in_progress_does_not_keep_it_from_ending(daemon):
-    one = daemon()
+    one = daemon(args=("--drain-timeout-s", "10"))  # within which the stream is told
     with Calls(one.dir) as calls:
         events = calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S)
         assert next(events).kind == admin_pb2.EventsResponse.KIND_OPEN

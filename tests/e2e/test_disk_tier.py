@@ -43,6 +43,7 @@ def put(client, keys, geometry=SMALL, priority=60, **more):
 def written(client, wait_until, count):
     wait_until(lambda: client.stats()["pending_writes"] == 0, "nothing waits to be written")
     wait_until(lambda: client.stats()["disk_written"] >= count, f"{count} blocks were written")
+    wait_until(lambda: client.stats()["disk_files"] >= count, "and are listed")
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -182,8 +183,11 @@ def test_many_who_ask_share_one_load(disk, wait_until, tmp_path):
             thread.join()
         assert not errors, errors
         with Calls(server.dir) as calls:
-            counters = calls.admin.Stats(admin_pb2.StatsRequest()).namespaces[0].counters
-            assert counters["disk_loaded"] == 6
+
+            def loaded():
+                return calls.admin.Stats(admin_pb2.StatsRequest()).namespaces[0].counters["disk_loaded"]
+
+            wait_until(lambda: loaded() == 6, "all are counted, once")
 
 
 def test_prefetch_is_a_hint_and_get_finds_the_blocks(disk, wait_until, tmp_path):
@@ -377,7 +381,7 @@ def test_a_pool_of_huge_pages_is_read_into_where_the_block_lies(disk, wait_until
                 for block in blocks:
                     check(block, large.num_layers)
                 del block
-            assert client.stats()["disk_loaded"] >= 6
+            wait_until(lambda: client.stats()["disk_loaded"] >= 6, "all are counted")
         kv.stop()
 
 

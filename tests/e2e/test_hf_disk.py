@@ -66,6 +66,7 @@ def test_a_load_that_is_slower_than_prefill_is_not_taken(served, model, wait_unt
         plain, *_ = generate(model, ids)
         wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
         served.restart()
+        wait_until(lambda: client.stats()["on_disk"] == 4, "the directory is indexed")
         monkeypatch.setattr(Pace, "prefill_s", lambda self, tokens: 1e-9)
         monkeypatch.setattr(type(client), "load_estimate_s", lambda self, length_bytes: 1.0)
         tokens, *_ = generate(model, ids)

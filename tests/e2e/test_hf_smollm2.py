@@ -218,7 +218,7 @@ def test_one_computes_another_finds_a_third_survives(daemon, processes, model_di
         survivor = second.answer()
         assert survivor["published"] == len(chain), "what the dead one left undone was not published"
         wait_until(
-            lambda: not client.stats()["quarantined"] and not client.stats()["created"], "its memory", 10
+            lambda: not client.stats()["quarantined"] and not client.stats()["created"], "its memory"
         )
     second.ask(other, question, store=False)
     assert survivor["text"] == second.answer()["text"]

@@ -137,7 +137,7 @@ def test_every_metric_is_on_the_dashboard_or_in_an_alert():
     assert unseen <= {"kvstored_config_reloads_total"}
 
 
-def test_every_thread_of_ours_has_the_name_that_is_documented(daemon, tmp_path):
+def test_every_thread_of_ours_has_the_name_that_is_documented(daemon, tmp_path, wait_until):
     named = {
         name
         for source in (ROOT / "native/core").rglob("*.cc")
@@ -145,12 +145,16 @@ def test_every_thread_of_ours_has_the_name_that_is_documented(daemon, tmp_path):
     }
     assert named == set(re.findall(r"`(kv-\w+)`", DOCUMENT.read_text()))
     one = daemon("64MiB", ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"])
-    tasks = list(Path(f"/proc/{one.pid}/task").iterdir())
-    running = set()
-    for task in tasks:
-        with contextlib.suppress(OSError):  # ended meanwhile
-            running.add((task / "comm").read_text().strip())
-    assert {"kv-sessions", "kv-disk"} <= running, running
+
+    def threads():
+        found = set()
+        for task in list(Path(f"/proc/{one.pid}/task").iterdir()):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                found.add((task / "comm").read_text().strip())
+        return found
+
+    wait_until(lambda: {"kv-sessions", "kv-disk"} <= threads(), "they have named themselves")
+    running = threads()
     assert {name for name in running if name.startswith("kv")} <= named, running
 
 

@@ -177,7 +177,7 @@ class DiskRig:
         self.counted_right()
         integrity(self.daemon)
         self.serves()
-        assert not self.open_files(), "descriptors of files are left open"
+        eventually(lambda: not self.open_files(), "no descriptor of a file is left open")
         self.gives_all_back(integrity)
         return hits
 
@@ -191,7 +191,7 @@ class DiskRig:
 
         eventually(agree, f"the statistics agree with the directory: {now}")
         assert now["disk_bytes"] <= now["disk_quota_bytes"], now
-        assert not self.temporary(), "temporary files are left"
+        eventually(lambda: not self.temporary(), "no temporary file is left")
 
     def serves(self) -> None:
         """Create, seal, get and delete work."""

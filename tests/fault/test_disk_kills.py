@@ -206,14 +206,14 @@ def test_power_losses_in_a_row(rig, integrity, seed):
 def test_the_time_of_a_deleted_block_ends_while_its_file_stays(rig, integrity, resident):
     """Found by the soak: the daemon took the end of its time for a second deletion, and stopped."""
     disk = rig()
-    keys = disk.put(4, ttl_s=2)
+    keys = disk.put(4, ttl_s=8)
     disk.client.touch(keys)
     disk.settled()
     if not resident:
         disk.evict()
     disk.restart("remove_eio=@1+")
     assert disk.delete(keys) == 4
-    witness = disk.put(1, ttl_s=3)
+    witness = disk.put(1, ttl_s=8)
     eventually(lambda: disk.load(witness, wait_s=0) == [False], "a block of a longer time is over")
     integrity(disk.daemon)
     disk.restart()

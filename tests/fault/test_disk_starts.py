@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.conftest import DaemonFailed
+from tests.fault.children import eventually
 from tests.fault.disk import DiskRig, tolerated
 
 
@@ -98,6 +99,7 @@ def test_the_quota_holds_over_restarts(rig, integrity):
     kv.daemon.args[at] = "2MiB"
     kv.restart()
     kv.settled()
+    eventually(lambda: kv.counters()["disk_bytes"] <= 2 << 20, "the smaller quota holds")
     kv.counted_right()
     assert 0 < kv.counters()["disk_bytes"] <= 2 << 20
     kv.put_on_disk(12)

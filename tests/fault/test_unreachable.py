@@ -155,7 +155,7 @@ def test_grants_that_nobody_heard_of_come_back(daemon, layouts):
     """The daemon grants when the client has stopped listening: the memory must not wait for the client's end,
     and what the client holds stays."""
     started = daemon(memory="8MiB")
-    watcher, client = started.connect(), started.connect(timeout_s=0.5)
+    watcher, client = started.connect(), started.connect(timeout_s=2.0)
     small, _ = layouts(watcher)
     keys, unheard = new_keys(2), new_keys(4)
     put(watcher, keys, small)
@@ -195,7 +195,7 @@ def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
     small, _ = layouts(patient)
     keys = new_keys(3)
     put(patient, keys, small)
-    client, tolerant = started.connect(timeout_s=0.5), started.connect(timeout_s=0.5, on_error="miss")
+    client, tolerant = started.connect(timeout_s=2.0), started.connect(timeout_s=2.0, on_error="miss")
 
     def served() -> bool:
         try:

@@ -5,6 +5,7 @@ while it runs or before another one indexes them; blocks whose bytes follow from
 
 import pytest
 
+from tests.fault.children import eventually
 from tests.fault.disk import BLOCK
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages
 
@@ -65,6 +66,7 @@ def test_names_that_are_no_keys_are_nobodys_blocks(rig, integrity):
     taken.unlink()
     disk.restart(memory_too=True)
     assert disk.load(keys) == [False, True, True]
+    disk.settled()
     now = disk.counters()
     assert now["disk_files"] == 2 and now["disk_bytes"] == 2 * len(bytes_of_it), now
     disk.delete(keys)
@@ -87,5 +89,5 @@ def test_swapped_files_are_two_misses(rig, integrity):
     second.rename(first)
     spare.rename(second)
     assert disk.load(keys) == [False, False, True]
-    assert disk.counters()["disk_corrupt"] == 2
+    eventually(lambda: disk.counters()["disk_corrupt"] == 2, "both are counted")
     disk.sound(integrity)

@@ -28,7 +28,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture
 def tenants(daemon):
-    return daemon(memory="16MiB", args=("--namespaces", LISTS, "--lease-timeout-s", "2"))
+    return daemon(memory="16MiB", args=("--namespaces", LISTS, "--lease-timeout-s", "20"))
 
 
 class Guest:

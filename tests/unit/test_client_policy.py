@@ -163,7 +163,7 @@ def test_an_answer_of_the_daemon_before_numbers_no_layout_of_this_one(daemon, mo
 
     def overtaken(native, blob):
         answer = told_by_daemon(native, blob)
-        if not threads:  # the answer is here: another daemon, whose numbers others have, and another thread that asks it
+        if not threads:  # another daemon, where others have those numbers, and a thread that asks it
             daemon.restart()
             daemon.layouts = [b"x" * len(blob), b"y" * len(blob)]
             threads.append(threading.Thread(target=client.stats))

@@ -152,7 +152,7 @@ def test_a_fenced_store_is_a_state_of_its_own(sessions):
 
 
 def test_a_store_that_hangs_costs_its_namespace_only_and_one_thread(sessions, monkeypatch):
-    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 1.0)
     store = Hanging()
     try:
         found, serves = looked({"a": store, "b": Fake()}, sessions, looks=3)
