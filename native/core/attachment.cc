@@ -134,8 +134,7 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
     return answer;
   } catch (const Error& error) {
     if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
-    connected_.store(false, std::memory_order_release);
-    socket_.reset();
+    hang_up();
     throw;
   }
 }
@@ -193,11 +192,29 @@ void Attachment::tell_open(int socket) {
 void Attachment::close() {
   stop_.store(true);
   if (foreign()) return;
-  if (!closed_.exchange(true)) give_up_open();
+  if (!closed_.exchange(true)) {
+    {
+      std::unique_lock copies(copying_mutex_);
+    }  // none begins from here on
+    give_up_open();
+  }
   populator_->wanted.notify_all();
   std::lock_guard lock(socket_mutex_);
+  hang_up();
+}
+
+// Not by closing alone: a forked child may have the descriptor too, and the daemon would wait for its end. The caller holds
+// socket_mutex_.
+void Attachment::hang_up() {
   connected_.store(false, std::memory_order_release);
+  if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
   socket_.reset();
+}
+
+std::shared_lock<std::shared_mutex> Attachment::copying() {
+  std::shared_lock lock(copying_mutex_);
+  if (closed()) throw Error(Code::Closed, "the client was closed");
+  return lock;
 }
 
 void Attachment::give_up_open() {
@@ -302,6 +319,7 @@ Attachment::~Attachment() {
     static_cast<void>(populator_.release());
     return;
   }
+  hang_up();
   if (!populator_->thread.joinable()) return;
   {
     std::lock_guard lock(populator_->mutex);

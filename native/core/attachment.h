@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -65,6 +66,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void wanted_for_writing(Extent extent);
   uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
 
+  // Held while memory is written that close() would give up. Throws Closed.
+  std::shared_lock<std::shared_mutex> copying();
+
   // What each of this session's writers has open: a daemon that resumes the session is told, close() gives it up.
   void opened(const void* writer, std::span<const Handle> blocks);
   void ended(const void* writer, std::span<const protocol::BlockItem> blocks);
@@ -82,6 +86,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
   std::vector<protocol::BlockItem> open_items() const;
   void give_up_open();
+  void hang_up();
   void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();
@@ -101,6 +106,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Fd socket_;
   std::array<uint8_t, 32> salt_{};
   uint32_t tag_ = 0;
+
+  std::shared_mutex copying_mutex_;
 
   std::mutex open_mutex_;
   std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer

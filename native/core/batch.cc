@@ -87,7 +87,9 @@ void Batch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const
 
 bool Batch::verify(size_t i) const {
   const Item& item = items_[i];
-  if (!(attachment_->index.control(item.at.record).flags() & kFlagChecksummed)) return true;
+  // A block that goes while it is pinned loses the flag; one that is followed gets it at its seal.
+  const uint8_t flags = item.at.control.flags() | attachment_->index.control(item.at.record).flags();
+  if (!(flags & kFlagChecksummed)) return true;
   const uint32_t tokens = item.at.shape.tokens;
   const auto* stored = reinterpret_cast<const uint32_t*>(bytes(i) + item.layout->checksums_offset(tokens));
   for (uint32_t layer = 0; layer < item.layout->num_layers(); ++layer)

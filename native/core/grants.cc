@@ -146,6 +146,7 @@ void Grants::mark_layer(size_t i, uint32_t layer) {
 
 void Grants::copy_layer(size_t i, uint32_t layer, const void* source) {
   Item& item = items_[i];
+  const auto copying = attachment_->copying();
   const uint32_t n = item.wanted.tokens;
   const uint32_t sum = copy_crc32c(bytes(i) + layout_.layer_offset(layer, n), source, layout_.layer_bytes(layer, n));
   std::memcpy(bytes(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);

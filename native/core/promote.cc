@@ -32,6 +32,7 @@ bool Client::await(Batch& batch, std::span<const Key> keys, bool follow, const t
   if (wanted.empty()) return true;
   const std::vector<protocol::PromiseItem> promises = promote(wanted, kDefaultPriority);
   const std::shared_ptr<Attachment> at = usable();
+  if (at.get() != &batch.attachment()) throw Error(Code::Detached, "attached anew while a batch of before was waited for");
   const std::atomic<uint64_t>& ended = at->progress(at->index.max_blocks());
   const PinBoard::Waiting waiting(*at->board);
   for (size_t k = 0; k < wanted.size(); ++k) {

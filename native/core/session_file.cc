@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "core/error.h"
@@ -29,7 +31,9 @@ std::string hex(const Id& id) {
 SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
                                 uint32_t max_pins) {
   SessionFile file;
-  file.path_ = directory + "/" + prefix + ".s." + hex(random_id());
+  char number[10];
+  std::snprintf(number, sizeof number, "%08x.", session);
+  file.path_ = directory + "/" + prefix + ".s." + number + hex(random_id());
   file.locked_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
   const uint64_t bytes = session_file_bytes(max_pins);
@@ -45,7 +49,6 @@ SessionFile SessionFile::create(const std::string& directory, const std::string&
     throw;
   }
   file.token_ = random_id();
-  file.session_ = session;
   file.max_pins_ = max_pins;
   auto* page = file.mapping_.at<SessionPage>(0);
   page->version = kFormatVersion;
@@ -72,7 +75,6 @@ SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
   SessionPage page;
   if (::pread(file.own_.get(), static_cast<void*>(&page), sizeof page, 0) != sizeof page)
     throw Error(Code::InvalidArgument, path + " was cut short");
-  file.session_ = page.session;
   // The file's size bounds the pins, and where its client has stretched it, the limit of all; the word in the page is not
   // believed.
   file.max_pins_ = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8, kMaxPins));
@@ -81,6 +83,12 @@ SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
       !std::equal(pool_id.begin(), pool_id.end(), page.pool_id))
     throw Error(Code::InvalidArgument, path + " is not a session of this pool");
   return file;
+}
+
+uint32_t SessionFile::number_in(const std::string& name) {
+  char* end = nullptr;
+  const unsigned long number = std::strtoul(name.c_str(), &end, 16);
+  return end == name.c_str() + 8 && *end == '.' ? static_cast<uint32_t>(number) : ~0u;
 }
 
 bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) == 0; }

@@ -28,9 +28,11 @@ constexpr uint64_t session_file_bytes(uint32_t max_pins) { return kPinsOffset + 
 
 class SessionFile {
  public:
-  // Makes "<directory>/<prefix>.s.<random>", 0600, filled and locked; the locked descriptor is taken by take_locked().
+  // Makes "<directory>/<prefix>.s.<session>.<random>", 0600, filled and locked; the locked descriptor is taken by take_locked().
   static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
                             uint32_t max_pins);
+  // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.
+  static uint32_t number_in(const std::string& name);
   // Opens one left by an earlier daemon. Throws InvalidArgument if it is not a page of this pool, of this user, 0600, one link.
   static SessionFile open(const std::string& path, const Id& pool_id);
 
@@ -41,7 +43,6 @@ class SessionFile {
 
   const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
   const Id& token() const { return token_; }
-  uint32_t session() const { return session_; }
   uint32_t max_pins() const { return max_pins_; }
   uint64_t bytes() const { return mapping_.size(); }
   const Mapping& mapping() const { return mapping_; }
@@ -61,7 +62,6 @@ class SessionFile {
   Fd locked_;  // the client's
   Mapping mapping_;
   Id token_{};
-  uint32_t session_ = 0;
   uint32_t max_pins_ = 0;  // of the daemon's making; the client's copy in the page is not believed
 };
 

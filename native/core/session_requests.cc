@@ -227,10 +227,18 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   Fd page;
   reply.resumed =
       wanted.resume_session && store.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
-  if (reply.resumed)
+  if (reply.resumed) {
     reply.session = wanted.resume_session;
-  else
+  } else {
+    // A session costs memory and a guard until nobody maps its page any more, also one whose connection was closed.
+    size_t left = 0;
+    for (Store* one : stores_) left += one->left_sessions(connection.who.uid);
+    if (left >= most_sessions(connection.who.uid))
+      throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(connection.who.uid) +
+                                     " have ended while their processes still map them, the limit is " +
+                                     std::to_string(most_sessions(connection.who.uid)));
     std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid);
+  }
   connection.store = &store;
   connection.session = reply.session;
   connection.read_only = wanted.read_only != 0;

@@ -24,6 +24,7 @@ constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by t
 constexpr int kBacklog = 128;
 
 constexpr int kBatch = 64;
+constexpr int kAcceptsAtOnce = 8;
 constexpr int kLooks = 8;  // at the connection that asked last, before all are asked after
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -148,12 +149,13 @@ void SessionServer::run() {
     }
     // Last: a new connection may get the number of one that was closed above, and with it an event of this batch that was meant
     // for the other.
-    if (knock) accept_all();
+    if (knock) accept_some();
   }
 }
 
-void SessionServer::accept_all() {
-  for (;;) {
+// A few: whoever is turned away knocks again at once, perhaps, and others wait to be served.
+void SessionServer::accept_some() {
+  for (int accepted = 0; accepted < kAcceptsAtOnce; ++accepted) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EMFILE || errno == ENFILE) && spare_) {  // turned away, or the listener would wake us for ever
       spare_.reset();
@@ -226,12 +228,15 @@ bool SessionServer::may_stay(const Connection& connection) const {
 }
 
 // One other user holds half of the sessions at most: the rest, and the owner, are still served.
+size_t SessionServer::most_sessions(uint32_t uid) const {
+  return uid == 0 || uid == ::geteuid() ? options_.max_sessions : std::max<size_t>(1, options_.max_sessions / 2);
+}
+
 bool SessionServer::room_for(const Credentials& who) const {
   if (connections_.size() >= options_.max_sessions) return false;
-  if (who.uid == 0 || who.uid == ::geteuid()) return true;
   const auto theirs =
       std::count_if(connections_.begin(), connections_.end(), [&](const auto& one) { return one.second->who.uid == who.uid; });
-  return static_cast<size_t>(theirs) < std::max<size_t>(1, options_.max_sessions / 2);
+  return static_cast<size_t>(theirs) < most_sessions(who.uid);
 }
 
 void SessionServer::close(int socket) {

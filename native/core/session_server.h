@@ -63,7 +63,7 @@ class SessionServer {
   };
 
   void run();
-  void accept_all();
+  void accept_some();
   bool serve(Connection& connection);  // false: no message had come
   bool serve_last();
   void close(int socket);
@@ -76,6 +76,7 @@ class SessionServer {
   void take_new_tenants();
   void admit(Connection& connection) const;
   bool may_stay(const Connection& connection) const;
+  size_t most_sessions(uint32_t uid) const;
   bool room_for(const Credentials& who) const;
   size_t visible_store(const Connection& connection, const std::string& name) const;
   std::vector<uint8_t> keep(Connection& connection, const protocol::Request& request, protocol::Reader body);

@@ -92,7 +92,7 @@ double Store::use_now() {
   auto since = [&] {
     return std::max(0.0, static_cast<double>(tick_ns) * 1e-9 - static_cast<double>(origin.load(std::memory_order_relaxed)));
   };
-  if (since() / kHalfLifeSeconds > kRebaseExponent) {
+  while (since() / kHalfLifeSeconds > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
       index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);

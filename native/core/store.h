@@ -212,6 +212,7 @@ class Store {
     bool attached, resumed;
   };
   // A client's session: its page file, made and locked.
+  size_t left_sessions(uint32_t uid);  // ended, and still locked by a client of this user
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/futex.h"
 #include "core/store.h"
 
 namespace kv {
@@ -190,6 +191,7 @@ void Store::adopt() {
   reap_sessions();
   scan_zombies();
   header->epoch.fetch_add(1, std::memory_order_release);
+  load_ended();  // whoever waits for what the daemon before was loading
 }
 
 void Store::adopt_sessions() {
@@ -199,6 +201,12 @@ void Store::adopt_sessions() {
   while (const dirent* entry = ::readdir(dir.get())) {
     if (std::strncmp(entry->d_name, start.c_str(), start.size()) != 0) continue;
     const std::string path = options_.session_directory + "/" + entry->d_name;
+    struct stat about;
+    if (::fstatat(::dirfd(dir.get()), entry->d_name, &about, AT_SYMLINK_NOFOLLOW) == 0 &&
+        (!S_ISREG(about.st_mode) || about.st_uid != ::geteuid())) {
+      ::unlink(path.c_str());  // if that can be: anybody may make names here
+      continue;
+    }
     auto session = std::make_unique<Session>();
     try {
       session->file = SessionFile::open(path, options_.pool_id);
@@ -208,10 +216,10 @@ void Store::adopt_sessions() {
       continue;
     }
     session->guard = Guard(session->file->mapping(), &session->truncated);
-    session->id = session->file->session();
+    session->id = SessionFile::number_in(entry->d_name + start.size());
     session->ended = true;  // until its client resumes it
     next_session_ = std::max(next_session_, session->id + 1);
-    // The number stands in the page, which its client can write: one that takes another's does not hide that one's pins.
+    // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;
     sessions_.emplace(session->id, std::move(session));
   }
@@ -235,7 +243,11 @@ bool Store::adopt_record(uint32_t record) {
   Upkeep& u = index_.upkeep(record);
   const uint32_t owner = u.owner.load();
   next_session_ = std::max(next_session_, owner + 1);
-  if (found.state() == State::Created) transition(record, Event::SessionEnd, State::Quarantined, control(record).flags());
+  if (found.state() == State::Created) {
+    transition(record, Event::SessionEnd, State::Quarantined, control(record).flags());
+    publish_progress(record, Phase::Ended);
+    futex_wake_all(progress_[record]);
+  }
   if (found.state() == State::Created || found.state() == State::Quarantined) {
     const auto session = sessions_.find(owner);
     if (session != sessions_.end()) {

@@ -209,11 +209,11 @@ bool Store::demote(uint32_t record) {
   const Key key = key_of(record);
   if (const auto going = going_.find(key);
       now.flags() & kFlagDeleted && going != going_.end() && going->second == Index::kAbsent) {
+    transition(record, Event::Demote, State::Disk, kFlagDeleted);  // first: killed after it, the file still goes
     {
       Writing writing(r.sequence);
       r.extent.store(0, std::memory_order_relaxed);
     }
-    transition(record, Event::Demote, State::Disk, 0);
     remember_file(record, key);
     return true;
   }
@@ -232,6 +232,7 @@ bool Store::demote(uint32_t record) {
 // The file is looked at when the block is asked for, and when the tier has listed its directories.
 bool Store::adopt_disk_record(uint32_t record) {
   const Key key = key_of(record);
+  index_.record(record).extent.store(0, std::memory_order_relaxed);
   if (!options_.disk) return false;
   if (control(record).flags() & kFlagDeleted) {
     if (going_.contains(key)) return false;

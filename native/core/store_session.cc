@@ -40,6 +40,14 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   return {id, std::move(locked)};
 }
 
+size_t Store::left_sessions(uint32_t uid) {
+  Lock lock(mutex_);
+  reap_sessions();
+  return static_cast<size_t>(std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& one) {
+    return one.second->ended && one.second->file && one.second->pid && one.second->uid == uid;
+  }));
+}
+
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
   Lock lock = enter();
   const auto found = sessions_.find(id);

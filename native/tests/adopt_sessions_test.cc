@@ -6,9 +6,8 @@
 // at, or a link is followed: 2 each; the page's own number of pins is believed: 1; a zombie forgets that its block was being
 // written: 4; the file of a deleted block that is held is forgotten: 1.
 #include <fcntl.h>
-#include <sys/socket.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <functional>
@@ -122,16 +121,27 @@ TEST(a_page_that_denies_its_pins_loses_none) {
 TEST(a_page_that_cannot_be_opened_stops_the_adoption) {
   Rig rig(16 * kMiB, 64);
   CHECK(rig.put(1, 4) == Grant::Granted);
-  const std::string path = rig.segments.directory + "/p.s.socket";
-  const Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
-  path.copy(address.sun_path, sizeof address.sun_path - 1);
-  CHECK(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  Page page(*rig.store);
+  page.pin(rig.handle(1));
+  const std::string path = std::filesystem::directory_iterator(rig.segments.directory)->path();
   rig.store.reset();
-  CHECK(thrown([&] { rig.segments.open(true); }) == Code::Unavailable);
-  CHECK(::unlink(path.c_str()) == 0);
-  rig.start(true);
-  CHECK(rig.resident(1));
+  rlimit before;
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  bool adopted = false;
+  int failed = 0;
+  for (rlim_t most = 3; !adopted && most < 256; ++most) {  // descriptors, until there are enough
+    rlimit few = before;
+    few.rlim_cur = most;
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    adopted = !thrown([&] { rig.store = rig.segments.open(true); });
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    CHECK_EQ(::access(path.c_str(), F_OK), 0);
+    failed += !adopted;
+  }
+  CHECK(adopted && failed > 3);
+  CHECK(rig.store->remove(key(1)));
+  rig.store->settle();
+  CHECK_EQ(rig.store->stats().zombies, 1u);
 }
 
 // A writer through gRPC has no page, so nobody can still write its block: a zombie at once, which a follower's pin, two
@@ -169,5 +179,38 @@ TEST(the_file_of_a_deleted_block_that_is_still_held_goes_after_the_death) {
   reader.clear(slot);
   rig.store->tick();
   CHECK_EQ(rig.store->stats().used_bytes, 0u);
+  rig.store->check_integrity();
+}
+
+// Anybody may make names in a directory like /dev/shm.
+TEST(what_is_no_file_of_ours_stops_no_adoption) {
+  Rig rig(16 * kMiB, 64);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  CHECK_EQ(::mkdir((rig.segments.directory + "/p.s.evil").c_str(), 0700), 0);
+  CHECK_EQ(::mkfifo((rig.segments.directory + "/p.s.00000001.evil").c_str(), 0666), 0);
+  rig.restart();
+  CHECK(rig.resident(1));
+}
+
+// The words that a daemon leaves that is killed inside demote(), after the transition.
+TEST(a_delete_that_was_answered_is_not_undone_by_a_death) {
+  Rig rig(16 * kMiB, 64, true);
+  CHECK(rig.put(1, 4) == Grant::Granted && rig.store->add_disk(key(1), 0));
+  const Handle block = rig.handle(1);
+  {
+    Page page(*rig.store);
+    page.pin(block);
+    rig.store->remove(key(1));
+    rig.store->take_deleted();
+    page.unmap();
+    rig.store->end_session(page.id);
+  }
+  rig.store->tick();
+  const Control after = rig.control(block.record);
+  CHECK(after.state() == State::Disk && after.flags() & kFlagDeleted);
+  StoreTest::index(*rig.store).record(block.record).extent.store(Extent{0, 4 * kPageBytes}.pack());
+  rig.restart();
+  CHECK_EQ(rig.presence(1), Presence::Missing);
+  CHECK_EQ(rig.store->take_deleted().keys.size(), 1u);
   rig.store->check_integrity();
 }

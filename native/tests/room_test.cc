@@ -5,6 +5,7 @@
 // Rules proven by removal (in a copy of the tree; failed checks of one run): the scan does not look at the pins: 33; victims are
 // chosen without the pins: 139,598; no last resort: 2,477.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <random>
 #include <set>
@@ -319,4 +320,12 @@ TEST(refusal_evicts_nothing_that_cannot_help) {
   for (uint64_t i = 0; i < fits; ++i) CHECK(rig.resident(i));
   CHECK_EQ(rig.store->stats().no_space, 1u);
   rig.store->check_integrity();
+}
+
+// A clock that was set far ahead: what is used then has a score like any other, and is evicted like any other.
+TEST(a_use_after_many_half_lives_has_a_finite_score) {
+  Rig rig(16 * kMiB, 64);
+  const_cast<TableHeader&>(rig.store->header()).origin_s.fetch_sub(400ull * 86400);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  CHECK(std::isfinite(rig.store->describe(key(1))->score));
 }
