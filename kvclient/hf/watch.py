@@ -21,7 +21,7 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        modules = list(model.modules())
+        self._modules = modules = list(model.modules())
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         self._dicts = [d for m in modules for d in (m._modules, m._parameters, m._buffers) if d]
         self._empty = [d for m in modules for d in (m._parameters, m._buffers, m._modules) if not d]
@@ -37,6 +37,10 @@ class Watch:
 
     def changed(self) -> bool:
         return self._look() != self._seen
+
+    def training(self) -> bool:
+        """Whether any module is in training mode: the dropout in it makes KV random."""
+        return any(module.training for module in self._modules)
 
     def _look(self) -> list[Any]:
         config = self._model.config
