@@ -61,7 +61,7 @@ def check_structure(model: torch.nn.Module) -> KVShape:
             f"{name} has layers of other kinds ({', '.join(others)}): their state is no KV of single tokens"
         )
     if hook := foreign_hook(model):
-        raise Refused(f"{name} has a forward hook whose effect on KV is unknown: {hook}")
+        raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
     _check_layers(name, config)
     return _probe(name, model, config)
 

@@ -92,3 +92,41 @@ def test_a_weights_digest_that_was_given_ends_with_the_weights(model, client):
         assert kv.last.reused_tokens == 0
         generate(model, prompt(70), 1)
         assert kv.last.reused_tokens == 64
+
+
+def test_a_forward_of_a_modules_own_is_refused_at_attach_and_while_attached(model, kv, client):
+    module = model.model.layers[0].mlp
+    own = module.forward
+    module.forward = lambda x: own(x) * 3
+    generate(model, prompt(70), 1)
+    assert kv.last.bypassed == "refused"
+    kv.detach()
+    with pytest.raises(kvclient.hf.Refused, match=r"forward.*layers\.0\.mlp"):
+        kvclient.hf.attach(model, client, self_test=False)
+    module.forward = own  # as accelerate leaves it when it takes its hooks off
+    assert reused(model, client) == 64
+
+
+def test_what_only_goes_round_a_modules_forward_is_served(model, client):
+    reused(model, client)
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, accelerate.hooks.ModelHook())
+    module = model.model.layers[1].mlp
+    module.forward = torch.compile(module.forward, backend="eager")
+    assert reused(model, client) == 64
+
+
+def test_a_scale_is_watched_and_part_of_the_identity(model, kv, client):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 2
+    generate(model, prompt(70), 1)
+    assert (kv.last.bypassed, kv.last.reused_tokens) == (None, 0)
+    kv.detach()
+    assert reused(build("llama", layers=2), client) == 64
+    assert reused(model, client) == 64
+
+
+def reused(model, client):
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, prompt(70), 1)
+        return kv.last.reused_tokens
