@@ -312,12 +312,12 @@ class Attachment:
                     self._renew(model)
         return self._chosen() if self._refusal is None else None
 
-    def _served(self) -> Subject:
+    def _served(self, modes: bool = True) -> Subject:
         """The model as it is now. Raises Refused where generate() would go without the store."""
         subject = self._current(self._attached_model())
         if subject is None:
             raise Refused(str(self._refusal))
-        if self._watch.training():
+        if modes and self._watch.training():
             raise Refused("a module is in training mode, and dropout makes KV random; call model.eval()")
         return subject
 

@@ -139,6 +139,7 @@ class Request:
         publishes = self._options.publish_generated and self._options.publish_tokens is None
         self._generated = self._write and publishes and not beams
         eos = config.eos_token_id
+        eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
         self._eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
     def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:

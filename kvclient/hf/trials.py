@@ -51,7 +51,8 @@ class Trial:
 
 
 def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None) -> Verification:
-    """Prefix reuse and, where the model allows it, every strategy."""
+    """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
+    kv._served(modes=False)
     try:
         interior = examine_interior(model, kv._kv, kv.repair or Repair())
     except Refused:
@@ -64,6 +65,7 @@ def calibrate(
     kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
 ) -> tuple[Verification, Interior | None]:
     """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused."""
+    kv._served(modes=False)
     interior = examine_interior(model, kv._kv, kv.repair or Repair())
     repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)

@@ -4,12 +4,15 @@ Method: tiny random models whose weights, modes or code are changed between call
 plain generation of the changed model as reference.
 """
 
+import threading
+
 import pytest
 import torch
 
 import kvclient.hf
 from kvclient.errors import Unavailable
 from kvclient.hf import dimensions
+from kvclient.hf.blend import _Hook
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -130,3 +133,79 @@ def reused(model, client):
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
         generate(model, prompt(70), 1)
         return kv.last.reused_tokens
+
+
+# ---------------------------------------------------------------- conversations and trials
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return " ".join(map(str, tokens))
+
+
+@pytest.fixture
+def engine(model, client):
+    with kvclient.hf.Engine(model, Words(), client, block_tokens=32, self_test=False) as engine:
+        yield engine
+
+
+def test_a_conversation_does_not_go_on_with_other_weights(engine, model):
+    window = kvclient.hf.Window(recent=64, older=64)
+    talk, text = engine.conversation("one", window=window), prompt(20)[0].tolist()
+    talk.say(text, 2)
+    weights = model.model.layers[0].self_attn.k_proj.weight
+    before = weights.detach().clone()
+    change(model)
+    with pytest.raises(kvclient.hf.Refused, match="changed"):
+        talk.say(text, 2)
+    assert engine.conversation("one", window=window).turn == 0
+    with torch.no_grad():
+        weights.copy_(before)
+    assert talk.say(text, 2).saved
+    assert talk.turn == 2
+    change(model)
+    talk.forget()
+    assert talk.say(text, 2).saved
+    assert engine.conversation("one", window=window).turn == 1
+
+
+def test_a_turn_whose_weights_change_meanwhile_is_undone(engine, model):
+    talk, text = engine.conversation("two"), prompt(20)[0].tolist()
+    with pytest.raises(kvclient.hf.Refused, match="changed"):
+        talk.say(text, 2, on_token=lambda *_: change(model))
+    assert (talk.turn, engine.conversation("two").turn) == (0, 0)
+
+
+def test_a_conversation_is_refused_while_a_module_trains(engine, model):
+    talk = engine.conversation("three")
+    model.model.layers[0].mlp.train()
+    with pytest.raises(kvclient.hf.Refused, match="training"):
+        talk.say([1, 2, 3], 2)
+    model.eval()
+    assert talk.say([1, 2, 3], 2).saved
+
+
+def test_what_is_verified_is_the_model_as_it_is_now(model, kv):
+    texts = [prompt(120)[0].tolist()]
+    model.bfloat16()
+    assert kv.verify(texts)["prefix"].passed
+    model.model.layers[0].register_forward_hook(foreign_hook)
+    for trial in (kv.verify, kv.calibrate):
+        with pytest.raises(kvclient.hf.Refused, match="hook"):
+            trial(texts)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_end_tokens_may_come_as_a_tensor(model, kv):
+    generate(model, prompt(70), 2, eos_token_id=torch.tensor([2, 3]))
+    assert kv.last.reused_tokens == 64
+
+
+def test_a_hook_that_is_called_without_keywords_lets_them_be():
+    assert _Hook(None, 0, threading.get_ident())(None, ()) is None
