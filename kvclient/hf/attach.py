@@ -330,8 +330,7 @@ class Attachment:
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""
-        now = self.client.salt
-        if now is None or now == self._namespace_salt:
+        if (now := self.client.salt) is None or now == self._namespace_salt:
             return
         self._namespace_salt = now
         self._subjects = self._subjects.salted(salted(now, self._salt))
@@ -355,8 +354,7 @@ class Attachment:
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started = time.perf_counter()
         whole = getattr(self._local, "bypass", None) == (True, True)
-        reason = "bypass" if whole else none_of_ours(model, args, kwargs)
-        if reason is not None:
+        if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
         subject = self._current(model)
         if subject is None or self._watch.training():
@@ -364,8 +362,8 @@ class Attachment:
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
-        static = getattr(self._local, "static", False)
-        limits = {"publish_tokens": publish_tokens, "search": inside, "static": static}
+        limits = {"publish_tokens": publish_tokens, "search": inside}
+        limits["static"] = getattr(self._local, "static", False)
         own = (self.client, subject, dataclasses.replace(self._options, **limits))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
@@ -378,11 +376,10 @@ class Attachment:
             return self._own(model, "generate")(*args, **kwargs)
         finally:
             self._local.request = outer
-            report = request.finish()
-            if trial is not None:
-                trial.report = report
-            else:
-                self._note(report)
+            try:
+                request.finish()
+            finally:
+                self._note(request.report, trial)
 
     def _run_without(
         self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
@@ -395,6 +392,9 @@ class Attachment:
             self._local.request = outer
             self._note(Report(bypassed=reason, total_s=time.perf_counter() - started))
 
-    def _note(self, report: Report) -> None:
+    def _note(self, report: Report, trial: trials.Trial | None = None) -> None:
+        if trial is not None:
+            trial.report = report
+            return
         self.last = self._local.last = report
         self._totals.add(report)

@@ -27,7 +27,7 @@ from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
 from kvclient.hf.attention.registered import without
 from kvclient.hf.dimensions import plain
 from kvclient.hf.structure import Refused, base_model, check_structure
-from kvclient.hf.watch import Watch
+from kvclient.hf.watch import Watch, evaluating
 
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
@@ -70,12 +70,8 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
     facts += [str(model.config._attn_implementation), str(in_place), str(paged)]
     key = hashlib.sha256(encode(facts)).digest()
     if key not in _passed:
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             _passed[key] = _Trial(model, in_place, paged).run()
-        finally:
-            model.train(was_training)
     return _passed[key]
 
 

@@ -8,7 +8,9 @@ from it: a write through `.data` into the same memory, and other plain attribute
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,6 +102,18 @@ def foreign_forward(module: torch.nn.Module) -> list[Any]:
             return [forward]
         forward = inner
     return []
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model is in evaluation mode; then each of its modules in the one it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def scales(module: torch.nn.Module) -> dict[str, float]:

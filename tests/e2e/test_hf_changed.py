@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import kvclient.hf
-from kvclient.errors import Unavailable
-from kvclient.hf import dimensions
+from kvclient.errors import DeadlineExceeded, Unavailable
+from kvclient.hf import dimensions, selftest
 from kvclient.hf.blend import _Hook
+from kvclient.hf.request import Request
+from kvclient.testing import Writer
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -209,3 +211,44 @@ def test_end_tokens_may_come_as_a_tensor(model, kv):
 
 def test_a_hook_that_is_called_without_keywords_lets_them_be():
     assert _Hook(None, 0, threading.get_ident())(None, ()) is None
+
+
+# ---------------------------------------------------------------- what a look at the model leaves
+
+
+def test_each_module_keeps_its_mode(client, monkeypatch):
+    monkeypatch.setattr(selftest, "_passed", {})
+    model = build("llama", layers=2).train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair="none") as kv:
+        kv.verify([prompt(120)[0].tolist()])
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_call_whose_claims_cannot_be_given_back_is_counted(model, client, monkeypatch):
+    """And what it read is let go of."""
+
+    def fail(*_):
+        raise Unavailable("gone")
+
+    def late(*_):
+        raise DeadlineExceeded("gone")
+
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False, in_place=False) as kv:
+        generate(model, prompt(40), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "abort", late)
+            patch.setattr(Request, "token", fail)
+            patch.setattr(Request, "_prefilled", fail)
+            with pytest.raises(DeadlineExceeded):
+                generate(model, prompt(70), 1)
+        assert kv.stats["requests"] == 2
+        assert client.stats()["pins"] == 0
+
+
+def test_blocks_that_could_not_be_sealed_are_not_counted_as_published(model, client, monkeypatch):
+    monkeypatch.setattr(Writer, "seal", lambda *_: False)  # a tolerant client's, whose store is gone
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, prompt(70), 1)
+        assert kv.last.published_blocks == 0
