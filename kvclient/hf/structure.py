@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention.layer import forget_pending
 from kvclient.hf.watch import evaluating, foreign_hook
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -88,6 +89,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     cache = DynamicCache(config=config)
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
+    forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:
         with evaluating(model):
             out = model(input_ids=ids, past_key_values=cache, use_cache=True)

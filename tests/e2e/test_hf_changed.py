@@ -5,6 +5,7 @@ plain generation of the changed model as reference.
 """
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch
 import kvclient.hf
 from kvclient.errors import DeadlineExceeded, Unavailable
 from kvclient.hf import dimensions, selftest
+from kvclient.hf.attention.layer import give_handle
 from kvclient.hf.blend import _Hook
 from kvclient.hf.request import Request
 from kvclient.testing import Writer
+from kvclient.tolerant import TolerantWriter
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -252,3 +255,20 @@ def test_blocks_that_could_not_be_sealed_are_not_counted_as_published(model, cli
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
         generate(model, prompt(70), 1)
         assert kv.last.published_blocks == 0
+
+
+def test_a_cache_used_after_detach_spoils_no_other_attachment(model, client):
+    options = {"block_tokens": BLOCK, "self_test": False}
+    with kvclient.hf.attach(model, client, **options, in_place=True):
+        _, _, cache = generate(model, prompt(70))
+    give_handle(torch.zeros(1), cache.layers[0])  # as a pass over it without our attention leaves it
+    assert reused(build("qwen2", layers=2), client) == 0
+
+
+def test_a_tolerant_writer_says_what_it_could_not_seal():
+    def fail(_index):
+        raise Unavailable("gone")
+
+    client = SimpleNamespace(suppressed_total=0)
+    assert TolerantWriter(client, SimpleNamespace(seal=fail)).seal() is False
+    assert TolerantWriter(client, SimpleNamespace(seal=lambda _index: None)).seal() is True
