@@ -36,6 +36,7 @@ from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request
+from kvclient.hf.selftest import prove
 from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
 from kvclient.hf.subject import AS_COMPUTED, Subject, Subjects, codec_of
 from kvclient.hf.verify import Verification
@@ -85,7 +86,7 @@ def attach(
     `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and tokens
     that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams and
     copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
-    models too large to be digested at every start (1.3 GB/s a core).
+    models too large to be digested at every start (1.3 GB/s a core); until they change.
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -95,9 +96,7 @@ def attach(
     cut = Chunker(chunker, block_tokens, tokenizer)
     codec = codec_of(codec, cut)
     options = Options(
-        cut,
-        priority, ttl_s, follow, float(follow_timeout_s), publish_generated,
-        chunked_reads(model),
+        cut, priority, ttl_s, follow, float(follow_timeout_s), publish_generated, chunked_reads(model)
     )  # fmt: skip
     salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
     inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
@@ -106,7 +105,7 @@ def attach(
         attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec, adopted)
         attachment.overlap_tokens = check_overlap(overlap_tokens)
         if self_test:
-            attachment._test_self(model)
+            prove(attachment, model)
     except BaseException:
         adopted.give_back(model)
         raise
@@ -130,7 +129,8 @@ class Attachment:
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), Pace()
         self._local, self._lock = threading.local(), threading.Lock()
-        self._examine(model)
+        self._refusal: str | None = None
+        self._examine(model, Watch(model))
 
     # ---------------------------------------------------------------- what users call
 
@@ -246,7 +246,7 @@ class Attachment:
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
         with self._lock:
-            self._examine(self._attached_model())
+            self._renew(self._attached_model())
 
     def detach(self) -> None:
         """Gives the model its own generate() back. Idempotent."""
@@ -276,50 +276,50 @@ class Attachment:
 
     # ---------------------------------------------------------------- what it knows about the model
 
-    def _test_self(self, model: torch.nn.Module) -> None:
-        from kvclient.hf.selftest import self_test
-
-        adopted = self._adopted
-        if adopted.wanted and not adopted.asked:
-            try:
-                self.padded = self_test(model, in_place=True).padded
-                return
-            except (Refused, RuntimeError):
-                adopted.give_up(model, "self_test")
-                self._examine(model)
-        self.padded = self_test(model, adopted.wanted, adopted.paged_tokens is not None).padded
-
-    def _examine(self, model: torch.nn.Module) -> None:
-        self._watch = Watch(model)
+    def _examine(self, model: torch.nn.Module, watch: Watch) -> None:
         kv = check_structure(model)
         in_place = self._adopted.in_place(model)
         pool = self._adopted.pool(kv, model.device) if in_place else None
-        self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
-        self._kv, form = kv, Form.of(kv, self._codec)
-        layout = form.layout(self._options.chunker.most)
-        self._namespace_salt = self.client.salt or b""
-        salt = salted(self._namespace_salt, self._salt)
+        form, namespace_salt = Form.of(kv, self._codec), self.client.salt or b""
         dimensions = read_dimensions(
-            model, bytes(layout), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype], salt, self._weights_digest,
-            form.parameters,
+            model, bytes(form.layout(self.chunker.most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
+            salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
-        self._subjects = Subjects(self.client, form, dimensions, self.chunker.most)
-        repair = self._wanted
-        if repair == CALIBRATED:
-            repair = calibration.load(self._subjects.unsalted)
+        subjects = Subjects(self.client, form, dimensions, self.chunker.most)
+        repair = calibration.load(subjects.unsalted) if self._wanted == CALIBRATED else self._wanted
         interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        self._subject = self._subjects.of(self._codec, interior)
-        self._refusal: str | None = None
+        subject = subjects.of(self._codec, interior)
+        # All at once and last: whatever was raised until here, the next call examines again.
+        self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
+        self._kv, self._namespace_salt, self._subjects, self._subject = kv, namespace_salt, subjects, subject
+        self._watch, self._refusal = watch, None
+
+    def _renew(self, model: torch.nn.Module) -> None:
+        """Examines a changed model. A refusal is remembered until it changes again."""
+        self._weights_digest = None  # one that was given stands for the weights of then
+        watch = Watch(model)
+        try:
+            self._examine(model, watch)
+        except InvalidArgument as refused:
+            self._watch, self._refusal = watch, str(refused)
+            raise
 
     def _current(self, model: torch.nn.Module) -> Subject | None:
         """The model as it is now, or None if it was changed into one that is refused."""
         with self._lock:
             if self._watch.changed():
-                try:
-                    self._examine(model)
-                except Refused as refused:
-                    self._refusal = str(refused)
+                with contextlib.suppress(InvalidArgument):
+                    self._renew(model)
         return self._chosen() if self._refusal is None else None
+
+    def _served(self, modes: bool = True) -> Subject:
+        """The model as it is now. Raises Refused where generate() would go without the store."""
+        subject = self._current(self._attached_model())
+        if subject is None:
+            raise Refused(str(self._refusal))
+        if modes and self._watch.training():
+            raise Refused("a module is in training mode, and dropout makes KV random; call model.eval()")
+        return subject
 
     def _chosen(self) -> Subject:
         """That of the codec this thread's calls want."""
@@ -330,8 +330,7 @@ class Attachment:
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""
-        now = self.client.salt
-        if now is None or now == self._namespace_salt:
+        if (now := self.client.salt) is None or now == self._namespace_salt:
             return
         self._namespace_salt = now
         self._subjects = self._subjects.salted(salted(now, self._salt))
@@ -355,17 +354,16 @@ class Attachment:
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started = time.perf_counter()
         whole = getattr(self._local, "bypass", None) == (True, True)
-        reason = "bypass" if whole else none_of_ours(model, args, kwargs)
-        if reason is not None:
+        if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
         subject = self._current(model)
-        if subject is None:
-            return self._run_without("refused", started, model, args, kwargs)
+        if subject is None or self._watch.training():
+            return self._run_without("training" if subject else "refused", started, model, args, kwargs)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
-        static = getattr(self._local, "static", False)
-        limits = {"publish_tokens": publish_tokens, "search": inside, "static": static}
+        limits = {"publish_tokens": publish_tokens, "search": inside}
+        limits["static"] = getattr(self._local, "static", False)
         own = (self.client, subject, dataclasses.replace(self._options, **limits))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
@@ -378,11 +376,10 @@ class Attachment:
             return self._own(model, "generate")(*args, **kwargs)
         finally:
             self._local.request = outer
-            report = request.finish()
-            if trial is not None:
-                trial.report = report
-            else:
-                self._note(report)
+            try:
+                request.finish()
+            finally:
+                self._note(request.report, trial)
 
     def _run_without(
         self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
@@ -395,6 +392,9 @@ class Attachment:
             self._local.request = outer
             self._note(Report(bypassed=reason, total_s=time.perf_counter() - started))
 
-    def _note(self, report: Report) -> None:
+    def _note(self, report: Report, trial: trials.Trial | None = None) -> None:
+        if trial is not None:
+            trial.report = report
+            return
         self.last = self._local.last = report
         self._totals.add(report)

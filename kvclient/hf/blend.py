@@ -265,8 +265,12 @@ class _Hook:
     def __init__(self, blend: Blend, index: int, thread: int) -> None:
         self._blend, self._index, self._thread = blend, index, thread
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # torch reads a hook and whether it takes kwargs apart: while it is put on or taken off, another
+        # thread calls it without.
+        if kwargs is None or threading.get_ident() != self._thread:
             return None  # another request on the same model
         return self._blend.cut_inputs(self._index, module, args, kwargs)
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from kvclient.errors import InvalidArgument, NotPermitted
 from kvclient.hf.conversation_state import Shelf, State
+from kvclient.hf.structure import Refused
 from kvclient.hf.tokens import Listener
 from kvclient.hf.window import Held, Window, WindowCache
 
@@ -49,10 +50,11 @@ class Conversation:
 
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, shelf: Shelf, window: Window, system: Sequence[int],
-        ends: frozenset[int],
+        ends: frozenset[int], weights: Callable[[], bytes],
     ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._shelf, self._ends = model, tokenizer, shelf, ends
         self._window, self._system = window, list(system)
+        self._weights, self._computed_by = weights, weights()
         self._state = State()
         self._cache = self._begun()
         self._taken_over = self._catch_up()  # by a turn that is still to come
@@ -78,11 +80,13 @@ class Conversation:
         max_new_tokens on, the answer ends with a sentence.
         The text is taken as it stands: roles and their marks are the application's. An end token is part of
         the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
-        from what the store holds.
+        from what the store holds. Raises Refused if the model was changed since the last turn: forget()
+        begins anew.
         """
         began = time.perf_counter()
         if max_new_tokens < 1:
             raise InvalidArgument(f"max_new_tokens={max_new_tokens}; it must be 1 at least")
+        self._check_weights()
         self._taken_over = self._catch_up() or self._taken_over
         new = self._encode(text)
         if not new:
@@ -102,6 +106,7 @@ class Conversation:
                 fed = [_chosen(logits[None].float(), [*penalty, *warpers], new, temperature > 0)]
                 new.append(fed[0])
                 done = bool(listener(torch.tensor([fed]), None)[0])
+            self._check_weights()
             self._state = State(self._state.turn + 1, fed[0])
             saved = self._saved()
         except BaseException:
@@ -121,6 +126,13 @@ class Conversation:
         cache = WindowCache(self._model, self._window)
         cache.head_tokens = max(len(self._system), self._window.sink_tokens)
         return cache
+
+    def _check_weights(self) -> None:
+        """The KV of one model means nothing to another."""
+        now = self._weights()
+        if self._cache.tokens and now != self._computed_by:
+            raise Refused("the model was changed: what this conversation holds was computed by another")
+        self._computed_by = now
 
     def _catch_up(self) -> bool:
         """Takes what the store has if that is newer than what is here."""

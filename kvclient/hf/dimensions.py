@@ -17,7 +17,7 @@ import torch
 
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
-from kvclient.hf.watch import adapter_state, adapters
+from kvclient.hf.watch import adapter_state, adapters, scales
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
 
@@ -93,17 +93,16 @@ def _digest_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _rope(model: torch.nn.Module) -> dict[str, Any]:
-    tables, scalings = {}, {}
+    tables, factors = {}, {}
     for name, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if key.endswith("inv_freq") and buffer is not None:
                 tables[f"{name}.{key}"] = _digest_tensors([(key, buffer)])
-        scaling = getattr(module, "attention_scaling", None)
-        if isinstance(scaling, (int, float)):
-            scalings[name] = float(scaling)
+        for key, scale in scales(module).items():
+            factors[f"{name}.{key}"] = scale
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return {"inv_freq": tables, "attention_scaling": scalings, "parameters": plain(parameters)}
+    return {"inv_freq": tables, "scales": factors, "parameters": plain(parameters)}
 
 
 # ---------------------------------------------------------------- adapters (peft, never imported here)

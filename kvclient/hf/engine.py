@@ -183,12 +183,19 @@ class Engine:
     ) -> Conversation:
         """A conversation in bounded memory; goes on where one of that name, under the same window, was left
         by any process with this model. system: kept in full for as long as it lasts. priority: of its state
-        in the store.
+        in the store. Raises Refused while generate() would go without the store, as a turn does, and a turn
+        too once the model is another than the one that computed the turns before: their words are not kept.
         """
         window = Window() if window is None else window
-        shelf = Shelf(self.kv.client, lambda: self.kv.identity, name, window, priority)
+        shelf = Shelf(self.kv.client, lambda: self.kv._served().identity, name, window, priority)
         ids = self.encode(system) if system else []
-        return Conversation(self.model, self.tokenizer, shelf, window, ids, self._ends)
+        own = (self.model, self.tokenizer, shelf, window, ids, self._ends)
+        return Conversation(*own, self._computed_by)
+
+    def _computed_by(self) -> bytes:
+        """The identity of the model as it is now, whatever the namespace's salt."""
+        self.kv._served()
+        return self.kv._subjects.unsalted
 
     # ---------------------------------------------------------------- keeping
 

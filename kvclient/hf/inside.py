@@ -24,6 +24,7 @@ from kvclient.hf.prefix import Clock
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import probe_rope, rotated
 from kvclient.hf.structure import KVShape, Refused
+from kvclient.hf.watch import evaluating
 
 LENGTH = 40  # tokens of the proof's prompt
 STRETCHES = ((3, 17, 9), (20, 33, -5))  # start, stop, and how far away they were computed
@@ -34,9 +35,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Interior:
     """Raises Refused, with the reason."""
     interior = Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for method in ("none", "cacheblend"):
             proof = dataclasses.replace(
                 interior, repair=Repair(method, ratio=0.0, sink_tokens=0, min_tokens=1)
@@ -47,8 +46,6 @@ def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Int
                     f"{type(model).__name__}: a pass over some rows ({method}) gives logits that differ by "
                     f"{difference:.2g} from a full one: it does not treat rows by their position alone"
                 )
-    finally:
-        model.train(was_training)
     return interior
 
 

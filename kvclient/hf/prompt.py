@@ -63,7 +63,8 @@ class Prompt:
 
 def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
     """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
-    _check_model(model, input_ids)
+    if torch.is_autocast_enabled(input_ids.device.type):
+        raise Bypassed("autocast", "autocast changes the dtype the model computes in")
     if model_kwargs.get("inputs_embeds") is not None:
         raise Bypassed("inputs", "inputs_embeds")
     _check_cache(model_kwargs)
@@ -82,13 +83,6 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
         key = (pads[row], own.tobytes() if rows > 1 else b"")
         groups.setdefault(key, Group(own, pads[row])).rows.append(row)
     return Prompt(list(groups.values()), rows, length)
-
-
-def _check_model(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
-    if model.training:
-        raise Bypassed("training", "dropout makes KV random; call model.eval()")
-    if torch.is_autocast_enabled(input_ids.device.type):
-        raise Bypassed("autocast", "autocast changes the dtype the model computes in")
 
 
 def _check_cache(model_kwargs: dict[str, Any]) -> None:

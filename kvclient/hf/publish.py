@@ -160,11 +160,11 @@ class Publisher:
 
     def _seal(self, writer: Any, index: int | None, blocks: int) -> None:
         try:
-            if index is None:
-                writer.seal()
+            sealed = writer.seal() if index is None else writer.seal(index)
+            if sealed is False:  # a tolerant client's, without its store
+                self.lost += blocks
             else:
-                writer.seal(index)
-            self.published += blocks
+                self.published += blocks
         except BlockLost:
             self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
 

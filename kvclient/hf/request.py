@@ -115,18 +115,22 @@ class Request:
             self._offer.generated(input_ids, self._prompt.length, self._eos, self._layers)
             self._note_published()
 
-    def finish(self) -> Report:
-        """The call ended, by returning or by an exception."""
-        self._give_back()
-        for layer in self._layers:
-            layer.detach_store()
-        self._layers, self.step = [], None
-        forget_pending()
+    def finish(self) -> None:
+        """The call ended, by returning or by an exception. `report` is whole even if this raises."""
+        try:
+            self._give_back()
+        finally:
+            for layer in self._layers:
+                layer.detach_store()
+            self._layers, self.step = [], None
+            forget_pending()
+            self._complete_report()
+
+    def _complete_report(self) -> None:
         if self._prompt is None and self.report.bypassed is None:
             self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
         self.report.publish_s = self._clock.publish_s
         self.report.total_s = time.perf_counter() - self._started
-        return self.report
 
     # ---------------------------------------------------------------- before the forward pass
 
@@ -139,6 +143,7 @@ class Request:
         publishes = self._options.publish_generated and self._options.publish_tokens is None
         self._generated = self._write and publishes and not beams
         eos = config.eos_token_id
+        eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
         self._eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
     def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
@@ -296,13 +301,15 @@ class Request:
         self.report.published_full_blocks = self._offer.sinks.published if self._offer.sinks else 0
 
     def _give_back(self) -> None:
-        if self._offer is not None:
-            self._offer.abort()
-        for one in self._found:
-            one.release()
-        self._release_plan()
-        self._close_staged()
-        self._prefix = self._blend = None
+        try:
+            if self._offer is not None:
+                self._offer.abort()
+        finally:
+            for one in self._found:
+                one.release()
+            self._release_plan()
+            self._close_staged()
+            self._prefix = self._blend = None
 
     def _close_staged(self) -> None:
         if self._staged is not None:

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from kvclient import kernels
 from kvclient.hf.cache import as_array
 from kvclient.hf.structure import Refused
+from kvclient.hf.watch import evaluating
 
 CONVENTIONS = ("half", "interleaved")
 POSITIONS = (0, 1, 6, 37, 130, 251)  # those that the model has
@@ -176,17 +177,13 @@ def _layers_of(model: torch.nn.Module, token: int, position: int) -> list[tuple[
     """K and V per layer of one token that stands alone at that position."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.tensor([[token]], device=model.device)
-    was_training = model.training
-    model.eval()
+    positions = torch.full_like(ids, position)
     try:
-        model(
-            input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True
-        )
+        with evaluating(model):
+            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except Exception as error:  # whatever the model's own code raises
         reason = f"{type(model).__name__} takes no position_ids ({error!r:.120})"
         raise Refused(f"{reason}: where its positions are cannot be found out") from error
-    finally:
-        model.train(was_training)
     return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in cache.layers]
 
 

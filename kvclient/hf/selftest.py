@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -27,6 +27,10 @@ from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
 from kvclient.hf.attention.registered import without
 from kvclient.hf.dimensions import plain
 from kvclient.hf.structure import Refused, base_model, check_structure
+from kvclient.hf.watch import Watch, evaluating
+
+if TYPE_CHECKING:
+    from kvclient.hf.attach import Attachment
 
 BLOCK_TOKENS = 8
 PREFIX_BLOCKS = 3
@@ -66,13 +70,22 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
     facts += [str(model.config._attn_implementation), str(in_place), str(paged)]
     key = hashlib.sha256(encode(facts)).digest()
     if key not in _passed:
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             _passed[key] = _Trial(model, in_place, paged).run()
-        finally:
-            model.train(was_training)
     return _passed[key]
+
+
+def prove(kv: Attachment, model: torch.nn.Module) -> None:
+    """Tests the model as this attachment serves it; blocks are read in place only where that passes too."""
+    adopted = kv._adopted
+    if adopted.wanted and not adopted.asked:
+        try:
+            kv.padded = self_test(model, in_place=True).padded
+            return
+        except (Refused, RuntimeError):
+            adopted.give_up(model, "self_test")
+            kv._examine(model, Watch(model))
+    kv.padded = self_test(model, adopted.wanted, adopted.paged_tokens is not None).padded
 
 
 class _Trial:

@@ -16,7 +16,8 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.watch import foreign_hook
+from kvclient.hf.attention.layer import forget_pending
+from kvclient.hf.watch import evaluating, foreign_hook
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -61,7 +62,7 @@ def check_structure(model: torch.nn.Module) -> KVShape:
             f"{name} has layers of other kinds ({', '.join(others)}): their state is no KV of single tokens"
         )
     if hook := foreign_hook(model):
-        raise Refused(f"{name} has a forward hook whose effect on KV is unknown: {hook}")
+        raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
     _check_layers(name, config)
     return _probe(name, model, config)
 
@@ -88,16 +89,14 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     cache = DynamicCache(config=config)
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
-    was_training = model.training
-    model.eval()
+    forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with evaluating(model):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:  # whatever the model's own code raises
         raise Refused(
             f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
         ) from error
-    finally:
-        model.train(was_training)
     if getattr(out, "past_key_values", None) is not cache or not cache.layers:
         raise Refused(f"{name} does not fill the cache that generate() gives it")
     layers = cache.layers

@@ -26,6 +26,7 @@ from kvclient.hf.structure import Refused
 from kvclient.hf.subject import AS_COMPUTED, Subject
 from kvclient.hf.verify import Verification, block_tokens_for, own_text
 from kvclient.hf.verify import verify as measure
+from kvclient.hf.watch import evaluating
 
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
@@ -51,7 +52,8 @@ class Trial:
 
 
 def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None) -> Verification:
-    """Prefix reuse and, where the model allows it, every strategy."""
+    """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
+    kv._served(modes=False)
     try:
         interior = examine_interior(model, kv._kv, kv.repair or Repair())
     except Refused:
@@ -64,6 +66,7 @@ def calibrate(
     kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
 ) -> tuple[Verification, Interior | None]:
     """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused."""
+    kv._served(modes=False)
     interior = examine_interior(model, kv._kv, kv.repair or Repair())
     repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
@@ -92,15 +95,11 @@ def _measure(
     kv: Attachment, model: torch.nn.Module, interior: Interior | None, repairs: dict[str, Repair],
     prompts: Sequence[Sequence[int]] | None,
 ) -> Verification:  # fmt: skip
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         codec = kv.form.codec
         codec = AS_COMPUTED if codec is None else codec.name
         prompts = own_text(model) if prompts is None else prompts
         return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
-    finally:
-        model.train(was_training)
 
 
 def _trial(

@@ -1,18 +1,22 @@
 """Whether a model is still the one that was digested: asked before every call, so it has to be cheap.
 
 Owns a list of places to look at and what was seen there. Never reads a weight. Invariant: changed() is true
-after any tensor, module, foreign hook or adapter was replaced, added, removed or written in place, or the
-precision or attention implementation was switched. Only a write through `.data` into the same memory hides
-from it.
+after any tensor, module, foreign hook, forward of a module's own or adapter was replaced, added, removed or
+written in place, or the precision, the attention implementation or a module's scale was switched. What hides
+from it: a write through `.data` into the same memory, and other plain attributes of modules.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
+SCALES = ("scaling", "attention_scaling")  # plain numbers that a module multiplies by
 ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
@@ -21,7 +25,7 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        modules = list(model.modules())
+        self._modules = modules = list(model.modules())
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         self._dicts = [d for m in modules for d in (m._modules, m._parameters, m._buffers) if d]
         self._empty = [d for m in modules for d in (m._parameters, m._buffers, m._modules) if not d]
@@ -33,10 +37,15 @@ class Watch:
         self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
         self._tensors = tensors
         self._adapters = adapters(model)
+        self._scaled = [m.__dict__ for m in modules if scales(m)]
         self._seen = self._look()
 
     def changed(self) -> bool:
         return self._look() != self._seen
+
+    def training(self) -> bool:
+        """Whether any module is in training mode: the dropout in it makes KV random."""
+        return any(module.training for module in self._modules)
 
     def _look(self) -> list[Any]:
         config = self._model.config
@@ -49,6 +58,8 @@ class Watch:
             [t._version for t in self._ordinary],
             self._foreign_hooks() if any(self._hooks) else [],
             [adapter_state(module) for module in self._adapters],
+            [[d.get(name) for name in SCALES] for d in self._scaled],
+            [own for m in self._modules if "forward" in m.__dict__ for own in foreign_forward(m)],
         ]
 
     def _foreign_hooks(self) -> list[int]:
@@ -56,9 +67,11 @@ class Watch:
 
 
 def foreign_hook(model: torch.nn.Module) -> str | None:
-    """The first forward hook that is none of the known libraries': it could change KV, and has no digest."""
+    """The first forward hook or forward of a module's own that is none of the known libraries': it could
+    change KV, and has no digest.
+    """
     for name, module in model.named_modules():
-        for hook in foreign(module):
+        for hook in (*foreign(module), *foreign_forward(module)):
             what = getattr(hook, "__qualname__", type(hook).__name__)
             return f"{_home(hook)}.{what} on {name or 'the model'}"
     return None
@@ -67,6 +80,45 @@ def foreign_hook(model: torch.nn.Module) -> str | None:
 def foreign(module: torch.nn.Module) -> list[Any]:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return [hook for hook in hooks if not _home(hook).startswith(KNOWN_HOOKS)]
+
+
+def foreign_forward(module: torch.nn.Module) -> list[Any]:
+    """What was put on this module in the place of its class's forward. Not counted: what only goes round that
+    one, of accelerate, torch.compile and this library.
+    """
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        of_class = function is type(module).forward and getattr(forward, "__self__", None) is module
+        # Its own name would not do: functools.wraps gives a wrapper that of what it wraps.
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if of_class or home.startswith("kvclient."):
+            break
+        if isinstance(forward, functools.partial) and _home(forward.func).startswith("accelerate."):
+            inner = module.__dict__.get("_old_forward")
+        else:
+            inner = getattr(forward, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return [forward]
+        forward = inner
+    return []
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model is in evaluation mode; then each of its modules in the one it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def scales(module: torch.nn.Module) -> dict[str, float]:
+    own = {name: module.__dict__.get(name) for name in SCALES}
+    return {name: float(value) for name, value in own.items() if isinstance(value, (int, float))}
 
 
 def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -230,13 +230,13 @@ def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
 def test_the_self_test_refuses_a_model_that_looks_ahead(client, fresh_self_test):
     """A bidirectional model: the KV of a prefix depends on what follows it."""
     model = build("llama")
-    embed = model.model.embed_tokens.forward
 
-    def looks_ahead(ids):
-        out = embed(ids)
-        return out + out.mean(dim=1, keepdim=True)
+    class LooksAhead(torch.nn.Embedding):
+        def forward(self, ids):
+            out = super().forward(ids)
+            return out + out.mean(dim=1, keepdim=True)
 
-    model.model.embed_tokens.forward = looks_ahead
+    model.model.embed_tokens.__class__ = LooksAhead
     with pytest.raises(kvclient.hf.Refused, match="depends on what follows"):
         kvclient.hf.attach(model, client)
 
