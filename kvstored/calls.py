@@ -29,6 +29,7 @@ KEY_BYTES = 32
 MAX_KEYS = 1024
 CHUNK_BYTES = 1 << 20
 MAX_FOLLOWERS = 64
+WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
 
 T = TypeVar("T")
 
