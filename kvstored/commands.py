@@ -349,6 +349,8 @@ def stop(given: argparse.Namespace, directory: str) -> int:
         # no other pid can be hit.
         if rundir.running_pid(directory) != pid:
             return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
+        if not rundir.belongs(pid, directory):
+            return _complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if not select.select([watched], [], [], given.timeout_s)[0]:
             return _complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED)
