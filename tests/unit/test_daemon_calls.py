@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvstored.calls import CallCounts, Threads
+from kvstored.calls import CallCounts, Threads, answered, streamed
 from kvstored.service import DISK, MISSING, PENDING, RESIDENT, StoreService
 
 A, B = b"a" * 32, b"b" * 32
@@ -63,3 +63,38 @@ def test_a_cancelled_wait_asks_no_more():
 
     with pytest.raises(asyncio.CancelledError):
         waiting(store, 60_000, cancel)
+
+
+class Endless:
+    """Methods that go on until they are cancelled."""
+
+    def __init__(self):
+        self.counts = CallCounts()
+
+    @answered
+    async def Answer(self, request, context):
+        await asyncio.Event().wait()
+
+    @streamed
+    async def Stream(self, request, context):
+        yield 1
+        await asyncio.Event().wait()
+
+
+def test_a_cancelled_call_is_counted():
+    async def scenario():
+        service = Endless()
+        stream = service.Stream(None, None)
+        assert await anext(stream) == 1
+        for waits in (service.Answer(None, None), anext(stream)):
+            task = asyncio.ensure_future(waits)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        left = service.Stream(None, None)
+        await anext(left)
+        await left.aclose()  # cancelled while its message was being sent
+        assert service.counts.by_status == {("Answer", "CANCELLED"): 1, ("Stream", "CANCELLED"): 2}
+
+    asyncio.run(scenario())
