@@ -22,13 +22,15 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvstored import log
-from kvstored.errors import InvalidArgument, NotFound, StoreError, status_name
+from kvstored.errors import InvalidArgument, StoreError, status_name, unknown_namespace
 from kvstored.histogram import Histogram
 
+CANCELLED = "CANCELLED"  # by the caller, by its deadline or by the daemon's end
 KEY_BYTES = 32
 MAX_KEYS = 1024
 CHUNK_BYTES = 1 << 20
 MAX_FOLLOWERS = 64
+WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
 
 T = TypeVar("T")
 
@@ -114,6 +116,9 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
         began_ns = time.monotonic_ns()
         try:
             reply = await method(self, decoded(request), context)
+        except asyncio.CancelledError:
+            self.counts.add(method.__name__, CANCELLED, began_ns)
+            raise
         except Exception as error:
             failure = _without_frames(error)
         else:
@@ -135,6 +140,9 @@ def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
             async with contextlib.aclosing(method(self, decoded(request), context)) as messages:
                 async for message in messages:
                     yield message
+        except (asyncio.CancelledError, GeneratorExit):  # waiting for a message, or for it to be sent
+            self.counts.add(method.__name__, CANCELLED, began_ns)
+            raise
         except Exception as error:
             failure = _without_frames(error)
         else:
@@ -177,5 +185,5 @@ def named(table: dict[str, T], namespace: str) -> T:
     """The entry of a namespace; empty means "default". Raises NotFound."""
     found = table.get(namespace or "default")
     if found is None:
-        raise NotFound(f"no namespace {namespace or 'default'!r}")
+        raise unknown_namespace(namespace or "default")
     return found

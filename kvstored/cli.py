@@ -260,20 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_ns = _process_started_ns()
     given = parser().parse_args(arguments)
     try:
-        if given.command == "serve":
-            return _serve(given, started_ns)
-        if given.command == "completion":
-            from kvstored.completion import script
-
-            print(script(parser(), given.shell))
-            return Exit.DONE
-        if given.command == "fsck":
-            from kvstored import fsck
-
-            return fsck.run(given)
-        from kvstored import commands
-
-        return commands.run(given, given.dir or default_dir(os.environ))
+        _check_utf8(given)
+        code = _run(given, started_ns)
+        print(end="", flush=True)  # an error of the output is told here, not at the interpreter's end
+        return code
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr)
         return Exit.USAGE
@@ -281,10 +271,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvstored: {error}", file=sys.stderr)
         return Exit.CANNOT_START
     except BrokenPipeError:  # the reader of our output has left, for example head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return Exit.DONE
+    except (OSError, UnicodeEncodeError) as error:  # our output's disk is full, or cannot show a path
+        if given.command == "serve" and not given.print_config:
+            raise  # a bug, and the supervisor starts it again
+        _drop_output()
+        print(f"kvstored: {error}", file=sys.stderr)
+        return Exit.USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _check_utf8(given: argparse.Namespace) -> None:
+    """Python takes arguments of any bytes; gRPC, the native part and our own text want UTF-8."""
+    for value in vars(given).values():
+        for one in value if isinstance(value, list) else (value,):
+            try:
+                one.encode() if isinstance(one, str) else None
+            except UnicodeEncodeError:
+                raise ConfigError(f"{one!r} is no UTF-8, which every path and name must be") from None
+
+
+def _run(given: argparse.Namespace, started_ns: int) -> int:
+    if given.command == "serve":
+        return _serve(given, started_ns)
+    if given.command == "completion":
+        from kvstored.completion import script
+
+        print(script(parser(), given.shell))
+        return Exit.DONE
+    if given.command == "fsck":
+        from kvstored import fsck
+
+        return fsck.run(given)
+    from kvstored import commands
+
+    return commands.run(given, given.dir or default_dir(os.environ))
+
+
+def _drop_output() -> None:
+    """What could not be written is not tried again at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve(given: argparse.Namespace, started_ns: int) -> int:

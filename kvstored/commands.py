@@ -273,9 +273,12 @@ def flush(daemon: Connection, given: argparse.Namespace) -> int:
     if not given.yes:
         if not sys.stdin.isatty():
             raise ConfigError("flush deletes every sealed block: confirm with --yes")
-        if input(
-            f"Delete every sealed block of namespace {given.namespace!r}? [y/N] "
-        ).strip().lower() not in ("y", "yes"):
+        question = f"Delete every sealed block of namespace {given.namespace!r}? [y/N] "
+        print(question, end="", file=sys.stderr, flush=True)  # standard output is the answer's
+        answer = sys.stdin.readline()
+        if not answer:
+            raise ConfigError("flush was not answered: confirm with y, or with --yes")
+        if answer.strip().lower() not in ("y", "yes"):
             return Exit.NO
     deleted = daemon.admin.Flush(
         admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s
@@ -349,6 +352,8 @@ def stop(given: argparse.Namespace, directory: str) -> int:
         # no other pid can be hit.
         if rundir.running_pid(directory) != pid:
             return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
+        if not rundir.belongs(pid, directory):
+            return _complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if not select.select([watched], [], [], given.timeout_s)[0]:
             return _complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvstored.errors import NotFound, NotPermitted, Unauthenticated
+from kvstored.errors import NotPermitted, Unauthenticated, unknown_namespace
 
 DEFAULT = "default"
 SCHEME = "Bearer "
@@ -81,7 +81,7 @@ class GuestsDoor:
 def _visible(stores: Mapping[str, Any], namespace: str) -> tuple[str, Any]:
     store = stores.get(namespace)
     if store is None:
-        raise NotFound(f"no namespace {namespace!r}")
+        raise unknown_namespace(namespace)
     return namespace, store
 
 

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import enum
 
+MAX_SHOWN = 64  # characters of a caller's text
+
 
 class Exit(enum.IntEnum):
     """The command line's exit codes: a promise to scripts."""
@@ -122,3 +124,8 @@ def status_name(error: BaseException) -> str:
         if cls in STATUS_NAMES:
             return STATUS_NAMES[cls]
     return "INTERNAL"
+
+
+def unknown_namespace(name: str) -> NotFound:
+    """Shows so much of the name that the answer can be sent: it goes in a header, which has a limit."""
+    return NotFound(f"no namespace {name[:MAX_SHOWN]!r}")

@@ -39,6 +39,7 @@ class Lease:
     user: int | None  # in whose share it counts
     blocks: dict[bytes, Held] = field(default_factory=dict)
     ended: bool = False
+    timer: asyncio.TimerHandle | None = None  # the deadline's
 
     def held(self, key: bytes) -> Held:
         found = self.blocks.get(key)
@@ -76,7 +77,7 @@ class Leases:
             secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s, user
         )
         self._leases[lease.id] = lease
-        loop.call_at(lease.deadline, self._look, lease)
+        lease.timer = loop.call_at(lease.deadline, self._look, lease)
         return lease
 
     def find(self, namespace: str, lease_id: int) -> Lease:
@@ -124,6 +125,8 @@ class Leases:
         if lease.ended:
             return 0
         lease.ended = True
+        if lease.timer is not None:
+            lease.timer.cancel()  # else the loop would hold the lease until its deadline
         del self._leases[lease.id]
         self._bound.give(lease.user)
         if not lease.writing:
@@ -143,7 +146,7 @@ class Leases:
         if lease.ended:
             return
         if lease.deadline > loop.time():
-            loop.call_at(lease.deadline, self._look, lease)
+            lease.timer = loop.call_at(lease.deadline, self._look, lease)
             return
         self.expired += 1
         self._on_expired(lease.namespace, self.end(lease))

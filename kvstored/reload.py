@@ -73,7 +73,13 @@ class Reload:
         try:
             wanted = load(self.sourced.flags, os.environ, self.sourced.file or None)
             changes, applied = self._plan(wanted.config)
-            config = dataclasses.replace(self.config, **applied)
+            try:
+                config = dataclasses.replace(self.config, **applied)
+            except ConfigError:
+                # Right as a whole, as load() found, but not beside the `disk` or the parts of namespaces that
+                # stay until a restart: the quota waits for it with them.
+                changes, applied = self._plan(wanted.config, later=("disk_quota",))
+                config = dataclasses.replace(self.config, **applied)
         except ConfigError as error:
             self.refused_total += 1
             self._degraded.set("reload_refused", text=str(error))
@@ -91,8 +97,8 @@ class Reload:
         log.info("reloaded", applied=len(applied), after_restart=sum(not one.applied for one in changes))
         return changes
 
-    def _plan(self, wanted: Config) -> tuple[list[Change], dict[str, Any]]:
-        """What changes, and the values that hold from now on."""
+    def _plan(self, wanted: Config, later: tuple[str, ...] = ()) -> tuple[list[Change], dict[str, Any]]:
+        """What changes, and the values that hold from now on. `later`: fields that wait for a restart."""
         changes: list[Change] = []
         applied: dict[str, Any] = {}
         for about in dataclasses.fields(Config):
@@ -100,7 +106,7 @@ class Reload:
             before, after = getattr(self.config, name), getattr(wanted, name)
             if before == after:
                 continue
-            now = self._part[name](before, after) if name in self._part else before
+            now = self._part[name](before, after) if name in self._part and name not in later else before
             if now != before:
                 applied[name] = now
                 changes.append(Change(name, show(before), show(now), True))

@@ -11,12 +11,16 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import stat
+import time
 from typing import Any
 
 from kvstored.errors import StartupError
 
 MAX_JSON_BYTES = 1 << 20
+MAX_PID = 1 << 22  # the kernel's limit
+LOCK_WAIT_S, LOCK_LOOK_S = 0.1, 0.005
 
 
 def prepare(path: str, what: str = "runtime directory") -> bool:
@@ -58,15 +62,26 @@ class Lock:
         except OSError as error:
             raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._take()
+        except BaseException:
             os.close(self._fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StartupError(f"{path}/daemon.lock: {error.strerror}") from error
-            raise StartupError(
-                f"another kvstored (pid {read_pid(path) or 'unknown'}) runs in {path}"
-            ) from None
+            raise
         write_whole(os.path.join(path, "pid"), f"{os.getpid()}\n".encode())
+
+    def _take(self) -> None:
+        """Raises StartupError. A command that looks who runs here holds the lock for a moment, so one refusal
+        proves nothing."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise StartupError(f"{self._path}/daemon.lock: {error.strerror}") from error
+            if time.monotonic() > deadline:
+                pid = read_pid(self._path) or "unknown"
+                raise StartupError(f"another kvstored (pid {pid}) runs in {self._path}")
+            time.sleep(LOCK_LOOK_S)
 
     def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -91,23 +106,44 @@ def running_pid(path: str) -> int | None:
 
 
 def read_pid(path: str) -> int | None:
+    """What the file `pid` says. Whoever owns the directory wrote it, so it proves nothing: see belongs()."""
     try:
         with open(os.path.join(path, "pid"), "rb") as file:
-            return int(file.read(32))
+            pid = int(file.read(32))
     except (OSError, ValueError):
         return None
+    return pid if 1 <= pid <= MAX_PID else None
+
+
+def belongs(pid: int, path: str) -> bool:
+    """Whether the process may be the daemon of this directory: it is of the user whose the directory and its
+    lock are. Otherwise root, told to stop a daemon, would signal whatever process that user names."""
+    try:
+        owners = {os.stat(path).st_uid, os.lstat(os.path.join(path, "daemon.lock")).st_uid}
+        return owners == {os.stat(f"/proc/{pid}").st_uid}
+    except OSError:
+        return False
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """The file has the old or the new content, whatever happens. Mode 0600. Raises StartupError."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    """The file has the old or the new content, whatever happens, also after a loss of power. Mode 0600.
+    Raises StartupError."""
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"  # nobody else can have put something there
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(fd, data)
+            left = memoryview(data)
+            while left:  # a disk that is nearly full takes a part
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(temporary, path)
+        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -129,6 +129,8 @@ class Daemon:
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its default would kill; there is nothing to reload
         log.info("stopping", drain_timeout_s=self._reload.config.drain_timeout_s)
         self._watch.stop()
         await self._stop(servers)
@@ -172,12 +174,15 @@ class Daemon:
         self._opening = access.openness(config, self._tenants)
         access.open_directory(config.dir, self._opening, self._made_directory)
         for name in ("kvstored.sock", "guests.sock"):
-            self._opening.apply(config.in_dir(name), self._opening.socket_mode)
+            try:
+                self._opening.apply(config.in_dir(name), self._opening.socket_mode)
+            except StartupError as error:  # gone: removed by somebody, or by gRPC as the daemon stops
+                log.warning("socket_left_as_it_is", why=str(error))
 
     def _reload_on_signal(self) -> None:
         try:
             self._reload.again()
-        except StoreError as error:
+        except (StoreError, StartupError) as error:
             log.error("reload_refused", why=str(error))
 
     async def _start(self) -> list[grpc.aio.Server]:

@@ -7,6 +7,7 @@ loop; bytes move on the I/O threads.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,6 +16,8 @@ import grpc
 
 from kvstored.calls import (
     CHUNK_BYTES,
+    KEY_BYTES,
+    WAIT_SLICE_MS,
     CallCounts,
     Threads,
     answered,
@@ -297,11 +300,27 @@ class StoreService(store_pb2_grpc.StoreServicer):
         if request.wait_ms:
             _, store = self._door.admit(context, request.namespace)
             keys = packed(request.keys)
-            await self._threads.wait(store.await_blocks, keys, DEFAULT_PRIORITY, request.wait_ms)
+            await self._wait(store, keys, request.wait_ms)
         for index, key in enumerate(request.keys):
             _, store = self._door.admit(context, request.namespace)
             async for message in self._read(store, index, key, chunk):
                 yield message
+
+    async def _wait(self, store: Any, keys: bytes, wait_ms: int) -> None:
+        """Until no block is on its way any more, or the time is over. In slices: a thread cannot be
+        interrupted, and must neither outlive its call by much nor hold up the daemon's end."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        while keys:
+            left_ms = max(0, int((deadline - loop.time()) * 1000))
+            states = await self._threads.wait(
+                store.await_blocks, keys, DEFAULT_PRIORITY, min(WAIT_SLICE_MS, left_ms)
+            )
+            if not left_ms:
+                return
+            # What has come is not waited for again: it may have had to go for the next one.
+            settled = len(states) - len(states.lstrip(bytes((MISSING, RESIDENT))))
+            keys = keys[settled * KEY_BYTES :]
 
     async def _read(self, store: Any, index: int, key: bytes, chunk: int) -> AsyncIterator[Any]:
         """One block in pieces, all of the record and generation that were found."""

@@ -12,15 +12,21 @@ from typing import Any
 
 import grpc
 
-from kvstored.calls import CHUNK_BYTES, MAX_FOLLOWERS, CallCounts, Threads, one_key, streamed
+from kvstored.calls import (
+    CHUNK_BYTES,
+    MAX_FOLLOWERS,
+    WAIT_SLICE_MS,
+    CallCounts,
+    Threads,
+    one_key,
+    streamed,
+)
 from kvstored.doors import Door
 from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NotFound
 from kvstored.layouts import Layouts, layer_ranges
 from kvstored.service import CREATED, SEALED, block_message, state_of
 from kvstored.shares import Bound
 from kvstored.v1 import transfer_pb2, transfer_pb2_grpc
-
-WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
 
 
 class TransferService(transfer_pb2_grpc.TransferServicer):

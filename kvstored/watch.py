@@ -13,6 +13,7 @@ from typing import Any
 from kvstored import log
 from kvstored.calls import Threads
 from kvstored.degraded import Degraded, Entry
+from kvstored.errors import StoreError
 from kvstored.events import Event, Events
 from kvstored.health import Health
 from kvstored.notify import notify, watchdog_interval_s
@@ -42,6 +43,8 @@ class Watch:
         self._tasks = [loop.create_task(one) for one in loops]
         if watchdog_interval_s():
             self._tasks.append(loop.create_task(self._feed_watchdog()))
+        for task in self._tasks:
+            task.add_done_callback(_ended)
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -76,7 +79,10 @@ class Watch:
             await asyncio.sleep(SCRUB_S)
             share = int(scrub_rate() * SCRUB_S) // len(self._stores)
             for name, store in self._stores.items() if share else ():
-                corrupt = (await self._threads.run(store.scrub, share))["corrupt"]
+                try:
+                    corrupt = (await self._threads.run(store.scrub, share))["corrupt"]
+                except StoreError:  # fenced, which _look_for_problems tells; the others are verified on
+                    continue
                 if corrupt:
                     self._events.publish(Event("CORRUPTION", name, {"corrupt": corrupt}))
                     log.error("corrupt_blocks", namespace=name, count=corrupt)
@@ -94,3 +100,9 @@ class Watch:
             if await self.health.answers():
                 notify("WATCHDOG=1")
             await asyncio.sleep(watchdog_interval_s())
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """A loop that ends before it is stopped is a bug: nobody awaits it, so nobody else would say so."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("watch_ended", task=task.get_coro().__name__, error=f"{type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 Method: main() in this process with the daemon's directory; `top` and `stop` as processes.
 """
 
+import io
 import json
 import os
 import re
@@ -96,6 +97,21 @@ def test_flush_asks_first(run, calls):
     assert calls.states("a") == [2]
     assert run_json(run, "flush", "--yes") == {"deleted": 3}
     assert calls.states("a", "b", "c") == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "left"), [("", Exit.USAGE, 2), ("\n", Exit.NO, 2), ("y\n", Exit.DONE, 0)]
+)
+def test_flush_takes_no_answer_for_none_and_asks_beside_the_output(
+    run, calls, monkeypatch, answer, code, left
+):
+    typed = io.StringIO(answer)
+    typed.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", typed)
+    found, out, error = run("flush", "--json")
+    assert found == code and "Delete every sealed block" in error
+    assert out == "" or json.loads(out) == {"deleted": 3}
+    assert calls.states("a") == [left]
 
 
 def test_drain(run, calls):

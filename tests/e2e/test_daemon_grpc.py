@@ -238,6 +238,12 @@ def test_an_unknown_namespace_is_not_found(calls):
         refused(other.layout, UNKNOWN, "'nobody'")
 
 
+def test_an_unknown_namespace_of_any_length_is_not_found(calls):
+    name = "x" * 100_000
+    refused(lambda: Calls(calls.directory, name).layout(), UNKNOWN, f"'{name[:64]}'")
+    refused(lambda: Calls(calls.directory, name).page(), UNKNOWN, f"'{name[:64]}'")
+
+
 def test_a_message_over_the_limit_is_refused_and_the_daemon_goes_on(calls):
     request = store_pb2.WriteRequest(lease_id=1, key=key("a"), data=bytes(5 << 20))
     refused(lambda: calls.store.Write(iter([request]), timeout=CALL_S), grpc.StatusCode.RESOURCE_EXHAUSTED)

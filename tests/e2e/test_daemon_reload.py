@@ -128,3 +128,19 @@ def test_sighup_reloads_and_the_supervisor_is_told(daemon, tmp_path, wait_until)
             told = [supervisor.recv(4096), supervisor.recv(4096)]
             assert told[0].startswith(b"RELOADING=1\nMONOTONIC_USEC=") and told[1] == b"READY=1"
             wait_until(lambda applied=applied: applied in one.log(), "the log says so")
+
+
+def test_sighup_to_a_daemon_that_stops_is_ignored(daemon, tmp_path, wait_until):
+    file = tmp_path / "kvstored.toml"
+    file.write_text("")
+    one = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "300"))
+    with Calls(one.dir) as calls:
+        calls.create([key("a")])
+        follower = calls.follow("a", timeout_ms=60_000)
+        next(follower)  # the call goes on until it is cancelled
+        one.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: " stopping " in one.log(), "the daemon stops")
+        one.process.send_signal(signal.SIGHUP)
+        follower.cancel()
+        assert one.process.wait(60) == 0
+    assert "reload" not in one.log().partition(" stopping ")[2]

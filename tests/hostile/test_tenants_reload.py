@@ -155,3 +155,13 @@ def test_what_needs_a_restart_is_named_and_the_lists_hold_already(configured, fo
     code, said = reload(configured)
     assert code == Exit.DONE and "after a restart" in said, "closing the sockets to others is of the start"
     reaches(configured, SECOND, fork, True)
+
+
+def test_a_socket_that_was_removed_does_not_keep_a_reload_from_applying(configured, fork):
+    os.unlink(configured.dir / "guests.sock")
+    configured.lists(writers=[SECOND])
+    code, said = reload(configured)
+    assert code == Exit.DONE and "applied" in said, said
+    assert "socket_left_as_it_is" in configured.log()
+    reaches(configured, FIRST, fork, wanted=False)
+    reaches(configured, SECOND, fork, wanted=True)

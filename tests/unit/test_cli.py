@@ -265,3 +265,23 @@ def test_status_shows_a_fenced_namespace_and_draining():
 def test_progress_never_leaves_its_bar():
     for done, whole in ((0, 0), (0, 10), (5, 10), (10, 10), (20, 10)):
         assert len(render.progress_line(done, whole).split("]")[0]) == 31
+
+
+@pytest.mark.parametrize("arguments", [("completion", "bash"), ("serve", "--print-config")])
+def test_output_that_cannot_be_written_is_one_line_and_no_answer(arguments, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstored", *arguments],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == Exit.USAGE, done.stderr
+    assert "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status", "--dir"), ("stop", "--dir"), ("fsck",), ("serve", "--dir"), ("ls", "--namespace")],
+)
+def test_an_argument_that_is_no_utf8_is_refused(arguments, capsys):
+    assert main([*arguments, "/tmp/\udcff"]) == Exit.USAGE
+    assert "is no UTF-8" in capsys.readouterr().err

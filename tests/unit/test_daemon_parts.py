@@ -131,6 +131,16 @@ def test_leases_are_bounded_and_belong_to_a_namespace():
     asyncio.run(scenario())
 
 
+def test_a_lease_that_ended_is_not_kept_until_its_deadline():
+    async def scenario():
+        table, ended = leases()
+        lease = table.open("default", Recorder(), ttl_ms=60_000)
+        table.drop_if_empty(lease)
+        assert lease.timer.cancelled() and ended == []
+
+    asyncio.run(scenario())
+
+
 # ---- events
 
 

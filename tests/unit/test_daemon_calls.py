@@ -1,0 +1,100 @@
+"""What stands around every gRPC call: waits that end, calls that are counted, errors of a bounded length.
+
+Method: each part is driven alone; a store is a recorder of the calls it gets.
+"""
+
+import asyncio
+
+import pytest
+
+from kvstored.calls import CallCounts, Threads, answered, streamed
+from kvstored.service import DISK, MISSING, PENDING, RESIDENT, StoreService
+
+A, B = b"a" * 32, b"b" * 32
+
+
+class Waited:
+    """Stands for a store whose blocks come one by one: `answers` to await_blocks, the last for ever."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def await_blocks(self, keys, priority, timeout_ms):
+        self.asked.append((keys, timeout_ms))
+        return bytes(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
+
+
+def waiting(store, wait_ms, then=None):
+    """Runs the wait of a Get on two keys to its end; `then(task)` beside it."""
+
+    async def scenario():
+        threads = Threads(1)
+        service = StoreService(None, {}, None, threads, CallCounts())
+        task = asyncio.ensure_future(service._wait(store, A + B, wait_ms))
+        try:
+            if then is not None:
+                await then(task)
+            await task
+        finally:
+            threads.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_wait_takes_a_thread_for_a_slice_at_a_time_and_ends_when_all_have_come():
+    store = Waited((PENDING, PENDING), (RESIDENT, DISK), (MISSING,))
+    waiting(store, 60_000)
+    assert store.asked == [(A + B, 100), (A + B, 100), (B, 100)]
+
+
+def test_a_wait_ends_at_its_time():
+    store = Waited((PENDING, PENDING))
+    waiting(store, 5)
+    assert store.asked[-1][1] == 0 and store.asked[0][1] <= 5
+
+
+def test_a_cancelled_wait_asks_no_more():
+    store = Waited((PENDING, PENDING))
+
+    async def cancel(task):
+        while len(store.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        waiting(store, 60_000, cancel)
+
+
+class Endless:
+    """Methods that go on until they are cancelled."""
+
+    def __init__(self):
+        self.counts = CallCounts()
+
+    @answered
+    async def Answer(self, request, context):
+        await asyncio.Event().wait()
+
+    @streamed
+    async def Stream(self, request, context):
+        yield 1
+        await asyncio.Event().wait()
+
+
+def test_a_cancelled_call_is_counted():
+    async def scenario():
+        service = Endless()
+        stream = service.Stream(None, None)
+        assert await anext(stream) == 1
+        for waits in (service.Answer(None, None), anext(stream)):
+            task = asyncio.ensure_future(waits)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        left = service.Stream(None, None)
+        await anext(left)
+        await left.aclose()  # cancelled while its message was being sent
+        assert service.counts.by_status == {("Answer", "CANCELLED"): 1, ("Stream", "CANCELLED"): 2}
+
+    asyncio.run(scenario())

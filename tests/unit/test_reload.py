@@ -1,0 +1,41 @@
+"""A reload of a correct file is never refused for what must wait for a restart.
+
+Method: the real loader and plan on a file; nothing is applied to a daemon.
+"""
+
+import pytest
+
+from kvstored.degraded import Degraded
+from kvstored.reload import Reload
+from kvstored.sources import load
+
+BEFORE = 'memory = "1GiB"\ndisk = ["/a"]\ndisk_quota = "8GiB"\n'
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        'memory = "1GiB"\n',
+        BEFORE.replace("8GiB", "2GiB") + '[namespaces.default]\ndisk_quota = "1GiB"\n',
+    ],
+)
+def test_a_quota_that_fits_only_after_the_restart_waits_for_it(tmp_path, after):
+    file = tmp_path / "kvstored.toml"
+    before = BEFORE + '[namespaces.default]\ndisk_quota = "4GiB"\n'
+    file.write_text(before)
+    reload = Reload(load({}, {}, str(file)), Degraded(lambda entry, holds: None))
+    reload.can("disk_quota", "log_level")
+    file.write_text('log_level = "debug"\n' + after)
+    found = {one.name: one.applied for one in reload.again()}
+    assert found["disk_quota"] is False and found["log_level"] is True
+    assert reload.config.disk_quota == 8 << 30 and reload.config.log_level == "debug"
+    assert reload.refused_total == 0
+
+
+def test_a_quota_that_fits_changes_at_once(tmp_path):
+    file = tmp_path / "kvstored.toml"
+    file.write_text(BEFORE)
+    reload = Reload(load({}, {}, str(file)), Degraded(lambda entry, holds: None))
+    reload.can("disk_quota")
+    file.write_text(BEFORE.replace("8GiB", "2GiB"))
+    assert [(one.name, one.applied) for one in reload.again()] == [("disk_quota", True)]
