@@ -211,9 +211,8 @@ class Store {
     double attached_s;  // since it was opened, resumed or adopted
     bool attached, resumed;
   };
-  // A client's session: its page file, made and locked.
-  size_t left_sessions(uint32_t uid);  // ended, and still locked by a client of this user
-  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);
+  size_t left_sessions(uint32_t uid);  // a user's that have ended while a client still locks them
+  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);  // a client's, and its locked page
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
   void keep_only(uint32_t session, std::vector<Handle> open);  // gives up what else of the session is quarantined
