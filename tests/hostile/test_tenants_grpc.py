@@ -175,7 +175,7 @@ def test_another_namespace_answers_like_none(tenants, fork):
             for absent in ("nothere", "closed", "../other", "other\0", "o" * 1000):
                 found = guest.everything(absent, probed, lease)
                 renamed = {
-                    name: (code, text.replace(repr(absent), "'other'"))
+                    name: (code, text.replace(repr(absent[:64]), "'other'"))  # an error shows no more of it
                     for name, (code, text) in found.items()
                 }
                 assert renamed == hidden, absent
