@@ -13,7 +13,7 @@ from typing import Any
 from kvstored import log
 from kvstored.calls import Threads
 from kvstored.degraded import Degraded, Entry
-from kvstored.errors import StoreError
+from kvstored.errors import Fenced
 from kvstored.events import Event, Events
 from kvstored.health import Health
 from kvstored.notify import notify, watchdog_interval_s
@@ -81,7 +81,7 @@ class Watch:
             for name, store in self._stores.items() if share else ():
                 try:
                     corrupt = (await self._threads.run(store.scrub, share))["corrupt"]
-                except StoreError:  # fenced, which _look_for_problems tells; the others are verified on
+                except Fenced:  # _look_for_problems tells it; the others are verified on
                     continue
                 if corrupt:
                     self._events.publish(Event("CORRUPTION", name, {"corrupt": corrupt}))

@@ -57,8 +57,9 @@ def test_a_cancelled_wait_asks_no_more():
     store = Waited((PENDING, PENDING))
 
     async def cancel(task):
-        while len(store.asked) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while len(store.asked) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
