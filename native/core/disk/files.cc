@@ -138,8 +138,8 @@ int RealFiles::move(const std::string& from, const std::string& to, unsigned fla
   const int parent = open_parent(to, true);
   if (parent < 0) return parent;
   const Fd target(parent);
-  return answer(::syscall(SYS_renameat2, source.get(), std::string(last_name(from)).c_str(), target.get(),
-                          std::string(last_name(to)).c_str(), flags));
+  return answer(::renameat2(source.get(), std::string(last_name(from)).c_str(), target.get(), std::string(last_name(to)).c_str(),
+                            flags));
 }
 
 int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
@@ -151,7 +151,8 @@ int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* t
     *temp = new_temp_name();
     problem = move(path, *temp, RENAME_NOREPLACE);
   }
-  // Whoever links it by the name that it had, does so before the move.
+  // A link made meanwhile is seen here. One whose maker found the name before the move and links after this look is not, and no
+  // call could see it: that name then holds the block that is written, as its header says.
   if (problem == 0 && (::fstat(fd, &about) != 0 || !is_ours(about))) {
     remove(*temp);
     problem = -ESTALE;
