@@ -68,8 +68,11 @@ SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
     throw Error(errno == ELOOP || errno == EACCES ? Code::InvalidArgument : Code::Unavailable, errno_text("opening " + path));
   struct stat st;
   if (::fstat(file.own_.get(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_uid != ::geteuid() || (st.st_mode & 07777) != 0600 ||
-      st.st_nlink != 1 || st.st_size < static_cast<off_t>(session_file_bytes(1)))
-    throw Error(Code::InvalidArgument, path + " is not a session file of this user with mode 0600 and one link");
+      st.st_size < static_cast<off_t>(session_file_bytes(1)))
+    throw Error(Code::InvalidArgument, path + " is not a session file of this user with mode 0600");
+  // Where fs.protected_hardlinks is 0, anybody can link it. Which name bears its session's number cannot be told, and its pins
+  // count all the same: nothing is taken over rather than too much given away.
+  if (st.st_nlink > 1) throw Error(Code::Unavailable, path + " has " + std::to_string(st.st_nlink) + " links");
   file.mapping_ = Mapping(file.own_.get(), std::min<size_t>(static_cast<size_t>(st.st_size), session_file_bytes(kMaxPins)), true);
   // By a call, not through the mapping: its client may cut the file at this moment.
   SessionPage page;

@@ -2,7 +2,7 @@
 // of blocks that are no more stays held. Method: pages left by a store that is dropped, changed in one respect each, files that
 // are no page, pins of sessions that outlive the daemon.
 //
-// Rules proven by removal (in a copy of the tree; failed checks of one run): the page's mode, links, owner or pool is not looked
+// Rules proven by removal (in a copy of the tree; failed checks of one run): the page's mode, owner or pool is not looked
 // at, or a link is followed: 2 each; the page's own number of pins is believed: 1; a zombie forgets that its block was being
 // written: 4; the file of a deleted block that is held is forgotten: 1.
 #include <fcntl.h>
@@ -77,8 +77,6 @@ TEST(a_page_that_others_may_open_or_of_another_pool_is_not_taken) {
   const std::pair<const char*, std::function<bool(const std::string&)>> changes[] = {
       {"none", [](const std::string&) { return true; }},
       {"mode", [](const std::string& path) { return ::chmod(path.c_str(), 0640) == 0; }},
-      {"links",
-       [](const std::string& path) { return ::link(path.c_str(), (path.substr(0, path.rfind('/')) + "/other").c_str()) == 0; }},
       {"owner", [](const std::string& path) { return ::chown(path.c_str(), 12345, 12345) == 0; }},
       {"symlink",
        [](const std::string& path) {
@@ -112,6 +110,25 @@ TEST(a_page_that_denies_its_pins_loses_none) {
   page.pin(rig.handle(1));
   const_cast<SessionPage&>(page.board->page()).max_pins = 0;
   rig.restart();
+  CHECK(rig.store->remove(key(1)));
+  rig.store->settle();
+  CHECK_EQ(rig.store->stats().zombies, 1u);
+}
+
+// Anybody can make one where fs.protected_hardlinks is 0; the page protects what it did before.
+TEST(a_page_with_a_second_link_stops_the_adoption) {
+  Rig rig(16 * kMiB, 64);
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  Page page(*rig.store);
+  page.pin(rig.handle(1));
+  const std::string path = std::filesystem::directory_iterator(rig.segments.directory)->path();
+  const std::string second = rig.segments.directory + "/p.s.00000007.second";
+  CHECK(::link(path.c_str(), second.c_str()) == 0);
+  rig.store.reset();
+  CHECK(thrown([&] { rig.store = rig.segments.open(true); }) == Code::Unavailable);
+  CHECK(::access(path.c_str(), F_OK) == 0 && ::access(second.c_str(), F_OK) == 0);
+  CHECK(::unlink(second.c_str()) == 0);
+  rig.store = rig.segments.open(true);
   CHECK(rig.store->remove(key(1)));
   rig.store->settle();
   CHECK_EQ(rig.store->stats().zombies, 1u);
