@@ -121,7 +121,7 @@ struct Create {
   const Chain* chain = nullptr;  // then it gives token counts, positions, fingerprints and the meta areas
   std::span<const uint32_t> token_counts;
   uint32_t layout = 0, priority = kDefaultPriority, ttl_s = 0;
-  std::optional<uint64_t> attachment;  // whose number `layout` is: Detached in any other
+  std::optional<uint64_t> attachment{};  // whose number `layout` is: Detached in any other
   Grants* sealing = nullptr;
 };
 
