@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvclient.blocks.chunker import Chunker
-from kvclient.hf.attention.adopt import IN_PLACE_DEVICES
+from kvclient.hf.attention.adopt import IN_PLACE_DEVICES, Reader
 from kvclient.hf.attention.device_layer import DeviceLayer, Positions
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
 from kvclient.hf.attention.paged import PagedDeviceLayer, PagedLayer, leaders
@@ -42,7 +42,7 @@ class Options:
     follow_timeout_s: float
     publish_generated: bool
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
-    in_place: bool = False  # the model's attention reads blocks where they lie
+    in_place: Reader | None = None  # the model's attention reads blocks where they lie
     static: bool = False  # decoding does not move the tail; its step is recorded where it can be
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
@@ -92,7 +92,8 @@ class Filling:
 
     def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
         forget_pending()
-        pool, prompt, given = self._options.pool, self._prompt, {"pads": self._pads, "left": count_fallback}
+        pool, prompt = self._options.pool, self._prompt
+        given = {"pads": self._pads, "left": count_fallback, "reader": self._options.in_place}
         if paged:
             assert pool is not None
             first = leaders([group.rows for group in prompt.groups], prompt.rows)

@@ -7,6 +7,7 @@ gets it and is counted; what would be silently wrong (a model that changes its k
 """
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -235,6 +236,41 @@ def test_a_returned_cache_goes_on_alone(client, left):
         assert kv.last.bypassed == "user_cache"
     assert torch.equal(rest, plain)
     assert left() == {}
+
+
+OTHERWISE = {
+    "detached": lambda kv, model, cache: kv.detach(),
+    "switched": lambda kv, model, cache: model.set_attn_implementation("eager"),
+    "copied": lambda kv, model, cache: kv.detach() or copy.deepcopy(cache),
+    "from a file": lambda kv, model, cache: kv.detach() or pickle.loads(pickle.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])  # with one, nothing notices that a handle did not come back
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_a_returned_cache_goes_on_under_another_attention(how, layers, paged, client, left):
+    """Which sees the tail only, unless the layers notice: alone without a mask, and with rows of a mask."""
+    if paged and how == "from a file":
+        pytest.skip("pages lie in a pool, which no file holds")
+    model, ids = known("llama", layers=layers), prompt(61)
+    rows = torch.cat([prompt(61), prompt(61, seed=2)])
+    mask = torch.ones((2, 65), dtype=torch.int64)
+    rows[1, :21] = mask[1, :21] = 0
+    plain, logits, _ = generate(model, ids, 12)
+    plain_rows, row_logits, _ = generate(model, rows, 12, attention_mask=mask[:, :61])
+    with attached(model, client, paged=paged) as kv:
+        generate(model, ids, 4)
+        tokens, _, cache = generate(model, ids, 4)
+        row_tokens, _, row_cache = generate(model, rows, 4, attention_mask=mask[:, :61])
+        assert kv.last.reused_tokens > 0
+        cache, row_cache = (OTHERWISE[how](kv, model, one) or one for one in (cache, row_cache))
+        assert left() == {}
+        rest, found, _ = generate(model, tokens, 8, past_key_values=cache)
+        assert torch.equal(rest, plain) and near(found, logits[4:])
+        rest, found, _ = generate(model, row_tokens, 8, attention_mask=mask, past_key_values=row_cache)
+        assert torch.equal(rest, plain_rows) and near(found, row_logits[4:])
+    assert left().pop("switched", 0) == (0 if how in ("copied", "from a file") else 2 * layers)
 
 
 def test_a_copied_cache_has_memory_of_its_own(client):

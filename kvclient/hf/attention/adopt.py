@@ -30,6 +30,24 @@ from kvclient.hf.attention.registered import (
 IN_PLACE_DEVICES = ("cpu", "cuda")
 
 
+class Reader:
+    """Whether a model's attention is one that reads layers in place: asked by the layers themselves, whose
+    cache may outlive the attachment, or what was set at the call.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __call__(self) -> bool:
+        return str(getattr(self._config, "_attn_implementation", "")).startswith(PREFIX)
+
+    def __deepcopy__(self, memo: Any) -> Reader:
+        return self  # a copied cache is for the same model
+
+    def __reduce__(self) -> Any:
+        return Reader, (None,)  # one from a file is for a model that nobody here knows
+
+
 class Adopted:
     """The attention of one attachment's model. `in_place` as long as the kernels are what the model calls."""
 
@@ -58,12 +76,14 @@ class Adopted:
             bring(model)
             self._brought = True
 
-    def in_place(self, model: torch.nn.Module) -> bool:
-        """Whether the model, as it is now, reads blocks in place. What was switched since is counted."""
-        if self.wanted and not str(model.config._attn_implementation).startswith(PREFIX):
+    def in_place(self, model: torch.nn.Module) -> Reader | None:
+        """The model as what reads blocks in place; None if, as it is now, it does not. What was switched
+        since is counted.
+        """
+        reader = Reader(model.config)
+        if self.wanted and not reader():
             count_fallback("switched")
-            return False
-        return self.wanted
+        return reader if self.wanted and reader() else None
 
     def pool(self, kv: Any, device: torch.device) -> PagePool | None:
         """The pages of an attachment to a model with such KV on that device; None if it has none."""

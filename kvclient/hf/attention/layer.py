@@ -40,13 +40,15 @@ class Blocks(Protocol):
 
 
 class InPlaceLayer(StoreLayer):
-    """`pads`: per row, the columns of padding at its left. shape.capacity counts the tail's tokens only."""
+    """`pads`: per row, the columns of padding at its left. reader: whether the model's attention still reads
+    such layers. shape.capacity counts the tail's tokens only.
+    """
 
     device_type = "cpu"  # whose memory it reads
 
     def __init__(
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
-        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None],
+        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], reader: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
         self._call: tuple[Any, ...] | None = None
@@ -55,7 +57,7 @@ class InPlaceLayer(StoreLayer):
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         super().__init__(index, shape, source, written, memory)
         self.origin = self._length
-        self._pads, self._left = pads, left
+        self._pads, self._left, self._reader = pads, left, reader
 
     # ---------------------------------------------------------------- what the model calls
 
@@ -66,6 +68,8 @@ class InPlaceLayer(StoreLayer):
         wants_gradient = torch.is_grad_enabled() and key_states.requires_grad
         if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
             self.become_dense("training" if wants_gradient else "device")
+        if not self._dense and not self._reader():
+            self.become_dense("switched")  # after detach() the cache lives on under another attention
         if self._dense:
             return super().update(key_states, value_states, *args, **kwargs)
         expect_nothing()

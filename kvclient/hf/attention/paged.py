@@ -39,10 +39,10 @@ SEGMENT = np.dtype(
 class PagedLayer(InPlaceLayer):
     def __init__(
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
-        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], table: PageTable,
-        **of_device: Any,
+        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], reader: Callable[[], bool],
+        table: PageTable, **of_device: Any,
     ) -> None:  # fmt: skip
-        super().__init__(index, shape, source, written, None, pads, left, **of_device)
+        super().__init__(index, shape, source, written, None, pads, left, reader, **of_device)
         self.table = table
         self._version = -1
         self._of_prompt: np.ndarray | None = None  # SEGMENT [rows of the prompt, blocks]
