@@ -80,8 +80,8 @@ class Conversation:
         max_new_tokens on, the answer ends with a sentence.
         The text is taken as it stands: roles and their marks are the application's. An end token is part of
         the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
-        from what the store holds. Raises Refused if the model was changed since the last turn: forget()
-        begins anew.
+        from the one before, saved or not. Raises Refused if the model was changed since the last turn:
+        forget() begins anew.
         """
         began = time.perf_counter()
         if max_new_tokens < 1:
@@ -99,7 +99,7 @@ class Conversation:
         fed = [*([self._state.pending] if self._state.pending >= 0 else []), *new]
         fed = [*self._system, *fed] if not self._cache.tokens else fed
         self._cache.check_room(len(fed) + max_new_tokens)
-        done = False
+        done, before, back = False, self._state, self._cache.keep()
         try:
             while not done:
                 logits = self._cache.feed(fed)
@@ -110,7 +110,8 @@ class Conversation:
             self._state = State(self._state.turn + 1, fed[0])
             saved = self._saved()
         except BaseException:
-            self._state, self._cache = State(), self._begun()  # half a turn is none: back to what is stored
+            self._state = before  # half a turn is none; those before it may be held here only
+            back()
             raise
         tokens, answer, finish = listener.answer(0)
         total = time.perf_counter() - began

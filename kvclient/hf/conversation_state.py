@@ -1,8 +1,8 @@
 """Where a conversation lies in the store between its turns: one block per state, in two places by turns.
 
-Owns the format of that block. Never computes anything. Invariant: a state is sealed before the one before the
-last is forgotten, so a process that dies at any point leaves the last one or the one before; and what is
-loaded is, bit by bit, what was saved.
+Owns the format of that block. Never computes anything. Invariant: the newest state in the store is forgotten
+only for one of the same turn, so a process that dies at any point leaves the last one that was saved or the
+one before; and what is loaded is, bit by bit, what was saved.
 
     layer 0: JSON | layer i + 1: a byte per older group (1: quantised) | head | older groups | recent
 """
@@ -90,7 +90,7 @@ class Shelf:
         packed = [_pack(layer) for layer in cache.layers]
         units = -(-max(len(one) for one in packed) // UNIT)
         layout = Layout(len(packed) + 1, 1, UNIT, "uint8", MAX_UNITS, 1, meta_fixed=0, meta_per_token=0)
-        key = self._keys[state.turn % PLACES]
+        key = self._keys[self._place(state.turn)]
         layout_id = self._client.register_layout(layout)
         for _ in range(TRIES):  # of two that save the same turn the last to end stays
             self._client.delete([key])
@@ -111,6 +111,12 @@ class Shelf:
         finally:
             writer.abort()
         return True
+
+    def _place(self, turn: int) -> int:
+        """Where that turn lies already, or else the older state."""
+        told = [self._told(place) for place in range(PLACES)]
+        turns = [0 if one is None else one["turn"] for one in told]
+        return turns.index(turn if turn in turns else min(turns))
 
     def forget(self) -> None:
         self._client.delete(self._keys)

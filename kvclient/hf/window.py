@@ -11,7 +11,7 @@ those.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +193,18 @@ class WindowCache:
             self.dropped += max([layer.settle(self.head_tokens) for layer in self.layers])  # all the same
         assert logits is not None, "there is no token to feed"
         return logits
+
+    def keep(self) -> Callable[[], None]:
+        """What puts back what is held now. It copies nothing: tokens are never written in place."""
+        layers = [(layer, layer.head, list(layer.older), layer.recent, layer.shift) for layer in self.layers]
+        tokens, dropped = self.tokens, self.dropped
+
+        def back() -> None:
+            for layer, head, older, recent, shift in layers:
+                layer.head, layer.older, layer.recent, layer.shift = head, older, recent, shift
+            self.tokens, self.dropped = tokens, dropped
+
+        return back
 
     @property
     def _step(self) -> int:

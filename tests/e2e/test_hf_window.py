@@ -2,7 +2,7 @@
 stays near it while older tokens are quantised, holds no more than its window, and goes on in another process.
 
 Method: tiny random models; plain forward passes over all tokens as reference; a real daemon and a second
-process for the take-over, the in-memory fake for the rest.
+process for the take-over, the in-memory fake for the rest. Turns that fail: test_hf_turns.py.
 """
 
 import dataclasses
@@ -195,19 +195,6 @@ def test_another_process_takes_the_conversation_over(daemon, model):
         assert answers[0].tokens == answers[1].tokens and answers[0].taken_over
 
 
-def test_a_turn_that_fails_is_undone(engine):
-    talk, wanted = engine.conversation("broken", window=SMALL), engine.conversation("whole", window=SMALL)
-    for one in (talk, wanted):
-        one.say(ids(40), 5)
-
-    def fail(*_):
-        raise RuntimeError("the socket is gone")
-
-    with pytest.raises(RuntimeError, match="socket"):
-        talk.say(ids(30, seed=2), 5, on_token=fail)
-    assert talk.say(ids(30, seed=3), 5).tokens == wanted.say(ids(30, seed=3), 5).tokens
-
-
 def test_two_that_save_the_same_turn_both_go_on(engine, client, monkeypatch):
     """The last to end stays; what another is still writing is waited for, and not for ever."""
     one, other = (engine.conversation("same", window=SMALL) for _ in range(2))
@@ -241,18 +228,6 @@ def test_two_that_save_the_same_turn_both_go_on(engine, client, monkeypatch):
     assert said.saved and said.tokens == wanted.say(ids(9, seed=4), 5).tokens
 
 
-def test_a_turn_that_cannot_be_saved_is_undone(engine, monkeypatch):
-    talk, wanted = (engine.conversation(name, window=SMALL) for name in ("broken", "whole"))
-    for one in (talk, wanted):
-        one.say(ids(40), 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(Shelf, "save", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            talk.say(ids(30, seed=2), 5)
-    assert talk.turn == 0  # until it catches up with the store
-    assert talk.say(ids(30, seed=3), 5).tokens == wanted.say(ids(30, seed=3), 5).tokens
-
-
 def test_what_the_codec_cannot_hold_stays_in_full_and_is_told(engine, monkeypatch):
     def beyond(*_args):
         raise NotQuantisable("beyond 65504")
@@ -265,17 +240,6 @@ def test_what_the_codec_cannot_hold_stays_in_full_and_is_told(engine, monkeypatc
     assert other.held.not_quantisable == 4
     for ours, theirs in zip(talk._cache.layers, other._cache.layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours.older, theirs.older, strict=True))
-
-
-def test_a_store_without_room_is_told(model):
-    with (
-        kvclient.InMemoryClient(1 << 20) as client,
-        Engine(model, Words(), client, repair=None, self_test=False) as engine,
-    ):
-        talk = engine.conversation("big", window=SMALL)
-        assert talk.say(ids(10), 2).saved
-        client.store.create = lambda *_args, **_given: "no_space"
-        assert not talk.say(ids(10), 2).saved
 
 
 def test_states_do_not_pile_up(engine, client):
