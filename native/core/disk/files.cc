@@ -138,8 +138,8 @@ int RealFiles::move(const std::string& from, const std::string& to, unsigned fla
   const int parent = open_parent(to, true);
   if (parent < 0) return parent;
   const Fd target(parent);
-  return answer(::renameat2(source.get(), std::string(last_name(from)).c_str(), target.get(), std::string(last_name(to)).c_str(),
-                            flags));
+  return answer(
+      ::renameat2(source.get(), std::string(last_name(from)).c_str(), target.get(), std::string(last_name(to)).c_str(), flags));
 }
 
 int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
