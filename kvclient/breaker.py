@@ -113,10 +113,10 @@ class NoBlocks:
 
 
 class NoWriter:
-    """What create answers without a store: nothing was granted."""
+    """What create answers without a store: nothing was granted, and not for want of memory."""
 
     def __init__(self, count: int) -> None:
-        self.results = ["no_space"] * count
+        self.results = ["unavailable"] * count
         self.granted: list[int] = []
 
     def __len__(self) -> int:

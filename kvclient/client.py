@@ -110,7 +110,8 @@ class KVClient:
         priority is 0 to 100: of two blocks used alike the lower goes first. ttl_s is how many seconds from
         now the blocks may live (rounded up to whole ones), None for ever. token_counts has the tokens of each
         block where they are fewer than the layout's. `sealing` is an earlier writer whose granted blocks are
-        sealed in the same message. A key that gets no memory answers "no_space" and fails nothing else.
+        sealed in the same message. A key that gets no memory answers "no_space" and fails nothing else;
+        with on_error="miss" all of them answer "unavailable" while there is no store.
         Raises InvalidArgument, NotPermitted, Unavailable, DeadlineExceeded.
         """
         seconds = whole_seconds(ttl_s)

@@ -2,7 +2,7 @@
 
 Owns the exception tree; the native module raises these classes by name. Never holds logic beyond the texts
 of the objects. Invariant: whatever the library raises on purpose is a KVClientError, and a miss is none of
-them: a block that is not there is a value (None, "no_space", a lower count), not an exception.
+them: a block that is not there is a value (None, "no_space", "unavailable", a lower count), not an exception.
 
     KVClientError
     ├── Unavailable          (also ConnectionError)  nobody's: the daemon is down, starting or unreachable.

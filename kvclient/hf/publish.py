@@ -51,7 +51,7 @@ class Publisher:
         self._slots: list[Slot] = []
         self.loaded = 0  # columns that the store's blocks fill: nobody tells of them
         self.published = 0
-        self.no_space = 0
+        self.no_space = self.unavailable = 0
         self.lost = 0
 
     @property
@@ -74,6 +74,7 @@ class Publisher:
                 start = pad + starts[first + index]
                 self._slots.append(Slot(writer, index, block, row, start, start + block.tokens))
         self.no_space += writer.results.count("no_space")
+        self.unavailable += writer.results.count("unavailable")
         return writer.results
 
     def written(self, layer: int, start: int, stop: int, storage: torch.Tensor, origin: int) -> None:

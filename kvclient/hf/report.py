@@ -36,6 +36,7 @@ class Report:
     write_bypassed: str | None = None  # why it was only read
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
+    unavailable: int = 0  # blocks that no store was there to take (on_error="miss")
     full_tokens: int = 0  # of the reused ones, with a codec: taken as computed (first and last of a prompt)
     published_full_blocks: int = 0  # those of such tokens; not in published_blocks
     not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
@@ -49,7 +50,7 @@ class Totals:
         "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
         "followed_tokens",
         "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
-        "disk_refused", "full_tokens",
+        "disk_refused", "full_tokens", "unavailable",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 

@@ -71,7 +71,9 @@ def test_a_daemon_that_is_gone_with_on_error_miss(daemon, model):
         assert torch.equal(generate(model, new)[0], plain_new)
         assert (kv.last.reused_tokens, kv.last.published_blocks) == (0, 0)
         assert client.degraded
+        assert (kv.last.unavailable, kv.last.no_space) == (4, 0), "absent is not full"
         assert torch.equal(generate(model, ids)[0], plain)
+        assert kv.stats["unavailable"] >= 4 and kv.stats["no_space"] == 0
 
 
 def test_a_daemon_that_starts_empty_and_numbers_layouts_anew(daemon, model):

@@ -30,7 +30,7 @@ def test_a_tolerant_client_computes_on(daemon, layouts):
     put(client, keys, small)
     with client.create(new_keys(1), small) as writer:
         started.kill()
-        assert client.create(new_keys(1), small).results == ["no_space"]
+        assert client.create(new_keys(1), small).results == ["unavailable"]
         assert client.degraded and kvclient.metrics()["kvclient_degraded"] == 1
         assert client.lookup(keys).resident == 2, "shared memory still answers"
     assert writer.results == ["granted"]
@@ -133,7 +133,7 @@ def test_no_block_is_made_in_the_layout_of_another_number(daemon, layouts, on_er
             with pytest.raises(DeadlineExceeded):
                 client.create(new_keys(1), small)
         else:
-            assert client.create(new_keys(1), small).results == ["no_space"]
+            assert client.create(new_keys(1), small).results == ["unavailable"]
         with pytest.raises(Detached):
             client._native.create(new_keys(1), small, attachment=old)
         keys = new_keys(2)
@@ -210,7 +210,7 @@ def test_a_frozen_daemon_holds_nobody_up(daemon, layouts):
         for call in (lambda: client.create(new_keys(1), small), lambda: client.delete(keys), client.stats):
             with pytest.raises((DeadlineExceeded, Unavailable)):
                 call()
-        assert tolerant.create(new_keys(1), small).results == ["no_space"] and tolerant.degraded
+        assert tolerant.create(new_keys(1), small).results == ["unavailable"] and tolerant.degraded
         for reader in (client, tolerant):
             with reader.get(keys) as blocks:
                 for block in blocks:

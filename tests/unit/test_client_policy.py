@@ -221,7 +221,7 @@ def test_without_a_store_everything_is_a_miss(daemon):
         assert list(blocks) == [None, None] and blocks[0] is None and len(blocks) == 2 and blocks.hits == 0
         blocks.wait_layer(0, timeout_s=0)
     with client.create(KEYS, 0) as writer:
-        assert writer.results == ["no_space"] * 2 and writer.granted == []
+        assert writer.results == ["unavailable"] * 2 and writer.granted == []
         writer.wait_pending(timeout_s=0)
     assert client.delete(KEYS) == 0 and client.touch(KEYS) == 0
     assert client.stats()["used_bytes"] == client.stats()["disk_written"] == client.stats()["evictions"] == 0
@@ -242,7 +242,7 @@ def test_a_tolerant_client_comes_back(daemon, monkeypatch):
     layout_id = client.register_layout(BLOB)
     daemon.up = True
     Native(daemon).register_layout(OTHER_BLOB)
-    assert client.create(KEYS, layout_id).results == ["no_space"] * 2  # the backoff has not passed
+    assert client.create(KEYS, layout_id).results == ["unavailable"] * 2  # the backoff has not passed
     clock[0] += FIRST_BACKOFF_S
     client.create(KEYS, layout_id)
     assert not client.degraded
