@@ -149,14 +149,14 @@ def test_draining_is_a_state_and_ends(watched):
     assert kinds.count(names.KIND_DEGRADED) == kinds.count(names.KIND_RECOVERED) == 1
 
 
-def test_a_session_thread_that_hangs_is_noticed(watched):
+def test_a_session_thread_that_hangs_is_noticed(watched, wait_until):
     """SIGSTOP would stop the whole process, so its socket is replaced by one that nobody serves."""
     path = watched.dir / "kvstored.sock"
     path.unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(path))
         deaf.listen()
-        assert health_of(watched, "") == NOT_SERVING
+        wait_until(lambda: health_of(watched, "") == NOT_SERVING, "a probe that began after it notices")
         assert degraded(watched) == {("sessions_not_answering", "")}
 
 
