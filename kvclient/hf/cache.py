@@ -151,6 +151,7 @@ class StoreLayer(DynamicLayer):
             raise RuntimeError(
                 f"layer {self.index} computes {list(like.shape)} of {like.dtype}; the store has {wanted}"
             )
+        self._storage = writable(self._storage)
         if tokens > self._storage.shape[3]:
             grown = self._allocate(self._storage.shape[1], max(tokens, int(self._storage.shape[3] * GROWTH)))
             grown[:, :, :, : self._length] = self._storage[:, :, :, : self._length]
@@ -204,6 +205,11 @@ class StoreLayer(DynamicLayer):
             self._storage = self._memory = self._source = self.written = None
             self._plain = True
         return super().update(key_states, value_states)
+
+
+def writable(memory: torch.Tensor) -> torch.Tensor:
+    """The same, or a copy if it was made in torch.inference_mode(), outside which it cannot be written."""
+    return memory if torch.is_inference_mode_enabled() or not memory.is_inference() else memory.clone()
 
 
 def array_dtype(dtype: torch.dtype) -> np.dtype:

@@ -20,7 +20,7 @@ import torch
 
 from kvclient import kernels
 from kvclient.hf.attention import dense
-from kvclient.hf.cache import GROWTH, Shape, StoreLayer, as_array
+from kvclient.hf.cache import GROWTH, Shape, StoreLayer, as_array, writable
 from kvclient.kernels import contract
 
 HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
@@ -205,6 +205,8 @@ class InPlaceLayer(StoreLayer):
             grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
             grown[:, :, :, :low] = self._storage[:, :, :, :low]
             self._storage, self._call = grown, None
+        elif (own := writable(self._storage)) is not self._storage:
+            self._storage, self._call = own, None
         place = self._storage[:, :, :, low:high]
         place[0], place[1] = keys, values
         return place[0], place[1]

@@ -52,7 +52,8 @@ class PagePool:
         self.pages = -(-tokens // PAGE_TOKENS)
         self.shape = (layers, heads, head_dim, dtype, device)
         size = (self.pages + 1, layers, 2, heads, PAGE_TOKENS, head_dim)
-        self.memory = torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # which attach() may be called in, and calls need not be
+            self.memory = torch.empty(size, dtype=dtype, device=device)
         self._owners = [0] * (self.pages + 1)
         self._free = list(range(self.pages, NOTHING, -1))
         self._lock = threading.RLock()  # a table may be collected, and give back, at any time
