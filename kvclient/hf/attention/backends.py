@@ -25,6 +25,7 @@ _CPU = {
     "cpu_amx": ("amx",),
     "cpu_avx512": ("avx512_fp16", "avx512_vnni", "avx512"),
     "cpu_avx2": ("avx2",),
+    "cpu_reference": ("reference",),  # naive: only for who names it
 }
 _OWN_GPU, _TORCH_GPU = ("cuda_sm90a", "cuda"), ("torch_cudnn", "torch_flash")
 NAMES = (*_OWN_GPU, "triton", *_TORCH_GPU, *_CPU, "torch")
@@ -90,7 +91,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     for candidate in NAMES[:-1]:
         if candidate == "triton" and device.type == "cpu":
             continue  # interpreted: only for who names it
-        if candidate in _CPU and _other_path(candidate):
+        if candidate in _CPU and not _wanted(candidate):
             continue
         if _lacks(candidate) is None and unfit(device, dtype, head_dim, backend(candidate)) is None:
             return backend(candidate)
@@ -119,12 +120,11 @@ def head_dim_of(model: torch.nn.Module) -> int:
     return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
 
 
-def _other_path(name: str) -> bool:
-    """Whether KVK_CPU_PATH names a path of another backend than this."""
-    if PATH not in os.environ or _lacks(name) is not None:
-        return False
-    path = contract.auto_path()
-    return path not in _CPU[name] and any(path in paths for paths in _CPU.values())
+def _wanted(name: str) -> bool:
+    """Whether this backend is one to be chosen: by KVK_CPU_PATH, which names a path of it, or by default."""
+    if PATH not in os.environ:
+        return name != "cpu_reference"
+    return _lacks(name) is None and contract.auto_path() in _CPU[name]
 
 
 def _misnamed_path(name: str) -> str | None:
