@@ -1,20 +1,27 @@
 """Memory for the KV of one request after another, without faulting it in each time.
 
-Owns up to SPARE_BYTES of arrays that earlier requests used. Never takes memory from anybody: an array is
-handed out again only when nothing refers to it any more, and every tensor and view made from it does refer to
-it. Invariant: two living caches never share memory.
+Owns up to SPARE_BYTES of memory that earlier requests used. Never takes memory from anybody, and counts no
+references: an array that is handed out is an object of its own, every tensor and view made
+from it keeps that object alive, and only when it is gone is the memory handed out again. Invariant: two
+living caches never share memory.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
+from dataclasses import dataclass
 
 import numpy as np
 
 SPARE_BYTES = 256 << 20  # what an attached model keeps at most between requests
-LOOSE = 2  # an array is not used for less than 1 / LOOSE of its size
-_UNUSED = 3  # references to an array that only _spare has: the list's, the loop's, and getrefcount's own
+LOOSE = 2  # memory is not used for less than 1 / LOOSE of its size
+
+
+@dataclass
+class _Spare:
+    own: memoryview  # of an array: a view of a view would keep that one alive, and not what was handed out
+    handed: weakref.ref[np.ndarray]
 
 
 class Memory:
@@ -22,23 +29,26 @@ class Memory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spare: list[np.ndarray] = []
+        self._spare: list[_Spare] = []
 
     def take(self, size: int) -> np.ndarray:
         """An array of at least `size` bytes, their contents undefined."""
         if size > SPARE_BYTES:
             return np.empty(size, dtype=np.uint8)
         with self._lock:
-            for array in self._spare:
-                if size <= array.nbytes <= size * LOOSE and sys.getrefcount(array) == _UNUSED:
+            for spare in self._spare:
+                if size <= spare.own.nbytes <= size * LOOSE and spare.handed() is None:
+                    array = np.frombuffer(spare.own, np.uint8)
+                    spare.handed = weakref.ref(array)
                     return array
-            fresh = np.empty(size, dtype=np.uint8)
-            self._spare.append(fresh)
+            own = memoryview(np.empty(size, dtype=np.uint8))
+            array = np.frombuffer(own, np.uint8)
+            self._spare.append(_Spare(own, weakref.ref(array)))
             self._shrink()
-            return fresh
+            return array
 
     def _shrink(self) -> None:
-        """Forgets the oldest arrays beyond the bound. Who still uses one keeps it alive."""
-        kept = sum(array.nbytes for array in self._spare)
+        """Forgets the oldest memory beyond the bound. Who still uses some keeps it alive."""
+        kept = sum(spare.own.nbytes for spare in self._spare)
         while kept > SPARE_BYTES:
-            kept -= self._spare.pop(0).nbytes
+            kept -= self._spare.pop(0).own.nbytes
