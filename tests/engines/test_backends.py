@@ -26,7 +26,7 @@ NAMES = [name for name in (*SERVED, *REFUSED) if name not in OWN_ATTENTION]
 MASKS_OF_THEIR_OWN = ("llama4",)  # attends in chunks
 if transformers.__version__.startswith("5.0."):
     MASKS_OF_THEIR_OWN += ("opt", "stablelm")
-BACKENDS = ["cpu_avx512", "cpu_amx", "cpu_avx2", "torch"]
+BACKENDS = ["cpu_avx512", "cpu_amx", "cpu_avx2", "cpu_reference", "torch"]
 TELLING = (
     "llama",
     "gemma2",
@@ -118,7 +118,7 @@ def test_every_backend_is_named_with_its_reason():
     found = attention.available_backends()
     assert list(found) == [
         "cuda_sm90a", "cuda", "triton", "torch_cudnn", "torch_flash",
-        "cpu_amx", "cpu_avx512", "cpu_avx2", "torch",
+        "cpu_amx", "cpu_avx512", "cpu_avx2", "cpu_reference", "torch",
     ]  # fmt: skip
     assert found["torch"] is None
     assert all(reason is None or reason for reason in found.values())
