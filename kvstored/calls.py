@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from kvstored import log
 from kvstored.errors import InvalidArgument, StoreError, status_name, unknown_namespace
@@ -66,46 +65,21 @@ class CallCounts:
         self.took[method].add(time.monotonic_ns() - began_ns)
 
 
-class Malformed:
-    """Stands for a request whose bytes are no message."""
-
-
-class Decoding(grpc.aio.ServerInterceptor):
-    """Bytes that do not decode are the caller's mistake; gRPC alone would answer UNKNOWN and log a
-    traceback."""
-
-    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/kvstored."):
-            return handler
-        decode = handler.request_deserializer
-
-        def lenient(data: bytes) -> Any:
-            try:
-                return decode(data)
-            except DecodeError:
-                return Malformed()
-
-        return handler._replace(request_deserializer=lenient)
-
-
-def decoded(request: T) -> T:
-    """The request itself. Raises InvalidArgument if its bytes were no message."""
-    if isinstance(request, Malformed):
-        raise InvalidArgument("the request's bytes are no message of this method")
-    return request
-
-
-async def _refuse(
-    self: Any, name: str, error: BaseException, context: grpc.aio.ServicerContext, began_ns: int
+def refuse(
+    counts: CallCounts, method: str, error: Exception, context: grpc.aio.ServicerContext, began_ns: int
 ) -> None:
-    status = status_name(error)
-    self.counts.add(name, status, began_ns)
+    """Counts the call, which ends with the error's status. Not by abort(): gRPC keeps the exception that it
+    raises in the call's context, a cycle. The request, which a hostile caller makes as large as a message may
+    be, and the connection's place for the call would stay until some collection."""
+    status, text = status_name(error), str(error)
+    counts.add(method, status, began_ns)
     if not isinstance(error, StoreError):
-        where = " ".join(getattr(error, "__notes__", ()))
-        log.error("call_failed", method=name, error=f"{type(error).__name__}: {error}", where=where)
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the daemon's log has it")
-    await context.abort(grpc.StatusCode[status], str(error))
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        log.error("call_failed", method=method, error=f"{type(error).__name__}: {error}", where=where)
+        text = "internal error; the daemon's log has it"
+    context.set_code(grpc.StatusCode[status])
+    context.set_details(text)
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,17 +89,14 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         began_ns = time.monotonic_ns()
         try:
-            reply = await method(self, decoded(request), context)
+            reply = await method(self, request, context)
         except asyncio.CancelledError:
             self.counts.add(method.__name__, CANCELLED, began_ns)
             raise
         except Exception as error:
-            failure = _without_frames(error)
-        else:
-            self.counts.add(method.__name__, "OK", began_ns)
-            return reply
-        request = None  # see _without_frames
-        return await _refuse(self, method.__name__, failure, context, began_ns)
+            return refuse(self.counts, method.__name__, error, context, began_ns)
+        self.counts.add(method.__name__, "OK", began_ns)
+        return reply
 
     return call
 
@@ -137,31 +108,18 @@ def streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         began_ns = time.monotonic_ns()
         try:
-            async with contextlib.aclosing(method(self, decoded(request), context)) as messages:
+            async with contextlib.aclosing(method(self, request, context)) as messages:
                 async for message in messages:
                     yield message
         except (asyncio.CancelledError, GeneratorExit):  # waiting for a message, or for it to be sent
             self.counts.add(method.__name__, CANCELLED, began_ns)
             raise
         except Exception as error:
-            failure = _without_frames(error)
+            refuse(self.counts, method.__name__, error, context, began_ns)
         else:
             self.counts.add(method.__name__, "OK", began_ns)
-            return
-        request = None
-        await _refuse(self, method.__name__, failure, context, began_ns)
 
     return call
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The error without its traceback. gRPC keeps the exception that abort raises in the call's context: a
-    cycle, freed by some later collection. What its frames hold lives as long, so they must not hold the
-    request, which a hostile caller makes as large as a message may be. Of a bug the last line is kept."""
-    if not isinstance(error, StoreError):
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        error.add_note(f"{os.path.basename(where.filename)}:{where.lineno}")
-    return error.with_traceback(None)
 
 
 def one_key(key: bytes) -> bytes:

@@ -8,10 +8,8 @@ namespace that does not exist, by the same lines of code.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -24,7 +22,6 @@ NO_TOKEN = (
     "this socket wants the token of a living session with every call: "
     "authorization: Bearer <client.grpc_token()>"
 )
-KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class Door(Protocol):
@@ -35,7 +32,7 @@ class Door(Protocol):
         ...
 
     def user(self, context: grpc.aio.ServicerContext) -> int | None:
-        """In whose share of what is bounded a call counts; None: nobody's."""
+        """In whose share of what is bounded a call counts; None: nobody's. Raises Unauthenticated."""
         ...
 
 
@@ -64,18 +61,22 @@ class GuestsDoor:
     def admit(
         self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
     ) -> tuple[str, Any]:
-        granted = self._sessions.token(_shown(context.invocation_metadata()))
-        if granted is None:
-            raise Unauthenticated(NO_TOKEN)
-        own, read_only, _ = granted
+        own, read_only, _ = self._granted(context)
         found = _visible({own: self._stores[own]}, namespace or DEFAULT)
         if write and read_only:
             raise NotPermitted(f"the session of namespace {own} is read-only")
         return found
 
     def user(self, context: grpc.aio.ServicerContext) -> int | None:
-        granted = self._sessions.token(_shown(context.invocation_metadata()))
-        return None if granted is None or granted[2] in (0, os.geteuid()) else granted[2]
+        _, _, user = self._granted(context)
+        return None if user in (0, os.geteuid()) else user
+
+    def _granted(self, context: grpc.aio.ServicerContext) -> tuple[str, bool, int]:
+        """The namespace, whether only for reading, and the user of the session whose token is shown."""
+        granted: tuple[str, bool, int] | None = self._sessions.token(_shown(context.invocation_metadata()))
+        if granted is None:
+            raise Unauthenticated(NO_TOKEN)
+        return granted
 
 
 def _visible(stores: Mapping[str, Any], namespace: str) -> tuple[str, Any]:
@@ -83,54 +84,6 @@ def _visible(stores: Mapping[str, Any], namespace: str) -> tuple[str, Any]:
     if store is None:
         raise unknown_namespace(namespace)
     return namespace, store
-
-
-class Shares(grpc.aio.ServerInterceptor):
-    """One other user holds half of the calls at most, and who shows no token none: the rest are served. The
-    daemon's own user and root may use them up."""
-
-    def __init__(self, sessions: Any, max_calls: int) -> None:
-        self._sessions = sessions
-        self._most = max(1, max_calls // 2)
-        self._held: Counter[int | None] = Counter()  # by user id; bounded by the calls in progress
-
-    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        granted = self._sessions.token(_shown(details.invocation_metadata))
-        user = None if granted is None else granted[2]
-        if user in (0, os.geteuid()):
-            return handler
-        kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
-        method = getattr(handler, kind)
-
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with self._share(user, context):
-                return await method(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            async with self._share(user, context), contextlib.aclosing(method(request, context)) as messages:
-                async for message in messages:
-                    yield message
-
-        return handler._replace(**{kind: stream if handler.response_streaming else answer})
-
-    @contextlib.asynccontextmanager
-    async def _share(self, user: int | None, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        if user is None:  # at once: a stream that nothing comes through would be held for as long
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
-        elif self._held[user] >= self._most:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"this user has {self._most} calls in progress, the most"
-            )
-        self._held[user] += 1
-        try:
-            yield
-        finally:
-            self._held[user] -= 1
-            if not self._held[user]:
-                del self._held[user]
 
 
 def _shown(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:

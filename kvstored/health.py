@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstored.degraded import Degraded
-from kvstored.errors import Fenced, NoSpace, StoreError
+from kvstored.errors import Fenced, NoSpace, NotFound, StoreError
 
 PROBE_TIMEOUT_S = 2.0
 FRESH_S = 0.5  # an answer that is younger is not asked for again
@@ -170,12 +170,12 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         if not self._known(request.service):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+            raise NotFound("no such service")
         return health_pb2.HealthCheckResponse(status=await self._status(request.service))
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         if self._watchers >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the limit is {MAX_WATCHERS} watchers")
+            raise NoSpace(f"{self._watchers} watchers, the limit is {MAX_WATCHERS}")
         self._watchers += 1
         last = None
         try:

@@ -19,9 +19,10 @@ import grpc
 
 from kvstored import __version__, _core, access, log, rundir
 from kvstored.admin import AdminService
-from kvstored.calls import CallCounts, Decoding, Threads
+from kvstored.admission import Admission
+from kvstored.calls import CallCounts, Threads
 from kvstored.config import Config
-from kvstored.doors import Door, GuestsDoor, OwnersDoor, Shares
+from kvstored.doors import Door, GuestsDoor, OwnersDoor
 from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.events import Event, Events
 from kvstored.exposition import Figures, render
@@ -217,14 +218,16 @@ class Daemon:
         owners.add_generic_rpc_handlers((LazyReflection(),))
         servers = [(owners, config.in_dir("grpc.sock"), None)]
         if config.open_to_others:
-            # Anybody may connect: what they can hold, and for how long without a call, has a bound.
+            # Anybody may connect: what they can hold, and for how long without a call, has a bound. A refused
+            # call is held until its refusal is read, which a client may never do; beyond as many of those as
+            # of calls, a connection's are dropped without a word (UNAVAILABLE).
             bounds = (
                 ("grpc.max_allowed_incoming_connections", config.max_sessions),
+                ("grpc.max_concurrent_streams", 2 * config.max_calls),  # of a connection
                 ("grpc.server_handshake_timeout_ms", GUEST_HANDSHAKE_MS),
                 ("grpc.max_connection_idle_ms", GUEST_IDLE_MS),
             )
-            shares = Shares(self._sessions, config.max_calls)
-            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds, shares)
+            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds)
             servers.append((guests, config.in_dir("guests.sock"), self._opening))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.in_dir("guests.sock"))  # also where no other user is configured any more
@@ -242,12 +245,9 @@ class Daemon:
             await server.start()
         return [server for server, _, _ in servers]
 
-    def _new_grpc(
-        self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...], *shares: Shares
-    ) -> grpc.aio.Server:
+    def _new_grpc(self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=(*shares, Decoding()),
-            maximum_concurrent_rpcs=config.max_calls,
+            interceptors=(Admission(door, config.max_calls, self._counts),),
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),

@@ -21,7 +21,6 @@ from kvstored.calls import (
     CallCounts,
     Threads,
     answered,
-    decoded,
     one_key,
     packed,
     streamed,
@@ -190,8 +189,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         lease: Lease | None = None
         held: Held | None = None
         written = 0
-        async for request in requests:
-            piece = decoded(request)
+        async for piece in requests:
             # With every piece: a token may end while its stream goes on.
             namespace, _ = self._door.admit(
                 context, piece.namespace if piece.key or lease is None else lease.namespace, write=True

@@ -12,8 +12,10 @@ import pytest
 
 from kvclient.conformance.case import SMALL, new_keys
 from kvstored.calls import MAX_FOLLOWERS
+from kvstored.doors import NO_TOKEN
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
+from tests.hostile.conftest import GROWTH_BYTES, private_bytes
 from tests.hostile.test_tenants_grpc import OTHER, WRITER, Guest
 
 pytestmark = [
@@ -24,8 +26,10 @@ pytestmark = [
 Code = grpc.StatusCode
 
 
-def test_one_user_holds_half_of_the_calls(daemon, fork):
-    """Calls that never end: another user is served beside them, and who shows no token holds none."""
+@pytest.mark.parametrize("method", ["Write", "Lookup"])
+def test_one_user_holds_half_of_the_calls(daemon, fork, method):
+    """Calls whose messages never come, be they to be many or one: another user is served beside them, and who
+    shows no token holds none."""
     one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-calls", "8"))
 
     def hold(steps) -> None:
@@ -35,14 +39,18 @@ def test_one_user_holds_half_of_the_calls(daemon, fork):
             over.wait()
             yield from ()
 
-        full = Code.RESOURCE_EXHAUSTED  # also where more arrive at once than are taken in all
-        for guest, most, refusals in (
-            (Guest(one, client), 4, {full}),
-            (Guest(one, None), 0, {full, Code.UNAUTHENTICATED}),
+        for guest, most, code, text in (
+            (Guest(one, client), 4, Code.RESOURCE_EXHAUSTED, "this user has 4 of 8, the most: "),
+            (Guest(one, None), 0, Code.UNAUTHENTICATED, NO_TOKEN),
         ):
-            calls = [guest.store.Write.future(silent(), metadata=guest.metadata()) for _ in range(8)]
-            eventually(lambda c=calls, n=8 - most: sum(i.done() for i in c) == n, "the others are refused")
-            assert {call.code() for call in calls if call.done()} <= refusals
+            start = guest.channel.stream_unary(f"/kvstored.v1.Store/{method}")
+            calls = [start.future(silent(), metadata=guest.metadata()) for _ in range(10)]
+            eventually(
+                lambda c=calls, n=10 - most: sum(i.done() for i in c) == n, "the others are refused", 20
+            )
+            ended = [call for call in calls if call.done()]
+            assert {call.code() for call in ended} == {code}
+            assert all(call.details().startswith(text) for call in ended), ended[0].details()
         steps.reached("held")
         over.set()
 
@@ -104,6 +112,67 @@ def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, wh
     fork(as_user(OTHER, work)).finish()
     holder.go_on()
     holder.finish()
+
+
+def test_errors_do_not_fill_a_connection_up(daemon, fork):
+    """What a connection may have at a time is bounded: a call that has failed is none of it any more."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}", "--max-calls", "8"))
+
+    def work(_steps) -> None:
+        client = one.connect()
+        for guest, code in (
+            (Guest(one, client), Code.NOT_FOUND),
+            (Guest(one, None), Code.UNAUTHENTICATED),
+        ):
+            for method, request in (
+                (guest.store.Lookup, store_pb2.LookupRequest(namespace="none")),
+                (guest.store.Get, store_pb2.GetRequest(namespace="none")),
+            ):
+                assert [guest.ask(method, request)[0] for _ in range(50)] == [code] * 50
+
+    fork(as_user(WRITER, work)).finish()
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+    """Of HTTP/2."""
+    return len(body).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + body
+
+
+def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
+    """A stranger begins 9,000 calls on three connections and reads nothing: each is held until its refusal is
+    read. 165 MB if a connection may have any number of them, 10 MB with the bound."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}"))
+    lookup = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", b"/kvstored.v1.Store/Lookup"),
+        (b":authority", b"x"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+    head = b"".join(b"\0" + bytes([len(n)]) + n + bytes([len(v)]) + v for n, v in lookup)
+    before = private_bytes(one.pid)
+
+    def begin(steps) -> None:
+        held = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for wire in held:
+            wire.connect(str(one.dir / "guests.sock"))
+            wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+            for call in range(3000):
+                wire.sendall(frame(1, 4, 2 * call + 1, head))
+        steps.reached("held")
+
+    def work(_steps) -> None:
+        guest = Guest(one, one.connect())
+        for _ in range(20):
+            assert guest.ask(guest.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
+
+    stranger = fork(as_user(12_399, begin))
+    stranger.run_to("held")
+    fork(as_user(WRITER, work)).finish()
+    assert private_bytes(one.pid) - before < GROWTH_BYTES
+    stranger.go_on()
+    stranger.finish()
 
 
 def test_connections_of_strangers_are_bounded(daemon, fork):

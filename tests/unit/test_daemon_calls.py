@@ -4,10 +4,14 @@ Method: each part is driven alone; a store is a recorder of the calls it gets.
 """
 
 import asyncio
+from types import SimpleNamespace
 
+import grpc
 import pytest
 
+from kvstored.admission import Admission
 from kvstored.calls import CallCounts, Threads, answered, streamed
+from kvstored.doors import NO_TOKEN, GuestsDoor
 from kvstored.service import DISK, MISSING, PENDING, RESIDENT, StoreService
 
 A, B = b"a" * 32, b"b" * 32
@@ -97,5 +101,36 @@ def test_a_cancelled_call_is_counted():
         await anext(left)
         await left.aclose()  # cancelled while its message was being sent
         assert service.counts.by_status == {("Answer", "CANCELLED"): 1, ("Stream", "CANCELLED"): 2}
+
+    asyncio.run(scenario())
+
+
+class Context:
+    """Of a call whose message must not be read."""
+
+    def invocation_metadata(self):
+        return ()
+
+    def set_code(self, code):
+        self.code = code
+
+    def set_details(self, text):
+        self.text = text
+
+
+def test_a_call_without_a_token_is_refused_before_its_message_is_read_and_counted():
+    async def scenario():
+        door = GuestsDoor({}, SimpleNamespace(token=lambda shown: None))
+        counts, context = CallCounts(), Context()
+        handler = grpc.unary_unary_rpc_method_handler(lambda request, context: None)
+        details = SimpleNamespace(method="/kvstored.v1.Store/Lookup")
+
+        async def found(details):
+            return handler
+
+        served = await Admission(door, 8, counts).intercept_service(found, details)
+        await served.stream_unary(None, context)
+        assert (context.code, context.text) == (grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
+        assert counts.by_status == {("Lookup", "UNAUTHENTICATED"): 1}
 
     asyncio.run(scenario())
