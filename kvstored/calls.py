@@ -29,6 +29,7 @@ KEY_BYTES = 32
 MAX_KEYS = 1024
 CHUNK_BYTES = 1 << 20
 MAX_FOLLOWERS = 64
+MAX_WAITS = 128
 WAIT_SLICE_MS = 100  # a waiting thread notices the end of its call, or of the daemon, within this time
 
 T = TypeVar("T")
@@ -39,8 +40,8 @@ class Threads:
 
     def __init__(self, io_threads: int) -> None:
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="io")
-        # As many for the owner's socket as for the one of other users: neither starves the other.
-        self.waits = ThreadPoolExecutor(2 * MAX_FOLLOWERS, thread_name_prefix="wait")
+        # One for each follower and each waiting Get of either socket: nobody waits for another's wait to end.
+        self.waits = ThreadPoolExecutor(2 * (MAX_FOLLOWERS + MAX_WAITS), thread_name_prefix="wait")
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self.io, functools.partial(function, *args))

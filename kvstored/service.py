@@ -1,8 +1,8 @@
 """The Store service: decode, call, encode. No policy.
 
-Owns no state: stores, leases and threads are given. A handler checks the message's shape, calls the store,
-and names the result. Never logs a key. Short native calls (microseconds, however many keys) run on the event
-loop; bytes move on the I/O threads.
+Owns the bound on calls that wait; stores, leases and threads are given. A handler checks the message's shape,
+calls the store, and names the result. Never logs a key. Short native calls (microseconds, however many keys)
+run on the event loop; bytes move on the I/O threads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import grpc
 from kvstored.calls import (
     CHUNK_BYTES,
     KEY_BYTES,
+    MAX_WAITS,
     WAIT_SLICE_MS,
     CallCounts,
     Threads,
@@ -29,6 +30,7 @@ from kvstored.doors import Door
 from kvstored.errors import InvalidArgument, NotFound
 from kvstored.layouts import Layouts, layers_bytes
 from kvstored.leases import Held, Lease, Leases
+from kvstored.shares import Bound
 from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
@@ -90,6 +92,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         self._layouts = {name: Layouts(store) for name, store in stores.items()}
         self._leases = leases
         self._threads = threads
+        self._waits = Bound(MAX_WAITS, "{total} calls of Get wait, the limit is {most}")
 
     # ---- layouts
 
@@ -298,7 +301,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
         if request.wait_ms:
             _, store = self._door.admit(context, request.namespace)
             keys = packed(request.keys)
-            await self._wait(store, keys, request.wait_ms)
+            user = self._door.user(context)
+            self._waits.take(user)
+            try:
+                await self._wait(store, keys, request.wait_ms)
+            finally:
+                self._waits.give(user)
         for index, key in enumerate(request.keys):
             _, store = self._door.admit(context, request.namespace)
             async for message in self._read(store, index, key, chunk):

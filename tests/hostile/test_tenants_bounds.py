@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvclient.conformance.case import SMALL, new_keys
-from kvstored.calls import MAX_FOLLOWERS
+from kvstored.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.doors import NO_TOKEN
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
@@ -66,12 +66,12 @@ def test_one_user_holds_half_of_the_calls(daemon, fork, method):
     holder.finish()
 
 
-@pytest.mark.parametrize("what", ["leases", "followers"])
-def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, what):
-    """A writer opens leases, or follows its own unsealed block, until it is refused, by its share. Another
-    user still gets its own."""
+@pytest.mark.parametrize("what", ["leases", "followers", "waits"])
+def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, fork, what):
+    """A writer opens leases, or follows or waits for its own unsealed block, until it is refused, by its
+    share. Another user still gets its own."""
     one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-leases", "8"))
-    most = 4 if what == "leases" else MAX_FOLLOWERS // 2
+    most = {"leases": 4, "followers": MAX_FOLLOWERS // 2, "waits": MAX_WAITS // 2}[what]
 
     def create(guest: Guest) -> tuple:
         layout = guest.ask(guest.store.RegisterLayout, store_pb2.RegisterLayoutRequest(blob=SMALL.to_blob()))
@@ -83,6 +83,9 @@ def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, wh
         next(iter(call))  # what the block is; no layer of it comes
         return call
 
+    def wait(guest: Guest, key: bytes, wait_ms: int) -> grpc.Call:
+        return guest.store.Get(store_pb2.GetRequest(keys=[key], wait_ms=wait_ms), metadata=guest.metadata())
+
     def hold(steps) -> None:
         guest = Guest(one, one.connect())
         code, text, key = create(guest)
@@ -91,6 +94,10 @@ def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, wh
             for _ in range(most - 1):
                 assert create(guest)[0] is Code.OK
             code, text, _ = create(guest)
+        elif what == "waits":
+            held = [wait(guest, key, 60_000) for _ in range(most + 3)]
+            eventually(lambda: sum(call.done() for call in held) == 3, "all but its share are refused", 20)
+            code, text = next((call.code(), call.details()) for call in held if call.done())
         else:
             held = [follow(guest, key) for _ in range(most)]
             with pytest.raises(grpc.RpcError) as refused:
@@ -106,6 +113,8 @@ def test_one_user_holds_half_of_the_leases_and_of_the_followers(daemon, fork, wh
         assert code is Code.OK, text
         if what == "followers":
             follow(guest, key).cancel()
+        if what == "waits":
+            assert [message.found for message in wait(guest, key, 1)] == [False]
 
     holder = fork(as_user(WRITER, hold))
     holder.run_to("held")
