@@ -90,10 +90,16 @@ def openness(config: Config, known: list[Tenant]) -> Openness:
 
 
 def open_directory(path: str, opening: Openness, made: bool) -> None:
-    """The runtime directory: as open as `opening` says if it was made now, otherwise as its maker left it."""
+    """The runtime directory: as open as `opening` says if it was made now, otherwise as its maker left it.
+    Raises StartupError."""
     if made:
         opening.apply(path, opening.directory_mode)
-    elif opening.socket_mode != 0o600 and not os.stat(path).st_mode & 0o011:
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}") from error
+    if opening.socket_mode != 0o600 and not mode & 0o011:
         log.warning(
             "runtime_directory_closed", path=path, why="other users are configured and cannot enter it"
         )

@@ -173,11 +173,16 @@ class Daemon:
         self._tenants = self._next_tenants
         self._sessions.set_tenants(self._tenants)
         self._opening = access.openness(config, self._tenants)
-        access.open_directory(config.dir, self._opening, self._made_directory)
+        # What is gone was removed by somebody, or by gRPC as the daemon stops: a right that was taken ends
+        # all the same.
+        try:
+            access.open_directory(config.dir, self._opening, self._made_directory)
+        except StartupError as error:
+            log.warning("directory_left_as_it_is", why=str(error))
         for name in ("kvstored.sock", "guests.sock"):
             try:
                 self._opening.apply(config.in_dir(name), self._opening.socket_mode)
-            except StartupError as error:  # gone: removed by somebody, or by gRPC as the daemon stops
+            except StartupError as error:
                 log.warning("socket_left_as_it_is", why=str(error))
 
     def _reload_on_signal(self) -> None:

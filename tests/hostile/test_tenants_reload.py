@@ -5,6 +5,8 @@ daemon with a configuration file that the test rewrites, and forked children tha
 
 import contextlib
 import os
+import shutil
+import signal
 import stat
 
 import pytest
@@ -85,6 +87,37 @@ def test_a_right_that_is_taken_ends_its_sessions(configured, fork):
     reaches(configured, SECOND, fork, True)
     configured.lists(writers=[FIRST, SECOND])
     assert reload(configured)[0] == Exit.DONE
+    child.go_on()
+    child.finish()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_right_is_taken_also_where_the_runtime_directory_is_gone(configured, fork, made):
+    """Removed by somebody, and made by the daemon or before it: SIGHUP applies the lists and says what could
+    not be opened."""
+    if made:
+        configured.stop()
+        shutil.rmtree(configured.dir)
+        configured.start()
+    owner = configured.connect()
+
+    def work(steps) -> None:
+        configured.connect().touch(new_keys(1))
+        steps.reached("attached")
+
+    child = fork(as_user(FIRST, work))
+    child.run_to("attached")
+    aside = configured.dir.with_name("aside")
+    configured.dir.rename(aside)
+    try:
+        configured.lists(writers=[SECOND])
+        configured.process.send_signal(signal.SIGHUP)
+        eventually(lambda: " reloaded applied=1 " in configured.log(), "it applies", 20)
+        eventually(lambda: owner.stats()["sessions"] == 1, "the session has ended", 20)
+    finally:
+        aside.rename(configured.dir)
+    log = configured.log()
+    assert "directory_left_as_it_is why=" in log and "Traceback" not in log and "reload_refused" not in log
     child.go_on()
     child.finish()
 
