@@ -24,6 +24,7 @@ class FileIndex {
     uint8_t layout = kUnknownLayout;
     uint8_t directory = 0;
     bool doomed = false;  // its file is about to be removed: nobody finds it any more
+    bool listed = false;  // among the files to be removed next, or again
     uint64_t bytes() const { return pages * kPageBytes; }
   };
   static_assert(sizeof(Entry) <= 56);

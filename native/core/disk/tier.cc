@@ -106,7 +106,7 @@ bool DiskTier::forget(const Key& key) {
   const bool known = entry && !entry->doomed;
   if (entry && entry->doomed) return false;
   if (!entry && (listed() || !doomed_unknown_.insert(key).second)) return false;
-  if (entry) entry->doomed = true;
+  if (entry) entry->doomed = entry->listed = true;
   doomed_.push_back(key);
   ::eventfd_write(wake_.get(), 1);
   return known;
@@ -195,9 +195,9 @@ bool DiskTier::turn() {
   for (uint8_t d = 0; d < places_.size(); ++d) start_loads(d);
   start_writes();
   tell_speed();
-  make_quota_room(0);
+  const bool shrinking = shrink();
   std::lock_guard lock(mutex_);
-  return sweep_ || !doomed_.empty();
+  return shrinking || sweep_ || !doomed_.empty();
 }
 
 int DiskTier::until_rested_ms() {

@@ -101,6 +101,8 @@ class DiskTier final : public LowerTier {
     size_t loads = 0, writes = 0;  // under way
     uint64_t load_bytes = 0;       // of the files of those loads
     Staging staging;               // where they arrive
+    std::vector<Key> stubborn{};   // files of deleted blocks that could not be removed yet
+    uint64_t stubborn_until_ms = 0;
   };
   struct alignas(kPageBytes) Page {
     std::byte bytes[kBlockFileHeaderBytes];
@@ -143,12 +145,20 @@ class DiskTier final : public LowerTier {
   void tell_speed();
 
   // tier_remove.cc
+  void take_deleted();
   void remove_doomed();
+  void retry_stubborn();
+  void list_doomed();
   void remove_leftover(Leftover leftover);
+  bool remove_everywhere(const Key& key);
   bool remove_file(const Key& key, uint8_t directory);  // false: it is tried again
+  bool unlink(const Key& key, uint8_t directory);
   void file_is_gone(const Key& key);
   void tell_if_gone(const Key& key);
   bool make_quota_room(uint64_t bytes, Write* heir = nullptr);
+  bool shrink();
+  enum class Room { Fits, GaveUp, None };
+  Room give_up_one(uint64_t bytes, Write* heir);
   bool reuse_file(const Key& key, Write& heir);
 
   // tier_load.cc: what arrives in a buffer goes into the block, in the order of the layers
@@ -212,13 +222,13 @@ class DiskTier final : public LowerTier {
   Fd wake_, epoll_;
   std::atomic<bool> stop_{false};
   std::thread thread_, scanner_;
+  friend class DiskTierTest;
 
   // The thread's own.
   std::vector<Place> places_;
   std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
-  std::vector<std::pair<Key, uint8_t>> stubborn_;              // files of deleted blocks that could not be removed yet
   uint64_t rest_until_ns_ = 0;                                 // no write begins before
   std::atomic<uint64_t> day_;                                  // of written_today_
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
@@ -239,7 +249,7 @@ class DiskTier final : public LowerTier {
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
   std::vector<Leftover> leftovers_;                     // temporary files to be removed; in reserved_bytes_ until they are
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
-  bool sweep_ = false;                                  // entries that are doomed stand anywhere in the index
+  bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
   uint64_t arrivals_ = 0;

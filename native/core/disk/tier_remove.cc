@@ -2,24 +2,48 @@
 // another block's where they can.
 
 #include "core/disk/tier_steps.h"
+#include "core/polling.h"
 
 namespace kv {
 namespace {
 
 constexpr uint32_t kRemovalsATurn = 64;  // so that reading goes on between them
+constexpr size_t kListedAtOnce = 4096;
+constexpr uint64_t kStubbornMs = 1000;  // until what could not be removed is tried again
 
 }  // namespace
 
 // A file's name goes before its entry, and its entry before the key can be found again.
 bool DiskTier::remove_file(const Key& key, uint8_t directory) {
-  const int error = places_[directory].at.files->remove(path_of(key, fanout_));
+  if (!unlink(key, directory)) return false;
+  file_is_gone(key);
+  return true;
+}
+
+// The key of a file that cannot be removed now is kept until its directory is well.
+bool DiskTier::unlink(const Key& key, uint8_t directory) {
+  Place& place = places_[directory];
+  const int error = well(directory) ? place.at.files->remove(path_of(key, fanout_)) : -EAGAIN;
   if (error == 0) removed_.fetch_add(1);
   if (error == -EISDIR) strays_ += 1;  // a directory has its name: not ours to remove, and no failure of the disk
-  if (error != 0 && error != -ENOENT && error != -EISDIR) {
-    went_wrong(directory, -error, true, "removing a file");
-    stubborn_.emplace_back(key, directory);
-    return false;
+  if (error == 0 || error == -ENOENT || error == -EISDIR) return true;
+  if (error != -EAGAIN) went_wrong(directory, -error, true, "removing a file");
+  place.stubborn.push_back(key);
+  place.stubborn_until_ms = monotonic_ns() / 1'000'000 + kStubbornMs;
+  std::lock_guard lock(mutex_);
+  if (FileIndex::Entry* entry = index_.find(key)) entry->listed = true;
+  return false;
+}
+
+// Of a file that is not in the index it is not known where it lies.
+bool DiskTier::remove_everywhere(const Key& key) {
+  uint8_t from = 0, to = static_cast<uint8_t>(places_.size());
+  {
+    std::lock_guard lock(mutex_);
+    if (const FileIndex::Entry* entry = index_.find(key)) from = entry->directory, to = static_cast<uint8_t>(from + 1);
   }
+  for (uint8_t d = from; d < to; ++d)
+    if (!unlink(key, d)) return false;
   file_is_gone(key);
   return true;
 }
@@ -33,39 +57,49 @@ void DiskTier::file_is_gone(const Key& key) {
     gone_unknown_.push_back(key);  // its name may still come up
 }
 
-void DiskTier::remove_doomed() {
+void DiskTier::take_deleted() {
   Deleted deleted = store_.take_deleted();
   if (deleted.all) forget_all();
   for (const Key& key : deleted.keys) {
     forget(key);
     tell_if_gone(key);
   }
-  std::vector<std::pair<Key, uint8_t>> now;
+}
+
+void DiskTier::remove_doomed() {
+  take_deleted();
+  retry_stubborn();
+  std::vector<Key> now;
   std::vector<Leftover> leftovers;
-  if (!stubborn_.empty() && well(stubborn_.front().second)) now.swap(stubborn_);
   {
     std::lock_guard lock(mutex_);
     leftovers.swap(leftovers_);
-    while (!doomed_.empty() && now.size() < kRemovalsATurn) {
-      const Key key = doomed_.back();
-      doomed_.pop_back();
-      if (const FileIndex::Entry* entry = index_.find(key))
-        now.emplace_back(key, entry->directory);
-      else
-        for (uint8_t d = 0; d < places_.size(); ++d) now.emplace_back(key, d);
-    }
-    if (sweep_ && now.empty()) {  // everything was flushed: what is doomed stands anywhere
-      index_.each([&](FileIndex::Entry& entry) {
-        if (entry.doomed && doomed_.size() < 4096) doomed_.push_back(entry.key);
-      });
-      sweep_ = !doomed_.empty() && stubborn_.empty();
-    }
+    if (doomed_.empty() && sweep_) list_doomed();
+    while (!doomed_.empty() && now.size() < kRemovalsATurn) now.push_back(doomed_.back()), doomed_.pop_back();
   }
-  for (size_t i = 0; i < now.size(); ++i) {
-    const bool last = i + 1 == now.size() || !(now[i + 1].first == now[i].first);  // of the directories it may be in
-    if (remove_file(now[i].first, now[i].second) && last) store_.file_gone(now[i].first);
-  }
+  for (const Key& key : now)
+    if (remove_everywhere(key)) store_.file_gone(key);
   for (Leftover& leftover : leftovers) remove_leftover(std::move(leftover));
+}
+
+void DiskTier::retry_stubborn() {
+  for (uint8_t d = 0; d < places_.size(); ++d) {
+    Place& place = places_[d];
+    if (place.stubborn.empty() || !well(d) || monotonic_ns() / 1'000'000 < place.stubborn_until_ms) continue;
+    std::lock_guard lock(mutex_);
+    doomed_.insert(doomed_.end(), place.stubborn.begin(), place.stubborn.end());
+    place.stubborn.clear();
+  }
+}
+
+// Everything was flushed: what is doomed stands anywhere. Over when all of it is listed, removed or not.
+void DiskTier::list_doomed() {
+  index_.each([&](FileIndex::Entry& entry) {
+    if (!entry.doomed || entry.listed || doomed_.size() >= kListedAtOnce) return;
+    entry.listed = true;
+    doomed_.push_back(entry.key);
+  });
+  sweep_ = !doomed_.empty();
 }
 
 // Its bytes count until it is gone.
@@ -91,30 +125,42 @@ void DiskTier::tell_if_gone(const Key& key) {
 // Removes files until `bytes` more fit under the quota. False if that cannot be. The last one may become `heir`'s instead: in a
 // directory as full as it may be, every write is over a file that goes.
 bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
-  for (;;) {
-    Key key;
-    uint8_t directory;
-    bool fits;
-    {
-      std::lock_guard lock(mutex_);
-      if (!scanned_) return bytes == 0;
-      if (bytes > quota_bytes_) return false;
-      const bool many = bytes && index_.size() + writing_.size() >= max_files_;
-      if (index_.bytes() + reserved_bytes_ + bytes <= quota_bytes_ && !many) return true;
-      const FileIndex::Entry* old =
-          index_.old_one([&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
-      if (!old) return false;
-      key = old->key, directory = old->directory;
-      const bool last = index_.bytes() + reserved_bytes_ <= quota_bytes_ && index_.size() + writing_.size() <= max_files_;
-      fits = heir && last && old->bytes() == bytes && directory == heir->directory;
-      index_.find(key)->doomed = true;
-    }
-    const bool reused = fits && reuse_file(key, *heir);
-    if (!reused) remove_file(key, directory);
-    store_.drop_disk(key);
-    evicted_.fetch_add(1);
-    if (reused) return true;  // also if the quota has just become smaller: that is the next turn's affair
+  Room room;
+  do room = give_up_one(bytes, heir);
+  while (room == Room::GaveUp);
+  return room == Room::Fits;
+}
+
+// Files go because the quota became smaller, a few a turn: it may be most of them. True if there are more.
+bool DiskTier::shrink() {
+  for (uint32_t i = 0; i < kRemovalsATurn && !stop_.load(); ++i)
+    if (give_up_one(0, nullptr) != Room::GaveUp) return false;
+  return true;
+}
+
+DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
+  Key key;
+  uint8_t directory;
+  bool fits;
+  {
+    std::lock_guard lock(mutex_);
+    if (!scanned_) return bytes == 0 ? Room::Fits : Room::None;
+    if (bytes > quota_bytes_) return Room::None;
+    const bool many = bytes && index_.size() + writing_.size() >= max_files_;
+    if (index_.bytes() + reserved_bytes_ + bytes <= quota_bytes_ && !many) return Room::Fits;
+    const FileIndex::Entry* old =
+        index_.old_one([&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
+    if (!old) return Room::None;
+    key = old->key, directory = old->directory;
+    const bool last = index_.bytes() + reserved_bytes_ <= quota_bytes_ && index_.size() + writing_.size() <= max_files_;
+    fits = heir && last && old->bytes() == bytes && directory == heir->directory;
+    index_.find(key)->doomed = true;
   }
+  const bool reused = fits && reuse_file(key, *heir);
+  if (!reused) remove_file(key, directory);
+  store_.drop_disk(key);
+  evicted_.fetch_add(1);
+  return reused ? Room::Fits : Room::GaveUp;  // also if the quota has just become smaller: that is the next turn's affair
 }
 
 // The file keeps its bytes until they are written over, under a temporary name.

@@ -1,0 +1,83 @@
+// A disk tier whose calls of the file system a test sees and answers, and many files without bytes.
+#pragma once
+
+#include <fcntl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tier_fixture.h"
+
+namespace kv {
+
+// DiskTier's friend: what no public name shows.
+class DiskTierTest {
+ public:
+  static bool stopping(DiskTier& tier) { return tier.stop_.load(); }
+};
+
+namespace test {
+
+// Each may answer in the file system's place (-errno), or let the call go on (0).
+struct Hooks {
+  std::function<int(const std::string& path)> open, create, remove;
+  std::function<void()> make_directories;
+};
+
+class HookedFiles final : public Files {
+ public:
+  HookedFiles(std::unique_ptr<Files> real, Hooks& hooks) : real_(std::move(real)), hooks_(hooks) {}
+  int open_read(const std::string& path, uint64_t* bytes) override {
+    const int error = hooks_.open ? hooks_.open(path) : 0;
+    return error != 0 ? error : real_->open_read(path, bytes);
+  }
+  int create_temp(uint64_t bytes, std::string* temp) override {
+    const int error = hooks_.create ? hooks_.create(kTempDirectory) : 0;
+    return error != 0 ? error : real_->create_temp(bytes, temp);
+  }
+  int take_over(const std::string& path, uint64_t bytes, std::string* temp) override {
+    return real_->take_over(path, bytes, temp);
+  }
+  int publish(const std::string& temp, const std::string& path) override { return real_->publish(temp, path); }
+  void make_directories(Fanout fanout) override {
+    real_->make_directories(fanout);
+    if (hooks_.make_directories) hooks_.make_directories();
+  }
+  int remove(const std::string& path) override {
+    const int error = hooks_.remove ? hooks_.remove(path) : 0;
+    return error != 0 ? error : real_->remove(path);
+  }
+  int aside(const std::string& path) override { return real_->aside(path); }
+  void close(int fd) override { real_->close(fd); }
+
+ private:
+  const std::unique_ptr<Files> real_;
+  Hooks& hooks_;
+};
+
+struct HookedRig : DiskRig {
+  explicit HookedRig(uint64_t quota = 64 * kMiB) : DiskRig(quota, "/dev/shm") {  // names are made soonest there
+    also = [this](DiskTier::Options& options) {
+      for (DiskTier::Directory& each : options.directories)
+        each.files = std::make_unique<HookedFiles>(std::move(each.files), hooks);
+    };
+    restart(true);
+  }
+  ~HookedRig() { stop(); }  // before the hooks go
+
+  // Files that have a block's name and length and nothing in them: the tier goes by names and lengths until it loads.
+  void make_files(uint64_t from, uint64_t count) {
+    for (uint64_t i = from; i < from + count; ++i) {
+      const Fd fd(::open((directory + "/" + path_of(key(i), {})).c_str(), O_CREAT | O_WRONLY, 0600));
+      KV_INVARIANT(fd && ::ftruncate(fd.get(), kFileBytes) == 0);
+    }
+  }
+  static constexpr uint64_t kFileBytes = 17 * kPageBytes + kBlockFileHeaderBytes;  // of DiskRig's blocks
+
+  Hooks hooks;
+};
+
+}  // namespace test
+}  // namespace kv
