@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvclient.errors import InvalidArgument
+from kvclient.segment import MAX_BLOCK_TOKENS, check_bounds
 
 SENTENCE_BLOCKS = 4  # tokens of a part cut at a sentence, in blocks
 SLIDE = 16  # tokens that such a cut may move
@@ -40,7 +41,9 @@ class Chunker:
     def __init__(self, name: str = "fixed", block_tokens: int = 128, tokenizer: Any = None) -> None:
         if name not in CHUNKERS:
             raise InvalidArgument(f"chunker={name!r}; it must be one of {', '.join(CHUNKERS)}")
-        if name != "fixed" and tokenizer is None:
+        check_bounds("block_tokens", block_tokens, 1, MAX_BLOCK_TOKENS)
+        block_tokens, self.texts = int(block_tokens), Texts(tokenizer)
+        if name != "fixed" and not self.texts.known:
             raise InvalidArgument(f"chunker={name!r} cuts by what tokens say: it needs tokenizer=")
         self.name, self.block_tokens = name, block_tokens
         self.slide = min(SLIDE, block_tokens // 8) if name == "sentence" else 0
@@ -48,7 +51,6 @@ class Chunker:
         self.window = block_tokens - self.slide  # that its fingerprint is taken over, at most
         # Known tokens from a block's start on with which its end is certain.
         self.certain = block_tokens if name == "fixed" else self.most + 1
-        self.texts = Texts(tokenizer)
 
     def counts(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         """The tokens of each block, as far as their ends are certain."""

@@ -32,15 +32,15 @@ class Kivi:
     group: int = 32  # tokens that share a scale of K
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS.values():
+        if type(self.bits) is not int or self.bits not in BITS.values():  # 8.0 would be another identity
             raise InvalidArgument(f"bits={self.bits!r}; it must be 8 or 4")
-        if self.group not in GROUPS:
+        if type(self.group) is not int or self.group not in GROUPS:
             raise InvalidArgument(f"group={self.group!r}; it must be one of {', '.join(map(str, GROUPS))}")
 
     @classmethod
     def named(cls, name: str) -> Kivi:
         """ "int8" or "int4", with groups of 32."""
-        if name not in BITS:
+        if not isinstance(name, str) or name not in BITS:
             raise InvalidArgument(f"codec={name!r}; it must be one of {', '.join(BITS)}, a Kivi, or None")
         return cls(BITS[name])
 

@@ -23,7 +23,9 @@ import numpy as np
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.runs import Library, Patience, Piece, Run, find_runs
 from kvclient.errors import InvalidArgument
+from kvclient.segment import check_bounds
 
+MOST_TOKENS = (1 << 31) - 1
 EXACT, APPROXIMATE, LIVE = "exact", "approximate", "live"
 
 
@@ -101,9 +103,12 @@ def plan(
     patience      asked with a number of tokens and blocks, says for how many seconds they are worth waiting
                   for on disk. Without it, what lies only there is not found.
     """
-    if min_tokens < 1:
-        raise InvalidArgument(f"min_tokens={min_tokens}; it must be at least 1")
-    ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+    ids = _ids(token_ids)
+    check_bounds("min_tokens", min_tokens, 1, MOST_TOKENS)
+    if exact_tokens is not None:
+        check_bounds("exact_tokens", exact_tokens, 0, len(ids))
+    if not isinstance(chunker, Chunker | None):
+        raise InvalidArgument(f"chunker={chunker!r}; it must be a Chunker, or None")
     chunker = chunker or Chunker("fixed", block_tokens)
     library = Library(client, identity, patience)
     try:
@@ -122,6 +127,18 @@ def plan(
         library.release()
         raise
     return Plan(list(_with_gaps(segments, len(ids))), library)
+
+
+def _ids(token_ids: Sequence[int] | Any) -> np.ndarray:
+    """As blocks have them. A token that is no such number would stand for another."""
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        shown = f"{given.dtype}{list(given.shape)}"
+        raise InvalidArgument(f"token_ids of {shown}; it must be whole numbers in a row")
+    ids = np.ascontiguousarray(given, dtype=np.int32)
+    if given.dtype != np.int32 and (wrong := given[ids != given][:1].tolist()):
+        raise InvalidArgument(f"token {wrong[0]}; it must fit 32 bits")
+    return ids
 
 
 def _prefix(library: Library, ids: np.ndarray, chunker: Chunker) -> Run | None:

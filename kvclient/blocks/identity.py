@@ -89,6 +89,13 @@ def salted(namespace_salt: bytes, salt: bytes) -> bytes:
     return encode([namespace_salt, salt]) if namespace_salt else salt
 
 
+def salt_of(salt: bytes | str | None) -> bytes:
+    """The bytes of a caller's salt. bytes() would take a number for so many zeros."""
+    if not isinstance(salt, bytes | bytearray | str | None):
+        raise InvalidArgument(f"salt={salt!r:.80}; it must be bytes, a text, or None")
+    return salt.encode() if isinstance(salt, str) else bytes(salt or b"")
+
+
 def without_denied(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without the deny-list's fields, sub-configurations included."""
     return {

@@ -21,7 +21,7 @@ import torch
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.identity import salted
+from kvclient.blocks.identity import salt_of, salted
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention, calibration, graph, trials
 from kvclient.hf.attention.adopt import Adopted
@@ -91,18 +91,15 @@ def attach(
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
-    if not 0 < follow_timeout_s <= 3600:
-        raise InvalidArgument(f"follow_timeout_s={follow_timeout_s!r}; it must be above 0 and at most 3600")
     cut = Chunker(chunker, block_tokens, tokenizer)
     codec = codec_of(codec, cut)
     options = Options(
-        cut, priority, ttl_s, follow, float(follow_timeout_s), publish_generated, chunked_reads(model)
+        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model)
     )  # fmt: skip
-    salt_bytes = salt.encode() if isinstance(salt, str) else bytes(salt or b"")
-    inside = Repair(repair) if isinstance(repair, str) and repair != CALIBRATED else repair
+    inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
-        attachment = Attachment(model, client, options, salt_bytes, weights_digest, inside, codec, adopted)
+        attachment = Attachment(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
         attachment.overlap_tokens = check_overlap(overlap_tokens)
         if self_test:
             prove(attachment, model)

@@ -27,8 +27,10 @@ def read_dimensions(
     weights_digest: bytes | None = None, codec: Mapping[str, Any] | None = None,
 ) -> Dimensions:  # fmt: skip
     """`kv_shape`: layers and KV heads. Raises InvalidArgument if something has no canonical form."""
-    if weights_digest is not None and len(weights_digest) != DIGEST_BYTES:
-        raise InvalidArgument(f"weights_digest of {len(weights_digest)} bytes; it must be {DIGEST_BYTES}")
+    if weights_digest is not None and (
+        not isinstance(weights_digest, bytes) or len(weights_digest) != DIGEST_BYTES
+    ):
+        raise InvalidArgument(f"weights_digest={weights_digest!r:.80}; it must be {DIGEST_BYTES} bytes")
     config = model.config
     quantiser = getattr(model, "hf_quantizer", None)
     return Dimensions(

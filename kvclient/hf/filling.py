@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 
 from kvclient.blocks.chunker import Chunker
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.adopt import IN_PLACE_DEVICES, Reader
 from kvclient.hf.attention.device_layer import DeviceLayer, Positions
 from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
@@ -29,7 +31,9 @@ from kvclient.hf.memory import Memory
 from kvclient.hf.prefix import Found, Prefix
 from kvclient.hf.prompt import Prompt
 from kvclient.hf.staging import Staged
+from kvclient.segment import check_bounds, whole_seconds
 
+MAX_PRIORITY, MAX_FOLLOW_S = 100, 3600
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
 
@@ -47,6 +51,13 @@ class Options:
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
+
+    def __post_init__(self) -> None:
+        check_bounds("priority", self.priority, 0, MAX_PRIORITY)
+        whole_seconds(self.ttl_s)
+        if not isinstance(self.follow_timeout_s, Real) or not 0 < self.follow_timeout_s <= MAX_FOLLOW_S:
+            limits = f"it must be above 0 and at most {MAX_FOLLOW_S}"
+            raise InvalidArgument(f"follow_timeout_s={self.follow_timeout_s!r}; {limits}")
 
 
 class Filling:

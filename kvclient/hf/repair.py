@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvclient.blocks.cover import Segment
+from kvclient.blocks.cover import MOST_TOKENS, Segment
 from kvclient.errors import InvalidArgument
+from kvclient.segment import MAX_LAYERS, check_bounds, check_real
 
 DEEP = 20  # layers
 METHODS = ("none", "selective", "cacheblend", "attention", "auto")
@@ -48,15 +49,12 @@ class Repair:
         if self.method not in METHODS:
             raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
         for name in ("ratio", "attended_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must be 0 to 1")
-        if self.check_layer is not None and self.check_layer < 0:
-            raise InvalidArgument(f"check_layer={self.check_layer!r}; it must not be negative")
+            check_real(name, getattr(self, name), 0, 1)
+        if self.check_layer is not None:
+            check_bounds("check_layer", self.check_layer, 0, MAX_LAYERS)
         for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
-            if getattr(self, name) < 0:
-                raise InvalidArgument(f"{name}={getattr(self, name)!r}; it must not be negative")
-        if self.min_tokens < 1:
-            raise InvalidArgument(f"min_tokens={self.min_tokens!r}; it must be at least 1")
+            check_bounds(name, getattr(self, name), 0, MOST_TOKENS)
+        check_bounds("min_tokens", self.min_tokens, 1, MOST_TOKENS)
 
     @property
     def checks(self) -> bool:

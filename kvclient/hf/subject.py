@@ -35,7 +35,9 @@ class Subject:
 
 def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
     """A codec by its name, if blocks that are cut so can be held in it."""
-    codec = None if codec == AS_COMPUTED else Kivi.named(codec) if isinstance(codec, str) else codec
+    codec = None if codec == AS_COMPUTED else codec
+    if codec is not None and not isinstance(codec, Kivi):
+        codec = Kivi.named(codec)
     if codec is not None and chunker.name != "fixed":
         cut = f"its groups of {codec.group} would be cut"
         raise InvalidArgument(f"chunker={chunker.name!r} with a codec: {cut}")

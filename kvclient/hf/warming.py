@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvclient.blocks.chunker import CHUNKERS, cuts
+from kvclient.blocks.cover import MOST_TOKENS
 from kvclient.errors import InvalidArgument
 from kvclient.hf.offer import tail_tokens
+from kvclient.segment import check_bounds
 
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment
@@ -33,8 +35,7 @@ class Stored(NamedTuple):
 
 
 def check_overlap(overlap_tokens: int) -> int:
-    if overlap_tokens < 0:
-        raise InvalidArgument(f"overlap_tokens={overlap_tokens}; it must be 0 at least")
+    check_bounds("overlap_tokens", overlap_tokens, 0, MOST_TOKENS)
     return overlap_tokens
 
 

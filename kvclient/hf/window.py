@@ -20,11 +20,13 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvclient.blocks.codec import Kivi
+from kvclient.blocks.cover import MOST_TOKENS
 from kvclient.errors import InvalidArgument
 from kvclient.hf.cache import array_dtype, as_array
 from kvclient.hf.rope import Rope, probe_rope, reaches, turned_tensor
 from kvclient.hf.structure import KVShape, Refused, check_structure
 from kvclient.kernels import NotQuantisable
+from kvclient.segment import check_bounds
 
 MOST_POSITIONS = 1 << 17  # where a model's angles, products in single precision, are right to a hundredth
 
@@ -39,9 +41,10 @@ class Window:
     codec: Kivi = field(default_factory=Kivi)
 
     def __post_init__(self) -> None:
-        if self.recent < 1 or self.older < 0 or self.sink_tokens < 0:
-            given = f"recent={self.recent}, older={self.older}, sink_tokens={self.sink_tokens}"
-            raise InvalidArgument(f"{given}; allowed are from 1, from 0, from 0")
+        if not isinstance(self.codec, Kivi):
+            raise InvalidArgument(f"codec={self.codec!r}; it must be a Kivi")
+        for name, low in (("recent", 1), ("older", 0), ("sink_tokens", 0)):
+            check_bounds(name, getattr(self, name), low, MOST_TOKENS)
         if self.older % self.codec.group:
             raise InvalidArgument(f"older={self.older} is no multiple of the codec's {self.codec.group}")
 

@@ -6,6 +6,7 @@ copies a key or a value. Invariant: every array a segment points into lives as l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from ctypes import addressof, byref, sizeof
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from kvclient.kernels.codec import (
     table_shape,
     writeable,
 )
+from kvclient.segment import check_bounds, check_real
 
 ALIGN = 64
+MOST = (1 << 32) - 1  # of what the structs hold in 32 bits
 MAX_POSITION = 1 << 62  # either way: differences of two of them fit 64 bits
 
 
@@ -77,12 +80,13 @@ def segment(
         raise InvalidArgument(
             f"keys {k.dtype}{list(k.shape)} and values {v.dtype}{list(v.shape)} do not match"
         )
+    check_bounds("first", first, 0, k.shape[1])
     tokens = k.shape[1] - first if tokens is None else tokens
+    check_bounds("tokens", tokens, 0, k.shape[1])
     if not 0 <= first <= first + tokens <= k.shape[1]:
         raise InvalidArgument(f"first={first}, tokens={tokens} of a block of {k.shape[1]}")
     for position in (base_position, base_position if new_position is None else new_position):
-        if not -MAX_POSITION < position < MAX_POSITION:
-            raise InvalidArgument(f"position {position}; it must be within {MAX_POSITION} of 0")
+        check_bounds("position", position, 1 - MAX_POSITION, MAX_POSITION - 1)
     moved = new_position is not None and new_position != base_position
     if turned is not None:
         table_shape(turned)
@@ -135,7 +139,9 @@ def prepare(
 
     A window of W: keys less than W positions behind the query. lse: float32 [batch, query heads, tokens].
     """
-    _check_numbers(q, window, threads)
+    _check_numbers(q, window, threads, rotary_dim)
+    check_real("scale", scale, -math.inf, math.inf)
+    check_real("softcap", softcap, 0, math.inf)
     batch, heads, tokens, head_dim = q.shape
     tails = [None] * batch if tails is None else tails
     everything = [part for row in (*rows, tails) for part in row if part is not None]
@@ -169,14 +175,13 @@ def prepare(
     return Call(args, (q, out, lse, sinks, position, everything, lists, sequences))
 
 
-def _check_numbers(q: np.ndarray, window: int, threads: int) -> None:
+def _check_numbers(q: np.ndarray, window: int, threads: int, rotary_dim: int) -> None:
     if q.ndim != 4 or q.dtype.name not in ELEMENTS:
         wanted = f"[batch, heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
         raise InvalidArgument(f"q is {q.dtype}{list(q.shape)}; expected {wanted}")
-    if not 0 <= window < 1 << 32:
-        raise InvalidArgument(f"window={window!r}; it must be from 0 to {(1 << 32) - 1}; 0: none")
-    if not 1 <= threads < 1 << 32:
-        raise InvalidArgument(f"threads={threads!r}; it must be at least 1")
+    check_bounds("window", window, 0, MOST)  # 0: none
+    check_bounds("threads", threads, 1, MOST)
+    check_bounds("rotary_dim", rotary_dim, 0, contract.MAX_HEAD_DIM)
 
 
 def _check_arrays(

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
+from kvclient.segment import check_bounds
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 CODECS = {8: contract.INT8, 4: contract.INT4}
@@ -46,9 +47,9 @@ class Quantised:
 
 def empty(heads: int, tokens: int, head_dim: int, bits: int, group: int) -> Quantised:
     """Arrays to quantise into."""
-    if bits not in CODECS:
+    if type(bits) is not int or bits not in CODECS:
         raise InvalidArgument(f"bits={bits!r}; it must be 8 or 4")
-    if group not in (0, *contract.GROUPS):
+    if type(group) is not int or group not in (0, *contract.GROUPS):
         raise InvalidArgument(f"group={group!r}; it must be 0 (V) or one of {contract.GROUPS} (K)")
     scales = (heads, -(-tokens // group), head_dim) if group else (heads, tokens)
     codes = np.empty((heads, tokens, head_dim * bits // 8), np.uint8)
@@ -84,10 +85,9 @@ def dequantise(quantised: Quantised, out: np.ndarray, path: str = "auto") -> np.
 def turn(inv_freq: np.ndarray, delta: int) -> np.ndarray:
     """cos, then sin, of delta * inv_freq: float32 [2, rotary_dim / 2]. For rotate(), and for segments."""
     frequencies = np.ascontiguousarray(inv_freq, np.float32)
-    if not -(1 << 63) <= delta < 1 << 63:
-        raise InvalidArgument(f"delta={delta!r}; it must fit 64 bits")
+    check_bounds("delta", delta, -(1 << 63), (1 << 63) - 1)
     table = np.empty((2, frequencies.size), np.float32)
-    contract.cpu().kvk_turn(frequencies.ctypes.data, frequencies.size, delta, table.ctypes.data)
+    contract.cpu().kvk_turn(frequencies.ctypes.data, frequencies.size, int(delta), table.ctypes.data)
     return table
 
 

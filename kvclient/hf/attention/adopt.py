@@ -57,6 +57,8 @@ class Adopted:
         """in_place: None takes the kernels where they fit. paged_tokens: what is computed lies in pages for
         so many, which is in place. Raises InvalidArgument if True cannot be had.
         """
+        if in_place not in (None, True, False):
+            raise InvalidArgument(f"in_place={in_place!r}; it must be True, False or None")
         if paged_tokens is not None:
             if in_place is False:
                 raise InvalidArgument("paged=True reads blocks in place, which in_place=False forbids")

@@ -53,10 +53,10 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
     backend: a name of available_backends(); default: KVCLIENT_BACKEND, or the best that fits. Raises
     InvalidArgument if that cannot run here, or if the model's attention cannot be replaced.
     """
-    if PLACE in model.__dict__:
-        raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(f"{type(model).__name__} is no transformers model: give the one inside it")
+    if PLACE in model.__dict__:
+        raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
     if not type(model)._can_set_attn_implementation():
         raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
     chosen = backend_of(model, backend)
