@@ -67,7 +67,8 @@ class Found:
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
-    tail: Any = None  # (view, form) of the last of the views as computed, where they are quantised
+    # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
+    tail: Any = None
     starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
 
     def __post_init__(self) -> None:
@@ -196,7 +197,10 @@ class Prefix:
         for found in self.found:
             own = max(0, min(self.columns - found.group.pad, found.starts[len(found.views)]))
             sinks = min(found.sinks[0].tokens, own) if found.sinks is not None else 0
-            tail = max(0, own - found.starts[len(found.views) - 1]) if found.tail is not None else 0
+            tail = 0
+            if found.tail is not None:
+                start, stop = found.starts[found.tail[0] : found.tail[0] + 2]
+                tail = max(0, min(own, stop) - start)
             count += min(sinks + tail, own) * len(found.group.rows)
         return count
 
@@ -285,9 +289,9 @@ class Prefix:
                 count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
-                form, last = found.form, index == len(found.views) - 1
-                if last and found.tail is not None:
-                    view, form = found.tail
+                form = found.form
+                if found.tail is not None and index == found.tail[0]:
+                    _, view, form = found.tail
                 try:
                     block = read(form, view, layer)
                 except (Closed, InvalidArgument) as error:

@@ -98,7 +98,8 @@ class Sinks:
         if last not in one.pending:
             ids = one.group.tokens[: one.starts[last + 1]]
             chain = self._chunker.chain(self._forms.last.identity, ids)
-            one.tail = self._get(one, chain[last:], self._forms.last)
+            if (own := self._get(one, chain[last:], self._forms.last)) is not None:
+                one.tail = (last, *own)
 
     def offer(self, one: Found, stop: int) -> None:
         """Claims the first tokens, and the last whole block within the first `stop`, if they are computed
