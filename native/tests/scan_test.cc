@@ -114,6 +114,16 @@ TEST(strays_are_told_apart) {
   CHECK_EQ(tree.strays.size(), expected.size());
 }
 
+// Strays are no batch that could answer.
+TEST(it_ends_at_any_name) {
+  Tree tree;
+  for (int n = 0; n < 50; ++n) tree.put("01/" + std::to_string(n) + ".txt"), tree.put("tmp/" + std::to_string(n));
+  tree.visitor.over = [&] { return tree.strays.size() == 3; };
+  const Scanned scanned = tree.scan();
+  CHECK_EQ(scanned.strays, 3u);
+  CHECK(!scanned.complete);
+}
+
 TEST(a_visitor_can_end_it) {
   Tree tree;
   for (uint64_t n = 0; n < 2 * kScanBatch + 10; ++n) tree.block(n, {0, 0}, 0);

@@ -56,6 +56,7 @@ class Walk {
         const std::string_view name(buffer->data() + at + kNameAt);
         at += entry->length;
         if (name == "." || name == "..") continue;
+        if (visitor_.over && visitor_.over()) return void(result.complete = false);
         each(name, entry->type);
       }
     }

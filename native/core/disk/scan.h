@@ -37,6 +37,7 @@ struct Visitor {
   std::function<bool(std::span<const FoundFile>)> blocks = {};  // false ends the scan
   std::function<void(Stray, const std::string& path, uint64_t bytes)> stray = {};
   std::function<void(const std::string& path, const FoundFile&)> each = {};  // instead of `blocks`, for who needs the path
+  std::function<bool()> over = {};                                           // true ends the scan; asked for every name
 };
 
 struct Scanned {

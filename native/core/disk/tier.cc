@@ -17,7 +17,7 @@ constexpr size_t kMaxQueue = 4096;                  // loads that wait
 constexpr uint32_t kBuffers = 8;                    // of a directory: reads under way, or done and waiting for one before them
 constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;  // the speed is that of about the last 4 GiB
 constexpr int kIdleMs = 1000;
-constexpr uint64_t kLastRemovalsMs = 1000;
+constexpr uint64_t kLastRemovalsMs = 50;  // of the 200 that a daemon has to end
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -171,18 +171,20 @@ void DiskTier::run() {
   while (!stop_.load()) {
     wait(turn() ? 0 : until_rested_ms());
   }
-  // What is in flight ends: a load's memory and a write's block are held until then.
+  // What is in flight ends: a load's memory and a write's block are held until then. What has not begun does not: a large block
+  // on a slow disk would take seconds.
+  cancel_waiting();
   while (!loads_.empty() || !writes_.empty()) {
     reap();
-    submit_waiting();
+    cancel_waiting();
     if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
   }
   // What was deleted until now. What is not done in time the next daemon does, if the memory is still there.
   const uint64_t end_ms = now_ms() + kLastRemovalsMs;
   for (bool more = true; more && now_ms() < end_ms;) {
-    remove_doomed();
+    remove_doomed(end_ms);
     std::lock_guard lock(mutex_);
-    more = sweep_ || !doomed_.empty();
+    more = more_goes();
   }
 }
 
@@ -197,7 +199,7 @@ bool DiskTier::turn() {
   tell_speed();
   const bool shrinking = shrink();
   std::lock_guard lock(mutex_);
-  return shrinking || sweep_ || !doomed_.empty();
+  return shrinking || more_goes();
 }
 
 int DiskTier::until_rested_ms() {
@@ -234,6 +236,7 @@ void DiskTier::submit(Step& step, uint8_t directory) {
 // False if there is no buffer for it, or no room in the queue. What waits is taken in the order it came: a piece that keeps its
 // buffer for one before it in its file then never keeps it from that one.
 bool DiskTier::try_submit(Step& step, Place& place) {
+  if (stop_.load()) return false;  // it is cancelled
   if (step.load && !step.buffer) {
     if (!(step.buffer = place.staging.take())) return false;
     step.transfer.parts[0].iov_base = step.buffer;
@@ -244,6 +247,18 @@ bool DiskTier::try_submit(Step& step, Place& place) {
 void DiskTier::submit_waiting() {
   for (Place& place : places_)
     while (!place.waiting.empty() && try_submit(*place.waiting.front(), place)) place.waiting.pop_front();
+}
+
+// The steps that no engine has yet end as if they had failed, and with the last one under way their load or write.
+void DiskTier::cancel_waiting() {
+  for (Place& place : places_) {
+    std::deque<Step*> waiting;
+    waiting.swap(place.waiting);
+    for (Step* step : waiting) {
+      step->transfer.result = -ECANCELED;
+      step->load ? load_step_done(*step) : write_step_done(*step);
+    }
+  }
 }
 
 // ---------------------------------------------------------------- layouts, speed

@@ -138,6 +138,7 @@ class DiskTier final : public LowerTier {
   void submit(Step& step, uint8_t directory);
   bool try_submit(Step& step, Place& place);
   void submit_waiting();
+  void cancel_waiting();
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
   const KnownLayout* known_layout(uint32_t id);
   std::optional<uint32_t> layout_by_digest(const Key& digest);
@@ -146,10 +147,12 @@ class DiskTier final : public LowerTier {
 
   // tier_remove.cc
   void take_deleted();
-  void remove_doomed();
+  void remove_doomed(uint64_t until_ms = 0);
   void retry_stubborn();
   void list_doomed();
-  void remove_leftover(Leftover leftover);
+  bool more_goes() const { return sweep_ || !doomed_.empty() || more_leftovers_; }
+  bool remove_next_leftover();
+  bool remove_leftover(Leftover leftover);
   bool remove_everywhere(const Key& key);
   bool remove_file(const Key& key, uint8_t directory);  // false: it is tried again
   bool unlink(const Key& key, uint8_t directory);
@@ -230,6 +233,7 @@ class DiskTier final : public LowerTier {
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
   uint64_t rest_until_ns_ = 0;                                 // no write begins before
+  bool more_leftovers_ = false;                                // than were removed in the last turn
   std::atomic<uint64_t> day_;                                  // of written_today_
   uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
 
@@ -247,7 +251,7 @@ class DiskTier final : public LowerTier {
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
-  std::vector<Leftover> leftovers_;                     // temporary files to be removed; in reserved_bytes_ until they are
+  std::deque<Leftover> leftovers_;                      // temporary files to be removed; in reserved_bytes_ until they are
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;

@@ -125,12 +125,13 @@ void DiskTier::load_step_done(Step& step) {
   step.done = true;
   const auto wanted = static_cast<int64_t>(step.transfer.bytes());
   if (step.transfer.result < 0) {
-    load.wrong = Outcome::Failed;
-    if (step.transfer.result != -EFAULT)  // of the pool, not of the disk
+    load.wrong = step.transfer.result == -ECANCELED ? Outcome::Cancelled : Outcome::Failed;
+    if (load.wrong == Outcome::Failed && step.transfer.result != -EFAULT)  // of the pool, not of the disk
       went_wrong(load.directory, static_cast<int>(-step.transfer.result), false, "reading a file");
   } else if (step.transfer.result != wanted && load.wrong == Outcome::Loaded) {
     load.wrong = Outcome::Corrupt;  // shorter than it was when it was opened
   }
+  if (load.wrong == Outcome::Loaded && !load.header && stop_.load()) load.wrong = Outcome::Cancelled;  // the rest would take long
   if (load.wrong == Outcome::Loaded && !load.header && take_header(load) && take_memory(load)) read_rest(load);
   if (load.wrong == Outcome::Loaded) take_in(load);
   if (load.wrong != Outcome::Loaded)

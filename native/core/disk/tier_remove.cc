@@ -66,20 +66,37 @@ void DiskTier::take_deleted() {
   }
 }
 
-void DiskTier::remove_doomed() {
+// A few a turn; once the tier is to stop only what is gone `until_ms`.
+void DiskTier::remove_doomed(uint64_t until_ms) {
   take_deleted();
   retry_stubborn();
+  const auto over = [&] { return stop_.load() && monotonic_ns() / 1'000'000 >= until_ms; };
   std::vector<Key> now;
-  std::vector<Leftover> leftovers;
+  size_t leftovers;
   {
     std::lock_guard lock(mutex_);
-    leftovers.swap(leftovers_);
+    leftovers = std::min<size_t>(leftovers_.size(), kRemovalsATurn);
     if (doomed_.empty() && sweep_) list_doomed();
     while (!doomed_.empty() && now.size() < kRemovalsATurn) now.push_back(doomed_.back()), doomed_.pop_back();
   }
-  for (const Key& key : now)
-    if (remove_everywhere(key)) store_.file_gone(key);
-  for (Leftover& leftover : leftovers) remove_leftover(std::move(leftover));
+  size_t done = 0;
+  for (; done < now.size() && !over(); ++done)
+    if (remove_everywhere(now[done])) store_.file_gone(now[done]);
+  size_t left, removed = 0;
+  for (left = leftovers; left > 0 && !over(); --left) removed += remove_next_leftover();
+  std::lock_guard lock(mutex_);
+  doomed_.insert(doomed_.end(), now.begin() + static_cast<ptrdiff_t>(done), now.end());
+  more_leftovers_ = !leftovers_.empty() && (removed || left);  // else none of them can be removed now
+}
+
+bool DiskTier::remove_next_leftover() {
+  Leftover next;
+  {
+    std::lock_guard lock(mutex_);
+    next = std::move(leftovers_.back());
+    leftovers_.pop_back();
+  }
+  return remove_leftover(std::move(next));
 }
 
 void DiskTier::retry_stubborn() {
@@ -102,15 +119,14 @@ void DiskTier::list_doomed() {
   sweep_ = !doomed_.empty();
 }
 
-// Its bytes count until it is gone.
-void DiskTier::remove_leftover(Leftover leftover) {
+// Its bytes count until it is gone. False: it is tried again.
+bool DiskTier::remove_leftover(Leftover leftover) {
   const int error = well(leftover.directory) ? places_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
   if (error != 0 && error != -ENOENT && error != -EAGAIN) went_wrong(leftover.directory, -error, true, "removing a file");
   std::lock_guard lock(mutex_);
-  if (error == 0 || error == -ENOENT)
-    reserved_bytes_ -= leftover.bytes;
-  else
-    leftovers_.push_back(std::move(leftover));
+  if (error == 0 || error == -ENOENT) return reserved_bytes_ -= leftover.bytes, true;
+  leftovers_.push_front(std::move(leftover));
+  return false;
 }
 
 // A deleted block of which there is no file, and none on its way: the store need not remember it.

@@ -25,6 +25,7 @@ void DiskTier::scan() {
       else
         strays_ += 1;  // not ours to remove
     };
+    visitor.over = [&] { return stop_.load(); };
     places_[d].at.files->make_directories(fanout_);
     std::string wrong;
     try {

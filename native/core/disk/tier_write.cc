@@ -193,6 +193,7 @@ void DiskTier::write_step_done(Step& step) {
 // Written whole, the file gets its name; then the store says whether the block is still wanted.
 void DiskTier::write_done(Write& write) {
   const int64_t result = write.result;
+  if (result == -ECANCELED) return end_write(write, false);
   if (result != static_cast<int64_t>(write.bytes)) {
     if (result != -EFAULT) went_wrong(write.directory, result < 0 ? static_cast<int>(-result) : EIO, true, "writing a file");
     write_errors_ += 1;
