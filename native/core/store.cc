@@ -179,10 +179,9 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
   }
   if (draining_) return out;
   const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
-  if (free_head_ == Index::kAbsent && on_disk_.size()) {
-    const uint32_t least = on_disk_.least().record;
-    drop_disk_record(least, Event::Evict);
-    if (least == found) found = Index::kAbsent;
+  if (free_head_ == Index::kAbsent && spare_records()) {
+    if (on_disk_.size() && on_disk_.least().record == found) found = Index::kAbsent;
+    free_spare_record();
   }
   if (free_head_ == Index::kAbsent) return out;
   const uint64_t length = layout.extent_bytes(item.tokens);

@@ -245,9 +245,7 @@ class Store {
     std::optional<SessionFile> file;  // none: an owner inside this process
     std::atomic<bool> truncated{false};
     Guard guard;
-    bool attached = false;
-    bool ended = false;
-    bool resumed = false;
+    bool attached = false, ended = false, resumed = false;
     uint32_t pid = 0, uid = 0;
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
     uint64_t drained = 0;            // entries of its ring seen
@@ -294,7 +292,12 @@ class Store {
   void wake_disk();
   void file_must_go(const Key& key);
   void remember_file(uint32_t record, const Key& key);
+  void remember_unknown(const Key& key);
+  uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags);
+  size_t spare_records() const { return on_disk_.size() + tombstones_.size(); }
+  void free_spare_record();
   void drop_disk_record(uint32_t record, Event event);
+  void drop_tombstone(uint32_t record);
   void delete_disk_record(uint32_t record);
   bool demote(uint32_t record);
   bool adopt_disk_record(uint32_t record);
@@ -351,8 +354,7 @@ class Store {
 
   Options options_;
   Fd table_fd_, progress_fd_;
-  Mapping table_;
-  Mapping progress_map_;
+  Mapping table_, progress_map_;
   std::atomic<bool> progress_truncated_{false};
   Guard progress_guard_;
   Pool pool_;
@@ -375,16 +377,14 @@ class Store {
   std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written
   Deleted deleted_;                                   // files the disk tier has not yet been told to remove
   std::unordered_map<Key, uint32_t, KeyHash> going_;  // files that must go, and the DISK record that remembers each, if one does
-  uint64_t tombstones_ = 0;                           // of those, the ones with a record
+  EvictionPolicy<Places> tombstones_;                 // of those, the ones with a record: the oldest is given up first
   int wake_disk_ = -1;
   std::atomic<LowerTier*> lower_{nullptr};
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks
   uint32_t free_head_ = Index::kAbsent;
-  uint64_t used_bytes_ = 0;
-  uint64_t records_used_ = 0;
-  uint64_t created_ = 0, quarantined_ = 0;
+  uint64_t used_bytes_ = 0, records_used_ = 0, created_ = 0, quarantined_ = 0;
   uint32_t next_session_ = 1;
   uint32_t scrub_at_ = 0;
   uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second

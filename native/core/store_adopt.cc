@@ -84,7 +84,8 @@ Store::Store(const Options& options)
       arena_(1),
       places_(options.max_blocks),
       policy_(Places{&places_}),
-      on_disk_(Places{&places_}) {
+      on_disk_(Places{&places_}),
+      tombstones_(Places{&places_}) {
   layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();

@@ -16,7 +16,7 @@
 
 namespace kv {
 namespace {
-constexpr uint64_t kOneQueue = 0;         // on_disk_ has one queue: no record in it occupies memory
+constexpr uint64_t kOneQueue = 0;         // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
 constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
 constexpr size_t kMostFresh = 256;        // blocks just loaded that are passed over by eviction
 static_assert(kUnknownLayout >= kMaxLayouts);
@@ -105,7 +105,8 @@ bool Store::end_write(Handle handle, bool written) {
 // ---------------------------------------------------------------- files that must go
 
 // Until the file is gone a record remembers it (a DISK record that nobody finds), so that the next daemon does not take what was
-// deleted for a block. At most one key per file there is; the tier takes them whenever it wakes.
+// deleted for a block. At most one key per file there is; the tier takes them whenever it wakes. On a disk that removes nothing
+// (read-only, say) they would fill the table: what is to be stored goes before what is only remembered for the next daemon.
 void Store::file_must_go(const Key& key) {
   if (!options_.disk) return;
   going_.try_emplace(key, Index::kAbsent);
@@ -116,7 +117,24 @@ void Store::file_must_go(const Key& key) {
 void Store::remember_file(uint32_t record, const Key& key) {
   set_flags(record, kFlagDeleted, kFlagOnDisk | kFlagQueued);
   going_[key] = record;
-  tombstones_ += 1;
+  tombstones_.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
+}
+
+// Of a deleted block that the tier knew and the table did not, because it has fewer records than there are files.
+void Store::remember_unknown(const Key& key) {
+  Lock lock(mutex_);
+  if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
+  if (free_head_ == Index::kAbsent && on_disk_.size()) free_spare_record();
+  file_must_go(key);
+  if (const uint32_t record = new_disk_record(key, 0, kFlagDeleted); record != Index::kAbsent) remember_file(record, key);
+}
+
+// What lies only on disk first: the tier finds it by its path all the same.
+void Store::free_spare_record() {
+  if (on_disk_.size()) return drop_disk_record(on_disk_.least().record, Event::Evict);
+  const uint32_t record = tombstones_.least().record;
+  going_[key_of(record)] = Index::kAbsent;
+  drop_tombstone(record);
 }
 
 void Store::file_gone(const Key& key) {
@@ -125,8 +143,11 @@ void Store::file_gone(const Key& key) {
   if (going == going_.end()) return;
   const uint32_t record = going->second;
   going_.erase(going);
-  if (record == Index::kAbsent) return;
-  tombstones_ -= 1;
+  if (record != Index::kAbsent) drop_tombstone(record);
+}
+
+void Store::drop_tombstone(uint32_t record) {
+  tombstones_.remove(kOneQueue, record);
   transition(record, Event::Delete, State::Free, 0);
   records_used_ -= 1;
   index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
@@ -146,7 +167,16 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
     if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0);
     return true;
   }
-  if (free_head_ == Index::kAbsent) return false;
+  const uint32_t record = new_disk_record(key, expiry_s, 0);
+  if (record == Index::kAbsent) return false;
+  on_disk_.insert(kOneQueue, record, 0);
+  remember_expiry(record);
+  return true;
+}
+
+// A record for a file of which the key is known and nothing else. None: no record is free, or the index has no room.
+uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags) {
+  if (free_head_ == Index::kAbsent) return Index::kAbsent;
   const uint32_t record = free_head_;
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
@@ -162,13 +192,11 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
     u.parent.store(0, std::memory_order_relaxed);
     u.rank.store(0, std::memory_order_relaxed);
   }
-  if (!index_.insert(key, record)) return false;
+  if (!(flags & kFlagDeleted) && !index_.insert(key, record)) return Index::kAbsent;
   free_head_ = u.link.load(std::memory_order_relaxed);
-  transition(record, Event::Indexed, State::Disk, 0);
-  on_disk_.insert(kOneQueue, record, 0);
-  remember_expiry(record);
+  transition(record, Event::Indexed, State::Disk, flags);
   records_used_ += 1;
-  return true;
+  return record;
 }
 
 void Store::drop_disk(const Key& key) {

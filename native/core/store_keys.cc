@@ -22,7 +22,9 @@ Found Store::lookup(const Key& key) {
 bool Store::remove(const Key& key) {
   LowerTier* lower = this->lower();
   const bool below = lower && lower->forget(key);
-  return remove_here(key) || below;
+  const bool here = remove_here(key);
+  if (below && !here) remember_unknown(key);
+  return here || below;
 }
 
 bool Store::remove_here(const Key& key) {

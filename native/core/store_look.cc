@@ -22,7 +22,7 @@ Stats Store::stats() {
   s.quarantined = quarantined_;
   s.on_disk = on_disk_.size();
   s.pending_writes = wishes_.size();
-  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_;
+  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_.size();
   s.max_blocks = options_.max_blocks;
   s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
   s.fenced = !fence_.empty();
@@ -93,7 +93,7 @@ void Store::check_integrity() {
     if (tombstone) {
       tombstones += 1;
       const auto going = going_.find(key_of(record));
-      expect(going != going_.end() && going->second == record, here + " remembers no file");
+      expect(going != going_.end() && going->second == record && tombstones_.contains(0, record), here + " remembers no file");
       continue;
     }
     if (state == State::Disk) {
@@ -123,7 +123,7 @@ void Store::check_integrity() {
     unsealed += session->unsealed.size();
   }
   expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
-  expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_ && created == created_ &&
+  expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_.size() && created == created_ &&
              quarantined == quarantined_ && zombies == zombies_.size(),
          "a count of records is wrong");
   expect(policy_.size() == sealed,

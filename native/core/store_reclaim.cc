@@ -122,11 +122,11 @@ void Store::drain_rings() {
 void Store::make_room(uint64_t length, size_t count) {
   reap_sessions();
   scan_zombies();
-  auto room = [&] { return (free_head_ != Index::kAbsent || on_disk_.size()) && arena_.has_room(length); };
+  auto room = [&] { return (free_head_ != Index::kAbsent || spare_records()) && arena_.has_room(length); };
   if (room()) return;
   drain_rings();
   const std::vector<uint32_t> pinned = pinned_records();
-  if (free_head_ == Index::kAbsent && !on_disk_.size()) {
+  if (free_head_ == Index::kAbsent && !spare_records()) {
     evict_least(std::nullopt, count, pinned);
     scan_zombies();
     if (room()) return;
@@ -161,7 +161,7 @@ void Store::make_room_ahead() {
   Lock lock(mutex_);
   const auto [length, count] = std::exchange(ahead_, {});
   if (count == 0 || draining_ || !fence_.empty()) return;
-  if (const size_t records = index_.max_blocks() - records_used_ + on_disk_.size(); records < count) {
+  if (const size_t records = index_.max_blocks() - records_used_ + spare_records(); records < count) {
     drain_rings();
     evict_least(std::nullopt, count - records, pinned_records());
     scan_zombies();
