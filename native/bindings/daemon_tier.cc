@@ -30,9 +30,9 @@ DiskTier::Directory open_directory(Tier& self, const std::string& path, const st
   kv::Choice choice = kv::choose_engine(path, kDepth);
   self.engines.emplace_back(choice.engine->name(), choice.reason);
   auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
-  if (faults.empty()) return {path, std::move(files), std::move(choice.engine)};
+  if (faults.empty()) return {path, std::move(files), std::move(choice.engine), choice.problem};
   self.faults.push_back(std::make_unique<kv::Faults>(faults, path, std::move(files), std::move(choice.engine)));
-  return {path, self.faults.back()->take_files(), self.faults.back()->take_engine()};
+  return {path, self.faults.back()->take_files(), self.faults.back()->take_engine(), choice.problem};
 }
 
 nb::dict stats(Tier& self) {

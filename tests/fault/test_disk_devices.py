@@ -80,6 +80,30 @@ def test_the_disk_becomes_read_only(rig, disk, integrity):
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("memory_too", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("state", ["disk_full", "disk_read_only"])
+def test_a_daemon_starts_on_a_disk_that_takes_nothing(rig, disk, integrity, state, memory_too):
+    """Whatever ended the daemon before: what is in memory and what lies on the disk is served."""
+    kv = rig(directory=disk.path / "kv")
+    before = kv.put_on_disk(6)
+    kv.daemon.stop()
+    ballast = disk.fill(leave_bytes=0)
+    if state == "disk_read_only":
+        disk.remount("ro")
+    kv.restart(memory_too=memory_too)
+    eventually(lambda: kv.states() == {state}, "the state has its name, before anything is written")
+    kv.evict()
+    assert all(kv.load(before)), "what it holds is found"
+    kv.serves()
+    if state == "disk_read_only":
+        disk.remount("rw")
+    ballast.unlink()
+    eventually(lambda: kv.states() == set(), "it can be written, and the state goes")
+    kv.put_on_disk(4)
+    assert kv.sound(integrity) >= 10
+
+
+@pytest.mark.root
 @pytest.mark.slow
 def test_a_slow_disk_slows_nobody_down(rig, tmp_path, integrity):
     """1 MB/s each way: everything is answered from memory meanwhile, and nothing waits for the disk."""

@@ -62,6 +62,11 @@ Choice choose_engine(const std::string& directory, uint32_t depth) {
   RealFiles files(directory, false);
   std::string temp;
   const int made = files.create_temp(kPageBytes, &temp);
+  if (made == -ENOSPC || made == -EDQUOT || made == -EROFS || made == -EIO) {
+    Choice choice = threads(depth, errno_text("direct I/O could not be tried", -made));
+    choice.problem = -made;
+    return choice;
+  }
   if (made < 0) throw Error(Code::Unavailable, errno_text(directory + ": no file can be made there", -made));
   const Fd fd(made);
   files.remove(temp);

@@ -109,9 +109,11 @@ struct Choice {
   bool direct = false;     // whether files are to be opened with O_DIRECT
   uint32_t alignment = 1;  // of offsets, lengths and addresses
   std::string reason;      // for the log
+  int problem = 0;         // why no file can be made there at present
 };
 
-// The engine for a directory of blocks, tried on a file made there. Throws Unavailable if nothing can be written there at all.
+// The engine for a directory of blocks, tried on a file made there. A disk that is full, read-only or failing is no reason to do
+// without what lies on it, nor without memory: it gets threads. Throws Unavailable for any other error.
 Choice choose_engine(const std::string& directory, uint32_t depth);
 
 }  // namespace kv

@@ -168,6 +168,8 @@ double DiskTier::thread_cpu_s() const {
 
 void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (const int problem = places_[d].at.problem) went_wrong(d, problem, true, "making a file");
   while (!stop_.load()) {
     wait(turn() ? 0 : until_rested_ms());
   }

@@ -49,6 +49,7 @@ class DiskTier final : public LowerTier {
     std::string path;
     std::unique_ptr<Files> files;
     std::unique_ptr<Engine> engine;
+    int problem = 0;  // as of a Choice
   };
   struct Options {
     std::vector<Directory> directories;

@@ -23,7 +23,7 @@ bool DiskTier::well(uint8_t directory) const { return now_ms() >= places_[direct
 // A directory that fails again and again is left alone for a while, then probed.
 void DiskTier::went_wrong(uint8_t directory, int error, bool writing, const char* doing) {
   Place& place = places_[directory];
-  place.errors += 1;
+  if (well(directory)) place.errors += 1;  // a removal that fails while it rests says nothing new
   const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
   if (!at_once && place.errors < kErrorsToPause) return;
   const uint32_t doublings = std::min(place.errors - (at_once ? 1 : kErrorsToPause), 10u);
