@@ -32,6 +32,7 @@ class Slot:
     row: int
     start: int
     stop: int
+    filled: list[int]  # per layer: the columns from start to this one are there
     layers: int = 0  # marked so far
     done: bool = False
     broken: bool = False  # its codec cannot hold it
@@ -72,7 +73,8 @@ class Publisher:
                 block = writer[index]
                 meta.put(block.meta, metas[index])
                 start = pad + starts[first + index]
-                self._slots.append(Slot(writer, index, block, row, start, start + block.tokens))
+                stop, filled = start + block.tokens, [start] * self._layers
+                self._slots.append(Slot(writer, index, block, row, start, stop, filled))
         self.no_space += writer.results.count("no_space")
         self.unavailable += writer.results.count("unavailable")
         return writer.results
@@ -90,8 +92,10 @@ class Publisher:
             start = 0
         for slot in self._slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
-            if low >= high or slot.done:
+            # Behind a gap it stays incomplete: what lies before was loaded by somebody, or by nobody.
+            if high <= slot.filled[layer] or low > slot.filled[layer] or slot.done:
                 continue
+            slot.filled[layer] = high
             if self._form.codec is not None:
                 if high < slot.stop or not self._quantised(slot, layer, storage, origin):
                     continue

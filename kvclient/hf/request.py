@@ -167,20 +167,20 @@ class Request:
                     self.report.disk_refused += 1
             if read and subject.interior is not None:
                 one.extend_part(self._client)
-            if offer.sinks is not None:
-                offer.sinks.take(one)
             inside = self._inside = self._search(one, config) if read else []
             if self._write:
                 stop = len(one.group.tokens)
                 stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
                 limit = min(inside[0].start, stop) if inside else stop
-                if offer.sinks is not None:
-                    offer.sinks.offer(one, limit)
                 offer.claim(one, read, follow, claimed, limit, len(found) > 1)
+                if offer.sinks is not None:  # not before the claim: it may find more blocks
+                    offer.sinks.offer(one, limit)
                 if inside:
                     offer.claim_gaps(one, inside, stop)
                 elif subject.interior is not None and stop == len(one.group.tokens):
                     offer.claim_tail(one)
+            if offer.sinks is not None:
+                offer.sinks.take(one)
         if len(found) > 1 and offer.publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever

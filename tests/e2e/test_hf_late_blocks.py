@@ -9,6 +9,10 @@ import pytest
 import torch
 
 import kvclient.hf
+from kvclient.blocks.codec import Kivi
+from kvclient.hf.form import Form
+from kvclient.hf.prefix import Clock
+from kvclient.hf.publish import Publisher
 from tests.engines.zoo import build, generate, near, prompt
 
 BLOCK, SEEN = 32, 3
@@ -67,3 +71,55 @@ def test_a_row_that_gives_up_blocks_of_others_gives_up_what_stands_for_them(clie
         with kv.bypass():
             _, wanted, _ = generate(model, rows, 1)
         assert near(found, wanted, 2e-2)
+
+
+@pytest.mark.parametrize("in_place", [None, False])
+@pytest.mark.parametrize("when", [1, 2])
+def test_blocks_sealed_before_a_claim_leave_no_wrong_last_block(client, monkeypatch, in_place, when):
+    """The prompt ends with a block, and all of it is sealed between the look and a claim: what is left to
+    compute is its last token, which makes no block.
+    """
+    models, ids, claims = [build("llama", layers=2) for _ in range(2)], prompt(4 * BLOCK), []
+    options = {"block_tokens": BLOCK, "codec": "int8", "publish_generated": False, "self_test": False}
+    options["in_place"] = in_place
+    own, other = client.another(), client.another()
+    with (
+        kvclient.hf.attach(models[0], own, **options) as kv,
+        kvclient.hf.attach(models[1], other, **options),
+    ):
+        generate(models[1], ids[:, : 2 * BLOCK + 6], 1)
+        with kv.bypass():
+            _, _, plain = generate(models[0], ids, 1)
+        create = own.create
+
+        def late(*args, **given):
+            claims.append(args)
+            if len(claims) == when:
+                generate(models[1], ids, 1)
+            return create(*args, **given)
+
+        monkeypatch.setattr(own, "create", late)
+        for asked in (ids, torch.cat([ids, prompt(9, seed=2)], dim=1)):
+            _, _, cache = generate(models[0], asked, 1)
+            for start in range(0, kv.last.reused_tokens // BLOCK * BLOCK, BLOCK):
+                ours, theirs = (c.layers[0].keys[:, :, start : start + BLOCK] for c in (cache, plain))
+                assert near(ours, theirs, 2e-2), start
+    assert claims
+    assert own.stats()["created"] == 0
+
+
+@pytest.mark.parametrize("codec", [None, Kivi(8, BLOCK)])
+def test_a_block_is_sealed_only_if_all_its_columns_came(client, codec):
+    """They come in stretches, in order: what is behind a gap fills no block, and nothing counts twice."""
+    form = Form(1, 2, 8, torch.float32, codec)
+    chain = kvclient.chain(bytes(32), list(range(2 * BLOCK)), BLOCK)
+    own = Publisher(client, client.register_layout(form.layout(BLOCK)), 1, 35, None, Clock(), form)
+    storage = torch.randn(2, 1, 2, 2 * BLOCK, 8)
+    own.claim(chain, 0, 0, 0)
+    for start, stop in ((1, BLOCK), (BLOCK, BLOCK + 10), (BLOCK, BLOCK + 20), (BLOCK + 20, 2 * BLOCK)):
+        own.written(0, start, stop, storage, 0)
+    own.seal()
+    own.abort()
+    assert own.published == 1 and list(client.lookup(chain).states) == [0, 2]
+    read = form.read_tensor(client.get(chain[1:])[0], 0)
+    assert near(read, storage[:, 0, :, BLOCK:], 1e-2)
