@@ -228,6 +228,8 @@ class Prefix:
         view, form = found.sinks
         pad = found.group.pad
         stop = min(pad + view.tokens, self.columns)
+        if stop <= pad:
+            return  # another row has so little that nothing of this one is handed over
         own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
         storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
 

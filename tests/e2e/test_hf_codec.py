@@ -174,6 +174,24 @@ def test_the_first_tokens_stay_as_computed(client, dtype):
         torch.testing.assert_close(cache.layers[0].keys[0, :, 7:11], plain.layers[0].keys[0, :, 7:11])
 
 
+@pytest.mark.parametrize("pad", [31, 32, 33, 34, 40])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_row_whose_padding_is_longer_than_what_is_handed_over(client, pad, in_place):
+    """Another row has one block only: of this one, whose first tokens are stored too, next to nothing is."""
+    model, length = build("llama"), 101
+    one, other = prompt(length), prompt(length - pad, seed=2)
+    rows, mask = torch.cat([one, one]), torch.ones((2, length), dtype=torch.int64)
+    rows[1, pad:], mask[1, :pad] = other, 0
+    _, wanted, _ = generate(model, rows, 2, attention_mask=mask)
+    options = {"block_tokens": 32, "codec": "int8", "in_place": in_place, "self_test": False}
+    with kvclient.hf.attach(model, client, **options) as kv:
+        generate(model, one[:, :40], 1)
+        generate(model, other, 1)
+        _, found, _ = generate(model, rows, 2, attention_mask=mask)
+        assert kv.last.reused_tokens == 32 + max(0, 32 - pad)
+    assert float((found - wanted).abs().max()) <= 3e-2 * float(wanted.abs().max())
+
+
 def test_sinks_are_stored_only_by_who_computed_them(model, client):
     ids = prompt(101)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
