@@ -166,9 +166,13 @@ class Blend:
 
     def __enter__(self) -> Blend:
         thread = threading.get_ident()
-        for index, module in enumerate(self._interior.decoder):
-            hook = _Hook(self, index, thread)
-            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            for index, module in enumerate(self._interior.decoder):
+                hook = _Hook(self, index, thread)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        except BaseException:  # an interrupt: what is on would cut the rows of this thread's next call
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_exc: object) -> None:

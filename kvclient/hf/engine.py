@@ -31,7 +31,7 @@ from kvclient.hf.attach import Attachment, attach
 from kvclient.hf.conversation import Conversation
 from kvclient.hf.conversation_state import Shelf
 from kvclient.hf.report import Report
-from kvclient.hf.tokens import Listener
+from kvclient.hf.tokens import Listener, end_tokens
 from kvclient.hf.verify import Verification
 from kvclient.hf.window import Window
 
@@ -323,9 +323,7 @@ class Engine:
     @property
     def _ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        ends = self.model.generation_config.eos_token_id
-        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        own = self.tokenizer.eos_token_id
+        ends, own = end_tokens(self.model.generation_config.eos_token_id), self.tokenizer.eos_token_id
         return frozenset(ends if own is None else [*ends, own])
 
     def _run(self, rows: list[list[int]], listener: Listener, given: dict[str, Any]) -> Any:

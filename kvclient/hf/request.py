@@ -33,6 +33,7 @@ from kvclient.hf.report import Report
 from kvclient.hf.sinks import Sinks
 from kvclient.hf.staging import Staged
 from kvclient.hf.subject import Subject
+from kvclient.hf.tokens import end_tokens
 
 
 class Request:
@@ -142,9 +143,7 @@ class Request:
         beams = (config.num_beams or 1) > 1
         publishes = self._options.publish_generated and self._options.publish_tokens is None
         self._generated = self._write and publishes and not beams
-        eos = config.eos_token_id
-        eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-        self._eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+        self._eos = end_tokens(config.eos_token_id)
 
     def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
         """Finds, claims, and fills the cache with layers that load on demand."""

@@ -54,11 +54,12 @@ class Rope:
             out[...] = keys
             return
         place = (id(turning.inv_freq), shift)
-        if place not in self._turns:
+        turned = self._turns.get(place)
+        if turned is None:
             if len(self._turns) > 256:
-                self._turns.clear()
-            self._turns[place] = kernels.turn(turning.inv_freq, shift)
-        kernels.rotate(keys, self._turns[place], turning.convention, out=out)
+                self._turns.clear()  # other threads go on with what they got
+            turned = self._turns[place] = kernels.turn(turning.inv_freq, shift)
+        kernels.rotate(keys, turned, turning.convention, out=out)
 
     def turn_each(self, layer: int, keys: torch.Tensor, places: torch.Tensor, way: int) -> None:
         """Turns keys [..., tokens, head_dim], in single precision, where they are: from position 0 each to
@@ -68,11 +69,13 @@ class Rope:
         if turning.inv_freq is None:
             return
         known, last = (id(turning.inv_freq), keys.device), int(places[-1])
-        if known not in self._places or len(self._places[known][0]) <= last:
+        tables = self._places.get(known)
+        if tables is None or len(tables[0]) <= last:
             frequencies = torch.from_numpy(np.asarray(turning.inv_freq, np.float64))
             angles = torch.arange(2 * last + 1, dtype=torch.float64)[:, None] * frequencies
-            self._places[known] = angles.cos().float().to(keys.device), angles.sin().float().to(keys.device)
-        cos, sin = (table[places] for table in self._places[known])
+            tables = angles.cos().float().to(keys.device), angles.sin().float().to(keys.device)
+            self._places[known] = tables  # another thread may put shorter ones there
+        cos, sin = (table[places] for table in tables)
         size = 2 * cos.shape[1]
         if turning.convention == "half":
             one, two = keys[..., : size // 2], keys[..., size // 2 : size]

@@ -93,6 +93,8 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     try:
         with evaluating(model):
             out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing about the model
     except Exception as error:  # whatever the model's own code raises
         raise Refused(
             f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"

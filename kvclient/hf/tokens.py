@@ -110,6 +110,12 @@ class Listener(StoppingCriteria):
         self._on_token(token, piece)
 
 
+def end_tokens(eos: Any) -> list[int]:
+    """What a generation's eos_token_id says: None, a number, some in a list, a tuple or a tensor."""
+    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
+    return [] if eos is None else [int(one) for one in eos] if isinstance(eos, (list, tuple)) else [int(eos)]
+
+
 def _special(tokenizer: Any) -> set[str]:
     """The texts that decode() leaves out of what is shown."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()

@@ -16,6 +16,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf.publish import Publisher
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -74,6 +75,24 @@ def test_a_daemon_that_is_gone_with_on_error_miss(daemon, model):
         assert (kv.last.unavailable, kv.last.no_space) == (4, 0), "absent is not full"
         assert torch.equal(generate(model, ids)[0], plain)
         assert kv.stats["unavailable"] >= 4 and kv.stats["no_space"] == 0
+
+
+def test_blocks_that_a_dying_daemon_left_unsealed_are_counted(daemon, model, monkeypatch):
+    server, ids = daemon(memory="64MiB"), prompt(70)
+    plain, own = generate(model, ids)[0], Publisher.written
+
+    def dying(self, layer, *columns):
+        own(self, layer, *columns)
+        if layer == 1 and server.process.poll() is None:
+            server.kill()
+
+    monkeypatch.setattr(Publisher, "written", dying)
+    with (
+        server.connect(on_error="miss") as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv,
+    ):
+        assert torch.equal(generate(model, ids)[0], plain)
+        assert (kv.last.published_blocks, kv.last.no_space, kv.last.unavailable) == (0, 0, 4)
 
 
 def test_a_daemon_that_starts_empty_and_numbers_layouts_anew(daemon, model):

@@ -200,9 +200,10 @@ def test_an_answer_and_a_batch_end_with_a_sentence(engine, monkeypatch):
     assert engine.generate(TEXT, 12).tokens == whole.tokens
 
 
-def test_an_end_token_ends_the_answer(engine):
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_an_end_token_ends_the_answer(engine, kind):
     tokens = plain(engine, TEXT, 10)
-    engine.model.generation_config.eos_token_id = [2, tokens[4]]
+    engine.model.generation_config.eos_token_id = kind([2, tokens[4]])
     result = engine.generate(TEXT, 10)
     engine.model.generation_config.eos_token_id = None
     assert result.tokens == tokens[: tokens.index(tokens[4]) + 1]

@@ -53,7 +53,7 @@ class InPlaceLayer(StoreLayer):
         self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
         self._call: tuple[Any, ...] | None = None
         self._args: tuple[Any, Any] | None = None  # of the last call, and what it is right for
-        self._dense = False
+        self._dense, self._in_call = False, True
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         super().__init__(index, shape, source, written, memory)
         self.origin = self._length
@@ -69,6 +69,8 @@ class InPlaceLayer(StoreLayer):
         if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
             self.become_dense("training" if wants_gradient else "device")
         if not self._dense and not self._reader():
+            if self._in_call:  # whose masks are for the kernels
+                raise RuntimeError("the model's attention was switched, or detach() called, in generate()")
             self.become_dense("switched")  # after detach() the cache lives on under another attention
         if self._dense:
             return super().update(key_states, value_states, *args, **kwargs)
@@ -102,6 +104,7 @@ class InPlaceLayer(StoreLayer):
 
     def detach_store(self) -> None:
         length = self._length if self.is_initialized else 0
+        self._in_call = False
         super().detach_store()
         self._length = length
         if self._prefix is None:  # never asked for
@@ -213,7 +216,8 @@ class InPlaceLayer(StoreLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the cache: they point to their own memory."""
-        return {**self.__dict__, "_call": None, "_args": None, "written": None, "_left": _nobody}
+        gone = {"_call": None, "_args": None, "written": None, "_left": _nobody, "_in_call": False}
+        return {**self.__dict__, **gone}
 
     # ---------------------------------------------------------------- attention
 
