@@ -167,7 +167,7 @@ class Publisher:
         try:
             sealed = writer.seal() if index is None else writer.seal(index)
             if sealed is False:  # a tolerant client's, without its store
-                self.unavailable += blocks
+                self.lost += blocks
             else:
                 self.published += blocks
         except BlockLost:

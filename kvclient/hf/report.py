@@ -37,6 +37,7 @@ class Report:
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
     unavailable: int = 0  # blocks that no store was there to take (on_error="miss")
+    lost_blocks: int = 0  # claimed, but not sealed: the daemon went, or the claim ended, meanwhile
     full_tokens: int = 0  # of the reused ones, with a codec: taken as computed (first and last of a prompt)
     published_full_blocks: int = 0  # those of such tokens; not in published_blocks
     not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
@@ -50,7 +51,7 @@ class Totals:
         "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
         "followed_tokens",
         "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
-        "disk_refused", "full_tokens", "unavailable",
+        "disk_refused", "full_tokens", "unavailable", "lost_blocks",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 

@@ -296,6 +296,7 @@ class Request:
         publisher = self._offer.publisher
         self.report.published_blocks = publisher.published
         self.report.no_space, self.report.unavailable = publisher.no_space, publisher.unavailable
+        self.report.lost_blocks = publisher.lost
         self.report.not_quantisable = publisher.not_quantisable
         self.report.published_full_blocks = self._offer.sinks.published if self._offer.sinks else 0
 

@@ -77,22 +77,29 @@ def test_a_daemon_that_is_gone_with_on_error_miss(daemon, model):
         assert kv.stats["unavailable"] >= 4 and kv.stats["no_space"] == 0
 
 
-def test_blocks_that_a_dying_daemon_left_unsealed_are_counted(daemon, model, monkeypatch):
+@pytest.mark.parametrize(("on_error", "again"), [("miss", False), ("miss", True), ("raise", True)])
+def test_blocks_that_a_dying_daemon_left_unsealed_are_counted(daemon, model, monkeypatch, on_error, again):
+    """again: another takes its place before the call ends, which quarantines what was claimed."""
     server, ids = daemon(memory="64MiB"), prompt(70)
-    plain, own = generate(model, ids)[0], Publisher.written
+    plain, own, killed = generate(model, ids)[0], Publisher.written, []
 
     def dying(self, layer, *columns):
         own(self, layer, *columns)
-        if layer == 1 and server.process.poll() is None:
-            server.kill()
+        if layer == 1 and not killed:
+            killed.append(server.kill())
+            if again:
+                server.start()
+                client.touch([bytes(32)])  # and so attaches anew
 
     monkeypatch.setattr(Publisher, "written", dying)
     with (
-        server.connect(on_error="miss") as client,
+        server.connect(on_error=on_error) as client,
         kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv,
     ):
         assert torch.equal(generate(model, ids)[0], plain)
-        assert (kv.last.published_blocks, kv.last.no_space, kv.last.unavailable) == (0, 0, 4)
+        report = kv.last
+        assert (report.published_blocks, report.no_space, report.unavailable) == (0, 0, 0)
+        assert report.lost_blocks == kv.stats["lost_blocks"] == 4
 
 
 def test_a_daemon_that_starts_empty_and_numbers_layouts_anew(daemon, model):
