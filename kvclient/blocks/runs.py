@@ -170,13 +170,20 @@ class Library:
             view = blocks[index]
         except PinsExhausted:
             return None
-        known = meta.unpack(view.meta, view.tokens) if view is not None else None
-        if known is None:
-            return None
-        ids = np.frombuffer(known.token_ids, np.int32)
-        if chain(self.identity, ids, len(ids)).content_keys[0] != known.content_key:
-            return None
-        return Known(key, known.parent_key, ids, view)
+        return verified(self.identity, key, view)
+
+
+def verified(identity: bytes, key: bytes, view: Any) -> Known | None:
+    """None unless its token ids alone, without extra ids and under this identity, are what it was computed
+    from.
+    """
+    known = meta.unpack(view.meta, view.tokens) if view is not None else None
+    if known is None:
+        return None
+    ids = np.frombuffer(known.token_ids, np.int32)
+    if chain(identity, ids, len(ids)).content_keys[0] != known.content_key:
+        return None
+    return Known(key, known.parent_key, ids, view)
 
 
 def find_runs(library: Library, ids: np.ndarray, start: int, window: int) -> list[Run]:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from kvclient.blocks import meta
-from kvclient.blocks.runs import common_length
+from kvclient.blocks.runs import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
 from kvclient.hf.form import Form
@@ -138,10 +137,10 @@ class Found:
                 view = blocks[index]
             except PinsExhausted:
                 return
-            known = meta.unpack(view.meta, view.tokens) if view is not None else None
+            known = verified(self.chain.identity, keys[index], view)
             if known is None or known.parent_key != self.chain[last]:
                 continue
-            count = common_length(np.frombuffer(known.token_ids, np.int32), rest)
+            count = common_length(known.ids, rest)
             if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
                 self.part, self.part_tokens = view, count
 

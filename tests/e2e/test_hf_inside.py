@@ -12,6 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.blocks import meta
 from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.blocks.runs import Piece
 from kvclient.hf.blend import Blend, Interior, decoder_layers
@@ -335,3 +336,24 @@ def test_a_block_evicted_between_is_computed(attach, model, client):
     client.delete(chain)
     generate(model, asked(5))
     assert kv.last.approximate_tokens == 0
+
+
+def test_a_block_behind_the_prefix_that_has_extra_ids_too_is_no_part_of_it(attach, model, client):
+    """The same tokens, but one stands for an image: what is stored is not what this prompt needs."""
+    kv = attach("none")
+    ids = torch.cat([COMPUTED[:, : 2 * BLOCK], prompt(9, seed=6)], dim=1)
+    block = np.r_[ids[0].numpy(), np.zeros(BLOCK - 9)].astype(np.int32)
+    extra = np.zeros(3 * BLOCK, np.uint64)
+    extra[2 * BLOCK] = 77
+    chain = kvclient.chain(kv.identity, block, BLOCK, extra)
+    with client.create(chain[2:], client.register_layout(kv.form.layout(BLOCK))) as writer:
+        said = meta.Meta(
+            chain.parent_keys[2], chain.content_keys[2], block[2 * BLOCK :].tobytes(),
+            extra[2 * BLOCK :].tobytes(), kv.identity,
+        )  # fmt: skip
+        meta.put(writer[0].meta, said)
+    with kv.bypass():
+        _, plain, _ = generate(model, ids, 1)
+    _, logits, _ = generate(model, ids, 1)
+    assert kv.last.reused_tokens == 2 * BLOCK
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-3)
