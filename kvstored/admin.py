@@ -169,12 +169,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         try:
             total = store.stats()["used_bytes"]
             sums = {"verified": 0, "computed": 0, "corrupt": 0, "bytes": 0}
-            done = False
+            at, done = 0, False
             while not done:
-                step = await self._threads.run(store.scrub, SCRUB_STEP_BYTES)
+                step = await self._threads.run(store.scrub, at, SCRUB_STEP_BYTES)
                 for name in sums:
                     sums[name] += step[name]
-                done = step["done"]
+                at, done = step["next"], step["done"]
                 if step["corrupt"]:
                     self._events.publish(Event("CORRUPTION", namespace, {"corrupt": step["corrupt"]}))
                     log.error("corrupt_blocks", namespace=namespace, count=step["corrupt"])

@@ -74,15 +74,19 @@ class Watch:
             await asyncio.sleep(PROBLEM_LOOK_S)
 
     async def _scrub(self, scrub_rate: Callable[[], int]) -> None:
-        """Verifies checksums in the background, so many bytes a second of all namespaces together."""
+        """Verifies checksums in the background, so many bytes a second of all namespaces together, each round
+        and round."""
+        at = dict.fromkeys(self._stores, 0)  # the record to go on from
         while True:
             await asyncio.sleep(SCRUB_S)
             share = int(scrub_rate() * SCRUB_S) // len(self._stores)
             for name, store in self._stores.items() if share else ():
                 try:
-                    corrupt = (await self._threads.run(store.scrub, share))["corrupt"]
+                    step = await self._threads.run(store.scrub, at[name], share)
                 except Fenced:  # _look_for_problems tells it; the others are verified on
                     continue
+                at[name] = 0 if step["done"] else step["next"]
+                corrupt = step["corrupt"]
                 if corrupt:
                     self._events.publish(Event("CORRUPTION", name, {"corrupt": corrupt}))
                     log.error("corrupt_blocks", namespace=name, count=corrupt)

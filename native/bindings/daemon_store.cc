@@ -172,15 +172,15 @@ uint32_t wait_layers(Store& store, uint32_t record, uint64_t generation, uint32_
   return store.wait_layers({record, generation}, layers, timeout_ms);
 }
 
-nb::dict scrub(Store& store, uint64_t limit) {
+nb::dict scrub(Store& store, uint32_t from, uint64_t limit) {
   kv::ScrubResult r;
   {
     nb::gil_scoped_release release;
-    r = store.scrub(limit);
+    r = store.scrub(from, limit);
   }
   nb::dict out;
   out["verified"] = r.verified, out["computed"] = r.computed, out["corrupt"] = r.corrupt, out["bytes"] = r.bytes,
-  out["done"] = r.done;
+  out["next"] = r.next, out["done"] = r.done;
   return out;
 }
 
@@ -273,7 +273,7 @@ void bind_store(nb::module_& m) {
       .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
       .def("stats", &stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())
-      .def("scrub", &scrub, nb::arg("limit_bytes"))
+      .def("scrub", &scrub, nb::arg("from_record"), nb::arg("limit_bytes"))
       .def("open_owner", &Store::open_owner)
       .def("close_owner", &Store::end_session)
       .def("drain", &Store::drain)

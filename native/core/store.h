@@ -130,7 +130,8 @@ class LowerTier {
 
 struct ScrubResult {
   uint64_t verified = 0, computed = 0, corrupt = 0, bytes = 0;
-  bool done = false;
+  uint32_t next = 0;  // the record to go on from
+  bool done = false;  // there is none
 };
 
 class Store {
@@ -180,8 +181,8 @@ class Store {
   std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
-  ScrubResult scrub(uint64_t limit_bytes);
-  bool drop_if_corrupt(const Key& key);  // true if its bytes did not match their checksums
+  ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
+  bool drop_if_corrupt(const Key& key);                    // true if its bytes did not match their checksums
 
   // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
   void attach_disk(int wake, LowerTier* tier);
@@ -386,7 +387,6 @@ class Store {
   uint32_t free_head_ = Index::kAbsent;
   uint64_t used_bytes_ = 0, records_used_ = 0, created_ = 0, quarantined_ = 0;
   uint32_t next_session_ = 1;
-  uint32_t scrub_at_ = 0;
   uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
   bool draining_ = false;
   uint64_t use_tick_ns_ = 0;  // the moment use_value_ was computed for

@@ -196,16 +196,15 @@ Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
   return {verdict.bytes, known, true};
 }
 
-ScrubResult Store::scrub(uint64_t limit_bytes) {
-  ScrubResult result;
+ScrubResult Store::scrub(uint32_t from, uint64_t limit_bytes) {
+  ScrubResult result{.next = from};
   Lock lock = enter();
   while (result.bytes < limit_bytes) {
-    if (scrub_at_ >= index_.max_blocks()) {
-      scrub_at_ = 0;
+    if (result.next >= index_.max_blocks()) {
       result.done = true;
       return result;
     }
-    const uint32_t record = scrub_at_++;
+    const uint32_t record = result.next++;
     const Control now = control(record);
     // A block on its way to disk is passed over this time: its file says what is behind its layers.
     if (now.state() != State::Sealed || (!(now.flags() & kFlagChecksummed) && now.flags() & kFlagQueued)) continue;

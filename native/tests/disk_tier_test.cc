@@ -40,7 +40,7 @@ TEST(a_block_used_twice_comes_back_after_eviction) {
   CHECK_EQ(StoreTest::index(*rig.store).upkeep(at.record).parent.load(), 9u);
   CHECK(at.control.flags() & kFlagChecksummed);
   rig.store->check_integrity();
-  CHECK_EQ(rig.store->scrub(~0ull).corrupt, 0u);
+  CHECK_EQ(rig.store->scrub(0, ~0ull).corrupt, 0u);
 }
 
 TEST(a_block_used_once_is_not_written_unless_its_priority_says_so) {

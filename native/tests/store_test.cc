@@ -242,15 +242,15 @@ TEST(scrub_computes_verifies_and_drops_what_was_flipped) {
   }
   auto all = [&] {
     ScrubResult sum;
-    for (bool done = false; !done;) {
-      const ScrubResult part = rig.store->scrub(kPageBytes);
+    for (ScrubResult part; !part.done;) {
+      part = rig.store->scrub(part.next, kPageBytes);
       sum.verified += part.verified, sum.computed += part.computed, sum.corrupt += part.corrupt;
-      done = part.done;
     }
     return sum;
   };
   ScrubResult first = all();
   CHECK(first.computed == 3 && first.verified == 1 && first.corrupt == 0);
+  CHECK(!rig.store->scrub(0, kPageBytes).done);  // another caller's, which stops half way
   ScrubResult second = all();
   CHECK(second.computed == 0 && second.verified == 4 && second.corrupt == 0);
   const uint8_t flipped = static_cast<uint8_t>(pattern(3 * kPageBytes, 2)[777] ^ 4);

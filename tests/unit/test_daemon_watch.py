@@ -6,23 +6,32 @@ Method: the watch is driven alone; a store is a recorder of the calls it gets.
 import asyncio
 
 from kvstored import watch
-from kvstored.calls import Threads
+from kvstored.admin import AdminService
+from kvstored.calls import CallCounts, Threads
 from kvstored.errors import Fenced
 from kvstored.events import Events
+from kvstored.v1 import admin_pb2
 from kvstored.watch import Watch
 
 
 class Store:
-    """Stands for a store that is verified: raises `error`, or finds a corrupt block each time."""
+    """Stands for a store of three blocks that is verified: raises `error`, or finds a corrupt block each
+    time."""
 
     def __init__(self, error=None):
-        self.error, self.scrubs = error, 0
+        self.error, self.begun_at = error, []
 
-    def scrub(self, limit_bytes):
-        self.scrubs += 1
+    def stats(self):
+        return {"used_bytes": 3}
+
+    def scrub(self, from_record, limit_bytes):
+        self.begun_at.append(from_record)
         if self.error:
             raise self.error
-        return {"corrupt": 1}
+        return {
+            "verified": 1, "computed": 0, "corrupt": 1, "bytes": 1, "next": from_record + 1,
+            "done": from_record == 2,
+        }  # fmt: skip
 
 
 def scrubbed(stores, enough, monkeypatch):
@@ -49,8 +58,28 @@ def scrubbed(stores, enough, monkeypatch):
 
 def test_a_fenced_namespace_does_not_end_the_verification_of_the_others(monkeypatch):
     stores = {"a": Store(Fenced("harmed")), "b": Store()}
-    logged = scrubbed(stores, lambda _: stores["b"].scrubs > 2, monkeypatch)
-    assert stores["a"].scrubs > 2 and {fields["namespace"] for _, fields in logged} == {"b"}
+    logged = scrubbed(stores, lambda _: len(stores["b"].begun_at) > 5, monkeypatch)
+    assert {fields["namespace"] for _, fields in logged} == {"b"}
+    assert set(stores["a"].begun_at) == {0}, "what was not verified is, when it is no longer fenced"
+    assert stores["b"].begun_at[:6] == [0, 1, 2, 0, 1, 2], "round and round"
+
+
+def test_a_scrub_goes_through_all_whatever_the_background_has_seen(monkeypatch):
+    store = Store()
+    scrubbed({"default": store}, lambda _: len(store.begun_at) == 2, monkeypatch)
+    del store.begun_at[:]
+
+    async def scenario():
+        threads = Threads(1)
+        others = [None] * 5
+        admin = AdminService({"default": store}, *others, Events(1, 8), threads, CallCounts(), None)
+        found = [message async for message in admin.Scrub(admin_pb2.ScrubRequest(), None)]
+        threads.close()
+        return found
+
+    found = asyncio.run(scenario())
+    assert store.begun_at == [0, 1, 2]
+    assert [(one.verified, one.done) for one in found] == [(1, False), (2, False), (3, True)]
 
 
 def test_a_watch_that_ends_by_itself_is_logged(monkeypatch):
