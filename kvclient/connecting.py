@@ -26,7 +26,8 @@ def default_directory() -> Path:
     candidates = [Path("/run/kvstored")]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         candidates.append(Path(runtime) / "kvstored")
-    return next((path for path in candidates if (path / SOCKET_NAME).exists()), candidates[0])
+    # os.path's: the one of Path raises for a directory of another user's
+    return next((path for path in candidates if os.path.exists(path / SOCKET_NAME)), candidates[0])
 
 
 def connect(
@@ -46,8 +47,8 @@ def connect(
     be reached raises Unavailable. on_error="miss": it counts as empty, also when connecting;
     `client.degraded` and the gauge kvclient_degraded are 1 meanwhile. The caller's own errors are raised
     either way. door="socket" sends look-ups to the daemon instead of reading the index. Raises
-    InvalidArgument, NotPermitted (also for a namespace that is not there), Unavailable, DeadlineExceeded,
-    IncompatibleVersion.
+    InvalidArgument, NotPermitted (also for a namespace that is not there, and for a directory or socket that
+    is closed to this user), Unavailable, DeadlineExceeded, IncompatibleVersion.
     """
     if on_error not in ("raise", "miss"):
         raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')

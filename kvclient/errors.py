@@ -12,7 +12,8 @@ them: a block that is not there is a value (None, "no_space", "unavailable", a l
     │                                                if that fails too, and then as Unavailable.
     ├── InvalidArgument      (also ValueError)       the caller's: a value is malformed or out of its bounds.
     ├── NotPermitted         (also PermissionError)  the caller's or the operator's: this user may not open
-    │                                                this namespace, or may only read it.
+    │                                                the daemon's directory, its socket or this namespace,
+    │                                                or may only read it.
     ├── PinsExhausted                                the caller's: it holds max_pins views; release some.
     ├── PagesExhausted                               the caller's: its calls need more memory at once than
     │                                                attach(paged_tokens=) allows.

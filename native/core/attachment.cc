@@ -4,13 +4,12 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <time.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
+#include "core/connect.h"
 #include "core/error.h"
 #include "core/polling.h"
 
@@ -30,24 +29,6 @@ std::atomic<uint64_t>* token_page() {
     return new (page) std::atomic<uint64_t>(0);
   }();
   return word;
-}
-
-Fd connect_to(const AttachOptions& options) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (options.socket_path.size() >= sizeof address.sun_path)
-    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(options.socket_path.size()) +
-                                           " bytes, the limit is " + std::to_string(sizeof address.sun_path - 1));
-  std::copy(options.socket_path.begin(), options.socket_path.end(), address.sun_path);
-  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  const double whole = std::floor(options.timeout_s);
-  timeval limit{static_cast<time_t>(whole), static_cast<suseconds_t>((options.timeout_s - whole) * 1e6)};
-  if (limit.tv_sec == 0 && limit.tv_usec == 0) limit.tv_usec = 1;  // zero would mean for ever
-  ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-  ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-  if (!socket || ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0)
-    throw Error(Code::Unavailable, errno_text("no daemon at " + options.socket_path));
-  return socket;
 }
 
 uint64_t next_number() {
@@ -261,7 +242,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   std::shared_ptr<Attachment> fresh(new Attachment());
   fresh->options_ = options;
   fresh->token_ = process_token();
-  Fd socket = connect_to(options);
+  Fd socket = connect_to(options.socket_path, options.timeout_s, previous != nullptr);
   std::vector<Fd> descriptors;
   std::vector<uint8_t> body;
   try {

@@ -18,6 +18,8 @@ import grpc
 import pytest
 
 from kvclient.conformance.case import SMALL, fill, new_keys
+from kvclient.connecting import default_directory
+from kvclient.errors import NotPermitted
 from kvstored import cli
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
@@ -121,6 +123,51 @@ def test_a_command_of_another_user_says_whose_the_daemon_is(daemon, fork, kind, 
     assert text.endswith(f"\n{Exit.REFUSED:d}\n"), text
     assert re.match("kvstored: .*(Permission denied: only the daemon's own|user 0's: only that) user", text)
     assert one.process.poll() is None
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize("on_error", ["raise", "miss"])
+@pytest.mark.parametrize("closed", ["directory", "socket"])
+def test_a_client_of_another_user_is_told_what_is_closed_to_it(daemon, fork, closed, on_error, monkeypatch):
+    """The typed error, not that there is no daemon: it would be tried again for ever."""
+    one = own_directory(daemon).start()
+    if closed == "socket":
+        one.dir.chmod(0o711)
+    shut = {"directory": f"enter {one.dir}", "socket": f"connect to {one.socket_path}, which is user 0's"}
+    text = f"user {STRANGER} may not {shut[closed]}: the daemon's operator can name the user"
+    monkeypatch.delenv("KVSTORED_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(one.dir / "inside"))
+
+    def work(_steps) -> None:
+        with pytest.raises(NotPermitted, match=re.escape(text)):
+            one.connect(on_error=on_error)
+        default_directory()  # a place that it may not look into is none of its own
+
+    fork(as_user(STRANGER, work)).finish()
+
+
+@needs_root
+@pytest.mark.root
+def test_a_client_that_was_served_takes_a_closed_socket_for_a_daemon_that_starts(daemon, fork):
+    """A socket is made 0600 and opened a moment later: on_error="miss" goes on meanwhile."""
+    one = own_directory(daemon, "--namespaces", f"default:writers={GUEST}").start()
+    one.connect().close()
+
+    def work(steps) -> None:
+        client = one.connect(on_error="miss")
+        steps.reached("attached")
+        assert client.touch(new_keys(1)) == 0 and client.degraded
+
+    child = fork(as_user(GUEST, work))
+    child.run_to("attached")
+    one.stop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as starting:
+        starting.bind(str(one.socket_path))
+        one.socket_path.chmod(0o600)
+        starting.listen()
+        child.go_on()
+        child.finish()
 
 
 @needs_root
