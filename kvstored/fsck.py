@@ -24,9 +24,13 @@ def trees(directory: str) -> list[str]:
     if not _is_tree(directory):
         with os.scandir(directory) as found:
             below = sorted(one.path for one in found if one.is_dir(follow_symlinks=False))
-        if namespaces := [path for path in below if _is_tree(path)]:
-            return namespaces
+        if any(map(_is_tree, below)):  # one may have lost its tmp/, and still hold blocks
+            return [path for path in below if _is_tree(path) or _holds_blocks(path)]
     return [directory]
+
+
+def _holds_blocks(path: str) -> bool:
+    return any(name.endswith(".kv") or set(name) <= set("0123456789abcdef") for name in os.listdir(path))
 
 
 def _is_tree(directory: str) -> bool:

@@ -66,6 +66,8 @@ def test_several_directories_and_namespaces(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / "disk" / name / "tmp").mkdir(parents=True)
         put(tmp_path / "disk" / name, 1, corrupt=name == "b")
+    (tmp_path / "disk/b/tmp").rmdir()  # somebody tidied up
+    (tmp_path / "disk/lost+found").mkdir()
     put(tmp_path / "other", 1)
     assert trees(str(tmp_path / "disk")) == [str(tmp_path / "disk" / name) for name in ("a", "b")]
     assert trees(str(tmp_path / "disk/a")) == [str(tmp_path / "disk/a")]
