@@ -48,16 +48,21 @@ class Directories:
 
     async def aside(self) -> tuple[int, int]:
         """How many files are kept aside, and their bytes."""
-        count = size_bytes = 0
-        for path in self.paths:
-            kept = os.path.join(path, ASIDE)
-            if not await files.path.isdir(kept):
-                continue
-            for name in await files.listdir(kept):
+        found = [await _kept(os.path.join(path, ASIDE)) for path in self.paths]
+        return sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
+
+
+@files.wrap  # a thread's hop for a directory, not for a file
+def _kept(directory: str) -> tuple[int, int]:
+    count = size_bytes = 0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
                 try:
-                    found = await files.stat(os.path.join(kept, name), follow_symlinks=False)
+                    size_bytes += entry.stat(follow_symlinks=False).st_size
                 except FileNotFoundError:  # taken away meanwhile: they are the operator's
                     continue
                 count += 1
-                size_bytes += found.st_size
-        return count, size_bytes
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return count, size_bytes
