@@ -14,6 +14,7 @@ release().
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,19 +160,24 @@ def _cover(runs: list[Run], min_tokens: int) -> list[Run]:
     """Runs that do not overlap: the longest first, others as far as they are not covered yet."""
     heap = [(-len(run), number, run) for number, run in enumerate(runs) if len(run) >= min_tokens]
     heapq.heapify(heap)
-    taken: list[Run] = []
+    taken: list[Run] = []  # in order
     number = len(runs)
     while heap:
         _, _, run = heapq.heappop(heap)
-        other = next((t for t in taken if t.start < run.stop and run.start < t.stop), None)
+        after = bisect_left(taken, run.stop, key=_start)
+        other = taken[after - 1] if after and taken[after - 1].stop > run.start else None
         if other is None:
-            taken.append(run)
+            taken.insert(after, run)
             continue
         for part in (run.part(run.start, other.start), run.part(other.stop, run.stop)):
             if part is not None and len(part) >= min_tokens:
                 number += 1
                 heapq.heappush(heap, (-len(part), number, part))
-    return sorted(taken, key=lambda run: run.start)
+    return taken
+
+
+def _start(run: Run) -> int:
+    return run.start
 
 
 def _with_gaps(segments: list[Segment], length: int) -> Iterator[Segment]:

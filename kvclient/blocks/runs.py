@@ -8,6 +8,7 @@ and its child, at positions that follow each other.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,11 @@ from kvclient.blocks.keys import chain
 from kvclient.errors import PinsExhausted
 
 MAX_LOADED_CHILDREN = 2  # of one block, to see whether they continue a run
+# A search follows each run to its ends until it has come by so many blocks. Where tokens repeat, every place
+# of a text goes on to the text's ends: from then on a run is followed only near the ends of what an earlier
+# one has. REACH, in windows, is more than a block: a neighbour all of which agrees is sighted itself, unless
+# there are very many like it, so what is sighted goes on for less.
+FREE_BLOCKS, REACH = 4096, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +212,7 @@ def find_runs(library: Library, ids: np.ndarray, start: int, window: int) -> lis
         count = common_length(known.ids, ids[at : at + len(known.ids)])
         if count >= min(window, len(known.ids)):
             places[at, key] = known, count
-    return _joined(library, ids, start, places)
+    return _joined(library, ids, start, places, REACH * window)
 
 
 def _only_on_disk(library: Library, sightings: list[tuple[int, bytes]], window: int) -> list[bytes]:
@@ -226,15 +232,17 @@ def _only_on_disk(library: Library, sightings: list[tuple[int, bytes]], window: 
 
 
 def _joined(
-    library: Library, ids: np.ndarray, start: int, places: dict[tuple[int, bytes], tuple[Known, int]]
-) -> list[Run]:
+    library: Library, ids: np.ndarray, start: int, places: dict[tuple[int, bytes], tuple[Known, int]],
+    reach: int,
+) -> list[Run]:  # fmt: skip
     """Blocks that follow each other in the store and in the prompt make one run."""
     followers: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
     for (at, key), (known, _) in places.items():
         followers.setdefault((at, known.parent_key), []).append((at, key))
-    runs: list[Run] = []
+    runs, widest = [], Widest()
     used: set[tuple[int, bytes]] = set()
-    for place in sorted(places):
+    # Of several at one place the one first that has most of its text behind it.
+    for place in sorted(places, key=lambda place: (place[0], places[place][0].base, place[1])):
         if place in used:
             continue
         run = Run(place[0], place[0])
@@ -246,10 +254,52 @@ def _joined(
             behind = followers.get((run.stop, known.key), ()) if count == len(known.ids) else ()
             base = known.base + count
             at = next((p for p in behind if p not in used and places[p][0].base == base), None)
-        library.extend_back(run, ids, start)
-        library.extend_forward(run, ids)
-        runs.append(run)
+        if _extended(library, ids, start, run, widest, reach):
+            widest.add(run.start, run.stop)
+            runs.append(run)
     return runs
+
+
+def _extended(library: Library, ids: np.ndarray, low: int, run: Run, widest: Widest, reach: int) -> bool:
+    """Takes along what agrees before and behind a run. False if an earlier one has all of it."""
+
+    def inside(before: int, behind: int) -> bool:
+        return widest.holds(max(low, run.start - before), min(len(ids), run.stop + behind))
+
+    walked = len(run.blocks)
+    if widest.walked < FREE_BLOCKS:
+        reach = len(ids)  # whatever it takes
+    if inside(reach, reach):
+        return False
+    if inside(reach, 0):
+        library.extend_forward(run, ids)
+        if not inside(reach, 0):
+            library.extend_back(run, ids, low)
+    else:
+        library.extend_back(run, ids, low)
+        if not inside(0, reach):
+            library.extend_forward(run, ids)
+    widest.walked += len(run.blocks) - walked
+    return not inside(0, 0)
+
+
+class Widest:
+    """Stretches, none inside another."""
+
+    def __init__(self) -> None:
+        self.walked = 0  # blocks that they were extended by
+        self._starts: list[int] = []  # ascending, and so
+        self._stops: list[int] = []
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether one of them has all of start..stop."""
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and self._stops[index] >= stop
+
+    def add(self, start: int, stop: int) -> None:
+        """One that none has all of."""
+        low, high = bisect_left(self._starts, start), bisect_right(self._stops, stop)
+        self._starts[low:high], self._stops[low:high] = [start], [stop]
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:

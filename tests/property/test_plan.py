@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvclient
-from kvclient.blocks import meta, plan
+from kvclient.blocks import meta, plan, runs
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
 
@@ -246,6 +246,42 @@ def test_a_block_of_the_same_tokens_with_other_extra_ids_is_no_match(client):
     assert client.find(IDENTITY, text, 16)
     with plan(client, IDENTITY, text, 16) as segments:
         assert segments.tokens("live") == 16
+
+
+@pytest.mark.parametrize("period", [3, 5])
+def test_text_that_repeats_itself_is_searched_in_linear_work(client, monkeypatch, period):
+    """Each of its blocks is sighted all over the prompt, and agrees from there to the ends of both."""
+    text, compared = [at % period for at in range(2048)], []
+    counted = runs.common_length
+    monkeypatch.setattr(runs, "common_length", lambda *both: compared.append(both) or counted(*both))
+    put(client, text, 16)
+    prompt = [9999, *text]
+    sightings = client.find(IDENTITY, prompt, 16)
+    with plan(client, IDENTITY, prompt, 16) as segments:
+        check(segments, prompt)
+        assert [(s.start, s.stop, s.kind) for s in segments] == [(0, 1, "live"), (1, 2049, "approximate")]
+    assert len(compared) <= runs.FREE_BLOCKS + 3 * len(sightings)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_long_search_does_not_follow_lies_in_what_it_has(monkeypatch, seed):
+    """Texts that share documents, each behind others: the same tokens are covered by as many stretches."""
+    random = np.random.default_rng(seed)
+    documents = [fresh(100 * seed + number, int(random.integers(20, 90))) for number in range(4)]
+    texts = [[t for i in random.permutation(4)[:3] for t in documents[i]] for _ in range(4)]
+    prompt = fresh(1, 7)
+    for text in (texts[i] for i in random.integers(0, 4, 3)):
+        prompt += text[int(random.integers(0, 30)) : int(random.integers(60, 150))]
+    with kvclient.InMemoryClient(16 << 20) as client:
+        for text in texts:
+            put(client, text, 16, partial=True)
+        covers = []
+        for free in (runs.FREE_BLOCKS, 0):
+            monkeypatch.setattr(runs, "FREE_BLOCKS", free)
+            with plan(client, IDENTITY, prompt, 16) as segments:
+                check(segments, prompt)
+                covers.append([(s.start, s.stop, s.kind) for s in segments])
+    assert covers[0] == covers[1]
 
 
 def test_release_gives_the_pins_back(client):
