@@ -115,7 +115,7 @@ struct Deleted {  // which files must go: those of deleted blocks, or all
   bool all = false;
 };
 
-// The tier below, as the doors see it. Calls take microseconds, do no I/O, and are made without the store's lock.
+// The tier below, as the doors see it. Calls are made without the store's lock, take microseconds and do no I/O, but for one.
 class LowerTier {
  public:
   struct Figures {  // for clients: its files now, and blocks since the daemon began
@@ -125,6 +125,7 @@ class LowerTier {
   virtual Presence promote(const Key& key, uint32_t priority) = 0;
   virtual bool forget(const Key& key) = 0;  // true if a file of it was known
   virtual void forget_all() = 0;
+  virtual void remember_flush() = 0;  // does I/O, before a flush is answered: it outlives memory. Throws Unavailable
   virtual Figures figures() = 0;
 };
 
@@ -200,8 +201,7 @@ class Store {
   void load_ended();                                             // wakes those who wait for loads
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
-  // True while creates and seals come close behind each other: what need not be done now can wait a moment. Who asks how things
-  // stand a thousand times a second does not stream.
+  // True while creates and seals (no look-ups) come close behind each other: what need not be done now can wait a moment.
   bool streaming() const { return puts_.runs(monotonic_ns()); }
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
 

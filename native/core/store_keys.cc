@@ -53,19 +53,23 @@ bool Store::touch(const Key& key) {
 }
 
 uint64_t Store::flush() {
-  if (LowerTier* lower = this->lower()) lower->forget_all();
-  Lock lock = enter();
+  LowerTier* lower = this->lower();
+  if (lower) lower->forget_all();
   uint64_t count = 0;
-  for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
-    if (control(record).state() != State::Sealed) continue;
-    to_zombie(record, Event::Delete);
-    ++count;
+  {
+    Lock lock = enter();
+    for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
+      if (control(record).state() != State::Sealed) continue;
+      to_zombie(record, Event::Delete);
+      ++count;
+    }
+    count += on_disk_.size();
+    while (on_disk_.size()) delete_disk_record(on_disk_.least().record);
+    deleted_.all = true;
+    wake_disk();
+    counters_.deletes += count;
   }
-  count += on_disk_.size();
-  while (on_disk_.size()) delete_disk_record(on_disk_.least().record);
-  deleted_.all = true;
-  wake_disk();
-  counters_.deletes += count;
+  if (lower) lower->remember_flush();
   return count;
 }
 

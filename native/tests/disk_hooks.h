@@ -24,6 +24,7 @@ namespace test {
 struct Hooks {
   std::function<int(const std::string& path)> open, create, remove;
   std::function<void()> make_directories;
+  std::function<int()> keep_flushed;
 };
 
 class HookedFiles final : public Files {
@@ -51,6 +52,12 @@ class HookedFiles final : public Files {
   }
   int aside(const std::string& path) override { return real_->aside(path); }
   void close(int fd) override { real_->close(fd); }
+  uint32_t flushed_s() override { return real_->flushed_s(); }
+  int keep_flushed(uint32_t second) override {
+    const int error = hooks_.keep_flushed ? hooks_.keep_flushed() : 0;
+    return error != 0 ? error : real_->keep_flushed(second);
+  }
+  uint32_t written_s(int fd, uint32_t after_s) override { return real_->written_s(fd, after_s); }
 
  private:
   const std::unique_ptr<Files> real_;

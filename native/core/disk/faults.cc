@@ -95,6 +95,9 @@ class Faults::FaultyFiles final : public Files {
     return error;
   }
   void close(int fd) override { real_->close(fd); }
+  uint32_t flushed_s() override { return real_->flushed_s(); }
+  int keep_flushed(uint32_t second) override { return real_->keep_flushed(second); }
+  uint32_t written_s(int fd, uint32_t after_s) override { return real_->written_s(fd, after_s); }
 
  private:
   int fails(Step step) {

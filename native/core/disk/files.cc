@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 
 #include "core/error.h"
@@ -191,5 +192,37 @@ int RealFiles::aside(const std::string& path) {
 }
 
 void RealFiles::close(int fd) { ::close(fd); }
+
+uint32_t RealFiles::flushed_s() {
+  const int opened = open_beneath(kFlushedFile, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+  if (opened == -ENOENT) return 0;
+  const Fd fd(opened);
+  char text[16];
+  const ssize_t got = fd ? ::read(fd.get(), text, sizeof text) : -1;
+  uint32_t second = 0;
+  const auto [end, error] = std::from_chars(text, text + std::max<ssize_t>(got, 0), second);
+  return got > 0 && error == std::errc() && end == text + got - 1 && *end == '\n' ? second : UINT32_MAX;
+}
+
+int RealFiles::keep_flushed(uint32_t second) {
+  const std::string temp = std::string(kTempDirectory) + "/" + kFlushedFile, text = std::to_string(second) + "\n";
+  const int opened = open_beneath(temp, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOFOLLOW);
+  if (opened < 0) return opened;
+  const Fd fd(opened);
+  const ssize_t written = ::write(fd.get(), text.data(), text.size());
+  if (written != static_cast<ssize_t>(text.size())) return written < 0 ? -errno : -ENOSPC;
+  if (::fsync(fd.get()) != 0) return -errno;
+  if (const int error = move(temp, kFlushedFile, 0); error != 0) return error;
+  const int directory = open_beneath(".", O_RDONLY | O_DIRECTORY);
+  return directory < 0 ? directory : answer(::fsync(Fd(directory).get()));
+}
+
+uint32_t RealFiles::written_s(int fd, uint32_t after_s) {
+  struct stat about;
+  const uint32_t written = ::fstat(fd, &about) == 0 ? static_cast<uint32_t>(about.st_mtim.tv_sec) : 0;
+  if (written > after_s || after_s == 0) return written;
+  const timespec times[2] = {{0, UTIME_OMIT}, {static_cast<time_t>(after_s) + 1, 0}};
+  return ::futimens(fd, times) == 0 ? after_s + 1 : written;
+}
 
 }  // namespace kv

@@ -4,6 +4,7 @@
 //   DIR/a/b/<key>.kv       blocks; a file has such a name only when it was written whole
 //   DIR/tmp/<random>.tmp   files being written; whatever lies there at start is a leftover
 //   DIR/aside/<name>.<n>   what was corrupt and is kept (--keep-corrupt)
+//   DIR/flushed            up to which second all blocks were flushed, whatever files of them are left
 //
 // Invariant: no call leaves the directory, follows a symbolic link or waits for what is not a regular file.
 #pragma once
@@ -20,7 +21,8 @@ namespace kv {
 
 inline constexpr char kTempDirectory[] = "tmp";
 inline constexpr char kAsideDirectory[] = "aside";
-bool is_temp_name(std::string_view name);  // of a file in DIR/tmp
+inline constexpr char kFlushedFile[] = "flushed";  // and while it is written tmp/flushed
+bool is_temp_name(std::string_view name);          // of a file in DIR/tmp
 
 // Holds a directory of blocks for one daemon, or for one repair: -EWOULDBLOCK while another holds it. Closing lets go.
 int lock_directory(const std::string& directory);
@@ -46,6 +48,12 @@ class Files {
   virtual int remove(const std::string& path) = 0;  // a file, temporary or not; never a directory
   virtual int aside(const std::string& path) = 0;   // moves a file where nobody looks for it
   virtual void close(int fd) = 0;
+  // What was written up to that second is flushed: 0 if nothing ever was, all there is if what is there cannot be read. To be
+  // kept it is on the disk when the call returns; from any thread, one at a time.
+  virtual uint32_t flushed_s() = 0;
+  virtual int keep_flushed(uint32_t second) = 0;
+  // The second a file was last written in, made later than `after_s` where it is not: a clock may have been set back.
+  virtual uint32_t written_s(int fd, uint32_t after_s) = 0;
 };
 
 class RealFiles final : public Files {
@@ -60,6 +68,9 @@ class RealFiles final : public Files {
   int remove(const std::string& path) override;
   int aside(const std::string& path) override;
   void close(int fd) override;
+  uint32_t flushed_s() override;
+  int keep_flushed(uint32_t second) override;
+  uint32_t written_s(int fd, uint32_t after_s) override;
 
  private:
   int open_beneath(const std::string& path, int flags) const;

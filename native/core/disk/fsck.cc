@@ -99,6 +99,7 @@ class Check {
   void block(const std::string& path, const FoundFile& found) {
     ++report_.files;
     report_.bytes += found.bytes;
+    if (found.written_s <= flushed_s_) return report(Finding::Leftover, path, "flushed, and not removed yet");
     std::string wrong = wrong_with(path, found.key);
     if (!wrong.empty() && !lock_) {  // a running daemon may have written over what was read
       const uint64_t read = report_.read_bytes;
@@ -205,6 +206,7 @@ class Check {
   const FsckVisitor& visitor_;
   Fd lock_;
   RealFiles direct_, buffered_;
+  const uint32_t flushed_s_ = buffered_.flushed_s();
   Reader reader_;
   alignas(8) std::array<std::byte, kBlockFileHeaderBytes> page_;
   FsckReport report_;

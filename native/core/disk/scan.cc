@@ -66,6 +66,7 @@ class Walk {
   void directory(int fd, const std::string& path, uint32_t level) {
     ++result.directories;
     list(fd, [&](std::string_view name, uint8_t type) {
+      if (level == 0 && name == kFlushedFile) return;
       struct stat about;
       const bool directory_name = names_level(name, level) || (level == 0 && (name == kTempDirectory || name == kAsideDirectory));
       // A directory on the way needs no stat: that is most of the work where there are many directories.
@@ -90,6 +91,7 @@ class Walk {
   void side(int fd, const std::string& path, bool temp) {
     ++result.directories;
     list(fd, [&](std::string_view name, uint8_t) {
+      if (temp && name == kFlushedFile) return;
       struct stat about;
       if (::fstatat(fd, name.data(), &about, AT_SYMLINK_NOFOLLOW) != 0) return errno == ENOENT ? void() : failed(errno);
       if (!S_ISREG(about.st_mode)) return stray(kind_of(about), path, name, about);

@@ -58,6 +58,7 @@ DiskTier::DiskTier(Store& store, Options options)
 DiskTier::~DiskTier() { stop(); }
 
 void DiskTier::start() {
+  for (const Place& place : places_) flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
   owner_ = store_.open_owner();
   store_.attach_disk(wake_.get(), this);
   thread_ = std::thread([this] { run(); });

@@ -80,6 +80,7 @@ class DiskTier final : public LowerTier {
   Presence promote(const Key& key, uint32_t priority) override;
   bool forget(const Key& key) override;
   void forget_all() override;
+  void remember_flush() override;
   Figures figures() override;
 
   void set_quota(uint64_t bytes);
@@ -219,6 +220,8 @@ class DiskTier final : public LowerTier {
   const uint32_t max_files_;
   const uint64_t daily_write_bytes_;
   const bool keep_corrupt_, huge_pool_;
+  std::mutex flush_mutex_;              // one flush is remembered at a time
+  std::atomic<uint32_t> flushed_s_{0};  // what was written up to this second is flushed
   Mapping pool_;
   std::atomic<bool> pool_hit_{false};
   Guard pool_guard_;
@@ -257,6 +260,7 @@ class DiskTier final : public LowerTier {
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
+  uint32_t newest_s_ = 0;  // when the last file here was written, by the file system's clock
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;

@@ -80,7 +80,12 @@ int DiskTier::open_file(const Key& key, uint8_t* directory, uint64_t* bytes) {
   int fd = places_[*directory].at.files->open_read(path, bytes);
   for (uint8_t d = 0; !known && fd == -ENOENT && d < places_.size(); ++d)
     if (fd = places_[d].at.files->open_read(path, bytes); fd != -ENOENT) *directory = d;
-  return fd;
+  const uint32_t flushed_s = flushed_s_.load();
+  if (known || fd < 0 || !flushed_s) return fd;
+  Files& files = *places_[*directory].at.files;
+  if (files.written_s(fd, 0) > flushed_s) return fd;
+  files.close(fd);
+  return -ENOENT;
 }
 
 // A pool of huge pages is as few pieces for the device as a buffer.

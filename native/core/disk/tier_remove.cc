@@ -1,7 +1,12 @@
 // Files that go: of blocks that were deleted, of writes that came to nothing, and those that the quota gives up, which become
 // another block's where they can.
 
+#include <time.h>
+
+#include <algorithm>
+
 #include "core/disk/tier_steps.h"
+#include "core/error.h"
 #include "core/polling.h"
 
 namespace kv {
@@ -177,6 +182,23 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
   store_.drop_disk(key);
   evicted_.fetch_add(1);
   return reused ? Room::Fits : Room::GaveUp;  // also if the quota has just become smaller: that is the next turn's affair
+}
+
+// A million files take minutes to remove, and a daemon may end at any moment of them: what the next one finds that is not younger
+// than this it removes. By the files' own times, later than any of a file that is here: what a clock says is no order.
+void DiskTier::remember_flush() {
+  std::lock_guard one(flush_mutex_);
+  uint32_t second;
+  {
+    std::lock_guard lock(mutex_);
+    second = std::min(std::max(static_cast<uint32_t>(::time(nullptr)), newest_s_), UINT32_MAX - 1);
+  }
+  flushed_s_.store(second);
+  std::string wrong;
+  for (Place& place : places_)
+    if (const int error = place.at.files->keep_flushed(second); error != 0)
+      wrong = errno_text("flushed until a restart only: " + place.at.path + "/" + kFlushedFile, -error);
+  if (!wrong.empty()) throw Error(Code::Unavailable, wrong);
 }
 
 // The file keeps its bytes until they are written over, under a temporary name.

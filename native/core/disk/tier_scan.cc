@@ -56,6 +56,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   {
     std::lock_guard lock(mutex_);
     for (const FoundFile& file : found) {
+      newest_s_ = std::max(newest_s_, file.written_s);
       if (file.written_s / kDayS == day_) written_today_ += file.bytes;  // the day's budget outlives its daemon
       if (doomed_unknown_.contains(file.key)) continue;
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
@@ -64,7 +65,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
       if (!entry) {  // that, or more than the index may hold: gone, or the quota would not know of it
         doomed_unknown_.insert(file.key);
         doomed_.push_back(file.key);
-      } else if (doom_what_is_found_) {
+      } else if (doom_what_is_found_ || file.written_s <= flushed_s_.load()) {
         entry->doomed = sweep_ = true;
       } else {
         fresh.push_back(file.key);

@@ -205,6 +205,11 @@ void DiskTier::write_done(Write& write) {
     cancelled = cancelled_.contains(write.job.key);
   }
   if (cancelled) return end_write(write, false);
+  const uint32_t written_s = places_[write.directory].at.files->written_s(write.fd, flushed_s_.load());
+  {
+    std::lock_guard lock(mutex_);
+    newest_s_ = std::max(newest_s_, written_s);
+  }
   if (const int error = places_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
     if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");  // that name only is taken
     write_errors_ += 1;
