@@ -246,7 +246,7 @@ class Attachment:
             self._renew(self._attached_model())
 
     def detach(self) -> None:
-        """Gives the model its own generate() back. Idempotent."""
+        """Gives the model its own generate() back. Idempotent. Not while another thread computes with it."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
             self._adopted.give_back(model)
