@@ -36,6 +36,7 @@ from kvclient.kernels import contract, cuda
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
 MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
+MOST_MASK_BYTES = 1 << 30  # for them; every layer reads it
 PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
 
 
@@ -64,6 +65,15 @@ def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
     if len(found) != 1:
         raise Refused(f"{name} has {len(found)} lists of {layers} modules: which are its layers is not clear")
     return found[0]
+
+
+def mask_bytes(interior: Interior, segments: Sequence[Segment], exact: int, length: int, size: int) -> int:
+    """Of the mask that such a pass needs, with elements of `size` bytes."""
+    if interior.shows:
+        return 0
+    fresh = interior.repair.fresh(segments, length)
+    rows = interior.repair.scanned(segments, fresh) if interior.repair.checks else fresh
+    return int(rows[exact:].sum()) * length * size
 
 
 class Blend:
@@ -250,12 +260,14 @@ class Blend:
             return mask[:, :, rows]
         if mask is not None:
             raise InvalidArgument(f"a decoder layer is given a mask of type {type(mask).__name__}")
-        if self._mask is None:  # the model relied on all rows being there: now each needs its own
+        if self._mask is None and self._interior.shows:
+            self._mask = at(rows + self.exact, self.length, hidden.dtype)
+        elif self._mask is None:  # the model relied on all rows being there: now each needs its own
             columns = torch.arange(self.length, device=hidden.device)
             hidden_columns = columns[None] > (rows + self.exact)[:, None]
             self._mask = torch.zeros(hidden_columns.shape, dtype=hidden.dtype, device=hidden.device)
             self._mask.masked_fill_(hidden_columns, torch.finfo(hidden.dtype).min)
-            self._mask = at(self._mask[None, None], rows + self.exact)
+            self._mask = self._mask[None, None]
         return self._mask
 
 

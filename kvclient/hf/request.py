@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.attention.layer import forget_pending
 from kvclient.hf.attention.static import Steps
-from kvclient.hf.blend import Blend
+from kvclient.hf.blend import MOST_MASK_BYTES, Blend, mask_bytes
 from kvclient.hf.cache import StoreLayer, replace_layers
 from kvclient.hf.filling import Filling, Options
 from kvclient.hf.form import Form
@@ -240,12 +241,22 @@ class Request:
             chunker=self._options.chunker,
             patience=self._patience,
         )
-        return [
+        inside = [
             segment
             for segment in self._plan
             if segment.kind == APPROXIMATE
             and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
         ]
+        size = mask_bytes(interior, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
+        if size > MOST_MASK_BYTES:
+            needed = f"a mask of {size} bytes for {interior.config._attn_implementation}"
+            warnings.warn(
+                f"reuse inside {last + 1} tokens needs {needed}, at most {MOST_MASK_BYTES} are given: only "
+                "the prefix is reused; the kernels of kvclient.hf.attention need none",
+                stacklevel=2,
+            )
+            return []
+        return inside
 
     def _patience(self, tokens: int, blocks: int) -> float:
         """How long so many blocks on disk are worth waiting for."""

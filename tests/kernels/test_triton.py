@@ -186,7 +186,7 @@ def test_a_model_under_the_backend():
         query, key, value = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
         columns = torch.tensor([1, 4, 5])
         seen = torch.arange(9)[None] <= columns[:, None]
-        mask = registered.at(seen[None, None], columns)
+        mask = registered.at(columns, 9, query.dtype)
         backend = backends.backend("triton")
         found, _ = registered.attention(backend, model.model.layers[0].self_attn, query, key, value, mask)
         assert near(found, in_torch.attend(query, key, value, seen[None, None], 0.25))

@@ -10,10 +10,13 @@ from torch.nn import functional
 
 
 def visible(
-    tokens: int, keys: int, starts: torch.Tensor | None, window: int, causal: bool, device: torch.device
-) -> torch.Tensor:
-    """[B or 1, 1, tokens, keys]: which keys a query sees; the last query stands at the last key."""
-    position = torch.arange(keys - tokens, keys, device=device)[:, None]
+    tokens: int, keys: int, starts: torch.Tensor | None, window: int, causal: bool, device: torch.device,
+    position: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[B or 1, 1, tokens, keys]: which keys a query sees. position: that each query stands at; else the last.
+    """
+    position = torch.arange(keys - tokens, keys, device=device) if position is None else position
+    position = position[:, None]
     key = torch.arange(keys, device=device)[None]
     seen = key <= position if causal else torch.ones((tokens, keys), dtype=torch.bool, device=device)
     if window:

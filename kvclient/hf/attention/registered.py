@@ -159,8 +159,12 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 _mask_outside = torch.compiler.disable(mask)
 
 
-def at(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`mask` [1, 1, T, N], that says of itself which keys the queries stand at and that it means no more."""
+def at(columns: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask [1, 1, T, keys] for queries at these keys, each of which sees those up to its own. It only says
+    so: it has one element, which is no number, so that nobody takes it for a mask of numbers unnoticed.
+    """
+    nothing = torch.full((), torch.nan, dtype=dtype, device=columns.device)
+    mask = nothing.expand(1, 1, len(columns), keys)
     mask._kvclient_positions = columns[None].contiguous()
     return mask
 
@@ -227,10 +231,13 @@ def attention(
         return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
     if backend != backends.TORCH and layer is None:
         count_fallback(reason)
-    if attention_mask is not None and attention_mask.ndim == 4:
+    shape = query.shape[2], key.shape[2]
+    if position is not None:
+        seen = plain.visible(*shape, None, window, causal, query.device, position[0])
+    elif attention_mask is not None and attention_mask.ndim == 4:
         seen = attention_mask[..., : key.shape[2]]
     else:
-        seen = plain.visible(query.shape[2], key.shape[2], starts, window, causal, query.device)
+        seen = plain.visible(*shape, starts, window, causal, query.device)
     return plain.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
 
 
