@@ -7,6 +7,7 @@ namespace kv {
 namespace {
 
 constexpr uint32_t kRecordMask = (1u << 24) - 1;
+constexpr size_t kCopies = 4;  // of 32 entries with tags of eight bits: by chance in one pair of thousands
 
 // Murmur3's finaliser: parents are low words of digests, but fingerprints are sums whose high bits count for little.
 constexpr uint64_t mix(uint64_t x) {
@@ -38,6 +39,17 @@ std::atomic<uint32_t>* slot_with(FinderBucket& bucket, uint32_t wanted) {
   uint32_t found = 0;
   for (uint32_t i = 0; i < kFinderSlots; ++i) found |= static_cast<uint32_t>(now.value[i] == wanted) << i;
   return found ? &bucket.slot[std::countr_zero(found)] : nullptr;
+}
+
+// One of the entries with this tag, if so many have it that they are copies of one text: any of them with the same chance, so
+// that those of long ago go sooner or later.
+std::atomic<uint32_t>* copy_in(FinderBucket& first, FinderBucket& second, uint32_t tag, uint32_t record) {
+  std::atomic<uint32_t>* copies[2 * kFinderSlots];
+  size_t count = 0;
+  for (FinderBucket* bucket : {&first, &second})
+    for (auto& slot : bucket->slot)
+      if (slot.load(std::memory_order_relaxed) >> 24 == tag) copies[count++] = &slot;
+  return count >= kCopies ? copies[mix(record) % count] : nullptr;
 }
 
 }  // namespace
@@ -77,6 +89,7 @@ bool Finder::insert(uint64_t word, uint32_t record) {
   FinderBucket& second = buckets_[at.second];
   FinderBucket& emptier = equal_slots(second, 0) > equal_slots(first, 0) ? second : first;
   std::atomic<uint32_t>* chosen = slot_with(emptier, 0);
+  if (!chosen) chosen = copy_in(first, second, at.tag, record);
   if (!chosen) return false;
   chosen->store(slot_of(at.tag, record), std::memory_order_relaxed);
   return true;

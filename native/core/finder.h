@@ -2,8 +2,9 @@
 //
 // Writer (Index, under the store's lock): insert, erase, clear. Reader, in any process: find. It names candidates and proves
 // nothing: a reader compares the record, pins the block and checks its tokens. Derived and lossy: an entry whose two buckets
-// are full is left out, and its block is found by its key only; an answer that misses a block which changes meanwhile costs
-// that block's reuse, not its correctness. So slots need no sequence, and an entry takes four bytes.
+// are full takes the place of a copy, where there are many (stored before it, it will be evicted before it), or is left out; a
+// block without an entry is found by its key only; an answer that misses a block which changes meanwhile costs that block's
+// reuse, not its correctness. So slots need no sequence, and an entry takes four bytes.
 //
 // Never reads a record. Invariant: a slot is 0 or names a record below max_blocks that was indexed when it was written.
 #pragma once
@@ -38,7 +39,7 @@ class Finder {
   // Writes up to out.size() records that may have this word and says how many.
   size_t find(uint64_t word, std::span<uint32_t> out) const;
 
-  bool insert(uint64_t word, uint32_t record);  // false: no room, left out
+  bool insert(uint64_t word, uint32_t record);  // false: no room, and it is left out
   void erase(uint64_t word, uint32_t record);
   void clear();
 
