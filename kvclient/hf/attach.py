@@ -171,7 +171,7 @@ class Attachment:
     @property
     def repair(self) -> Repair | None:
         """How what is reused inside a prompt is made right; None while only prefixes are reused."""
-        return self._subject.interior.repair if self._subject.interior is not None else None
+        return getattr(self._chosen().interior, "repair", None)
 
     def verify(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
         """Measures each way of reuse against a cold run: KL, top-1 agreement, first divergence, TTFT.
@@ -323,7 +323,10 @@ class Attachment:
         codec = getattr(self._local, "codec", self._codec)
         with self._lock:
             self._follow_salt()
-            return self._subject if codec == self._codec else self._subjects.of(codec, self._subject.interior)
+            if codec == self._codec:
+                return self._subject
+            own = self._subjects.of(codec, self._subject.interior)
+            return own.calibrated() if self._wanted == CALIBRATED else own
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""

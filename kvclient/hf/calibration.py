@@ -4,7 +4,9 @@ Owns the file: one per reuse identity without its salt, `calibration/<64 hex>.js
 does). Invariant: a file that is damaged, of another version or of another identity counts as none, so
 approximate reuse stays off.
 
-    {"version": 1, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 2e-3, "top1": 0.98}
+    {"version": 2, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 2e-3, "top1": 0.98}
+
+Of what was measured all else is Repair's default: raise the version when one of those changes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.repair import Repair
 from kvclient.hf.verify import Outcome
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4096
 
 
@@ -37,7 +39,7 @@ def load(identity: bytes) -> Repair | None:
         if kept["version"] != VERSION or kept["identity"] != identity.hex():
             return None
         return Repair(str(kept["method"]), ratio=float(kept["ratio"]))
-    except (OSError, ValueError, KeyError, TypeError, InvalidArgument):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidArgument):
         return None
 
 

@@ -15,6 +15,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.hf import calibration
 from kvclient.hf.blend import Interior
 from kvclient.hf.form import Form
 from kvclient.hf.sinks import FullForms
@@ -27,10 +28,19 @@ class Subject:
     """Valid until the model changes."""
 
     identity: bytes
+    unsalted: bytes  # what calibration is kept under: the model's identity with this codec, whoever asks
     layout_id: int | None  # None: this client may only read
     form: Form  # how its K and V lie in blocks
     interior: Interior | None = None  # None: only prefixes are reused
     sinks: FullForms | None = None  # None: blocks hold what was computed
+
+    def calibrated(self) -> Subject:
+        """With the repair that has passed with blocks of this codec; without one, for prefixes only."""
+        if self.interior is None:
+            return self
+        repair = calibration.load(self.unsalted)
+        interior = None if repair is None else dataclasses.replace(self.interior, repair=repair)
+        return dataclasses.replace(self, interior=interior)
 
 
 def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
@@ -59,7 +69,7 @@ class Subjects:
 
     @property
     def unsalted(self) -> bytes:
-        """What calibration is kept under: the model's identity, whoever asks."""
+        """Of the default codec, as Subject has it."""
         return reuse_identity(dataclasses.replace(self._dimensions, salt=b""))
 
     def of(self, codec: Kivi | None, interior: Interior | None) -> Subject:
@@ -79,4 +89,5 @@ class Subjects:
         except NotPermitted:
             layout_id = None
         sinks = FullForms.of(self._client, form, dimensions, self._block_tokens)
-        return Subject(reuse_identity(dimensions), layout_id, form, sinks=sinks)
+        unsalted = reuse_identity(dataclasses.replace(dimensions, salt=b""))
+        return Subject(reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks)

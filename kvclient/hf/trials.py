@@ -65,9 +65,11 @@ def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[in
 def calibrate(
     kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
 ) -> tuple[Verification, Interior | None]:
-    """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused."""
+    """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused. Whatever the
+    attachment's own repair says, what is tried is what the kept file will stand for.
+    """
     kv._served(modes=False)
-    interior = examine_interior(model, kv._kv, kv.repair or Repair())
+    interior = examine_interior(model, kv._kv, Repair())
     repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
         for ratio in RATIOS

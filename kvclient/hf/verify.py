@@ -37,7 +37,7 @@ class Outcome:
 
     strategy: str
     codec: str
-    found: float  # share of the prompts' tokens that were reused
+    found: float  # share of the prompts' tokens that were reused, and not computed anew to repair them
     mean_kl: float
     max_kl: float
     top1: float  # share of positions with the same most likely token
@@ -135,7 +135,8 @@ def verify(
             said = _said(model, kept["out"], following)
             own.kl.append((reference.exp() * (reference - said)).sum(-1).clamp_min(0))
             own.same.append(reference.argmax(-1) == said.argmax(-1))
-            own.found.append((report.reused_tokens + report.approximate_tokens) / len(ids))
+            reused = report.reused_tokens + report.approximate_tokens - report.recomputed_tokens
+            own.found.append(reused / len(ids))
             own.ttft_s.append(kept["ttft_s"])
             own.cold_s.append(cold_s)
     exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])

@@ -4,6 +4,7 @@ Tiny random models, whose approximate KV is far off, so that calibration fails o
 must pass, the limit is raised. The cache directory is the test's.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf import calibration, verify
+from kvclient.hf import calibration, trials, verify
 from kvclient.hf.repair import Repair
 from kvclient.hf.rope import Rope
 from tests.engines.zoo import build, generate, prompt
@@ -203,14 +204,65 @@ def test_calibration_takes_the_cheapest_that_passes(kv, monkeypatch):
     assert name.split()[1:] in ([], [f"{kv.repair.ratio:.2f}"])
 
 
+def test_what_is_kept_is_what_was_measured(model, client, monkeypatch):
+    """A repair of one's own has more to it than the file says: another process has Repair's defaults."""
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    with kvclient.hf.attach(model, client, block_tokens=16, repair="selective", self_test=False) as kv:
+        wanted = kv.calibrate(PROMPTS)["selective"]
+        own = Repair("selective", seam_tokens=60, sink_tokens=9, recency_tokens=30)
+        kv._subject = dataclasses.replace(
+            kv._subject, interior=dataclasses.replace(kv._subject.interior, repair=own)
+        )
+        found = kv.calibrate(PROMPTS)["selective"]
+        assert (found.found, found.mean_kl) == (wanted.found, wanted.mean_kl)
+        here = kv.repair
+    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as later:
+        assert later.repair == here == Repair("selective")
+
+
+def test_what_was_all_computed_anew_is_not_found(model, client):
+    everything = Repair("selective", seam_tokens=10_000)
+    with kvclient.hf.attach(model, client, block_tokens=16, repair=everything, self_test=False) as kv:
+        outcome = kv.verify(PROMPTS)["selective"]
+    assert outcome.mean_kl < 1e-6 and outcome.found == 0 and not outcome.passed
+
+
+def test_a_calls_codec_needs_a_calibration_of_its_own(model, client, monkeypatch):
+    """What has passed with blocks as computed says nothing of int4, whose blocks are farther off."""
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    document, shifts = prompt(100, seed=5), iter(range(13, 20))
+
+    def approximate(kv):
+        with kv.coded("int4"):
+            generate(model, document)
+            generate(model, torch.cat([prompt(next(shifts), seed=6), document], dim=1))
+            return kv.last.approximate_tokens, kv.repair
+
+    options = {"block_tokens": 32, "self_test": False}
+    with kvclient.hf.attach(model, client, **options) as kv:
+        kv.calibrate(PROMPTS)
+        assert kv.repair == Repair("selective") and approximate(kv) == (0, None)
+    with kvclient.hf.attach(model, client, codec="int4", **options) as kv:
+        assert kv.repair is None
+        monkeypatch.setattr(trials, "RATIOS", ())
+        kv.calibrate(PROMPTS)
+    with kvclient.hf.attach(model, client, **options) as kv:
+        found, repair = approximate(kv)
+        assert found > 80 and repair == Repair("selective")
+    with kvclient.hf.attach(model, client, repair="none", **options) as kv:
+        found, repair = approximate(kv)
+        assert found > 80 and repair == Repair("none")  # who says so does not ask
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        "", "{", "[]", "null", '{"version": 2}', "x" * 10_000,
-        '{"version": 1, "identity": "00", "method": "none", "ratio": 0.1}',
-        '{"version": 1, "identity": "ID", "method": "best", "ratio": 0.1}',
-        '{"version": 1, "identity": "ID", "method": "none", "ratio": 7}',
-        '{"version": 1, "identity": "ID", "method": "none", "ratio": null}',
+        "", "{", "[]", "null", '{"version": 2}', "x" * 10_000, "[" * 4000,
+        '{"version": 1, "identity": "ID", "method": "none", "ratio": 0.1}',
+        '{"version": 2, "identity": "00", "method": "none", "ratio": 0.1}',
+        '{"version": 2, "identity": "ID", "method": "best", "ratio": 0.1}',
+        '{"version": 2, "identity": "ID", "method": "none", "ratio": 7}',
+        '{"version": 2, "identity": "ID", "method": "none", "ratio": null}',
     ],
 )  # fmt: skip
 def test_a_damaged_calibration_counts_as_none(cache, damage):
