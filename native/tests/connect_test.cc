@@ -1,0 +1,41 @@
+// Goal: a client that comes while a daemon opens its socket gets in, and one that is shut out is told so. Method: connect() in
+// libc's place, which refuses as often as the test wants.
+#include "core/connect.h"
+
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "tests/session_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+namespace {
+std::atomic<int> refusals{0};
+}
+
+extern "C" int connect(int socket, const sockaddr* address, socklen_t length) {
+  if (refusals.load() > 0) return refusals.fetch_sub(1), errno = EACCES, -1;
+  return static_cast<int>(::syscall(SYS_connect, socket, address, length));
+}
+
+TEST(a_socket_that_is_about_to_be_opened_is_waited_for) {
+  Daemon daemon;
+  refusals.store(2);
+  const auto client = daemon.client();
+  CHECK_EQ(refusals.load(), 0);
+}
+
+TEST(a_socket_that_stays_closed_is_said_to_be) {
+  Daemon daemon;
+  refusals.store(1 << 30);
+  CHECK(thrown([&] { daemon.client(); }) == Code::NotPermitted);
+  CHECK(refusals.load() < (1 << 30) - 1);
+  refusals.store(2);
+  CHECK(thrown([&] { connect_to(daemon.path, 10, true); }) == Code::Unavailable);  // who knows it comes back
+  CHECK_EQ(refusals.load(), 1);
+  refusals.store(0);
+}
