@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
         self._pinned: dict[tuple[int, ...], contextlib.ExitStack] = {}
+        self._lock = threading.Lock()  # of that
 
     @classmethod
     def from_pretrained(
@@ -211,24 +213,29 @@ class Engine:
         """
         ids = tuple(self.encode(text))
         client, subject, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
-        self.unpin(text)
-        with contextlib.ExitStack() as pins:
-            found = plan(client, subject.identity, ids, chunker=chunker)
-            pins.callback(found.release)
-            count = len({piece.key for segment in found for piece in segment.pieces})
+        with contextlib.ExitStack() as pins, plan(client, subject.identity, ids, chunker=chunker) as found:
+            # The plan holds every copy of them that it came upon: of these one is enough.
+            held = [client.get(list({piece.key: None for one in found for piece in one.pieces}))]
+            pins.callback(held[0].release)
             if subject.sinks is not None:
-                full = subject.sinks.get(client, chunker, ids)
-                pins.callback(full.release)
-                count += full.hits
-            if count:
-                self._pinned[ids] = pins.pop_all()
+                held.append(subject.sinks.get(client, chunker, ids))
+                pins.callback(held[1].release)
+            count = sum(one.hits for one in held)
+            self._keep(ids, pins.pop_all() if count else None)
         return count
 
     def unpin(self, text: Prompt) -> None:
         """Lets go of what pin() kept of that text. One that is not pinned is no error."""
-        pins = self._pinned.pop(tuple(self.encode(text)), None)
-        if pins is not None:
-            pins.close()
+        self._keep(tuple(self.encode(text)), None)
+
+    def _keep(self, ids: tuple[int, ...], pins: contextlib.ExitStack | None) -> None:
+        """In the place of what is kept of that text."""
+        with self._lock:
+            before = self._pinned.pop(ids, None)
+            if pins is not None:
+                self._pinned[ids] = pins
+        if before is not None:
+            before.close()
 
     # ---------------------------------------------------------------- seeing
 
@@ -263,9 +270,8 @@ class Engine:
 
     def close(self) -> None:
         """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
-        for pins in self._pinned.values():
-            pins.close()
-        self._pinned.clear()
+        for ids in list(self._pinned):
+            self._keep(ids, None)
         self.kv.detach()
 
     def __enter__(self) -> Engine:
