@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,39 @@ class HookedFiles final : public Files {
   Hooks& hooks_;
 };
 
+// One transfer at a time: its end is told while the gate is open.
+struct Gate {
+  std::function<bool()> open;
+  std::string submitted() {
+    std::lock_guard lock(mutex);
+    return order;
+  }
+  std::mutex mutex;
+  std::string order;  // "r" and "w"
+};
+
+class NarrowEngine final : public Engine {
+ public:
+  NarrowEngine(std::unique_ptr<Engine> real, Gate& gate) : real_(std::move(real)), gate_(gate) {}
+  bool submit(Transfer* transfer) override {
+    if (real_->in_flight() || !real_->submit(transfer)) return false;
+    std::lock_guard lock(gate_.mutex);
+    gate_.order += transfer->write ? 'w' : 'r';
+    return true;
+  }
+  size_t completed(std::span<Transfer*> done) override {
+    return real_->in_flight() && !gate_.open() ? 0 : real_->completed(done);
+  }
+  int event_fd() const override { return real_->event_fd(); }
+  uint32_t depth() const override { return 1; }
+  uint32_t in_flight() const override { return real_->in_flight(); }
+  std::string name() const override { return "narrow"; }
+
+ private:
+  const std::unique_ptr<Engine> real_;
+  Gate& gate_;
+};
+
 struct HookedRig : DiskRig {
   explicit HookedRig(uint64_t quota = 64 * kMiB) : DiskRig(quota, "/dev/shm") {  // names are made soonest there
     also = [this](DiskTier::Options& options) {
@@ -80,6 +114,25 @@ struct HookedRig : DiskRig {
       const Fd fd(::open((directory + "/" + path_of(key(i), {})).c_str(), O_CREAT | O_WRONLY, 0600));
       KV_INVARIANT(fd && ::ftruncate(fd.get(), kFileBytes) == 0);
     }
+  }
+  // A tier whose only engine is narrow, from here on.
+  void narrow(Gate& gate) {
+    tier.reset();
+    also = [this, &gate, before = also](DiskTier::Options& options) {
+      before(options);
+      options.directories[0].engine = std::make_unique<NarrowEngine>(std::move(options.directories[0].engine), gate);
+    };
+    start_tier();
+  }
+  // A block of several pieces, written at once.
+  void put_large(uint64_t number) {
+    const uint32_t large = store->register_layout(layout_blob(1, 3 * kMiB, 1));
+    const CreateItem item{.key = key(number), .fingerprint = 1, .tokens = 1};
+    const Granted granted = store->create({owner, large, kMaxPriority, 0, {&item, 1}})[0];
+    CHECK(granted.status == Grant::Granted);
+    store->write(granted.handle, 0, std::vector<uint8_t>(3 * kMiB, 7));
+    const Seal seal{granted.handle, false};
+    CHECK(store->seal(owner, {&seal, 1})[0] == Done::Ok);
   }
   static constexpr uint64_t kFileBytes = 17 * kPageBytes + kBlockFileHeaderBytes;  // of DiskRig's blocks
 

@@ -63,6 +63,7 @@ TEST(every_block_is_found_once) {
   CHECK_EQ(tree.largest, kScanBatch);
   CHECK_EQ(tree.scan(std::nullopt).files, 3000u);
   CHECK_EQ(tree.scan(Fanout{2, 2}).files, 0u);  // the directories of another fan-out are no place for a block
+  CHECK_EQ(tree.strays.size(), 3000u);
 }
 
 TEST(any_fanout_is_scanned) {
@@ -99,8 +100,8 @@ TEST(strays_are_told_apart) {
   expected[leaf + "x" + other] = Stray::Directory;
   fs::create_directories(tree.directory / "lost+found/deep");
   expected["lost+found"] = Stray::Directory;
-  fs::create_directories(tree.directory / (level + "abc"));
-  expected[level + "abc"] = Stray::Directory;
+  fs::create_directories(tree.directory / (level + "abcde"));  // longer than any level's
+  expected[level + "abcde"] = Stray::Directory;
   CHECK_EQ(::mkfifo((tree.directory / (leaf + "0" + name.substr(1))).c_str(), 0600), 0);
   expected[leaf + "0" + name.substr(1)] = Stray::Special;
 

@@ -36,7 +36,7 @@ class Walk {
   Walk(std::optional<Fanout> fanout, const Visitor& visitor) : fanout_(fanout), visitor_(visitor) { batch_.reserve(kScanBatch); }
 
   void run(int root) {
-    directory(root, "", 0);
+    directory(root, "", 0, true);
     flush();
   }
 
@@ -63,7 +63,8 @@ class Walk {
   }
 
   // `path` is relative to the root, with a "/" at its end; its directories' names together are the key's first digits.
-  void directory(int fd, const std::string& path, uint32_t level) {
+  // `placed` where all of them have as many digits as the fan-out says.
+  void directory(int fd, const std::string& path, uint32_t level, bool placed) {
     ++result.directories;
     list(fd, [&](std::string_view name, uint8_t type) {
       if (level == 0 && name == kFlushedFile) return;
@@ -75,13 +76,14 @@ class Walk {
           if (errno != ENOENT) failed(errno);  // else it went meanwhile
           return;
         }
-        if (!S_ISDIR(about.st_mode) || !directory_name) return file(path, name, level, about);
+        if (!S_ISDIR(about.st_mode) || !directory_name)
+          return file(path, name, placed && (!fanout_ || level == fanout_->levels), about);
       }
       const Fd below(::openat(fd, name.data(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
       if (!below) return errno == ENOENT ? void() : failed(errno);
       const std::string next = path + std::string(name) + "/";
       if (names_level(name, level))
-        directory(below.get(), next, level + 1);
+        directory(below.get(), next, level + 1, placed && (!fanout_ || name.size() == fanout_->digits));
       else
         side(below.get(), next, name == kTempDirectory);
     });
@@ -99,22 +101,19 @@ class Walk {
     });
   }
 
-  bool names_level(std::string_view name, uint32_t level) const {
-    if (!hexadecimal(name)) return false;
-    return fanout_ ? level < fanout_->levels && name.size() == fanout_->digits
-                   : level < kMaxFanoutLevels && name.size() <= kMaxFanoutDigits;
+  static bool names_level(std::string_view name, uint32_t level) {  // of any fan-out
+    return hexadecimal(name) && level < kMaxFanoutLevels && name.size() <= kMaxFanoutDigits;
   }
 
   static Stray kind_of(const struct stat& about) {
     return S_ISLNK(about.st_mode) ? Stray::Link : S_ISDIR(about.st_mode) ? Stray::Directory : Stray::Special;
   }
 
-  void file(const std::string& path, std::string_view name, uint32_t level, const struct stat& about) {
+  void file(const std::string& path, std::string_view name, bool placed, const struct stat& about) {
     if (!S_ISREG(about.st_mode)) return stray(kind_of(about), path, name, about);
     const std::optional<Key> key = key_of(name);
     if (!key) return stray(Stray::Foreign, path, name, about);
     size_t digits = 0;
-    bool placed = !fanout_ || level == fanout_->levels;
     for (const char c : path)
       if (c != '/') placed &= c == name[digits++];
     if (!placed) return stray(Stray::Misplaced, path, name, about);

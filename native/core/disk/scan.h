@@ -25,7 +25,7 @@ struct FoundFile {
 enum class Stray : uint32_t {
   Temp,       // one of our temporary names in DIR/tmp: a leftover, unless it is being written
   Aside,      // kept on purpose in DIR/aside
-  Misplaced,  // named like a block, in a directory where nobody looks for it
+  Misplaced,  // named like a block, in a directory where nobody looks for it: another fan-out's, say
   Foreign,    // a name that is no block's
   Link,       // a symbolic link, whatever its name
   Directory,  // a directory in place of a file

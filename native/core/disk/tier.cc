@@ -50,7 +50,7 @@ DiskTier::DiskTier(Store& store, Options options)
   watch(epoll_.get(), wake_.get());
   for (Directory& directory : options.directories) {
     watch(epoll_.get(), directory.engine->event_fd());
-    places_.push_back({.at = std::move(directory), .state = {}, .text = {}, .waiting = {}, .staging = Staging(kBuffers)});
+    places_.push_back({.at = std::move(directory), .staging = Staging(kBuffers)});
   }
   queues_.resize(places_.size());
 }
@@ -67,7 +67,11 @@ void DiskTier::start() {
 
 void DiskTier::stop() {
   if (!thread_.joinable()) return;
-  stop_.store(true);
+  {
+    std::lock_guard lock(mutex_);
+    stop_.store(true);
+  }
+  stopping_.notify_all();
   ::eventfd_write(wake_.get(), 1);
   scanner_.join();
   thread_.join();
@@ -84,19 +88,38 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   const FileIndex::Entry* entry = index_.find(key);
   const uint64_t bytes = entry ? entry->bytes() : 0;
   if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
-  if (queued_.contains(key)) return Presence::Pending;
+  if (const auto queued = queued_.find(key); queued != queued_.end()) return raise(queued->second, priority);
   if (entry ? entry->doomed : listed() || doom_what_is_found_ || doomed_unknown_.contains(key)) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;
     in_vain_.erase(vain);
   }
-  Queue& queue = queues_[entry ? entry->directory : home(key)];
-  if (queue.size() >= kMaxQueue) return Presence::OnDisk;
-  queue.emplace(std::pair(~priority, ++arrivals_), Wanted{key, bytes});
-  queued_.insert(key);
+  const uint8_t directory = entry ? entry->directory : home(key);
+  Queue& queue = queues_[directory];
+  const Queue::key_type place(~priority, ++arrivals_);
+  if (queue.size() >= kMaxQueue) {  // the least urgent gives way
+    const auto last = std::prev(queue.end());
+    if (last->first < place) return Presence::OnDisk;
+    waiting_bytes_.fetch_sub(last->second.bytes, std::memory_order_relaxed);
+    queued_.erase(last->second.key);
+    queue.erase(last);
+  }
+  queue.emplace(place, Wanted{key, bytes});
+  queued_.emplace(key, Queued{directory, place});
   waiting_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   if (queue.size() == 1) ::eventfd_write(wake_.get(), 1);
+  return Presence::Pending;
+}
+
+// Wanted again, and sooner: a hint that somebody waits for now.
+Presence DiskTier::raise(Queued& queued, uint32_t priority) {
+  if (~priority < queued.place.first) {
+    Queue& queue = queues_[queued.directory];
+    auto node = queue.extract(queued.place);
+    queued.place.first = node.key().first = ~priority;
+    queue.insert(std::move(node));
+  }
   return Presence::Pending;
 }
 
@@ -153,8 +176,10 @@ LowerTier::Figures DiskTier::figures() {
 }
 
 std::vector<DiskTier::Condition> DiskTier::conditions() {
+  std::vector<Condition> out;
   std::lock_guard lock(mutex_);
-  return conditions_;
+  for (const auto& [of, condition] : conditions_) out.push_back(condition);
+  return out;
 }
 
 double DiskTier::thread_cpu_s() const {
@@ -233,7 +258,8 @@ void DiskTier::reap() {
 void DiskTier::submit(Step& step, uint8_t directory) {
   step.transfer.user = &step;
   Place& place = places_[directory];
-  if (!place.waiting.empty() || !try_submit(step, place)) place.waiting.push_back(&step);
+  std::deque<Step*>& waiting = step.load ? place.reads : place.writes;
+  if (!waiting.empty() || !try_submit(step, place)) waiting.push_back(&step);
 }
 
 // False if there is no buffer for it, or no room in the queue. What waits is taken in the order it came: a piece that keeps its
@@ -249,18 +275,17 @@ bool DiskTier::try_submit(Step& step, Place& place) {
 
 void DiskTier::submit_waiting() {
   for (Place& place : places_)
-    while (!place.waiting.empty() && try_submit(*place.waiting.front(), place)) place.waiting.pop_front();
+    for (auto* waiting : {&place.reads, &place.writes})
+      while (!waiting->empty() && try_submit(*waiting->front(), place)) waiting->pop_front();
 }
 
 // The steps that no engine has yet end as if they had failed, and with the last one under way their load or write.
 void DiskTier::cancel_waiting() {
   for (Place& place : places_) {
-    std::deque<Step*> waiting;
-    waiting.swap(place.waiting);
-    for (Step* step : waiting) {
-      step->transfer.result = -ECANCELED;
-      step->load ? load_step_done(*step) : write_step_done(*step);
-    }
+    std::deque<Step*> reads, writes;
+    reads.swap(place.reads), writes.swap(place.writes);
+    for (Step* step : reads) step->transfer.result = -ECANCELED, load_step_done(*step);
+    for (Step* step : writes) step->transfer.result = -ECANCELED, write_step_done(*step);
   }
 }
 

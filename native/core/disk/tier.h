@@ -12,6 +12,7 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
@@ -92,18 +93,22 @@ class DiskTier final : public LowerTier {
 
  private:
   struct Step;
-  struct Place {  // a directory and how it fares
-    Directory at;
+  struct Queued;
+  enum class Doing : uint8_t { Reading, Writing, Listing };
+  struct Fares {
     uint32_t errors = 0;  // in a row
     uint64_t paused_until_ms = 0;
-    uint64_t probe_bytes = kPageBytes;  // what it last had no room for
-    bool reading = false;               // what failed
-    std::string state, text;
-    std::deque<Step*> waiting;     // what its engine had no room for
-    size_t loads = 0, writes = 0;  // under way
-    uint64_t load_bytes = 0;       // of the files of those loads
-    Staging staging;               // where they arrive
-    std::vector<Key> stubborn{};   // files of deleted blocks that could not be removed yet
+    bool ill = false;  // and told as a condition
+  };
+  struct Place {  // a directory and how it fares
+    Directory at;
+    Fares reading{}, writing{};
+    uint64_t probe_bytes = kPageBytes;    // what it last had no room for
+    std::deque<Step*> reads{}, writes{};  // what its engine had no room for: a read waits for no write that is not under way
+    size_t loads = 0, writing_now = 0;    // under way
+    uint64_t load_bytes = 0;              // of the files of those loads
+    Staging staging;                      // where they arrive
+    std::vector<Key> stubborn{};          // files of deleted blocks that could not be removed yet
     uint64_t stubborn_until_ms = 0;
   };
   struct alignas(kPageBytes) Page {
@@ -119,7 +124,7 @@ class DiskTier final : public LowerTier {
     bool in_place = false;        // that is the block's memory
     bool done = false;
   };
-  struct Leftover {  // a temporary file
+  struct Leftover {  // a temporary file, or a block's where nobody looks for it
     std::string path;
     uint8_t directory;
     uint64_t bytes;
@@ -131,6 +136,7 @@ class DiskTier final : public LowerTier {
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
 
   // tier.cc
+  Presence raise(Queued& queued, uint32_t priority);
   void run();
   bool turn();
   bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
@@ -203,7 +209,7 @@ class DiskTier final : public LowerTier {
   bool well(uint8_t directory) const;
   void went_wrong(uint8_t directory, int error, bool writing, const char* doing);
   void went_well(uint8_t directory, bool writing);
-  void end_condition(Place& place);
+  void end_condition(uint8_t directory, bool writing);
   void probe();
 
   // tier_pages.cc
@@ -212,6 +218,8 @@ class DiskTier final : public LowerTier {
 
   // tier_scan.cc
   void scan();
+  bool list(uint8_t directory);
+  void all_listed();
   bool add_found(uint8_t directory, std::span<const FoundFile> found);
   void prune();
 
@@ -249,24 +257,29 @@ class DiskTier final : public LowerTier {
   };
   using Queue = std::map<std::pair<uint32_t, uint64_t>, Wanted>;  // (highest priority first, order of arrival) -> what to load
   std::vector<Queue> queues_;                                     // one per directory: a slow one holds up itself only
-  std::unordered_set<Key, KeyHash> queued_;
+  struct Queued {
+    uint8_t directory;
+    Queue::key_type place;
+  };
+  std::unordered_map<Key, Queued, KeyHash> queued_;     // where each of them stands
   std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
   std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
-  std::deque<Leftover> leftovers_;                      // temporary files to be removed; in reserved_bytes_ until they are
+  std::deque<Leftover> leftovers_;                      // files to be removed; in reserved_bytes_ until they are
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
+  std::condition_variable stopping_;
   uint32_t newest_s_ = 0;  // when the last file here was written, by the file system's clock
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;
   std::atomic<uint32_t> starting_{0};  // writes between the store's queue and writing_
   std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, listed_{0};
-  std::vector<Condition> conditions_;
+  std::map<std::pair<uint8_t, Doing>, Condition> conditions_;  // of a directory
 #define X(name) std::atomic<uint64_t> name##_{0};
   KV_DISK_COUNTERS(X)
 #undef X

@@ -18,37 +18,39 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
 
-bool DiskTier::well(uint8_t directory) const { return now_ms() >= places_[directory].paused_until_ms; }
+bool DiskTier::well(uint8_t directory) const {
+  const Place& place = places_[directory];
+  return now_ms() >= std::max(place.reading.paused_until_ms, place.writing.paused_until_ms);
+}
 
 // A directory that fails again and again is left alone for a while, then probed.
 void DiskTier::went_wrong(uint8_t directory, int error, bool writing, const char* doing) {
   Place& place = places_[directory];
-  if (well(directory)) place.errors += 1;  // a removal that fails while it rests says nothing new
+  Fares& fares = writing ? place.writing : place.reading;
+  fares.errors += 1;
   const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
-  if (!at_once && place.errors < kErrorsToPause) return;
-  const uint32_t doublings = std::min(place.errors - (at_once ? 1 : kErrorsToPause), 10u);
-  place.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
-  place.state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
-  place.reading = !writing;
-  place.text = errno_text(std::string(doing) + " in " + place.at.path, error);
+  if (!at_once && fares.errors < kErrorsToPause) return;
+  const uint32_t doublings = std::min(fares.errors - (at_once ? 1 : kErrorsToPause), 10u);
+  fares.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
+  fares.ill = true;
+  const char* state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
   std::lock_guard lock(mutex_);
-  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
-  conditions_.push_back({place.at.path, place.state, place.text});
+  conditions_[{directory, writing ? Doing::Writing : Doing::Reading}] = {
+      place.at.path, state, errno_text(std::string(doing) + " in " + place.at.path, error)};
 }
 
-// A read that succeeds says nothing about writing.
+// A read that succeeds says nothing about writing, nor the other way round.
 void DiskTier::went_well(uint8_t directory, bool writing) {
-  Place& place = places_[directory];
-  if (!writing && !place.state.empty() && place.state != "failed") return;
-  place.errors = 0;
-  end_condition(place);
+  (writing ? places_[directory].writing : places_[directory].reading).errors = 0;
+  end_condition(directory, writing);
 }
 
-void DiskTier::end_condition(Place& place) {
-  if (place.state.empty()) return;
-  place.state.clear(), place.paused_until_ms = 0;
+void DiskTier::end_condition(uint8_t directory, bool writing) {
+  Fares& fares = writing ? places_[directory].writing : places_[directory].reading;
+  if (!fares.ill) return;
+  fares.ill = false, fares.paused_until_ms = 0;
   std::lock_guard lock(mutex_);
-  std::erase_if(conditions_, [&](const Condition& c) { return c.path == place.at.path; });
+  conditions_.erase({directory, writing ? Doing::Writing : Doing::Reading});
 }
 
 // Whether it is better, also if nobody writes; what cannot be read is seen at the next load. A file that can be made does not
@@ -56,7 +58,7 @@ void DiskTier::end_condition(Place& place) {
 void DiskTier::probe() {
   for (uint8_t d = 0; d < places_.size(); ++d) {
     Place& place = places_[d];
-    if (place.state.empty() || place.reading || !well(d)) continue;
+    if (!place.writing.ill || !well(d)) continue;
     {
       std::lock_guard lock(mutex_);
       if (!scanned_ || index_.bytes() + reserved_bytes_ + place.probe_bytes > quota_bytes_)
@@ -73,7 +75,7 @@ void DiskTier::probe() {
       std::lock_guard lock(mutex_);
       reserved_bytes_ += place.probe_bytes;
     }
-    end_condition(place);
+    end_condition(d, true);
     remove_leftover({temp, d, place.probe_bytes});
   }
 }

@@ -45,7 +45,9 @@ bool DiskTier::remove_everywhere(const Key& key) {
   uint8_t from = 0, to = static_cast<uint8_t>(places_.size());
   {
     std::lock_guard lock(mutex_);
-    if (const FileIndex::Entry* entry = index_.find(key)) from = entry->directory, to = static_cast<uint8_t>(from + 1);
+    const FileIndex::Entry* entry = index_.find(key);
+    if (entry && !entry->doomed) return false;  // written since
+    if (entry) from = entry->directory, to = static_cast<uint8_t>(from + 1);
   }
   for (uint8_t d = from; d < to; ++d)
     if (!unlink(key, d)) return false;
@@ -56,7 +58,7 @@ bool DiskTier::remove_everywhere(const Key& key) {
 void DiskTier::file_is_gone(const Key& key) {
   std::lock_guard lock(mutex_);
   index_.erase(key);
-  if (scanned_)
+  if (listed())
     doomed_unknown_.erase(key);
   else if (doomed_unknown_.contains(key))
     gone_unknown_.push_back(key);  // its name may still come up
@@ -126,6 +128,12 @@ void DiskTier::list_doomed() {
 
 // Its bytes count until it is gone. False: it is tried again.
 bool DiskTier::remove_leftover(Leftover leftover) {
+  if (const std::optional<Key> key = key_of(leftover.path.substr(leftover.path.rfind('/') + 1))) {
+    std::lock_guard lock(mutex_);
+    const FileIndex::Entry* entry = index_.find(*key);
+    const bool again = entry && entry->directory == leftover.directory && leftover.path == path_of(*key, fanout_);
+    if (again) return reserved_bytes_ -= leftover.bytes, true;  // the other one went, and it was written here
+  }
   const int error = well(leftover.directory) ? places_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
   if (error != 0 && error != -ENOENT && error != -EAGAIN) went_wrong(leftover.directory, -error, true, "removing a file");
   std::lock_guard lock(mutex_);
@@ -154,6 +162,7 @@ bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
 
 // Files go because the quota became smaller, a few a turn: it may be most of them. True if there are more.
 bool DiskTier::shrink() {
+  if (more_leftovers_) return false;  // they go first
   for (uint32_t i = 0; i < kRemovalsATurn && !stop_.load(); ++i)
     if (give_up_one(0, nullptr) != Room::GaveUp) return false;
   return true;

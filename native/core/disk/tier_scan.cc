@@ -5,63 +5,95 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/disk/scan.h"
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
 
 namespace kv {
+namespace {
+constexpr std::chrono::seconds kFirstPause{1}, kLongestPause{60};
+}
 
+// What cannot be listed is tried again, ever less often: until then its files are found by their paths, and nothing is written.
 void DiskTier::scan() {
   ::pthread_setname_np(::pthread_self(), "kv-scan");
-  for (uint8_t d = 0; d < places_.size() && !stop_.load(); ++d) {
-    Visitor visitor;
-    visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(d, found); };
-    visitor.stray = [&](Stray kind, const std::string& path, uint64_t bytes) {
-      if (kind == Stray::Aside) return;
-      std::lock_guard lock(mutex_);
-      if (kind == Stray::Temp)  // of a daemon that is gone: nothing is written before the listing ends
-        leftovers_.push_back({path, d, bytes}), reserved_bytes_ += bytes;
-      else
-        strays_ += 1;  // not ours to remove
-    };
-    visitor.over = [&] { return stop_.load(); };
-    places_[d].at.files->make_directories(fanout_);
-    std::string wrong;
-    try {
-      const Scanned scanned = kv::scan(places_[d].at.path, fanout_, visitor);
-      if (scanned.errors)
-        wrong = errno_text(std::to_string(scanned.errors) + " places below " + places_[d].at.path + " cannot be listed",
-                           scanned.first_error);
-    } catch (const Error& error) {
-      wrong = error.what();
-    }
-    if (wrong.empty()) continue;
-    std::lock_guard lock(mutex_);
-    unlisted_ = true;
-    conditions_.push_back({places_[d].at.path, "failed", wrong + ": nothing is written, because the quota is not known"});
+  std::vector<uint8_t> left(places_.size());
+  std::iota(left.begin(), left.end(), uint8_t{0});
+  for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    std::erase_if(left, [&](uint8_t directory) { return list(directory); });
+    if (!stop_.load() && left.empty()) prune();
+    std::unique_lock lock(mutex_);
+    unlisted_ = !left.empty();
+    scanned_ = !stop_.load();
+    if (scanned_ && !unlisted_) all_listed();
+    ::eventfd_write(wake_.get(), 1);
+    if (left.empty() || stopping_.wait_for(lock, pause, [&] { return stop_.load(); })) return;
   }
-  if (stop_.load()) return;
-  if (!unlisted_) prune();  // written by this thread only
-  std::lock_guard lock(mutex_);
-  scanned_ = true;
-  doom_what_is_found_ &= unlisted_;
+}
+
+void DiskTier::all_listed() {
+  doom_what_is_found_ = false;
   for (const Key& key : gone_unknown_) doomed_unknown_.erase(key);  // the others' files are still to be removed
   gone_unknown_.clear();
-  ::eventfd_write(wake_.get(), 1);
+}
+
+// False if it, or anything below, could not be.
+bool DiskTier::list(uint8_t directory) {
+  const std::string& path = places_[directory].at.path;
+  std::vector<Leftover>
+      leftovers;        // of a daemon that is gone, or had another fan-out: nothing is written before the listing ends
+  uint64_t strays = 0;  // not ours to remove
+  Visitor visitor;
+  visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(directory, found); };
+  visitor.stray = [&](Stray kind, const std::string& at, uint64_t bytes) {
+    const bool left_over = kind == Stray::Temp || kind == Stray::Misplaced;
+    if (left_over) leftovers.push_back({at, directory, bytes});
+    strays += !left_over && kind != Stray::Aside;
+  };
+  visitor.over = [&] { return stop_.load(); };
+  places_[directory].at.files->make_directories(fanout_);
+  std::string wrong;
+  try {
+    const Scanned scanned = kv::scan(path, fanout_, visitor);
+    if (scanned.errors)
+      wrong = errno_text(std::to_string(scanned.errors) + " places below " + path + " cannot be listed", scanned.first_error);
+  } catch (const Error& error) {
+    wrong = error.what();
+  }
+  std::lock_guard lock(mutex_);
+  if (!wrong.empty()) {
+    wrong += ": nothing is written, because the quota is not known";
+    return conditions_[{directory, Doing::Listing}] = {path, "failed", wrong}, false;
+  }
+  conditions_.erase({directory, Doing::Listing});
+  strays_ += strays;
+  for (Leftover& each : leftovers) reserved_bytes_ += each.bytes, leftovers_.push_back(std::move(each));
+  return true;
 }
 
 bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   std::vector<Key> fresh;
+  std::vector<Leftover> duplicates;
   {
     std::lock_guard lock(mutex_);
     for (const FoundFile& file : found) {
       newest_s_ = std::max(newest_s_, file.written_s);
+      if (doomed_unknown_.contains(file.key)) {
+        doomed_.push_back(file.key);  // it may have been out of reach when its turn came
+        continue;
+      }
+      FileIndex::Entry* entry = index_.find(file.key);
+      if (entry && entry->directory == directory) continue;              // an earlier try got as far
       if (file.written_s / kDayS == day_) written_today_ += file.bytes;  // the day's budget outlives its daemon
-      if (doomed_unknown_.contains(file.key)) continue;
+      if (entry) {  // the same block in two directories: of no use, and it would outlive the other
+        duplicates.push_back({path_of(file.key, fanout_), directory, file.bytes});
+        continue;
+      }
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
       // Longer than all may be together: no block, however little of it is there. Counted, it would push out all others.
-      FileIndex::Entry* entry = file.bytes > quota_bytes_ ? nullptr : index_.add(file.key, pages, directory, file.written_s);
+      entry = file.bytes > quota_bytes_ ? nullptr : index_.add(file.key, pages, directory, file.written_s);
       if (!entry) {  // that, or more than the index may hold: gone, or the quota would not know of it
         doomed_unknown_.insert(file.key);
         doomed_.push_back(file.key);
@@ -70,8 +102,9 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
       } else {
         fresh.push_back(file.key);
       }
+      listed_ += 1;
     }
-    listed_ += found.size();
+    for (Leftover& each : duplicates) reserved_bytes_ += each.bytes, leftovers_.push_back(std::move(each));
   }
   // A record for each, while there are free ones; the others are found by their paths.
   for (const Key& key : fresh) {

@@ -47,7 +47,7 @@ bool DiskTier::may_write() const {
 // As far as this thread alone decides.
 bool DiskTier::has_room(uint8_t directory) const {
   const Place& place = places_[directory];
-  return well(directory) && place.writes < kWritesAtOnce && place.waiting.empty();
+  return well(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() && place.writes.empty();
 }
 
 // A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.
@@ -111,7 +111,7 @@ void DiskTier::start_write(const WriteJob& job) {
     writing_.insert(job.key);
   }
   Write& started = *write;
-  places_[started.directory].writes += 1;
+  places_[started.directory].writing_now += 1;
   writes_.emplace(job.key, std::move(write));
   give_way();
   if (started.fd < 0) started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
@@ -248,7 +248,7 @@ void DiskTier::end_write(Write& write, bool written) {
   }
   const uint8_t directory = write.directory;
   if (!write.temp.empty()) remove_leftover({write.temp, directory, write.bytes});
-  places_[directory].writes -= 1;
+  places_[directory].writing_now -= 1;
   writes_.erase(job.key);  // `write` is gone
   if (store_.end_write(job.handle, keep)) return;
   if (written) {  // deleted meanwhile: gone before it can be found
