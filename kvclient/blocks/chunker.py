@@ -103,8 +103,14 @@ class Texts:
         assert self._decode is not None, "Chunker refuses rules that need texts without a tokenizer"
         known = self._kept
         for token in {int(token) for token in ids}.difference(known):
-            known[token] = self._decode([token])
+            known[token] = self._told(token)
         return [known[int(token)] for token in ids]
+
+    def _told(self, token: int) -> str:
+        """Behind another token: alone many a tokenizer leaves out the space that the token begins with."""
+        assert self._decode is not None
+        alone, twice = self._decode([token]), self._decode([token, token])
+        return twice[len(alone) :] if twice.startswith(alone) and twice != alone else alone
 
     def ends(self, rule: str, ids: Sequence[int] | np.ndarray) -> list[int]:
         return _ends(rule, self.of(ids))

@@ -7,7 +7,9 @@ and a daemon where blocks are read in place.
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
 import kvclient
 import kvclient.hf
@@ -24,7 +26,9 @@ class Tokenizer:
     """Every eleventh token ends a sentence, every twenty-third a paragraph, every thirty-first a document."""
 
     def decode(self, tokens):
-        (token,) = tokens
+        return "".join(map(self.word, tokens))
+
+    def word(self, token):
         return "\f" if token % 31 == 0 else "\n\n" if token % 23 == 0 else "end." if token % 11 == 0 else " w"
 
 
@@ -210,3 +214,21 @@ def test_parts_are_warmed_as_attach_was_told(attach, model):
     assert kv.warm(texts.tolist(), chunker="fixed").parts == 1
     with pytest.raises(InvalidArgument, match="no token"):
         kv.warm([])
+
+
+def test_sentences_are_seen_where_tokens_begin_with_their_space():
+    """As SentencePiece's do, whose tokens, decoded one by one, have none."""
+    text = " ".join(" ".join("word" for _ in range(5 + at * 7 % 6)) + "." for at in range(60))
+    own = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "\u2581word": 1, ".": 2}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+    )
+    own.decoder = decoders.Metaspace()
+    ids = own.encode(text).ids
+    assert own.decode(ids) == text and own.decode([1]) == "word"
+    chunker, at, ends = Chunker("sentence", 64, own), 0, []
+    for count in chunker.counts(ids):
+        at += count
+        ends.append(ids[at - 1])
+    assert len(ends) > 5 and set(ends) == {2}
+    assert "".join(chunker.texts.of(ids)) == " " + text
