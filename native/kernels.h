@@ -122,7 +122,7 @@ struct kvk_conversion {
 };
 /* Quantising, of the values that share a scale: zero is their minimum rounded down to fp16, scale (maximum - zero) / 255 or 15
  * rounded up, code the nearest whole number to (x - zero) / scale, half to even; codes are 0 where scale is. So what comes
- * back differs from x by at most scale / 2, and every path writes the same bytes. */
+ * back, at most 65504, differs from x by at most scale / 2, and every path writes the same bytes. */
 
 /* Turns K in place or into other memory: out = R(turn) in, over all heads and tokens; elements beyond rotary_dim are
  * copied. */

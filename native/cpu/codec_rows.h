@@ -124,6 +124,8 @@ void dequantise_rows(const kvk_conversion& c) {
         const float scale = from_half(scales[t]), zero = from_half(zeros[t]);
         for (uint32_t i = 0; i < n; ++i) rows.x[i] = rows.x[i] * scale + zero;
       }
+      // Made of what fp16 holds; the rounding of scales takes it beyond, where fp16 has infinity.
+      for (uint32_t i = 0; i < n; ++i) rows.x[i] = rows.x[i] > kLargestHalf ? kLargestHalf : rows.x[i];
       store_row(c.dtype, rows.x, n, at(c.elements, head * c.head_stride + t * c.token_stride));
     }
   }

@@ -33,6 +33,12 @@ KVK_BOTH Side values_of(const kvk_segment& s) {
 
 KVK_BOTH bool is_quantised(uint32_t codec) { return codec == KVK_INT8 || codec == KVK_INT4; }
 
+// What a code stands for: at most what fp16 holds, for it was made of that; rounding takes it beyond.
+KVK_BOTH float decoded(float code, float scale, float zero) {
+  const float x = plus(times(code, scale), zero);
+  return x > kLargestHalf ? kLargestHalf : x;
+}
+
 // ------------------------------------------------------------ one element: the naive kernels, and what does not fit eights
 
 KVK_BOTH float plain_value(const Side& s, uint32_t head, uint32_t token, uint32_t n, uint32_t i) {
@@ -42,7 +48,7 @@ KVK_BOTH float plain_value(const Side& s, uint32_t head, uint32_t token, uint32_
   const uint32_t code = s.codec == KVK_INT8 ? bytes[i] : bytes[i / 2] >> 4 * (i % 2) & 15;
   const uint64_t place = s.group != 0 ? static_cast<uint64_t>(token / s.group) * n + i : token;
   const uint16_t scale = at(s.scale, head * s.scale_head_stride)[place], zero = at(s.zero, head * s.scale_head_stride)[place];
-  return plus(times(static_cast<float>(code), from_half(scale)), from_half(zero));
+  return decoded(static_cast<float>(code), from_half(scale), from_half(zero));
 }
 
 KVK_BOTH float value(const Side& s, const Shape& shape, uint32_t head, uint32_t token, uint32_t i) {
@@ -228,7 +234,7 @@ KVK_BOTH void bring_rows(const Side& s, const Shape& shape, uint32_t head, uint3
         const float by = from_half(at(s.scale, head * s.scale_head_stride)[t]);
         const float from = from_half(at(s.zero, head * s.scale_head_stride)[t]);
         KVK_UNROLL
-        for (uint32_t i = 0; i < 16; ++i) x[i / 8][i % 8] = plus(times(x[i / 8][i % 8], by), from);
+        for (uint32_t i = 0; i < 16; ++i) x[i / 8][i % 8] = decoded(x[i / 8][i % 8], by, from);
       } else {
         if (t / s.group != scaled) {
           scaled = t / s.group;
@@ -236,7 +242,7 @@ KVK_BOTH void bring_rows(const Side& s, const Shape& shape, uint32_t head, uint3
           scales_of_octet(s, head, scaled, shape.head_dim, pair.other, scale[1], zero[1]);
         }
         KVK_UNROLL
-        for (uint32_t i = 0; i < 16; ++i) x[i / 8][i % 8] = plus(times(x[i / 8][i % 8], scale[i / 8][i % 8]), zero[i / 8][i % 8]);
+        for (uint32_t i = 0; i < 16; ++i) x[i / 8][i % 8] = decoded(x[i / 8][i % 8], scale[i / 8][i % 8], zero[i / 8][i % 8]);
       }
     }
     if (pair.turns) turn_octets(turn, pair.apart, x[0], x[1]);

@@ -114,6 +114,18 @@ def test_constant_values_have_no_scale(path, group):
 
 @pytest.mark.parametrize("path", PATHS, indirect=True)
 @pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_fp16s_largest_value_comes_back(path, group, dtype):
+    """Its code stands for a little more, which fp16 rounds to infinity."""
+    random = np.random.default_rng(1)
+    x = np.where(random.random((1, 64, 20)) < 0.1, 65504, random.standard_normal((1, 64, 20))).astype(dtype)
+    for bits in (8, 4):
+        back = kernels.dequantise(kernels.quantise(x, bits, group, path=path), np.empty_like(x), path=path)
+        assert back.max() == 65504 and np.abs(back.astype(np.float64) - x).max() <= 65504 / (2**bits - 1)
+
+
+@pytest.mark.parametrize("path", PATHS, indirect=True)
+@pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("span", [131008.0, 1e-3, 1e-6, 1e-9])
 def test_extreme_ranges(path, group, span):
     x = np.linspace(-span / 2, span / 2, 40 * 16, dtype=np.float32).reshape(1, 40, 16)
