@@ -17,6 +17,7 @@ struct Stuck final : LowerTier {
   Presence promote(const Key&, uint32_t) override { return Presence::Missing; }
   bool forget(const Key&) override { return true; }
   void forget_all() override {}
+  void remember_flush() override {}
   Figures figures() override { return {}; }
 };
 
