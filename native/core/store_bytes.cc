@@ -175,20 +175,23 @@ Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
   const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
   const bool known = before.flags() & kFlagChecksummed;
   bool good = true;
+  std::vector<uint32_t> sums;
   {
     Reading reading(*this, lock, record);
-    const std::vector<uint32_t> sums = layer_checksums(layout, extent, shape.tokens);
+    sums = layer_checksums(layout, extent, shape.tokens);
     std::vector<uint32_t> stored(sums.size());
     if (sums.empty())
       good = false;
-    else if (!known)
-      good = pool_.write(where, sums.data(), 4 * sums.size());
-    else
+    else if (known)
       good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
   }
   const Verdict verdict{layout.layers_bytes(shape.tokens), known, false};
   if (control(record).generation() != before.generation()) return verdict;  // it went meanwhile
-  if (good && !known) set_flags(record, kFlagChecksummed, 0);
+  // Under the lock, and not behind the back of a write that has begun meanwhile: the file's header has a checksum of these bytes.
+  if (good && !known && !(control(record).flags() & kFlagQueued)) {
+    good = pool_.write(where, sums.data(), 4 * sums.size());
+    if (good) set_flags(record, kFlagChecksummed, 0);
+  }
   if (good) return verdict;
   check_pool();
   to_zombie(record, Event::Delete);  // and with it the file: every tier forgets it

@@ -48,6 +48,20 @@ extern "C" int renameat2(int from, const char* old_name, int to, const char* new
   return static_cast<int>(::syscall(SYS_renameat2, from, old_name, to, new_name, flags));
 }
 
+// Somebody tidies up, or a file system is mounted anew.
+TEST(the_directory_of_temporary_files_is_made_again) {
+  Directory directory;
+  RealFiles files(directory.path, false);
+  fs::remove(directory / "tmp");
+  std::string temp;
+  const Fd fd(files.create_temp(4096, &temp));
+  CHECK(fd);
+  CHECK(fs::exists(directory / temp));
+  fs::remove_all(directory / "tmp");
+  CHECK_EQ(files.keep_flushed(7), 0);
+  CHECK_EQ(files.flushed_s(), 7u);
+}
+
 TEST(a_file_has_its_name_only_when_published) {
   Fixture f;
   const std::string path = path_of(key_of_number(1), {2, 2});

@@ -32,6 +32,10 @@ class StoreTest {
   static Arena& arena(Store& store) { return store.arena_; }
   static std::atomic<uint64_t>& progress(Store& store, uint32_t record) { return store.progress_[record]; }
   static void evict(Store& store, uint32_t record) { store.to_zombie(record, Event::Evict); }
+  static bool is_read(Store& store, uint32_t record) {  // or written, by the daemon itself
+    std::lock_guard lock(store.mutex_);
+    return store.io_pins_.contains(record);
+  }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
   static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }

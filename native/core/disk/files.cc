@@ -72,6 +72,13 @@ int RealFiles::open_beneath(const std::string& path, int flags) const {
   }
 }
 
+// In DIR/tmp, which somebody may have tidied up.
+int RealFiles::open_temp(const std::string& path, int flags) const {
+  const int fd = open_beneath(path, flags | O_CREAT | O_NOFOLLOW);
+  if (fd != -ENOENT || (::mkdirat(root_.get(), kTempDirectory, 0700) != 0 && errno != EEXIST)) return fd;
+  return open_beneath(path, flags | O_CREAT | O_NOFOLLOW);
+}
+
 // The directory of a path, made level by level if asked.
 int RealFiles::open_parent(const std::string& path, bool make) const {
   const size_t slash = path.rfind('/');
@@ -120,7 +127,7 @@ int RealFiles::create_temp(uint64_t bytes, std::string* temp) {
   int fd = -EEXIST;
   for (int i = 0; i < kNameTries && fd == -EEXIST; ++i) {
     *temp = new_temp_name();
-    fd = open_beneath(*temp, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | direct_);
+    fd = open_temp(*temp, O_RDWR | O_EXCL | direct_);
   }
   if (fd < 0) return fd;
   int problem;
@@ -206,7 +213,7 @@ uint32_t RealFiles::flushed_s() {
 
 int RealFiles::keep_flushed(uint32_t second) {
   const std::string temp = std::string(kTempDirectory) + "/" + kFlushedFile, text = std::to_string(second) + "\n";
-  const int opened = open_beneath(temp, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOFOLLOW);
+  const int opened = open_temp(temp, O_WRONLY | O_TRUNC | O_NONBLOCK);
   if (opened < 0) return opened;
   const Fd fd(opened);
   const ssize_t written = ::write(fd.get(), text.data(), text.size());

@@ -74,6 +74,7 @@ class RealFiles final : public Files {
 
  private:
   int open_beneath(const std::string& path, int flags) const;
+  int open_temp(const std::string& path, int flags) const;
   int open_parent(const std::string& path, bool make) const;
   std::string new_temp_name();
   int move(const std::string& from, const std::string& to, unsigned flags);

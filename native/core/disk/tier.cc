@@ -13,9 +13,8 @@
 namespace kv {
 namespace {
 
-constexpr size_t kMaxQueue = 4096;                  // loads that wait
-constexpr uint32_t kBuffers = 8;                    // of a directory: reads under way, or done and waiting for one before them
-constexpr uint64_t kSpeedMemoryBytes = 4ull << 30;  // the speed is that of about the last 4 GiB
+constexpr size_t kMaxQueue = 4096;  // loads that wait
+constexpr uint32_t kBuffers = 8;    // of a directory: reads under way, or done and waiting for one before them
 constexpr int kIdleMs = 1000;
 constexpr uint64_t kLastRemovalsMs = 50;  // of the 200 that a daemon has to end
 
@@ -312,15 +311,8 @@ std::optional<uint32_t> DiskTier::layout_by_digest(const Key& digest) {
   return std::nullopt;
 }
 
-// Bytes loaded per second of time in which something was being loaded.
 void DiskTier::tell_speed() {
-  const uint64_t now = monotonic_ns();
-  if (busy_since_ns_) busy_ns_ += now - busy_since_ns_;
-  busy_since_ns_ = loads_.empty() ? 0 : now;
-  if (busy_bytes_ > kSpeedMemoryBytes) busy_bytes_ /= 2, busy_ns_ /= 2;
-  if (busy_bytes_ && busy_ns_)
-    bytes_per_s_.store(static_cast<uint64_t>(static_cast<double>(busy_bytes_) * 1e9 / static_cast<double>(busy_ns_)),
-                       std::memory_order_relaxed);
+  bytes_per_s_.store(speed_.tell(monotonic_ns(), !loads_.empty()), std::memory_order_relaxed);
   store_.tell_load_speed(bytes_per_s_.load(std::memory_order_relaxed), waiting_bytes_.load(std::memory_order_relaxed),
                          latency_us_.load(std::memory_order_relaxed));
 }

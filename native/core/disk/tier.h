@@ -28,6 +28,7 @@
 #include "core/disk/file_index.h"
 #include "core/disk/files.h"
 #include "core/disk/scan.h"
+#include "core/disk/speed.h"
 #include "core/disk/staging.h"
 #include "core/latency.h"
 #include "core/store.h"
@@ -244,10 +245,10 @@ class DiskTier final : public LowerTier {
   std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
-  uint64_t rest_until_ns_ = 0;                                 // no write begins before
-  bool more_leftovers_ = false;                                // than were removed in the last turn
-  std::atomic<uint64_t> day_;                                  // of written_today_
-  uint64_t busy_since_ns_ = 0, busy_ns_ = 0, busy_bytes_ = 0;  // while loads are in flight
+  uint64_t rest_until_ns_ = 0;   // no write begins before
+  bool more_leftovers_ = false;  // than were removed in the last turn
+  std::atomic<uint64_t> day_;    // of written_today_
+  LoadSpeed speed_;
 
   mutable std::mutex mutex_;  // guards all that follows; never held over I/O or a call of the store
   FileIndex index_;

@@ -48,7 +48,7 @@ void DiskTier::start_loads(uint8_t directory) {
     auto load = std::make_unique<Load>();
     if (!take_load(directory, *load)) return;
     load->begun_ns = monotonic_ns();
-    if (loads_.empty()) busy_since_ns_ = load->begun_ns;
+    if (loads_.empty()) speed_.tell(load->begun_ns, true);
     for (auto& [key, other] : loads_) other->alone = load->alone = false;
     Load& started = *load;
     loads_.emplace(started.key, std::move(load));
@@ -161,7 +161,9 @@ bool DiskTier::take_header(Load& load) {
   load.layout = layouts_[*id].get(), load.layout_id = *id;
   if (!mismatch(*decoded.header, load.key, load.layout->layout, load.layout->digest, Key{}).empty())
     return load.wrong = Outcome::Corrupt, false;
-  if (decoded.header->expiry_s && decoded.header->expiry_s <= realtime_s()) return load.wrong = Outcome::Expired, false;
+  const uint32_t expiry_s = decoded.header->expiry_s, now_s = realtime_s();  // once: at the next second nothing may be left
+  if (expiry_s && expiry_s <= now_s) return load.wrong = Outcome::Expired, false;
+  load.ttl_s = expiry_s ? expiry_s - now_s : 0;
   load.header = decoded.header;
   load.tokens = load.header->tokens;
   std::lock_guard lock(mutex_);
@@ -172,11 +174,10 @@ bool DiskTier::take_header(Load& load) {
 // Memory for the block. False if there is none, or the block is in memory by now.
 bool DiskTier::take_memory(Load& load) {
   const FileHeader& h = *load.header;
-  const uint32_t ttl_s = h.expiry_s ? h.expiry_s - realtime_s() : 0;
   const CreateItem item{h.key, h.fingerprint, h.tokens, h.base_position, h.parent};
   Granted granted;
   try {
-    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), ttl_s, {&item, 1}})[0];
+    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), load.ttl_s, {&item, 1}})[0];
   } catch (const Error&) {  // fenced, or not a block this pool can hold
     return load.wrong = Outcome::Failed, false;
   }
@@ -297,7 +298,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
   if (outcome == Outcome::Loaded) {
     went_well(load.directory, false);
     loaded_.fetch_add(1), load_bytes_.fetch_add(load.file_bytes);
-    busy_bytes_ += load.file_bytes;
+    speed_.add(load.file_bytes);
     const uint64_t took_ns = monotonic_ns() - load.begun_ns;
     load_latency_.add(took_ns);
     if (const uint64_t before_us = latency_us_.load(std::memory_order_relaxed); load.alone)

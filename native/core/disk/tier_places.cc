@@ -27,7 +27,7 @@ bool DiskTier::well(uint8_t directory) const {
 void DiskTier::went_wrong(uint8_t directory, int error, bool writing, const char* doing) {
   Place& place = places_[directory];
   Fares& fares = writing ? place.writing : place.reading;
-  fares.errors += 1;
+  if (well(directory)) fares.errors += 1;  // what fails while it rests says nothing new
   const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
   if (!at_once && fares.errors < kErrorsToPause) return;
   const uint32_t doublings = std::min(fares.errors - (at_once ? 1 : kErrorsToPause), 10u);

@@ -33,6 +33,7 @@ struct DiskTier::Load {
   const FileHeader* header = nullptr;  // in `page`, once it was read and believed
   const KnownLayout* layout = nullptr;
   uint32_t layout_id = FileIndex::kUnknownLayout, tokens = 0;
+  uint32_t ttl_s = 0;  // 0: it never expires
   Handle handle{0, 0};
   Extent extent{0, 0};
   bool created = false;
