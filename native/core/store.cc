@@ -178,6 +178,10 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     scan_zombies();
   }
   if (draining_) return out;
+  // A file says until when its block lives: one that says longer than is asked for now goes.
+  const uint32_t until_s = found == Index::kAbsent ? 1 : index_.record(found).expiry_s.load(std::memory_order_relaxed);
+  if (request.ttl_s && !request.loaded && (!until_s || until_s > uint64_t{realtime_s()} + request.ttl_s))
+    delete_disk_record(found), found = Index::kAbsent;
   const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
   if (free_head_ == Index::kAbsent && spare_records()) {
     if (on_disk_.size() && on_disk_.least().record == found) found = Index::kAbsent;

@@ -63,11 +63,11 @@ struct Granted {
 };
 
 struct CreateRequest {
-  uint32_t owner;
-  uint32_t layout;
+  uint32_t owner, layout;
   uint32_t priority = kDefaultPriority;
   uint32_t ttl_s = 0;
   std::span<const CreateItem> items;
+  bool loaded = false;  // from the file there is
 };
 
 enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block

@@ -177,7 +177,7 @@ bool DiskTier::take_memory(Load& load) {
   const CreateItem item{h.key, h.fingerprint, h.tokens, h.base_position, h.parent};
   Granted granted;
   try {
-    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), load.ttl_s, {&item, 1}})[0];
+    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), load.ttl_s, {&item, 1}, true})[0];
   } catch (const Error&) {  // fenced, or not a block this pool can hold
     return load.wrong = Outcome::Failed, false;
   }

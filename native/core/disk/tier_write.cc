@@ -89,12 +89,17 @@ void DiskTier::start_write(const WriteJob& job) {
   write->begun_ns = monotonic_ns();
   write->bytes = kBlockFileHeaderBytes + job.extent.length;
   write->directory = directory_for(job.key);
-  bool there, doomed;
+  bool there, doomed, outlives = false;
+  uint8_t where = 0;
   {
     std::lock_guard lock(mutex_);
-    const FileIndex::Entry* entry = index_.find(job.key);
+    FileIndex::Entry* entry = index_.find(job.key);
     there = entry && !entry->doomed, doomed = entry ? entry->doomed : doomed_unknown_.contains(job.key);
+    // A file says until when its block lives, and this one, for all that is known of it, longer than it was now asked for.
+    outlives = there && job.expiry_s && (!entry->expiry_s || entry->expiry_s > job.expiry_s) && !loading_.contains(job.key);
+    if (outlives) entry->doomed = true, where = entry->directory;
   }
+  if (outlives) there = false, doomed = !remove_file(job.key, where);
   if (there || doomed || writes_.contains(job.key)) {  // it lies there since it was in memory before, or is just being removed
     store_.end_write(job.handle, there);
     return;
