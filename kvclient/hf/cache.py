@@ -79,7 +79,8 @@ class StoreLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._plain or (torch.is_grad_enabled() and key_states.requires_grad):
+        wants_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if self._plain or wants_gradient:
             return self._concatenate(key_states, value_states)
         start = self._length
         stop = start + key_states.shape[-2]

@@ -12,6 +12,7 @@ from ctypes import addressof, byref, sizeof
 
 import torch
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
 from kvclient.kernels.cuda_attention import attend_dense
@@ -22,9 +23,8 @@ _local = threading.local()
 def run(args: contract.Attention) -> None:
     """kvk_attend() with this thread's workspace, which grows to what the largest call wanted."""
     library = contract.cpu()
-    memory = getattr(_local, "memory", None)
-    if memory is not None:
-        args.workspace, args.workspace_bytes = memory
+    # Always: `args` may have been made, and last run, in another thread.
+    args.workspace, args.workspace_bytes = getattr(_local, "memory", (None, 0))
     status = library.kvk_attend(byref(args))
     if status == contract.WORKSPACE:
         size = library.kvk_attention_workspace(byref(args))
@@ -89,6 +89,11 @@ def attend(
         return attend_dense(query, key, value, starts, *given, position=position)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
+    if value.shape != key.shape or value.dtype != key.dtype or len(key) != batch:
+        raise InvalidArgument(
+            f"keys are {list(key.shape)} of {key.dtype}, values {list(value.shape)} of {value.dtype}, of "
+            f"queries for {batch} rows: values must be as the keys are, and both have the queries' rows"
+        )
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
     out = query.new_empty((batch, tokens, heads, head_dim))
     position = positions(keys - tokens, keys, batch) if position is None else position

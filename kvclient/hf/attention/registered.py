@@ -211,7 +211,7 @@ def attention(
     eager = layer is None and not torch.compiler.is_compiling()
     rows = position is not None and eager and backend.name not in fused.ORDER
     strange = attention_mask is not None and starts is None and not rows
-    reason = _unfit(backend, query, key, value, strange, dropout, position_bias, kwargs)
+    reason = _unfit(backend, query, key, value, strange, dropout, s_aux, position_bias, kwargs)
     if layer is not None:
         if layer.takes(reason, causal):
             return layer.attend(query, s_aux, scale, cap, window, backend.path), None
@@ -246,7 +246,7 @@ _attention_outside = torch.compiler.disable(attention)
 
 def _unfit(
     backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool,
-    dropout: float, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
+    dropout: float, s_aux: torch.Tensor | None, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot take this call, as a word for counting; None: they can."""
     if kwargs.get("cache") is not None:
@@ -255,11 +255,14 @@ def _unfit(
         )
     if masked:
         return "mask"
-    if dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
+    given = (query, key, value, s_aux, position_bias)
+    if dropout or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)):
         return "training"
     if position_bias is not None:
         return "position_bias"
-    if key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1] or key.dtype != query.dtype:
+    if value.shape != key.shape or len(key) != len(query) or query.shape[-1] != key.shape[-1]:
+        return "shape"
+    if not query.dtype == key.dtype == value.dtype:  # autocast makes them differ
         return "shape"
     if query.shape[1] // key.shape[1] > contract.MAX_GQA:
         return "shape"
