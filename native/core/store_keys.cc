@@ -21,8 +21,12 @@ Found Store::lookup(const Key& key) {
 // Below first: from then on no load of it begins, and a write that is on its way comes to nothing.
 bool Store::remove(const Key& key) {
   LowerTier* lower = this->lower();
-  const bool below = lower && lower->forget(key);
+  bool below = lower && lower->forget(key);
   const bool here = remove_here(key);
+  while (here && lower && lower->forget(key)) {  // it was written between the two
+    below = true;
+    remove_here(key);  // and may have been loaded from there
+  }
   if (below && !here) remember_unknown(key);
   return here || below;
 }

@@ -21,6 +21,16 @@ struct Stuck final : LowerTier {
   Figures figures() override { return {}; }
 };
 
+// A write that begins after a delete has asked, and ends before it has the store's lock.
+struct Late final : LowerTier {
+  Presence promote(const Key&, uint32_t) override { return Presence::Missing; }
+  bool forget(const Key&) override { return ++asked == 2; }
+  void forget_all() override {}
+  void remember_flush() override {}
+  Figures figures() override { return {}; }
+  int asked = 0;
+};
+
 }  // namespace
 
 TEST(files_that_cannot_go_cost_no_put) {
@@ -85,4 +95,14 @@ TEST(a_block_that_is_being_written_anew_is_not_deleted) {
   CHECK(rig.resident(1));
   rig.store->detach_disk();
   rig.store->check_integrity();
+}
+
+TEST(a_file_written_while_its_block_is_deleted_goes_before_the_answer) {
+  Rig rig(16 << 20, kBlocks, true);
+  Late tier;
+  const Fd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  rig.store->attach_disk(wake.get(), &tier);
+  CHECK(rig.put(1, 2) == Grant::Granted && rig.store->remove(key(1)));
+  CHECK_EQ(tier.asked, 3);
+  rig.store->detach_disk();
 }
