@@ -213,8 +213,8 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     own = model.state_dict(keep_vars=True)
-    places = Counter(value.data_ptr() for value in own.values())
-    tied = {name for name in missing if places[own[name].data_ptr()] > 1}
+    filled = {own[name].data_ptr() for name in tensors if name in own}
+    tied = {name for name in missing if own[name].data_ptr() in filled}  # the checkpoint has it elsewhere
     if lost := sorted(set(missing) - tied) + sorted(unexpected):
         raise InvalidArgument(f"{home.name}: tensors without a counterpart: {', '.join(lost[:5])}")
     if (home / "generation_config.json").exists():

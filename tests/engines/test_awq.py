@@ -151,6 +151,14 @@ def test_what_is_wrong_is_refused(quantisation, change, words, tmp_path):
         awq.from_pretrained(home)
 
 
+def test_tied_embeddings_that_the_checkpoint_has_under_no_name_are_missing(tmp_path):
+    model = build("gemma")
+    assert model.config.tie_word_embeddings
+    write_checkpoint(tmp_path, model, GROUP, change=lambda t: t.pop("model.embed_tokens.weight"))
+    with pytest.raises(InvalidArgument, match="embed_tokens"):
+        awq.from_pretrained(tmp_path)
+
+
 def test_an_index_cannot_name_files_elsewhere(tmp_path):
     home = write_checkpoint(tmp_path, build("llama"), GROUP)
     (home / "model.safetensors.index.json").write_text(
