@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
 from kvclient.hf.attention.registered import without
+from kvclient.hf.attention.trial import TOLERANCE, tokens
 from kvclient.hf.dimensions import plain
 from kvclient.hf.structure import Refused, base_model, check_structure
 from kvclient.hf.watch import Watch, evaluating
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 8
 PREFIX_BLOCKS = 3
 SUFFIX_TOKENS = 5
-# Largest difference of two logits over their largest magnitude: rounding of another order of summation, not
-# more.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 FAKE_BYTES = 256 << 20
 PAGED_TOKENS = 512
 _passed: dict[bytes, Verdict] = {}
@@ -93,8 +91,8 @@ class _Trial:
         self.model = model
         self.in_place, self.paged = in_place, paged
         self.name = type(model).__name__
-        self.prefix = _tokens(model, BLOCK_TOKENS * PREFIX_BLOCKS, 1)
-        self.a, self.b = (torch.cat([self.prefix, _tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
+        self.prefix = tokens(model, BLOCK_TOKENS * PREFIX_BLOCKS, 1)
+        self.a, self.b = (torch.cat([self.prefix, tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
         self.config = GenerationConfig(
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, use_cache=True,
@@ -175,7 +173,7 @@ class _Trial:
 
     def _padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows: B, and a shorter prompt with the same first block behind padding."""
-        short = torch.cat([self.prefix[: 2 * BLOCK_TOKENS], _tokens(self.model, 3, 4)])
+        short = torch.cat([self.prefix[: 2 * BLOCK_TOKENS], tokens(self.model, 3, 4)])
         pad = len(self.b) - len(short)
         rows = torch.stack(
             [self.b, torch.cat([torch.zeros(pad, dtype=torch.int64, device=short.device), short])]
@@ -192,14 +190,3 @@ class _Trial:
         scale = float(other.abs().max()) or 1.0
         value = float((one.float() - other.float()).abs().max()) / scale
         return value if value == value else float("inf")
-
-
-def _tokens(model: torch.nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Fixed tokens from the middle of the vocabulary, without the random number generators."""
-    size = model.config.get_text_config(decoder=True).vocab_size
-    low = min(16, size // 4)
-    ids, state = [], seed * 2654435761 % (1 << 32)
-    for _ in range(count):
-        state = (state * 1664525 + 1013904223) % (1 << 32)
-        ids.append(low + (state >> 8) % (size - low))
-    return torch.tensor(ids, dtype=torch.int64, device=model.device)

@@ -75,7 +75,14 @@ class Adopted:
             self.wanted = False
             count_fallback(reason)
         elif installed(model) is None:
-            bring(model)
+            try:
+                bring(model)
+            except InvalidArgument:
+                if self.asked:
+                    raise
+                self.wanted = False
+                count_fallback("self_test")
+                return
             self._brought = True
 
     def in_place(self, model: torch.nn.Module) -> Reader | None:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends, dense, fused, plain, twin
+from kvclient.hf.attention import backends, dense, fused, plain, trial, twin
 from kvclient.hf.attention.backends import Backend
 from kvclient.hf.attention.layer import HANDLE, in_step, layer_of, tell
 from kvclient.kernels import contract
@@ -29,8 +29,10 @@ from kvclient.kernels import contract
 PREFIX = "kvclient_"
 PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
 BROUGHT = "_kvclient_attention_brought"  # …and that nobody asked for the kernels but an attachment
-# Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of attention.
-KNOWN_MASKS = ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask")
+# Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of
+# attention, which install() proves.
+SLIDING_MASK = "sliding_window_overlay.<locals>.inner_mask"
+KNOWN_MASKS = ("causal_mask_function", SLIDING_MASK)
 
 _lock = threading.Lock()
 _fallbacks: Counter[str] = Counter()
@@ -43,6 +45,8 @@ def fallbacks() -> dict[str, int]:
 
 
 def count_fallback(reason: str) -> None:
+    if trial.under_way():
+        return
     with _lock:
         _fallbacks[reason] += 1
 
@@ -51,7 +55,8 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
     """Gives the model the kernels as its attention, until uninstall(). Returns the name of the backend.
 
     backend: a name of available_backends(); default: KVCLIENT_BACKEND, or the best that fits. Raises
-    InvalidArgument if that cannot run here, or if the model's attention cannot be replaced.
+    InvalidArgument if that cannot run here, or if the model's attention cannot be replaced: a few tokens are
+    computed both ways, once for each kind of model, and must come out the same.
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(f"{type(model).__name__} is no transformers model: give the one inside it")
@@ -63,6 +68,7 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
     model.__dict__[PLACE] = {name: part.config._attn_implementation for name, part in _configured(model)}
     try:
         model.set_attn_implementation(register(chosen))
+        trial.prove(model, lambda: without(model), chosen.name)
     except BaseException:
         uninstall(model)
         raise
@@ -140,8 +146,18 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         if padding is None and function is causal_mask_function and _all_written(kwargs, keys):
             return None
         return _mask_outside(*args, **kwargs)  # its values decide
-    if not _known(kwargs.get("mask_function", causal_mask_function)) or not _all_written(kwargs, keys):
+    return _mask_by_values(*args, **kwargs)
+
+
+def _mask_by_values(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    padding, keys = kwargs.get("attention_mask"), kwargs.get("kv_length")
+    function = kwargs.get("mask_function", causal_mask_function)
+    if not _known(function) or not _all_written(kwargs, keys):
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    if trial.wants_windows():
+        made = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+        setattr(made, trial.WINDOW, _window_of(function))
+        return made
     if padding is None:
         return None
     padding = padding[:, -keys:]
@@ -156,7 +172,7 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
-_mask_outside = torch.compiler.disable(mask)
+_mask_outside = torch.compiler.disable(_mask_by_values)
 
 
 def at(columns: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
@@ -174,6 +190,14 @@ def _known(function: Callable[..., Any]) -> bool:
         parts = [cell.cell_contents for cell in function.__closure__ or ()]
         return all(_known(part) for inner in parts for part in inner)
     return function.__qualname__ in KNOWN_MASKS
+
+
+def _window_of(function: Callable[..., Any]) -> int:
+    """Of a known mask function; 0: none."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    if function.__qualname__ == SLIDING_MASK:
+        return int(cells[0])
+    return max((_window_of(part) for inner in cells for part in inner), default=0)
 
 
 def _all_written(kwargs: dict[str, Any], keys: int) -> bool:
@@ -204,6 +228,7 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     if not torch.compiler.is_compiling():
         tell(key, query, scale)
+        trial.check_call(attention_mask, int(sliding_window or 0), kwargs)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
     starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
     position = None if attention_mask is None else getattr(attention_mask, "_kvclient_positions", None)
@@ -238,6 +263,10 @@ def attention(
         seen = attention_mask[..., : key.shape[2]]
     else:
         seen = plain.visible(*shape, starts, window, causal, query.device)
+        if attention_mask is not None and starts is None:  # 2-D, from elsewhere or copied: its values count
+            if attention_mask.ndim != 2 or attention_mask.shape[1] < shape[1]:
+                raise InvalidArgument(f"a mask {list(attention_mask.shape)} for {shape[1]} keys")
+            seen = seen & (attention_mask[:, None, None, -shape[1] :] > 0)
     return plain.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
 
 
