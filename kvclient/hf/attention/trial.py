@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.watch import evaluating
 
 # Largest difference of two logits over their largest magnitude: rounding of another order of summation, not
 # more.
@@ -70,7 +71,7 @@ def prove(model: torch.nn.Module, own: Callable[[], Any], name: str) -> None:
     key = hashlib.sha256(facts.encode()).hexdigest()
     if key in _same:
         return
-    with _evaluating(model), torch.no_grad(), _set(trial=True):
+    with evaluating(model), torch.no_grad(), _set(trial=True):
         try:
             given = _given(model)
             with own():
@@ -124,14 +125,3 @@ def _given(model: torch.nn.Module) -> dict[str, Any]:
     if getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = ids
     return given
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
