@@ -14,11 +14,11 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton lint format asan fuzz clean native cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 # --- set-up ---------------------------------------------------------------------------------------------------------
 
@@ -74,6 +74,9 @@ build: build/.proto native ## build the native part and the protocol code into t
 native: $(VENV)/.run
 	@$(LOCK) .ci/native
 
+native-tests: native ## and the C++ tests, with the emulations and what `make bench` runs
+	@$(LOCK) .ci/native all
+
 KV_CUDA_ARCHS ?= 90a-real
 cuda: $(VENV)/.run ## build the CUDA kernels for KV_CUDA_ARCHS=90a-real into this checkout; needs nvcc, no GPU
 	@$(LOCK) .ci/cuda build/cuda "$(KV_CUDA_ARCHS)"
@@ -96,11 +99,11 @@ demo: model ## one daemon, several processes, a real model: the first computes, 
 # Files side by side, as many as JOBS; what is marked `alone` waits for the others (tests/turns.py).
 BESIDE := -n $(JOBS) --dist loadfile
 
-test: model ## build and pass the tests
+test: model native-tests ## build and pass the tests
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
 	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines"
 
-test-all: model ## also the slow tests and other releases of transformers
+test-all: model native-tests ## also the slow tests and other releases of transformers
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
 	@$(PY) -m pytest -q $(BESIDE)
 
@@ -111,7 +114,7 @@ MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 
-bench: model ## measure, side by side with other stores; writes bench/out
+bench: model native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
 
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out

@@ -162,12 +162,13 @@ class Subject:
 @contextlib.contextmanager
 def repaired(kv: Any, repair: Any) -> Iterator[None]:
     """Within it, another repair; what the model was proven with stays."""
-    before = kv._subject
-    kv._subject = dataclasses.replace(before, interior=dataclasses.replace(before.interior, repair=repair))
+    before = kv._known.subject
+    interior = dataclasses.replace(before.interior, repair=repair)
+    kv._known.subject = dataclasses.replace(before, interior=interior)
     try:
         yield
     finally:
-        kv._subject = before
+        kv._known.subject = before
 
 
 # ---------------------------------------------------------------- the cases

@@ -229,7 +229,7 @@ def codecs(subject: Any) -> Iterator[dict[str, Any]]:
                     out, _ = subject.generate(prompt)
                 own = subject.said(out.logits[0], out.past_key_values, behind)
                 kls[name].append(float((said.exp() * (said - own)).sum(-1).mean()))
-                last = subject.kv._subject.sinks.last
+                last = subject.kv._known.subject.sinks.last
                 subject.client.delete(subject.kv.chunker.chain(last.identity, prompt)[3:])
         bytes_ratio = codec.bytes_per_token(3, 64) / (2 * 3 * 64 * 2)
         yield {

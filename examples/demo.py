@@ -12,6 +12,7 @@ expectation held.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -234,6 +235,7 @@ def table(demo: Demo, before: dict, after: dict) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     model_dir = example_model.ensure()
     home = pathlib.Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
     try:

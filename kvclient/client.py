@@ -8,6 +8,7 @@ into misses is only that the store cannot be reached, and each time is counted (
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from kvclient.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
-from kvclient.segment import whole_seconds
+from kvclient.segment import layout_blob, whole_seconds
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 
@@ -144,7 +145,7 @@ class KVClient:
 
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id."""
-        blob = bytes(layout)
+        blob = layout_blob(layout)
         with self._lock:  # nobody attaches anew in between
             return self._remember(blob, self._call(lambda native: native.register_layout(blob)))
 
@@ -165,7 +166,7 @@ class KVClient:
         """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,
         sessions, hits, misses, evictions and more, all integers. Of its disk tier, 0 without one: disk_files,
         disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began."""
-        return self._call(lambda native: native.stats())
+        return json.loads(self._call(lambda native: native.stats()))
 
     def grpc_token(self) -> str:
         """What a gRPC call shows as `authorization: Bearer …` on guests.sock, the daemon's socket for other
@@ -204,6 +205,10 @@ class KVClient:
     populated_bytes = property(
         lambda self: self._native.populated_bytes, doc="Bytes of the pool in this process's page tables."
     )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "attached" if self.attached else "not attached"
+        return f"<{type(self).__name__} of namespace {self.namespace!r}, {state}>"
 
     def __enter__(self) -> KVClient:
         return self

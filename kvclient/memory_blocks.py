@@ -118,8 +118,13 @@ class BlockView:
         record = pin.record
         self._client, self._record = client, record
         self._span: Span | None = Span(client.store.readable, record, pin)
-        self.key, self.tokens = record.key, record.tokens
+        self.tokens = record.tokens
         self.layout_id, self.base_position = record.layout_id, record.base_position
+
+    @property
+    def key(self) -> bytes:
+        self._held()
+        return self._record.key
 
     @property
     def sealed(self) -> bool:
@@ -161,16 +166,21 @@ class BlockView:
 
     def verify(self) -> bool:
         """Whether the bytes still have the checksum they were sealed with."""
-        return self.sealed and self._client.store.crc_of(self._record) == self._record.checksum
+        self._ready(self._record.geometry.num_layers - 1)
+        return self._client.store.crc_of(self._record) == self._record.checksum
 
     def _ready(self, layer: int) -> Span:
-        if self._span is None:
-            raise Closed("the blocks this view belongs to were released")
+        check_bounds("layer", layer, 0, self._record.geometry.num_layers - 1)
         if layer >= self._record.layers_ready:
             there = self._record.layers_ready
             raise InvalidArgument(
                 f"layer {layer} of a followed block with {there} layers; wait_layer waits for it"
             )
+        return self._held()
+
+    def _held(self) -> Span:
+        if self._span is None:
+            raise Closed("the blocks this view belongs to were released")
         return self._span
 
     def _release(self) -> None:

@@ -14,6 +14,7 @@ import math
 import struct
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from kvclient.errors import InvalidArgument
 
@@ -159,6 +160,16 @@ class Geometry:
         if not self.shaped(layer):
             return (self.layer_length(layer, tokens),)
         return (self.kv_per_layer, self.num_kv_heads, tokens, self.head_dim)
+
+
+def layout_blob(layout: Any) -> bytes:
+    """The bytes of a Layout, or those that were given. Raises InvalidArgument for what has none."""
+    try:
+        if not isinstance(layout, Integral):  # of which bytes() would make as many zeros
+            return bytes(layout)
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgument(f"layout={layout!r:.80}; it must be a Layout or the bytes of one")
 
 
 def check_bounds(what: str, value: int, low: int, high: int) -> None:

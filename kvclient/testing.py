@@ -11,6 +11,7 @@ connects to anything. Invariant: every answer is one KVClient could give; the co
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 import time
 from collections.abc import Sequence
@@ -18,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
+from kvclient import meta
 from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
 from kvclient.memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
 from kvclient.memory_store import (
     CREATED,
     MISSING,
     PENDING,
-    SEALED,
     ZOMBIE,
     InMemoryStore,
     Pin,
     Record,
     Session,
 )
-from kvclient.segment import check_bounds, whole_seconds
+from kvclient.segment import check_bounds, check_real, layout_blob, whole_seconds
 
 MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
 
@@ -89,11 +90,15 @@ class GrantedBlock:
 
 def _exactly(source: Any, length: int) -> np.ndarray:
     """The bytes of a contiguous buffer or tensor. Raises InvalidArgument unless there are just that many."""
-    if hasattr(source, "data_ptr"):
+    if hasattr(source, "data_ptr") and source.device.type == "cpu" and source.is_contiguous():
         size = source.numel() * source.element_size()
         flat = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source.data_ptr()))
     else:
-        flat = np.frombuffer(source, np.uint8)
+        try:
+            flat = np.frombuffer(source, np.uint8)
+        except (TypeError, ValueError) as error:  # as the native client says it
+            what = f"source of type {type(source).__name__}"
+            raise InvalidArgument(f"{what} is not a contiguous buffer in CPU memory") from error
     if flat.size != length:
         raise InvalidArgument(f"the source has {flat.size} bytes, the layers have {length}")
     return flat
@@ -102,13 +107,20 @@ def _exactly(source: Any, length: int) -> np.ndarray:
 class Writer:
     """What create answers. `results` has one word per key; `granted` the indices this writer fills."""
 
-    def __init__(self, client: InMemoryClient, items: list[tuple[tuple, Record | str]]) -> None:
-        self.client = client
+    def __init__(self, client: InMemoryClient, items: list[tuple[tuple, Record | str]], chain: Any) -> None:
+        self.client, self._chain = client, chain
         self._wanted = [wanted for wanted, _ in items]
-        self.results = ["granted" if isinstance(item, Record) else item for _, item in items]
-        self._granted = {
-            i: GrantedBlock(self, item) for i, (_, item) in enumerate(items) if isinstance(item, Record)
-        }
+        self.results = [""] * len(items)
+        self._granted: dict[int, GrantedBlock] = {}
+        for index, (_, item) in enumerate(items):
+            self._take(index, item)
+
+    def _take(self, index: int, item: Record | str) -> None:
+        self.results[index] = "granted" if isinstance(item, Record) else item
+        if isinstance(item, Record):
+            self._granted[index] = block = GrantedBlock(self, item)
+            if self._chain is not None:
+                meta.put(block.meta, meta.of_chunk(self._chain, index))
 
     @property
     def granted(self) -> list[int]:
@@ -118,6 +130,7 @@ class Writer:
         return len(self.results)
 
     def __getitem__(self, index: int) -> GrantedBlock:
+        index = operator.index(index)
         index += len(self.results) if index < 0 else 0
         if index in self._granted:
             return self._granted[index]
@@ -145,9 +158,7 @@ class Writer:
             while True:
                 for index in [i for i, result in enumerate(self.results) if result == "pending"]:
                     item = self.client.store.create(self.client.session, *self._wanted[index])
-                    self.results[index] = "granted" if isinstance(item, Record) else item
-                    if isinstance(item, Record):
-                        self._granted[index] = GrantedBlock(self, item)
+                    self._take(index, item)
                 if "pending" not in self.results:
                     return True
                 if not changed.wait(max(0.0, deadline - time.monotonic())):
@@ -155,13 +166,15 @@ class Writer:
 
     def _finish(self, index: int | None, act: Any, lost_is_error: bool) -> None:
         blocks = list(self._granted.values()) if index is None else [self[index]]
+        if lost_is_error and not self.client.attached:
+            raise Closed("the client was closed, and its unsealed blocks given up")
         lost = 0
         with self.client.store.changed:
             for block in blocks:
                 record = block._record
                 if record.owner is self.client.session and record.state == CREATED:
                     act(record)
-                elif record.state != SEALED:
+                elif not record.sealed:
                     lost += 1
         if lost and lost_is_error:
             raise BlockLost(
@@ -193,6 +206,8 @@ class InMemoryClient:
         timeout_s: float = 5.0,
         store: InMemoryStore | None = None,
     ) -> None:
+        check_bounds("max_pins", max_pins, 1, 1 << 20)
+        check_real("timeout_s", timeout_s, 0, 3600)
         self.store = store or InMemoryStore(capacity_bytes, max_blocks)
         self.namespace, self.timeout_s, self.max_pins = namespace, timeout_s, max_pins
         self.session = Session(max_pins)
@@ -215,7 +230,7 @@ class InMemoryClient:
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id."""
         with self._locked():
-            return self.store.register_layout(bytes(layout))
+            return self.store.register_layout(layout_blob(layout))
 
     def lookup(self, keys: Any) -> Lookup:
         """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states."""
@@ -270,7 +285,7 @@ class InMemoryClient:
     def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:
         """Keys of sealed blocks that may continue this one."""
         with self._locked():
-            return self.store.children(key)[:MOST_SIGHTINGS]
+            return self.store.children(*split_keys([key]))[:MOST_SIGHTINGS]
 
     def create(
         self,
@@ -282,9 +297,9 @@ class InMemoryClient:
         sealing: Writer | None = None,
     ) -> Writer:
         """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception."""
+        if not isinstance(sealing, Writer | None):
+            raise InvalidArgument(f"sealing is of type {type(sealing).__name__}; it must be a Writer")
         with self._locked():
-            if sealing is not None:
-                sealing.seal()
             names = split_keys(keys)
             check_bounds("layout_id", layout_id, 0, len(self.store.layouts) - 1)
             check_bounds("priority", priority, 0, 100)
@@ -304,13 +319,16 @@ class InMemoryClient:
             traces = zip(
                 getattr(keys, "fingerprints", nothing), getattr(keys, "parent_keys", nothing), strict=True
             )
+            for tokens in counts:
+                check_bounds("token_counts", tokens, 1, full)
+            if sealing is not None:
+                sealing.__exit__(None)  # what is still open
             items = []
             for key, tokens, trace in zip(names, counts, traces, strict=True):
-                check_bounds("token_counts", tokens, 1, full)
                 wanted = (key, layout_id, tokens, base, priority, ttl_s, trace)
                 items.append((wanted, self.store.create(self.session, *wanted)))
                 base += tokens if hasattr(keys, "start_token") else 0
-            return Writer(self, items)
+            return Writer(self, items, keys if hasattr(keys, "parent_keys") else None)
 
     def delete(self, keys: Any) -> int:
         """Deletes sealed blocks; says how many were there. Their readers keep valid bytes."""
@@ -342,6 +360,10 @@ class InMemoryClient:
         if self._closed.is_set():
             raise Closed("the client was closed")
         return self.store.changed
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else "closed"
+        return f"<InMemoryClient of namespace {self.namespace!r}, {state}>"
 
     def __enter__(self) -> InMemoryClient:
         return self

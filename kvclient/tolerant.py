@@ -6,13 +6,14 @@ miss, each time counted; the caller's own errors are raised as ever.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvclient.breaker import NoBlocks, NoLookup, NoWriter
 from kvclient.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
-from kvclient.segment import whole_seconds
+from kvclient.segment import layout_blob, whole_seconds
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 PROMISED_FIGURES = (
@@ -91,7 +92,8 @@ class TolerantClient(KVClient):
             if layout_id < 0 and layout_id not in moved and layout_id in self._layouts:
                 moved[layout_id] = native.register_layout(self._layouts[layout_id])
             here = moved.get(layout_id, layout_id)
-            earlier = sealing._writer if isinstance(sealing, TolerantWriter) else None
+            earlier = getattr(sealing, "_writer", sealing)
+            earlier = None if isinstance(earlier, NoWriter) else earlier
             try:
                 made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
             except BlockLost:  # the earlier writer's: counted and forgotten, as in its own seal()
@@ -109,7 +111,11 @@ class TolerantClient(KVClient):
 
     def stats(self) -> dict[str, Any]:
         """As ever, or 0 for each of the promised figures while there is no store."""
-        return self._tolerate(lambda native: native.stats(), lambda: dict.fromkeys(PROMISED_FIGURES, 0))
+        return self._tolerate(lambda native: json.loads(native.stats()), self._no_figures)
+
+    @staticmethod
+    def _no_figures() -> dict[str, Any]:
+        return dict.fromkeys(PROMISED_FIGURES, 0)
 
     def grpc_token(self) -> str:
         """Raises Unavailable without a store: no token would open anything."""
@@ -119,7 +125,7 @@ class TolerantClient(KVClient):
 
     def register_layout(self, layout: Any) -> int:
         """Without a store the layout gets an id of this client's, and is registered when it attaches."""
-        blob = bytes(layout)
+        blob = layout_blob(layout)
         with self._lock:  # what is remembered is of the attachment that was asked
             found = self._tolerate(lambda native: native.register_layout(blob), lambda: None)
             if found is not None:

@@ -19,6 +19,7 @@ from kvstored import log, rundir
 from kvstored.config import Config
 from kvstored.errors import StartupError
 from kvstored.namespaces import MAX_SALT_BYTES, MIN_SALT_BYTES, UNMAPPED_ID, Namespace
+from kvstored.sources import no_pipe
 
 SALT_DOMAIN = b"kvs1"
 GENERATED_SALT_BYTES = 32
@@ -63,7 +64,7 @@ def relisted(known: list[Tenant], namespaces: tuple[Namespace, ...]) -> list[Ten
 
 def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> tuple[Namespace, ...]:
     """What a running daemon can take over of `after`: who may read and write what is there already. Nothing
-    where it would have to open its sockets to others, or close them: those are of the start."""
+    where it would have to open its sockets to others: those are of the start."""
     lists = {one.name: one for one in after}
     found = tuple(
         replace(one, readers=lists[one.name].readers, writers=lists[one.name].writers)
@@ -71,8 +72,8 @@ def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> t
         else one
         for one in before
     )
-    opened = [any(one.open_to_others for one in some) for some in (before, found)]
-    return found if opened[0] == opened[1] else before
+    was_open, is_open = (any(one.open_to_others for one in some) for some in (before, found))
+    return before if is_open and not was_open else found
 
 
 def openness(config: Config, known: list[Tenant]) -> Openness:
@@ -169,11 +170,13 @@ def _salt(config: Config, namespace: Namespace) -> bytes:
 
 def _read_secret(path: str, what: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=no_pipe) as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(MAX_SALT_BYTES + 2).strip()
+            secret = (file.read(MAX_SALT_BYTES + 2) or b"").strip()
     except OSError as error:
         raise StartupError(f"{what}: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise StartupError(f"{what}: {path} {error}") from None
     if mode & 0o004:
         raise StartupError(f"{what}: {path}: everybody may read it; chmod o-r")
     if not MIN_SALT_BYTES <= len(secret) <= MAX_SALT_BYTES:
@@ -185,7 +188,9 @@ def _read_secret(path: str, what: str) -> bytes:
 
 def _generated_salt(config: Config, name: str) -> bytes:
     """The one made at the first start with this state directory: another would hide what lies on disk."""
-    path = os.path.join(config.state_dir or config.dir, f"{name}.salt")
+    directory = os.path.realpath(config.state_dir or config.dir)
+    rundir.prepare(directory, "state directory")
+    path = os.path.join(directory, f"{name}.salt")
     with contextlib.suppress(FileNotFoundError):
         if not rundir.is_own(os.lstat(path)):
             found = rundir.described(os.lstat(path))

@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -57,8 +57,10 @@ class Threads:
 class CallCounts:
     """How calls ended, per method and status, and how long they took. Bounded: both come from fixed sets."""
 
-    def __init__(self) -> None:
-        self.by_status: Counter[tuple[str, str]] = Counter()
+    def __init__(self, methods: Iterable[str] = ()) -> None:
+        """`methods`: of these the errors that alert are counted from 0 on. A series that began with the first
+        would show no increase."""
+        self.by_status: Counter[tuple[str, str]] = Counter({(name, "INTERNAL"): 0 for name in methods})
         self.took: defaultdict[str, Histogram] = defaultdict(Histogram)
 
     def add(self, method: str, status: str, began_ns: int) -> None:

@@ -257,6 +257,7 @@ def _add_operator_commands(commands: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _fill_closed_streams()
     started_ns = _process_started_ns()
     given = parser().parse_args(arguments)
     try:
@@ -283,6 +284,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _fill_closed_streams() -> None:
+    """A closed descriptor below 3 would be the next file's: a library's standard error, the pool's."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+
+
 def _check_utf8(given: argparse.Namespace) -> None:
     """Python takes arguments of any bytes; gRPC, the native part and our own text want UTF-8."""
     for value in vars(given).values():
@@ -307,7 +317,7 @@ def _run(given: argparse.Namespace, started_ns: int) -> int:
         return fsck.run(given)
     from kvstored import commands
 
-    return commands.run(given, given.dir or default_dir(os.environ))
+    return commands.run(given, fields.path(given.dir or "") or default_dir(os.environ))
 
 
 def _drop_output() -> None:

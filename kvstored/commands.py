@@ -32,7 +32,7 @@ class Connection:
     def __init__(self, directory: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._channel = grpc.insecure_channel(
-            "unix:" + os.path.join(os.path.abspath(directory), "grpc.sock"),
+            rundir.grpc_address(os.path.join(os.path.abspath(directory), "grpc.sock")),
             options=[("grpc.enable_http_proxy", 0)],
         )
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -84,12 +84,12 @@ def _forbidden(directory: str) -> str | None:
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"kvstored: {text}", file=sys.stderr)
+    print(render.printable(f"kvstored: {text}"), file=sys.stderr)
     return code
 
 
 def _show(given: argparse.Namespace, value: Any, text: str) -> None:
-    print(render.as_json(value) if given.json else text)
+    print(render.as_json(value) if given.json else render.printable(text))
 
 
 # ---- looking
@@ -164,7 +164,7 @@ def top(daemon: Connection, given: argparse.Namespace) -> int:
             if given.json:
                 print(render.as_json({**found, "rates": rates}), flush=True)
             else:
-                print(CLEAR + render.status_text(found, rates), flush=True)
+                print(CLEAR + render.printable(render.status_text(found, rates)), flush=True)
     except KeyboardInterrupt:
         return Exit.DONE
 
@@ -190,7 +190,7 @@ def config(daemon: Connection, given: argparse.Namespace) -> int:
         {name: getattr(one, name) for name in ("name", "value", "source", "unit", "doc")}
         for one in reply.entries
     ]
-    print(render.config_text(entries, as_json=given.json))
+    print(render.printable(render.config_text(entries, as_json=given.json)))
     return Exit.DONE
 
 
@@ -354,6 +354,9 @@ def stop(given: argparse.Namespace, directory: str) -> int:
             return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
         if not rundir.belongs(pid, directory):
             return _complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED)
+        if (found := rundir.listening_pid(directory)) not in (None, pid):
+            where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
+            return _complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if not select.select([watched], [], [], given.timeout_s)[0]:
             return _complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED)

@@ -10,7 +10,7 @@ changes anything in them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from aiofiles import os as files
 
@@ -52,6 +52,16 @@ class Directories:
         return sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
 
 
+def left_over(configured: Sequence[str], namespaces: Collection[str]) -> list[str]:
+    """The directories of blocks there of namespaces that are configured no more."""
+    found = []
+    for directory in configured:
+        with os.scandir(directory) as entries:
+            others = [one.path for one in entries if one.name not in namespaces]
+        found += [path for path in sorted(others) if os.path.isdir(os.path.join(path, "tmp"))]
+    return found
+
+
 @files.wrap  # a thread's hop for a directory, not for a file
 def _kept(directory: str) -> tuple[int, int]:
     count = size_bytes = 0
@@ -60,9 +70,9 @@ def _kept(directory: str) -> tuple[int, int]:
             for entry in entries:
                 try:
                     size_bytes += entry.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:  # taken away meanwhile: they are the operator's
+                except OSError:  # taken away meanwhile: they are the operator's
                     continue
                 count += 1
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # none there, or a disk that fails: a state tells that, and metrics are wanted then
         pass
     return count, size_bytes

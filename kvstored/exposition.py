@@ -31,7 +31,7 @@ STORE_METRICS: dict[str, About] = {
         "gauge",
         "Blocks whose writer ended but may still touch the memory.",
     ),
-    "pins": ("kvstored_pins", "gauge", "Blocks held by readers."),
+    "pins": ("kvstored_pins", "gauge", "Blocks held by readers, or by the disk tier for a write."),
     "sessions": ("kvstored_sessions", "gauge", "Processes attached through shared memory."),
     "hits": ("kvstored_hits_total", "counter", "Gets that found their block."),
     "misses": ("kvstored_misses_total", "counter", "Gets that did not."),

@@ -12,6 +12,8 @@ from dataclasses import field
 from itertools import permutations
 from typing import Any
 
+from kvstored.units import MAX_NUMBER, TOO_LARGE
+
 MAX_DISK_DIRS = 16
 
 
@@ -41,6 +43,10 @@ def described(
 def text(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("a text is wanted")
+    try:
+        value.encode()  # gRPC and the native part want it; Python takes an environment of any bytes
+    except UnicodeEncodeError:
+        raise ValueError("UTF-8 is wanted") from None
     return value
 
 
@@ -48,9 +54,12 @@ def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError("a whole number is wanted")
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise ValueError("a whole number is wanted") from None
+    if abs(number) > MAX_NUMBER:
+        raise ValueError(TOO_LARGE)
+    return number
 
 
 def yes(value: Any) -> bool:

@@ -38,11 +38,6 @@ def _is_tree(directory: str) -> bool:
     return os.path.isdir(temporary) and not os.path.isdir(os.path.join(temporary, "tmp"))
 
 
-def _printable(path: str) -> str:
-    """A name that somebody left there may hold anything, a terminal's commands too."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
-
-
 class _Progress:
     """One line on a terminal, rewritten; nothing elsewhere."""
 
@@ -67,7 +62,7 @@ def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
     progress = _Progress(sys.stderr)
 
     def finding(kind: str, path: str, why: str, action: str) -> None:
-        shown = _printable(path)
+        shown = render.printable(path).replace("\n", "\\n")
         if not given.json:
             progress.clear()
             print(f"{kind:<9}  {shown}  {why}" + (f": {action}" if action else ""))

@@ -74,7 +74,10 @@ def write_and_read(store: Any) -> None:
 def ask_sessions(path: str) -> None:
     """Raises OSError if the session server does not answer a request in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as client:
-        client.settimeout(PROBE_TIMEOUT_S)
+        # As a client does: one without waiting, which settimeout() makes, is refused while others queue.
+        limit = struct.pack("ll", int(PROBE_TIMEOUT_S), int(PROBE_TIMEOUT_S % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            client.setsockopt(socket.SOL_SOCKET, option, limit)
         client.connect(path)
         try:
             client.send(_ASK)

@@ -1,20 +1,37 @@
 """One way to log: one line per event on standard error, `time level event key=value ...`.
 
 Owns the level. Never writes a block's key, a salt, a token or a tenant's name of a prompt: callers pass
-counts, sizes and durations. Under systemd (JOURNAL_STREAM) the time is left out, since the journal has its
-own.
+counts, sizes and durations. Where standard error is the journal (JOURNAL_STREAM) the time is left out, since
+the journal has its own. Never waits: what nobody reads is left out and counted, because the event loop logs.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
 import time
 
 LEVELS = ("debug", "info", "warning", "error")
 
+MAX_LINE_BYTES = select.PIPE_BUF  # a pipe that has room at all takes so much whole
+
 _threshold = LEVELS.index("info")
-_with_time = "JOURNAL_STREAM" not in os.environ
+_writing = threading.Lock()
+_lost = 0  # lines since the last that was written
+
+
+def _is_journal() -> bool:
+    """systemd's word for it is inherited by whatever it starts, also with standard error elsewhere."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+_with_time = not _is_journal()
 
 
 def set_level(level: str) -> None:
@@ -37,13 +54,25 @@ def line(level: str, event: str, fields: dict[str, object]) -> str:
 
 
 def _write(level: str, event: str, fields: dict[str, object]) -> None:
+    global _lost
     if LEVELS.index(level) < _threshold:
         return
-    try:
-        # One write call, so that lines of several threads never mix.
-        os.write(sys.stderr.fileno(), line(level, event, fields).encode())
-    except (OSError, ValueError, AttributeError):
-        pass  # a log that cannot be written must not stop the store
+    text = line(level, event, fields)
+    with _writing:
+        try:
+            stream = sys.stderr.fileno()
+            if not select.select((), (stream,), (), 0)[1]:
+                _lost += 1
+                return
+            if _lost:
+                text = line("warning", "log_lines_lost", {"count": _lost}) + text
+            data = text.encode()
+            if len(data) > MAX_LINE_BYTES:
+                data = data[: MAX_LINE_BYTES - 1] + b"\n"
+            os.write(stream, data)  # one call, so that lines of several processes never mix
+            _lost = 0
+        except (OSError, ValueError, AttributeError):
+            pass  # a log that cannot be written must not stop the store
 
 
 def debug(event: str, **fields: object) -> None:

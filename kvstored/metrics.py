@@ -59,7 +59,7 @@ class MetricsServer:
                 writer.write("\r\n".join((*head, "", "")).encode() + data)
                 await writer.drain()
         except (TimeoutError, OSError):
-            pass
+            writer.transport.abort()  # close() would keep the descriptor until the answer is read
         finally:
             self._connections -= 1
             writer.close()

@@ -17,6 +17,11 @@ def as_json(value: Any) -> str:
     return json.dumps(value, indent=2)
 
 
+def printable(text: str) -> str:
+    """What another process or a file's name says may hold anything, a terminal's commands too."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
     """Columns as wide as they must be; `right` are those of numbers."""
     listed = [tuple(header), *map(tuple, rows)]

@@ -12,7 +12,9 @@ import fcntl
 import json
 import os
 import secrets
+import socket
 import stat
+import struct
 import time
 from typing import Any
 
@@ -123,6 +125,24 @@ def belongs(pid: int, path: str) -> bool:
         return owners == {os.stat(f"/proc/{pid}").st_uid}
     except OSError:
         return False
+
+
+def listening_pid(path: str) -> int | None:
+    """The process behind grpc.sock by the kernel's word: its number here, 0 if it is in a container whose
+    processes have none here. None if nobody listens."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as asked:
+            asked.settimeout(LOCK_WAIT_S)
+            asked.connect(os.path.join(path, "grpc.sock"))
+            pid: int = struct.unpack("iii", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            return pid
+    except OSError:
+        return None
+
+
+def grpc_address(path: str) -> str:
+    """A Unix socket as gRPC names it: a URI, in which a bare %, # or ? of the path has another meaning."""
+    return "unix:" + path.replace("%", "%25").replace("#", "%23").replace("?", "%3F")
 
 
 def write_whole(path: str, data: bytes) -> None:

@@ -327,10 +327,18 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
             and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
             and isinstance(entry.get("pool_dir"), str)
             and (os.path.isabs(entry["pool_dir"]) or entry["pool_dir"] == SEALED)
-            and "\0" not in entry["pool_dir"]
+            and _is_path(entry["pool_dir"])
             and isinstance(entry.get("complete"), bool)
             and isinstance(entry.get("geometry"), dict)
         ):
             return {}
     prefixes = [entry["prefix"] for entry in state["pools"].values()]
     return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
+
+
+def _is_path(text: str) -> bool:
+    """Whether the kernel can be asked about it: JSON can hold halves of characters."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

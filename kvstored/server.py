@@ -38,9 +38,17 @@ from kvstored.service import StoreService
 from kvstored.sources import Sourced
 from kvstored.tiers import Tiers
 from kvstored.transfer import TransferService
-from kvstored.v1 import admin_pb2_grpc, store_pb2_grpc, transfer_pb2_grpc
+from kvstored.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 from kvstored.watch import Watch
 
+MAX_GUEST_CALLS = 16_384  # of all connections, also refused ones: some 20 KB each until that is read
 GUEST_HANDSHAKE_MS = 5_000
 GUEST_IDLE_MS = 60_000
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -93,7 +101,8 @@ class Daemon:
             )
         except StoreError as error:
             raise StartupError(str(error)) from error
-        self._counts = CallCounts()
+        services = (one.DESCRIPTOR.services_by_name.values() for one in (admin_pb2, store_pb2, transfer_pb2))
+        self._counts = CallCounts(method.name for (one,) in services for method in one.methods)
         self._threads = Threads(config.io_threads)
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
@@ -130,8 +139,9 @@ class Daemon:
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
-        loop.remove_signal_handler(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its default would kill; there is nothing to reload
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # its default would kill before what is to go is removed
         log.info("stopping", drain_timeout_s=self._reload.config.drain_timeout_s)
         self._watch.stop()
         await self._stop(servers)
@@ -224,11 +234,14 @@ class Daemon:
         servers = [(owners, config.in_dir("grpc.sock"), None)]
         if config.open_to_others:
             # Anybody may connect: what they can hold, and for how long without a call, has a bound. A refused
-            # call is held until its refusal is read, which a client may never do; beyond as many of those as
-            # of calls, a connection's are dropped without a word (UNAVAILABLE).
+            # call is held until its refusal is read, which a client may never do; beyond a connection's part
+            # of all that may be held, a well-behaved client waits and another's are dropped without a word.
             bounds = (
                 ("grpc.max_allowed_incoming_connections", config.max_sessions),
-                ("grpc.max_concurrent_streams", 2 * config.max_calls),  # of a connection
+                (
+                    "grpc.max_concurrent_streams",  # of a connection
+                    min(2 * config.max_calls, MAX_GUEST_CALLS // config.max_sessions),
+                ),
                 ("grpc.server_handshake_timeout_ms", GUEST_HANDSHAKE_MS),
                 ("grpc.max_connection_idle_ms", GUEST_IDLE_MS),
             )
@@ -240,7 +253,7 @@ class Daemon:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # a dead daemon's: the lock says that no other lives
-                server.add_insecure_port("unix:" + path)
+                server.add_insecure_port(rundir.grpc_address(path))
                 os.chmod(path, 0o600)
                 if opening:
                     opening.apply(path, opening.socket_mode)

@@ -19,6 +19,8 @@ from kvstored.fields import path as _path
 
 ENVIRONMENT_PREFIX = "KVSTORED_"
 NO_FIELDS = {"KVSTORED_CONFIG", "KVSTORED_FAULTS"}  # ours all the same: the file, and tiers.FAULTS
+MAX_FILE_BYTES = 1 << 20
+MAX_SHOWN = 80  # characters of a value
 ALIKE = 0.8  # of difflib: MEMROY is MEMORY; METRICS_PORT and Kubernetes' SERVICE_PORT, 0.75, are two names
 
 
@@ -55,26 +57,57 @@ class Sourced:
 
 def default_dir(environ: Mapping[str, str]) -> str:
     """The runtime directory when nobody names one."""
-    if named := environ.get("KVSTORED_DIR"):
-        return _path(named)
+    if named := _named_path(environ, "KVSTORED_DIR"):
+        return named
     # As a system service the directory exists already; root may make it.
     system = "/run/kvstored"
     if os.access(system if os.path.isdir(system) else "/run", os.W_OK | os.X_OK):
         return system
-    if user := environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(_path(user), "kvstored")
+    if user := _named_path(environ, "XDG_RUNTIME_DIR"):
+        return os.path.join(user, "kvstored")
     raise ConfigError("dir: no runtime directory: give --dir, or set KVSTORED_DIR or XDG_RUNTIME_DIR")
+
+
+def _named_path(environ: Mapping[str, str], name: str) -> str:
+    try:
+        return _path(environ.get(name, ""))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{name}: {_shown(environ[name])}: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python shows no number of more than 4300 digits
+        text = "a number"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def no_pipe(path: str, flags: int) -> int:
+    """An opener for open(). Raises ValueError for a pipe: a daemon hangs in it, at the latest at a reload."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("is a pipe: a file is wanted, which can be read again")
+    return descriptor
+
+
+def _read_whole(path: str) -> str:
+    with open(path, "rb", opener=no_pipe) as file:
+        text = file.read(MAX_FILE_BYTES + 1) or b""
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"the limit is {MAX_FILE_BYTES} bytes")
+    return text.decode()
 
 
 def _read_file(path: str) -> dict[str, Any]:
     import tomllib  # most daemons start without a file
 
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
+        table = tomllib.loads(_read_whole(path))
     except OSError as error:
         raise ConfigError(f"configuration file {path!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, too many digits or brackets
         raise ConfigError(f"configuration file {path!r}: {error}") from error
     known = {about.name for about in dataclasses.fields(Config)}
     for name in table:
@@ -127,9 +160,9 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
                 continue
             try:
                 values[about.name] = about.metadata["parse"](given[about.name])
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, OSError) as error:
                 # A namespace's table may hold a secret: its errors name what is wrong in it themselves.
-                value = "" if about.name == "namespaces" else f"{given[about.name]!r} "
+                value = "" if about.name == "namespaces" else f"{_shown(given[about.name])} "
                 raise ConfigError(f"{about.name}: {value}({source}): {error}") from None
             sources[about.name] = source
     if not values.get("dir"):

@@ -14,7 +14,7 @@ from typing import Any
 from kvstored import _core, log
 from kvstored.config import Config
 from kvstored.degraded import Degraded
-from kvstored.disk import Directories
+from kvstored.disk import Directories, left_over
 from kvstored.errors import StartupError, StoreError
 
 # A schedule of failures for the file system below the tier (native/core/disk/faults.h): for tests only.
@@ -46,7 +46,10 @@ class Tiers:
                     huge_pool=name in huge,
                     faults=os.environ.get(FAULTS, ""),
                 )
-        except StoreError as error:
+            for path in left_over(config.disk, stores.keys()):
+                why = "no namespace of this name is configured: its files count to no quota"
+                log.warning("disk_left_over", directory=path, why=why)
+        except (StoreError, OSError) as error:
             self.close()
             raise StartupError(f"disk: {error}") from error
         except BaseException:

@@ -21,19 +21,27 @@ _FACTORS = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+MAX_NUMBER = (1 << 63) - 1  # a file may write more, and Python shows no number of thousands of digits
+TOO_LARGE = f"a number of at most {MAX_NUMBER} is wanted"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
     """Bytes. Raises ValueError for what is no size."""
     if isinstance(text, int) and not isinstance(text, bool):
-        return text
+        return _bounded(text)
     match = _SIZE.fullmatch(str(text))
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no size: write a number of bytes or, for example, 512MiB, 4GiB")
     number = match.group(1)
-    return int(number) * factor if number.isdigit() else int(float(number) * factor)
+    return _bounded(int(number) * factor if number.isdigit() else int(float(number) * factor))
+
+
+def _bounded(number: int) -> int:
+    if abs(number) > MAX_NUMBER:
+        raise ValueError(TOO_LARGE)
+    return number
 
 
 def format_size(size_bytes: int) -> str:

@@ -53,7 +53,13 @@ class Layout:
         if self.dtype not in DTYPES:
             raise InvalidArgument(f"dtype={self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.layer_bytes_per_token is not None:
-            object.__setattr__(self, "layer_bytes_per_token", tuple(self.layer_bytes_per_token))
+            try:
+                object.__setattr__(self, "layer_bytes_per_token", tuple(self.layer_bytes_per_token))
+            except TypeError:
+                given = f"layer_bytes_per_token={self.layer_bytes_per_token!r}"
+                raise InvalidArgument(f"{given}; it must be one size for each layer") from None
+        if not isinstance(self.name, str):
+            raise InvalidArgument(f"name={self.name!r}; it must be a str")
         for field, high in (
             ("num_layers", MAX_LAYERS),
             ("num_kv_heads", MAX_KV_HEADS),

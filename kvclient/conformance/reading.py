@@ -146,8 +146,9 @@ class ReadingCases(Case):
         blocks.release()
         with raises(Closed):
             blocks[1].layer(0)
-        with raises(Closed):
-            first.layer(0)
+        for gone in (lambda: first.layer(0), lambda: first.key, first.verify):
+            with raises(Closed):
+                gone()
         assert bytes(view[:4]) == pattern(self._made[-2], 0, (2, 2, 16, 8)).tobytes()[:4]
 
     def test_a_view_outlives_its_context(self):
@@ -186,6 +187,13 @@ class ReadingCases(Case):
         self.client.delete(keys)
         self.put(50)
         assert bytes(view) == before
+
+    def test_a_client_says_whether_it_is_attached(self):
+        self.needs("sealing")
+        client = self.connect()
+        assert "'default', attached" in repr(client)
+        client.close()
+        assert "'default', closed" in repr(client)
 
     def test_close_is_idempotent_and_final(self):
         client = self.connect()

@@ -6,7 +6,8 @@ import random
 from itertools import pairwise
 
 import kvclient
-from kvclient.conformance.case import SMALL, Case, new_keys
+from kvclient import meta
+from kvclient.conformance.case import SMALL, Case, geometry, new_keys, raises
 from kvclient.errors import InvalidArgument
 
 
@@ -65,6 +66,25 @@ class SearchingCases(Case):
         assert sorted(self.open().children(made.keys[2])) == sorted([made.keys[3], other.keys[3]])
         assert self.open().children(made.keys[3]) == []
 
+    def test_a_block_says_of_which_text_it_is(self):
+        self.needs("search")
+        (mine,) = new_keys(1)
+        text = self.text(1, 2.5)
+        extra = [0] * 20 + [9] * 20
+        for layout, ids in ((self.small, extra), (self.small, None), (self.without_room(), None)):
+            made = kvclient.chain(mine, text, SMALL.block_tokens, extra_ids=ids, partial=True)
+            with self.client.create(made, layout):
+                pass
+            with self.open().get(made) as blocks:
+                for index, block in enumerate(blocks):
+                    said = meta.unpack(block.meta, block.tokens)
+                    wanted = meta.of_chunk(made, index) if layout == self.small else None
+                    assert said in (wanted, wanted and wanted._replace(identity=b""))
+            assert self.client.delete(made) == len(made)
+
+    def without_room(self) -> int:
+        return self.client.register_layout(geometry(meta=(0, 4)).to_blob())
+
     def test_only_what_is_sealed_is_found(self):
         self.needs("search")
         (mine,) = new_keys(1)
@@ -87,3 +107,5 @@ class SearchingCases(Case):
             except InvalidArgument:
                 continue
             raise AssertionError(f"accepted: {identity!r} {tokens} {size}")
+        with raises(InvalidArgument):
+            self.client.children(b"short")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from kvclient.conformance.case import SMALL, Case, check, fill, geometry, pattern, raises
-from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.errors import BlockLost, Closed, InvalidArgument, KVClientError
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
 
@@ -156,6 +158,29 @@ class WritingCases(Case):
             for index in range(4):
                 check(blocks[index])
 
+    def test_what_was_given_up_cannot_be_sealed(self):
+        self.needs("sealing")
+        writer = self.client.create(keys := self.keys(3), self.small)
+        writer.abort(1)
+        for index in (1, None):
+            with raises(BlockLost):  # after the others
+                writer.seal(index)
+        assert self.states(keys) == [RESIDENT, MISSING, RESIDENT]
+        self.client.delete(keys)
+        for index in (0, 2):
+            writer.seal(index)  # was sealed; what others did since then is theirs
+        self.client.create(self.keys(1), self.small, sealing=writer).abort()  # nothing of it is open
+
+    def test_a_refused_create_does_nothing(self):
+        self.needs("sealing")
+        earlier = self.client.create(before := self.keys(1), self.small)
+        keys = self.keys(2)
+        for wrong in ({"token_counts": [16, 17]}, {"priority": 101}, {"ttl_s": 0}, {"sealing": "a writer"}):
+            with raises(InvalidArgument):
+                self.client.create(keys, self.small, **{"sealing": earlier, **wrong})
+        assert self.states([*before, *keys]) == [PENDING, MISSING, MISSING]
+        earlier.abort()
+
     def test_copies_into_a_block(self):
         self.needs("copies")
         keys = self.keys(2)
@@ -169,7 +194,12 @@ class WritingCases(Case):
             )
             writer[1].copy_from(whole)
             writer[1].meta[:32] = keys[1]
-            for wrong in (lambda: writer[0].copy_from(whole[1:]), lambda: writer[0].copy_layer(0, whole)):
+            apart = np.repeat(layers[0], 2, axis=-1)[..., ::2]  # the same elements, with others in between
+            for wrong in (
+                lambda: writer[0].copy_from(whole[1:]),
+                lambda: writer[0].copy_layer(0, whole),
+                lambda: writer[0].copy_layer(0, apart),
+            ):
                 with raises(InvalidArgument):
                     wrong()
         with self.open().get(keys) as blocks:
@@ -231,6 +261,9 @@ class WritingCases(Case):
         writer.seal(0)
         other.close()
         assert self.states(keys) == [RESIDENT, MISSING]
+        if "sealing" not in self.lacks:
+            with raises(Closed):
+                writer.seal()
 
     def test_arguments_are_checked(self):
         key = self.keys(1)[0]
@@ -258,6 +291,10 @@ class WritingCases(Case):
 
     def test_layouts_are_registered_once(self):
         assert self.client.register_layout(SMALL.to_blob()) == self.small
+        no_bytes = () if "sealing" in self.lacks else (7, None, "KVL1")
+        for wrong in (*no_bytes, b"KVL1", SMALL.to_blob() + bytes(257), bytes(1 << 20)):
+            with raises(InvalidArgument):
+                self.client.register_layout(wrong)
         assert self.open().register_layout(SMALL.to_blob()) == self.small
         assert self.client.register_layout(geometry(layers=3).to_blob()) != self.small
         blob = SMALL.to_blob()

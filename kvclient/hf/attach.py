@@ -21,29 +21,28 @@ import torch
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.identity import salt_of, salted
+from kvclient.blocks.identity import salt_of
 from kvclient.errors import Closed, InvalidArgument
-from kvclient.hf import attention, calibration, graph, trials
+from kvclient.hf import attention, graph, trials
 from kvclient.hf.attention.adopt import Adopted
 from kvclient.hf.attention.pages import PagedStats
 from kvclient.hf.criterion import TokenSeen, none_of_ours, with_criterion
-from kvclient.hf.dimensions import read_dimensions
 from kvclient.hf.form import Form
 from kvclient.hf.hooks import HOOKS, PLACE, chunked_reads
-from kvclient.hf.inside import examine_interior
+from kvclient.hf.known import CALIBRATED, Known
 from kvclient.hf.memory import Memory
 from kvclient.hf.pace import Pace
 from kvclient.hf.repair import Repair
 from kvclient.hf.report import Report, Totals
 from kvclient.hf.request import Options, Request
 from kvclient.hf.selftest import prove
-from kvclient.hf.structure import DTYPE_NAMES, Refused, base_model, check_structure
-from kvclient.hf.subject import AS_COMPUTED, Subject, Subjects, codec_of
+from kvclient.hf.structure import Refused, base_model
+from kvclient.hf.subject import AS_COMPUTED, Subject, codec_of
 from kvclient.hf.verify import Verification
 from kvclient.hf.warming import Stored, check_overlap, warm
-from kvclient.hf.watch import Watch
+from kvclient.segment import check_bounds
 
-CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
+MOST_TOKENS = 1 << 24  # of a chain
 
 
 def attach(
@@ -99,7 +98,8 @@ def attach(
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
-        attachment = Attachment(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
+        known = Known(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
+        attachment = Attachment(model, client, known)
         attachment.overlap_tokens = check_overlap(overlap_tokens)
         if self_test:
             prove(attachment, model)
@@ -113,21 +113,14 @@ def attach(
 class Attachment:
     """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
 
-    def __init__(
-        self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
-        weights_digest: bytes | None, repair: Repair | str | None, codec: Kivi | None, adopted: Adopted,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: torch.nn.Module, client: Any, known: Known) -> None:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self._adopted, self.decoding, self.overlap_tokens = adopted, 0, 0
-        self._options, self._salt, self._weights_digest = options, salt, weights_digest
-        self._wanted, self._codec = repair, codec
+        self.decoding, self.overlap_tokens = 0, 0
+        self._known, self._local, self._lock = known, threading.local(), threading.Lock()
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), Pace()
-        self._local, self._lock = threading.local(), threading.Lock()
-        self._refusal: str | None = None
-        self._examine(model, Watch(model))
 
     # ---------------------------------------------------------------- what users call
 
@@ -137,9 +130,9 @@ class Attachment:
         return self._totals.snapshot()
 
     @property
-    def last_here(self) -> Report:
+    def last_here(self) -> Report | None:
         """The Report of this thread's last call, whatever others have asked meanwhile."""
-        return self._local.last
+        return getattr(self._local, "last", None)
 
     @property
     def backend(self) -> str:
@@ -149,9 +142,9 @@ class Attachment:
 
     def paged_stats(self) -> PagedStats:
         """Pages in use, shared and copied. Raises InvalidArgument without paged=True."""
-        if self._options.pool is None:
+        if self._known.options.pool is None:
             raise InvalidArgument("this attachment has no pages; attach with paged=True")
-        return self._options.pool.stats
+        return self._known.options.pool.stats
 
     @property
     def identity(self) -> bytes:
@@ -166,7 +159,7 @@ class Attachment:
     @property
     def chunker(self) -> Chunker:
         """The rule that prompts are cut into blocks by."""
-        return self._options.chunker
+        return self._known.options.chunker
 
     @property
     def repair(self) -> Repair | None:
@@ -184,11 +177,9 @@ class Attachment:
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
         this machine, with the least repair that passes; without one off, unless attach() was told a repair.
         """
-        with self.coded(self._codec or AS_COMPUTED):
+        with self.coded(self._known.codec or AS_COMPUTED):
             verification, passed = trials.calibrate(self, self._attached_model(), prompts)
-        if passed is not None or self._wanted == CALIBRATED:
-            self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
-            self._subject = dataclasses.replace(self._subject, interior=passed)
+        self._known.calibrated(passed)
         return verification
 
     def warm(
@@ -218,6 +209,8 @@ class Attachment:
         """Within it, this thread's calls reuse nothing but prefixes (inside=False), and publish no more than
         the first publish_tokens tokens of a prompt, and no generated text.
         """
+        if publish_tokens is not None:
+            check_bounds("publish_tokens", publish_tokens, 0, MOST_TOKENS)
         before = getattr(self._local, "limits", (True, None))
         self._local.limits = (inside, publish_tokens)
         try:
@@ -230,10 +223,10 @@ class Attachment:
         """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
         "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.
         """
-        chosen = codec_of(codec, self._options.chunker)
+        chosen = codec_of(codec, self._known.options.chunker)
         if chosen is not None:
-            chosen.check(self._options.chunker.most, self.form.head_dim)
-        before = getattr(self._local, "codec", self._codec)
+            chosen.check(self._known.options.chunker.most, self.form.head_dim)
+        before = getattr(self._local, "codec", self._known.codec)
         self._local.codec = chosen
         try:
             yield
@@ -242,14 +235,13 @@ class Attachment:
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
-        with self._lock:
-            self._renew(self._attached_model())
+        self._known.renew(self._attached_model())
 
     def detach(self) -> None:
         """Gives the model its own generate() back. Idempotent. Not while another thread computes with it."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
-            self._adopted.give_back(model)
+            self._known.adopted.give_back(model)
             del model.__dict__[PLACE]
             for name, before in self._before.items():
                 if before is None:
@@ -273,68 +265,22 @@ class Attachment:
 
     # ---------------------------------------------------------------- what it knows about the model
 
-    def _examine(self, model: torch.nn.Module, watch: Watch) -> None:
-        kv = check_structure(model)
-        in_place = self._adopted.in_place(model)
-        pool = self._adopted.pool(kv, model.device) if in_place else None
-        form, namespace_salt = Form.of(kv, self._codec), self.client.salt or b""
-        dimensions = read_dimensions(
-            model, bytes(form.layout(self.chunker.most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
-            salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
-        )  # fmt: skip
-        subjects = Subjects(self.client, form, dimensions, self.chunker.most)
-        repair = calibration.load(subjects.unsalted) if self._wanted == CALIBRATED else self._wanted
-        interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        subject = subjects.of(self._codec, interior)
-        # All at once and last: whatever was raised until here, the next call examines again.
-        self._options = dataclasses.replace(self._options, in_place=in_place, pool=pool)
-        self._kv, self._namespace_salt, self._subjects, self._subject = kv, namespace_salt, subjects, subject
-        self._watch, self._refusal = watch, None
-
-    def _renew(self, model: torch.nn.Module) -> None:
-        """Examines a changed model. A refusal is remembered until it changes again."""
-        self._weights_digest = None  # one that was given stands for the weights of then
-        watch = Watch(model)
-        try:
-            self._examine(model, watch)
-        except InvalidArgument as refused:
-            self._watch, self._refusal = watch, str(refused)
-            raise
-
     def _current(self, model: torch.nn.Module) -> Subject | None:
         """The model as it is now, or None if it was changed into one that is refused."""
-        with self._lock:
-            if self._watch.changed():
-                with contextlib.suppress(InvalidArgument):
-                    self._renew(model)
-        return self._chosen() if self._refusal is None else None
+        return self._chosen() if self._known.current(model) else None
 
     def _served(self, modes: bool = True) -> Subject:
         """The model as it is now. Raises Refused where generate() would go without the store."""
         subject = self._current(self._attached_model())
         if subject is None:
-            raise Refused(str(self._refusal))
-        if modes and self._watch.training():
+            raise Refused(str(self._known.refusal))
+        if modes and self._known.watch.training():
             raise Refused("a module is in training mode, and dropout makes KV random; call model.eval()")
         return subject
 
     def _chosen(self) -> Subject:
         """That of the codec this thread's calls want."""
-        codec = getattr(self._local, "codec", self._codec)
-        with self._lock:
-            self._follow_salt()
-            if codec == self._codec:
-                return self._subject
-            own = self._subjects.of(codec, self._subject.interior)
-            return own.calibrated() if self._wanted == CALIBRATED else own
-
-    def _follow_salt(self) -> None:
-        """A daemon attached to since then may have said the namespace's salt first, or another one."""
-        if (now := self.client.salt) is None or now == self._namespace_salt:
-            return
-        self._namespace_salt = now
-        self._subjects = self._subjects.salted(salted(now, self._salt))
-        self._subject = self._subjects.of(self._codec, self._subject.interior)
+        return self._known.of(getattr(self._local, "codec", self._known.codec))
 
     # ---------------------------------------------------------------- inside generate()
 
@@ -357,14 +303,14 @@ class Attachment:
         if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
         subject = self._current(model)
-        if subject is None or self._watch.training():
+        if subject is None or self._known.watch.training():
             return self._run_without("training" if subject else "refused", started, model, args, kwargs)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
         limits = {"publish_tokens": publish_tokens, "search": inside}
         limits["static"] = getattr(self._local, "static", False)
-        own = (self.client, subject, dataclasses.replace(self._options, **limits))
+        own = (self.client, subject, dataclasses.replace(self._known.options, **limits))
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
             client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,

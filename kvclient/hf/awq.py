@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ from kvclient.kernels import contract, cuda
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BITS = 4
 LEVELS = 15
+LARGEST_SCALE = 65504.0  # of fp16
 LANES_INPUTS, LANES_OUTPUTS = 64, 16  # of a tile of the kernels' order
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
@@ -54,16 +56,30 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(qweight, qzeros, scales) of a linear layer's weight [out, in], to nearest, in groups of its inputs."""
+    """(qweight, qzeros, scales) of a linear layer's weight [out, in], to nearest, in groups of its inputs.
+
+    Raises InvalidArgument for a shape without such words, and for weights that fp16 scales cannot hold.
+    """
+    _check_shape(weight.shape[1], weight.shape[0], group)
     rows = weight.t().float().reshape(-1, group, weight.shape[0])  # [groups, group, out]
     low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
-    scales = ((high - low) / LEVELS).clamp(min=1e-6).to(torch.float16)
+    steps = ((high - low) / LEVELS).clamp(min=1e-6)
+    if not bool((steps <= LARGEST_SCALE).all()):  # nor is a NaN
+        wrong = float(steps[~(steps <= LARGEST_SCALE)][0])
+        raise InvalidArgument(f"weights that need a scale of {wrong:g}; fp16 holds {LARGEST_SCALE:g} at most")
+    scales = steps.to(torch.float16)
     zeros = (-low / scales.float()).round().clamp(0, LEVELS)
     codes = (rows / scales.float()[:, None] + zeros[:, None]).round().clamp(0, LEVELS)
     return pack(codes.reshape(-1, weight.shape[0])), pack(zeros), scales
 
 
+def _check_shape(inputs: int, outputs: int, group: int) -> None:
+    if group < 1 or inputs % group or outputs % 8:
+        raise InvalidArgument(f"[{inputs}, {outputs}] fits no groups of {group} and words of 8 columns")
+
+
 _fallbacks: Counter[str] = Counter()
+_reordering = threading.Lock()  # of the words of any layer
 
 
 def fallbacks() -> dict[str, int]:
@@ -74,14 +90,13 @@ def fallbacks() -> dict[str, int]:
 class AwqLinear(torch.nn.Module):
     """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies.
 
-    On a CUDA device `qweight` is put into the kernels' order, in its own memory, by the first call; its
-    state_dict() is always the checkpoint's.
+    On a CUDA device the first call puts `qweight` into the kernels' order; state_dict() is always the
+    checkpoint's.
     """
 
     def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        if group < 1 or inputs % group or outputs % 8:
-            raise InvalidArgument(f"[{inputs}, {outputs}] fits no groups of {group} and words of 8 columns")
+        _check_shape(inputs, outputs, group)
         self.in_features, self.out_features, self.group = inputs, outputs, group
         self.register_buffer("qweight", torch.zeros((inputs, outputs // 8), dtype=torch.int32))
         self.register_buffer("qzeros", torch.zeros((inputs // group, outputs // 8), dtype=torch.int32))
@@ -99,6 +114,8 @@ class AwqLinear(torch.nn.Module):
         return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():  # weights of that type would be whole numbers
+            raise InvalidArgument(f"x is {x.dtype}; expected a floating point type")
         if x.device.type in cuda.DEVICES:
             if (reason := self._unfit(x)) is None:
                 return self._by_kernels(x)
@@ -115,7 +132,10 @@ class AwqLinear(torch.nn.Module):
             for start in range(0, self.out_features, step)
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self._bias(out.dtype)
+
+    def _bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
 
     def _unfit(self, x: torch.Tensor) -> str | None:
         """Why the kernels cannot take this layer on this x, as a word for counting."""
@@ -132,18 +152,39 @@ class AwqLinear(torch.nn.Module):
         return "training" if torch.is_grad_enabled() and x.requires_grad else None
 
     def _by_kernels(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._in_lanes:
-            self.qweight.copy_(cuda.awq_repack(self.qweight, self.group))
-            self._in_lanes = True
         compiling = torch.compiler.is_compiling()
+        if not self._in_lanes:
+            self._reorder(x.device, compiling)
         packed = (self.qweight, self.qzeros, self.scales)
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] > cuda.AWQ_ROWS:
             dequantise = cuda.awq_dequantise_op if compiling else cuda.awq_dequantise
-            return torch.nn.functional.linear(x, dequantise(*packed, self.group, x.dtype), self.bias)
+            weights = dequantise(*packed, self.group, x.dtype)
+            return torch.nn.functional.linear(x, weights, self._bias(x.dtype))
         multiply = cuda.awq_multiply_op if compiling else cuda.awq_multiply
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return multiply(rows, *packed, bias, self.group).reshape(*x.shape[:-1], self.out_features)
+        out = multiply(rows, *packed, self._bias(x.dtype), self.group)
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _reorder(self, device: torch.device, compiling: bool) -> None:
+        """Once, whatever threads call. Into other memory: a state_dict() taken before keeps the checkpoint's
+        words. A compiled graph writes in place, as its own memory may be that of the next replay.
+        """
+        if compiling:
+            self.qweight.copy_(cuda.awq_repack(self.qweight, self.group))
+            self._in_lanes = True
+            return
+        with _reordering:
+            if self._in_lanes:
+                return
+            if _capturing(device):
+                raise InvalidArgument(
+                    "the first call of an AwqLinear puts its words into the kernels' order, which each "
+                    "replay of a CUDA graph would do again: call the model once before the capture"
+                )
+            self.qweight = cuda.awq_repack(self.qweight, self.group)
+            if device.type == "cuda":  # other streams read it too
+                torch.cuda.current_stream(device).synchronize()
+            self._in_lanes = True
 
     def _apply(self, fn: Any, recurse: bool = True) -> AwqLinear:
         """Moved as any module; but .to(dtype) is about what is computed in: the scales stay fp16."""
@@ -161,13 +202,21 @@ class AwqLinear(torch.nn.Module):
         destination[prefix + "qweight"] = self._words()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self._in_lanes:
-            self.qweight.copy_(self._words())
+        words, in_lanes = self.qweight, self._in_lanes
+        if in_lanes:
+            words.copy_(self._words())
             self._in_lanes = False
         super()._load_from_state_dict(*args, **kwargs)
+        if in_lanes and self.qweight is words:  # a graph that was captured reads it there, in that order
+            words.copy_(to_lanes(words))
+            self._in_lanes = True
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache
@@ -202,12 +251,16 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     home = Path(directory)
     if not (home / "config.json").is_file():
         raise InvalidArgument(f"{home} is no directory with a config.json")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidArgument(f"dtype={dtype!r}; it must be a floating point torch.dtype")
     config = AutoConfig.from_pretrained(home, local_files_only=True)
-    group = _group_of(getattr(config, "quantization_config", None))
+    quantisation = getattr(config, "quantization_config", None)
+    group = _group_of(quantisation)
     del config.quantization_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     tensors = _tensors(home)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.quantization_config = quantisation  # save_pretrained() then writes such a checkpoint again
     _replace(model, tensors, group, dtype)
     _check_places(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -288,5 +341,8 @@ def _replace(
             if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
                 what = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
                 raise InvalidArgument(f"{name}.{part} is {what}; expected {wanted.dtype}{list(wanted.shape)}")
+        if not bool((scales := tensors[f"{name}.scales"]).isfinite().all()):
+            wrong = float(scales[~scales.isfinite()][0])
+            raise InvalidArgument(f"{name}.scales has {wrong}; all must be finite")
         setattr(parent, attribute, packed)
 

@@ -17,7 +17,7 @@ import torch
 
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
-from kvclient.hf.watch import adapter_state, adapters, scales
+from kvclient.hf.watch import adapter_state, adapters, matmul_precision, scales
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
 
@@ -39,7 +39,7 @@ def read_dimensions(
         config=plain(config.to_dict()),
         attention=str(getattr(config, "_attn_implementation", None) or ""),
         weight_quantisation=plain(quantiser.quantization_config.to_dict()) if quantiser else None,
-        compute_dtype=f"{model.dtype};matmul={torch.get_float32_matmul_precision()}",
+        compute_dtype=f"{model.dtype};matmul={matmul_precision()}",
         kv_dtype=kv_dtype,
         codec=codec or {"name": "none"},
         layout=layout,

@@ -197,7 +197,7 @@ class Engine:
     def _computed_by(self) -> bytes:
         """The identity of the model as it is now, whatever the namespace's salt."""
         self.kv._served()
-        return self.kv._subjects.unsalted
+        return self.kv._known.subjects.unsalted
 
     # ---------------------------------------------------------------- keeping
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,9 @@ from kvclient.hf.attention.device_layer import DeviceLayer
 from kvclient.hf.attention.layer import stepping
 from kvclient.hf.attention.static import Steps
 from kvclient.hf.hooks import PLACE
+from kvclient.hf.watch import foreign_forward
 
+BEFORE = "_kvclient_before"  # an attribute of our forward: the one it took the place of, or None
 WARM_UPS = 2  # runs before a capture, in which libraries set themselves up
 
 
@@ -101,7 +104,7 @@ def record_nothing(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 def check(model: torch.nn.Module) -> None:
     """Raises InvalidArgument, with the reason, if this model's steps cannot be prepared."""
-    if "forward" in model.__dict__ and not hasattr(model.__dict__["forward"], "__wrapped__"):
+    if foreign_forward(model):
         raise InvalidArgument(f"this {type(model).__name__} was given a forward of its own")
     if attention.installed(model) is None:
         raise InvalidArgument(
@@ -113,18 +116,24 @@ def check(model: torch.nn.Module) -> None:
 
 
 def forward_of(model: torch.nn.Module) -> Any:
-    """The model's forward, by way of the calling thread's Step, if it has one."""
-    own = type(model).forward
+    """The model's forward, by way of the calling thread's Step, if it has one; else what stood there before,
+    as torch.compile's or accelerate's.
+    """
+    own, before = type(model).forward, model.__dict__.get("forward")
+    whose = weakref.ref(model)  # a deep copy has this function too, and weights of its own
 
     @functools.wraps(own)
     def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         attachment = model.__dict__.get(PLACE)
         request = getattr(attachment._local, "request", None) if attachment is not None else None
         step = request.step if request is not None else None
-        if step is None or not step.takes(args, kwargs):
-            return own(model, *args, **kwargs)
-        return step(kwargs["input_ids"])
+        if step is not None and step.takes(args, kwargs):
+            return step(kwargs["input_ids"])
+        if before is not None and whose() is model:
+            return before(*args, **kwargs)
+        return own(model, *args, **kwargs)
 
+    setattr(forward, BEFORE, before)
     return types.MethodType(forward, model)
 
 
@@ -133,12 +142,12 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
     """Attachment.decode_graph()."""
     local = attachment._local
     # In place on a CPU it is the model's own forward, over a tail that does not move.
-    recorded = not attachment._options.in_place or model.device.type == DeviceLayer.device_type
+    recorded = not attachment._known.options.in_place or model.device.type == DeviceLayer.device_type
     if recorded:
         check(model)
     with attachment._lock:
         attachment.decoding += 1
-        if recorded:
+        if recorded and not hasattr(model.__dict__.get("forward"), BEFORE):
             model.__dict__["forward"] = forward_of(model)
     before, local.static = getattr(local, "static", False), True
     try:
@@ -147,5 +156,7 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
         local.static = before
         with attachment._lock:
             attachment.decoding -= 1
-            if not attachment.decoding:
-                model.__dict__.pop("forward", None)
+            if not attachment.decoding and hasattr(model.__dict__.get("forward"), BEFORE):
+                ours = model.__dict__.pop("forward")
+                if (own := getattr(ours, BEFORE)) is not None:
+                    model.__dict__["forward"] = own

@@ -8,6 +8,7 @@ Invariant: what was never measured is no reason to refuse; the first load and th
 from __future__ import annotations
 
 import threading
+from time import monotonic
 from typing import Any
 
 MIN_TOKENS = 32  # a prefill of fewer says little about speed
@@ -42,3 +43,23 @@ class Pace:
         if compute_s is None:
             return UNMEASURED_WAIT_S
         return 0.0 if load_s is not None and load_s >= compute_s else compute_s
+
+
+class Patience:
+    """How long one request waits for the disk: for a stretch no longer than it is worth, for all of them
+    together no longer than computing the whole prompt would take, however many a disk that hangs holds up.
+    """
+
+    def __init__(self, pace: Pace, client: Any, prompt_tokens: int) -> None:
+        self._pace, self._client, self._prompt_tokens = pace, client, prompt_tokens
+        self._ends_s: float | None = None  # of the clock; from the first wait on
+
+    def wait_s(self, tokens: int, length_bytes: int) -> float:
+        """How long to wait for so many tokens and bytes. 0: computing them is sooner."""
+        wait_s = self._pace.patience_s(self._client, tokens, length_bytes)
+        if wait_s == 0:
+            return 0.0
+        now_s = monotonic()
+        if self._ends_s is None:
+            self._ends_s = now_s + max(wait_s, self._pace.patience_s(self._client, self._prompt_tokens, 0))
+        return max(0.0, min(wait_s, self._ends_s - now_s))

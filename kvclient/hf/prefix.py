@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvclient.blocks import meta
+from kvclient import meta
 from kvclient.blocks.runs import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
 from kvclient.hf.form import Form
-from kvclient.hf.pace import Pace
 from kvclient.hf.prompt import Group
 
 RESIDENT, ON_DISK = 2, 3  # a look-up's states
@@ -84,26 +83,25 @@ class Found:
             return
         self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
 
-    def extend_from_disk(self, client: Any, follow: bool, pace: Pace, block_bytes: int) -> bool:
-        """Has what lies on disk behind the last block loaded, and takes it, if that is sooner than computing
-        it. False if it was not."""
+    def extend_from_disk(self, client: Any, follow: bool, patience: Callable[[int, int], float]) -> None:
+        """Has what lies on disk behind the last block loaded, and takes it, if that is worth the wait for so
+        many tokens in so many blocks."""
         start = len(self.views)
         if self.pending or start == len(self.chain):
-            return True
+            return
         states = client.lookup(self.chain[start:]).states
         count = next((i for i, state in enumerate(states) if state not in (RESIDENT, ON_DISK)), len(states))
         on_disk = states[:count].count(ON_DISK)
         if not on_disk:
-            return True
+            return
         stop = start + count
         tokens = self.starts[stop] - self.starts[start]
-        wait_s = pace.patience_s(client, tokens, on_disk * block_bytes)
+        wait_s = patience(tokens, on_disk)
         if wait_s == 0:
-            return False
+            return
         self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
         taken = self.chain.token_counts[start : len(self.views)]
         self.disk_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == ON_DISK)
-        return True
 
     def _take(self, blocks: Any, start: int, stop: int) -> None:
         self.part, self.part_tokens = None, 0

@@ -65,6 +65,9 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
     """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
     if torch.is_autocast_enabled(input_ids.device.type):
         raise Bypassed("autocast", "autocast changes the dtype the model computes in")
+    own = model.__dict__.get("prepare_inputs_for_generation")
+    if own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise Bypassed("prepare_inputs", "the model's own: peft's soft prompts stand before the tokens")
     if model_kwargs.get("inputs_embeds") is not None:
         raise Bypassed("inputs", "inputs_embeds")
     _check_cache(model_kwargs)

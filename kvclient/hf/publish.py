@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from kvclient.blocks import meta
 from kvclient.errors import BlockLost
 from kvclient.hf.cache import as_array
 from kvclient.hf.form import Form
@@ -67,11 +65,9 @@ class Publisher:
         priority = self._priority if priority is None else priority
         writer = self._client.create(rest, self._layout_id, priority=priority, ttl_s=self._ttl_s)
         if writer.granted:
-            metas = _metas(chain, first)
             starts = chain.start_tokens
             for index in writer.granted:
                 block = writer[index]
-                meta.put(block.meta, metas[index])
                 start = pad + starts[first + index]
                 stop, filled = start + block.tokens, [start] * self._layers
                 self._slots.append(Slot(writer, index, block, row, start, stop, filled))
@@ -173,14 +169,3 @@ class Publisher:
         except BlockLost:
             self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
 
-
-def _metas(chain: Any, first: int) -> list[meta.Meta]:
-    """What the meta areas of the blocks from `first` on say: with it a reader confirms its hit."""
-    ids = memoryview(chain.token_ids).cast("B")
-    ends = list(accumulate(chain.token_counts))
-    parents, contents, own = chain.parent_keys, chain.content_keys, chain.identity
-    return [
-        meta.Meta(parents[i], contents[i], bytes(ids[4 * (end - count) : 4 * end]), b"", own)
-        for i, (end, count) in enumerate(zip(ends, chain.token_counts, strict=True))
-        if i >= first
-    ]

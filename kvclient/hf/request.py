@@ -26,7 +26,7 @@ from kvclient.hf.form import Form
 from kvclient.hf.graph import Step
 from kvclient.hf.memory import Memory
 from kvclient.hf.offer import Offer
-from kvclient.hf.pace import Pace
+from kvclient.hf.pace import Pace, Patience
 from kvclient.hf.prefix import Clock, Found, Lost, Prefix
 from kvclient.hf.prompt import Bypassed, Prompt, read_prompt
 from kvclient.hf.publish import Publisher
@@ -55,6 +55,7 @@ class Request:
         self._started = started
         self._clock = Clock()
         self._prompt: Prompt | None = None
+        self._patience: Patience | None = None
         self._found: list[Found] = []
         self._prefix: Prefix | None = None
         self._staged: Staged | None = None  # the same on its way to a GPU
@@ -82,6 +83,7 @@ class Request:
             self.report.bypassed = bypassed.reason
             return run()
         self.report.prompt_tokens = self._prompt.tokens
+        self._patience = Patience(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -163,8 +165,7 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
-                if not one.extend_from_disk(self._client, follow, self._pace, self._block_bytes):
-                    self.report.disk_refused += 1
+                one.extend_from_disk(self._client, follow, self._worth_waiting_s)
             if read and subject.interior is not None:
                 one.extend_part(self._client)
             inside = self._inside = self._search(one, config) if read else []
@@ -239,7 +240,7 @@ class Request:
             exact_tokens=exact,
             min_tokens=interior.repair.min_tokens,
             chunker=self._options.chunker,
-            patience=self._patience,
+            patience=self._worth_waiting_s,
         )
         inside = [
             segment
@@ -258,9 +259,10 @@ class Request:
             return []
         return inside
 
-    def _patience(self, tokens: int, blocks: int) -> float:
+    def _worth_waiting_s(self, tokens: int, blocks: int) -> float:
         """How long so many blocks on disk are worth waiting for."""
-        wait_s = self._pace.patience_s(self._client, tokens, blocks * self._block_bytes)
+        assert self._patience is not None
+        wait_s = self._patience.wait_s(tokens, blocks * self._block_bytes)
         self.report.disk_refused += wait_s == 0
         return wait_s
 

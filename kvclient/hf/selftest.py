@@ -75,14 +75,14 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
 
 def prove(kv: Attachment, model: torch.nn.Module) -> None:
     """Tests the model as this attachment serves it; blocks are read in place only where that passes too."""
-    adopted = kv._adopted
+    adopted = kv._known.adopted
     if adopted.wanted and not adopted.asked:
         try:
             kv.padded = self_test(model, in_place=True).padded
             return
         except (Refused, RuntimeError):
             adopted.give_up(model, "self_test")
-            kv._examine(model, Watch(model))
+            kv._known.examine(model, Watch(model))
     kv.padded = self_test(model, adopted.wanted, adopted.paged_tokens is not None).padded
 
 

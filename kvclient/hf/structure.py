@@ -38,6 +38,11 @@ class KVShape:
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
     """The transformers model under a peft wrapper, or the model itself."""
+    if (compiled := getattr(model, "_orig_mod", None)) is not None:
+        raise Refused(
+            f"torch.compile() put a {type(model).__name__} around this {type(compiled).__name__}: give the "
+            "one inside (_orig_mod), and compile it in place, with model.compile(), before or after"
+        )
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, GenerationMixin) or not hasattr(type(inner), "_prefill"):
         raise Refused(f"{type(inner).__name__} is no transformers 5 model with generate()")

@@ -55,7 +55,7 @@ def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[in
     """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
     kv._served(modes=False)
     try:
-        interior = examine_interior(model, kv._kv, kv.repair or Repair())
+        interior = examine_interior(model, kv._known.kv, kv.repair or Repair())
     except Refused:
         return _measure(kv, model, None, {}, prompts)
     repairs = {name: dataclasses.replace(interior.repair, method=name) for name in STRATEGIES}
@@ -69,7 +69,7 @@ def calibrate(
     attachment's own repair says, what is tried is what the kept file will stand for.
     """
     kv._served(modes=False)
-    interior = examine_interior(model, kv._kv, Repair())
+    interior = examine_interior(model, kv._known.kv, Repair())
     repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
         f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
@@ -80,9 +80,9 @@ def calibrate(
     for name, repair in repairs.items():
         if verification[name].passed:
             outcome = verification[name]
-            _keep(functools.partial(calibration.save, kv._subjects.unsalted, repair, outcome))
+            _keep(functools.partial(calibration.save, kv._known.subjects.unsalted, repair, outcome))
             return verification, dataclasses.replace(interior, repair=repair)
-    _keep(functools.partial(calibration.forget, kv._subjects.unsalted))
+    _keep(functools.partial(calibration.forget, kv._known.subjects.unsalted))
     return verification, None
 
 
@@ -117,7 +117,7 @@ def _trial(
     layout = form.layout(size)
     longest = max(map(len, prompts))
     cut = Chunker("fixed", size)
-    options = dataclasses.replace(kv._options, chunker=cut, follow=False, publish_generated=False)
+    options = dataclasses.replace(kv._known.options, chunker=cut, follow=False, publish_generated=False)
     inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)
     with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
         trial = Trial(client, client.register_layout(layout), options, inside)

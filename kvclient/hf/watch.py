@@ -2,18 +2,22 @@
 
 Owns a list of places to look at and what was seen there. Never reads a weight. Invariant: changed() is true
 after any tensor, module, foreign hook, forward of a module's own or adapter was replaced, added, removed or
-written in place, or the precision, the attention implementation or a module's scale was switched. What hides
-from it: a write through `.data` into the same memory, and other plain attributes of modules.
+written in place, by an optimizer too, or the precision, the attention implementation or a module's scale was
+switched. What hides from it: a write through `.data` or `.numpy()` into the same memory, and other plain
+attributes of modules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules import module as every
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
 SCALES = ("scaling", "attention_scaling")  # plain numbers that a module multiplies by
@@ -36,6 +40,9 @@ class Watch:
         ]
         self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
         self._tensors = tensors
+        self._parameters = {id(t) for t in tensors}
+        self.steps = 0  # of optimizers on them: the fused ones, the Trainer's default, count no versions
+        _watches.add(self)
         self._adapters = adapters(model)
         self._scaled = [m.__dict__ for m in modules if scales(m)]
         self._seen = self._look()
@@ -50,13 +57,15 @@ class Watch:
     def _look(self) -> list[Any]:
         config = self._model.config
         return [
-            torch.get_float32_matmul_precision(),
+            matmul_precision(),
             config._attn_implementation,
             [id(value) for d in self._dicts for value in d.values()],
             any(self._empty),
             [t.data_ptr() for t in self._tensors],
             [t._version for t in self._ordinary],
+            self.steps,
             self._foreign_hooks() if any(self._hooks) else [],
+            [id(hook) for hook in of_all_modules()],
             [adapter_state(module) for module in self._adapters],
             [[d.get(name) for name in SCALES] for d in self._scaled],
             [own for m in self._modules if "forward" in m.__dict__ for own in foreign_forward(m)],
@@ -66,19 +75,56 @@ class Watch:
         return [id(hook) for module, *both in self._hooked if any(both) for hook in foreign(module)]
 
 
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not (watches := list(_watches)):
+        return
+    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for watch in watches:
+        watch.steps += not written.isdisjoint(watch._parameters)
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+def matmul_precision() -> str:
+    """As torch's one switch says it; where a backend was set by itself, which torch refuses to sum up, each.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}
+        return ",".join(f"{name}:{own.fp32_precision}" for name, own in backends.items())
+
+
 def foreign_hook(model: torch.nn.Module) -> str | None:
     """The first forward hook or forward of a module's own that is none of the known libraries': it could
     change KV, and has no digest.
     """
-    for name, module in model.named_modules():
-        for hook in (*foreign(module), *foreign_forward(module)):
-            what = getattr(hook, "__qualname__", type(hook).__name__)
-            return f"{_home(hook)}.{what} on {name or 'the model'}"
+    found = [(hook, "all modules") for hook in of_all_modules()] + [
+        (hook, name or "the model")
+        for name, module in model.named_modules()
+        for hook in (*foreign(module), *foreign_forward(module))
+    ]
+    for hook, where in found:
+        what = getattr(hook, "__qualname__", type(hook).__name__)
+        return f"{_home(hook)}.{what} on {where}"
     return None
 
 
+def of_all_modules() -> list[Any]:
+    """What torch calls for every module of the process."""
+    return _foreign(every._global_forward_hooks, every._global_forward_pre_hooks)
+
+
 def foreign(module: torch.nn.Module) -> list[Any]:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return _foreign(module._forward_hooks, module._forward_pre_hooks)
+
+
+def _foreign(*tables: dict[int, Any]) -> list[Any]:
+    hooks = [hook for table in tables for hook in table.values()]
     return [hook for hook in hooks if not _home(hook).startswith(KNOWN_HOOKS)]
 
 

@@ -20,7 +20,9 @@ from kvclient.kernels.codec import (
     CODECS,
     ELEMENTS,
     Quantised,
+    apart,
     check_quantised,
+    element_code,
     elements_shape,
     rope_number,
     table_shape,
@@ -176,9 +178,11 @@ def prepare(
 
 
 def _check_numbers(q: np.ndarray, window: int, threads: int, rotary_dim: int) -> None:
-    if q.ndim != 4 or q.dtype.name not in ELEMENTS:
-        wanted = f"[batch, heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
-        raise InvalidArgument(f"q is {q.dtype}{list(q.shape)}; expected {wanted}")
+    if not isinstance(q, np.ndarray) or q.ndim != 4 or element_code(q.dtype) is None:
+        wanted = f"[batch, heads, tokens, head_dim] of {', '.join(ELEMENTS)} in native byte order"
+        raise InvalidArgument(
+            f"q is {getattr(q, 'dtype', type(q).__name__)}{list(np.shape(q))}; expected {wanted}"
+        )
     check_bounds("window", window, 0, MOST)  # 0: none
     check_bounds("threads", threads, 1, MOST)
     check_bounds("rotary_dim", rotary_dim, 0, contract.MAX_HEAD_DIM)
@@ -205,6 +209,7 @@ def _check_arrays(
     for name, array in (("lse", lse), ("sinks", sinks)):
         if array is not None and not array.flags.c_contiguous:
             raise InvalidArgument(f"{name} is strided; expected contiguous memory")
+    apart(q, out)
     for array in (out, lse):
         if array is not None:
             writeable(array)

@@ -18,6 +18,7 @@ from kvclient.segment import check_bounds
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 CODECS = {8: contract.INT8, 4: contract.INT4}
+MOST_WORK = 1000  # of NumPy, to tell apart what only lies in between: behind it, they overlap
 ROPES = {"half": contract.ROPE_HALF, "interleaved": contract.ROPE_INTERLEAVED}
 
 
@@ -109,6 +110,7 @@ def rotate(
     writeable(out)
     if out.shape != keys.shape or out.dtype != keys.dtype:
         raise InvalidArgument(f"out is {out.dtype}{list(out.shape)}; keys are {keys.dtype}{list(keys.shape)}")
+    apart(keys, out)
     table_shape(turned)
     heads, tokens, head_dim = keys.shape
     args = contract.Rotation(
@@ -122,18 +124,31 @@ def rotate(
 
 def elements_shape(array: np.ndarray) -> tuple[int, int, int]:
     """[heads, tokens, head_dim] of elements. Raises InvalidArgument for anything the kernels cannot read."""
-    if array.ndim != 3 or array.dtype.name not in ELEMENTS:
-        raise InvalidArgument(
-            f"{array.dtype}{list(array.shape)}; expected [heads, tokens, head_dim] of {', '.join(ELEMENTS)}"
-        )
+    if not isinstance(array, np.ndarray):
+        raise InvalidArgument(f"a {type(array).__name__}; expected a NumPy array [heads, tokens, head_dim]")
+    if array.ndim != 3 or element_code(array.dtype) is None:
+        wanted = f"[heads, tokens, head_dim] of {', '.join(ELEMENTS)} in native byte order"
+        raise InvalidArgument(f"{array.dtype}{list(array.shape)}; expected {wanted}")
     if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
         raise InvalidArgument(f"the elements of a head lie {array.strides[2]} bytes apart")
     return array.shape
 
 
+def element_code(dtype: np.dtype) -> int | None:
+    """The contract's number for these elements. A name says nothing of the order of bytes."""
+    return ELEMENTS.get(dtype.name) if dtype.isnative else None
+
+
 def writeable(array: np.ndarray) -> None:
     if not array.flags.writeable:
         raise InvalidArgument("out is read-only")
+
+
+def apart(source: np.ndarray, out: np.ndarray) -> None:
+    """Raises InvalidArgument if rows of `out` would be written over rows that are not read yet."""
+    same = out.ctypes.data == source.ctypes.data and out.strides == source.strides
+    if not same and np.may_share_memory(source, out, MOST_WORK):
+        raise InvalidArgument("out overlaps what is read; it must be the same array, or another")
 
 
 def table_shape(turned: np.ndarray) -> int:

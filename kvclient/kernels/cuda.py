@@ -57,14 +57,10 @@ def _conversion(
     if bits not in CODECS or elements.dtype not in DTYPES:
         raise InvalidArgument(f"bits={bits}, {elements.dtype}; 8 or 4, of {', '.join(map(str, DTYPES))}")
     heads, tokens, head_dim = elements.shape
-    scales = _scales(heads, tokens, head_dim, group)
-    if scale.shape != scales or zero.shape != scales or not (scale.is_contiguous() and zero.is_contiguous()):
-        raise InvalidArgument(f"scale {list(scale.shape)}, zero {list(zero.shape)}; expected {list(scales)}")
+    _check_scales((scale, zero), _scales(heads, tokens, head_dim, group))
     if codes.shape != (heads, tokens, head_dim * bits // 8) or codes.dtype != torch.uint8:
         wanted = f"uint8{[heads, tokens, head_dim * bits // 8]}"
         raise InvalidArgument(f"codes {codes.dtype}{list(codes.shape)}; expected {wanted}")
-    if scale.dtype != torch.float16 or zero.dtype != torch.float16:
-        raise InvalidArgument(f"scale {scale.dtype}, zero {zero.dtype}; both are float16")
     return contract.Conversion(
         sizeof(contract.Conversion), contract.ABI, heads, tokens, head_dim, DTYPES[elements.dtype],
         CODECS[bits], group, elements.data_ptr(), *_strides(elements), codes.data_ptr(), *_strides(codes),
@@ -74,6 +70,13 @@ def _conversion(
 
 def _scales(heads: int, tokens: int, head_dim: int, group: int) -> tuple[int, ...]:
     return (heads, -(-tokens // group), head_dim) if group else (heads, tokens)
+
+
+def _check_scales(given: Sequence[torch.Tensor], shape: tuple[int, ...]) -> None:
+    for own in given:
+        if own.dtype != torch.float16 or own.shape != shape or not own.is_contiguous():
+            found = f"{own.dtype}{list(own.shape)}, strides {own.stride()}"
+            raise InvalidArgument(f"scale or zero {found}; expected contiguous float16{list(shape)}")
 
 
 @torch.library.custom_op("kvclient::quantise", mutates_args=(), device_types=BOTH)
@@ -158,6 +161,8 @@ def segment(
     `position`, for which its key was rotated but for `moved`. The tensors must outlive its use.
     """
     k, v = keys[0], values[0]
+    if k.dtype != v.dtype or k.shape != v.shape:
+        raise InvalidArgument(f"keys {k.dtype}{list(k.shape)}, values {v.dtype}{list(v.shape)}; one of each")
     (k_head, k_token), (v_head, v_token) = _strides(k), _strides(v)
     tokens = k.shape[1] - first if tokens is None else tokens
     if not 0 <= first <= first + tokens <= k.shape[1]:
@@ -168,6 +173,9 @@ def segment(
         base_position=position - moved, new_position=position,
     )  # fmt: skip
     if bits:
+        heads, held, width = k.shape
+        for (_, *scales), own in ((keys, group), (values, 0)):
+            _check_scales(scales, _scales(heads, held, width * 8 // bits, own))
         struct.k_scale, struct.k_zero = keys[1].data_ptr(), keys[2].data_ptr()
         struct.v_scale, struct.v_zero = values[1].data_ptr(), values[2].data_ptr()
         struct.k_scale_head_stride = keys[1].stride(0) * 2
@@ -282,16 +290,19 @@ def _awq(
 @torch.library.custom_op("kvclient::awq_repack", mutates_args=(), device_types=BOTH)
 def awq_repack(words: torch.Tensor, group: int) -> torch.Tensor:
     """A checkpoint's qweight, int32 [inputs, outputs / 8], in the order the kernels read: the same shape."""
+    if words.dtype != torch.int32 or words.ndim != 2:
+        raise InvalidArgument(f"words {words.dtype}{list(words.shape)}; expected int32 of two dimensions")
+    words = words.contiguous()
     out = torch.empty_like(words)
     inputs, outputs = words.shape[0], words.shape[1] * 8
-    args = _awq(inputs, outputs, group, torch.float16, FAST, 0, words=words.contiguous(), out=out)
+    args = _awq(inputs, outputs, group, torch.float16, FAST, 0, words=words, out=out)
     run("kvk_awq_repack", args, words)
     return out
 
 
 @awq_repack.register_fake
 def _(words, group):
-    return torch.empty_like(words)
+    return torch.empty_like(words, memory_format=torch.contiguous_format)
 
 
 def awq_multiply(

@@ -93,8 +93,21 @@ def arguments(
     lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = True, window: int = 0,
     softcap: float = 0.0, interleaved: bool = False, rotary_dim: int = 0, stretches: int = 0, path: int = 0,
 ) -> Any:  # fmt: skip
-    """q, out [batch, heads, tokens, head_dim] of any strides, position int64 [batch, tokens], contiguous."""
+    """q, out [batch, heads, tokens, head_dim] of any strides, position int64 [batch, tokens], contiguous; so
+    are lse and sinks, float32.
+    """
     batch, heads, tokens, head_dim = q.shape
+    for name, own, dtype, shape in (
+        ("out", out, q.dtype, q.shape),
+        ("lse", lse, torch.float32, q.shape[:3]),
+        ("sinks", sinks, torch.float32, (heads,)),
+    ):
+        if own is None:
+            continue
+        together = own.stride(3) == 1 if own is out and own.ndim == 4 else own.is_contiguous()
+        if own.dtype != dtype or own.shape != shape or not together:
+            found = f"{own.dtype}{list(own.shape)}, strides {own.stride()}"
+            raise InvalidArgument(f"{name} is {found}; expected {dtype}{list(shape)}")
     if position.shape != (batch, tokens) or position.dtype != torch.int64:
         raise InvalidArgument(f"positions {position.dtype}{list(position.shape)} for {list(q.shape)}")
     if q.stride(3) != 1 or q.dtype not in DTYPES or not position.is_contiguous():

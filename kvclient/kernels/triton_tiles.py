@@ -214,8 +214,9 @@ def _finish(
     if sinks != 0:
         sink = tl.load((sinks + 4 * head).to(tl.pointer_type(tl.float32)), mask=real, other=0.0) * LOG2E
         now = tl.maximum(most, sink)
-        down = tl.exp2(most - now)
-        total = total * down + tl.exp2(sink - now)
+        against = tl.where(now == float("-inf"), 0.0, now)  # a sink of -inf is none
+        down = tl.exp2(most - against)
+        total = total * down + tl.exp2(sink - against)
         most = now
     share = tl.where(total == 0, 0.0, down / tl.where(total == 0, 1.0, total))
     place = batch * out_batch + head * out_head + token * out_token

@@ -8,6 +8,7 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
+#include "bindings/without_gil.h"
 #include "core/error.h"
 
 namespace nb = nanobind;
@@ -164,7 +165,7 @@ void bind_view(nb::module_& m) {
           [](const BlockView& b) {
             b.need(b.layout().num_layers() - 1);
             const Memory held = b.memory(0, 0);
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             return b.batch->verify(b.index);
           },
           "Whether the bytes have the checksums they were sealed with; true if there are none.")

@@ -9,6 +9,7 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
+#include "bindings/without_gil.h"
 #include "core/error.h"
 
 namespace nb = nanobind;
@@ -55,7 +56,7 @@ const char* class_name(Code code) {
 Lookup lookup(Client& client, nb::handle source) {
   const KeysArgument keys(source);
   if (client.door() == Client::Door::SharedMemory) return {client.lookup(keys.keys())};
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return {client.lookup(keys.keys())};
 }
 
@@ -64,7 +65,7 @@ nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bo
   if (client.door() == Client::Door::SharedMemory && wait_s <= 0 && !verify) return make_blocks(client.get(keys.keys(), follow));
   std::shared_ptr<Batch> batch;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     batch = client.get(keys.keys(), follow);
   }
   if (wait_s > 0 && batch->hits() < batch->size()) {
@@ -77,7 +78,7 @@ nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bo
     }
   }
   if (verify) {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     client.verify(*batch, keys.keys());
   }
   return make_blocks(std::move(batch));
@@ -87,7 +88,7 @@ nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bo
 size_t prefetch(Client& client, nb::handle source, long long priority) {
   const KeysArgument keys(source);
   check_range("priority", priority, 0, kMaxPriority);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   size_t count = 0;
   for (const auto& promise : client.promote(keys.keys(), static_cast<uint32_t>(priority)))
     count += promise.presence != static_cast<uint32_t>(Presence::Missing);
@@ -121,7 +122,7 @@ nb::object create(Client& client, nb::handle source, long long layout_id, long l
   if (!sealing.is_none()) request.sealing = grants_of(sealing);
   std::shared_ptr<Grants> grants;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     grants = client.create(request);
   }
   return make_writer(std::move(grants));
@@ -129,14 +130,14 @@ nb::object create(Client& client, nb::handle source, long long layout_id, long l
 
 uint32_t over_keys(Client& client, nb::handle source, bool remove) {
   const KeysArgument keys(source);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return remove ? client.remove(keys.keys()) : client.touch(keys.keys());
 }
 
 std::string token(Client& client) {
   std::vector<uint8_t> bytes;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     bytes = client.token();
   }
   std::string text;
@@ -147,20 +148,17 @@ std::string token(Client& client) {
 nb::bytes salt(Client& client) {
   std::array<uint8_t, 32> bytes;
   {
-    nb::gil_scoped_release release;  // a request under way may hold the lock
+    const WithoutGil released;  // a request under way may hold the lock
     bytes = client.salt();
   }
   const bool none = std::all_of(bytes.begin(), bytes.end(), [](uint8_t byte) { return byte == 0; });
   return nb::bytes(bytes.data(), none ? 0 : bytes.size());
 }
 
-nb::object stats(Client& client) {
-  std::string text;
-  {
-    nb::gil_scoped_release release;
-    text = client.stats();
-  }
-  return nb::module_::import_("json").attr("loads")(text);
+// As JSON: Python code that ran under a call of ours could not be ended there at the end of the program.
+std::string stats(Client& client) {
+  const WithoutGil released;
+  return client.stats();
 }
 
 }  // namespace
@@ -192,14 +190,14 @@ void bind_client(nb::module_& m) {
           "__init__",
           [](Client* self, std::string socket_path, std::string name, bool read_only, uint32_t max_pins, double timeout_s,
              const std::string& door) {
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s},
                               door == "socket" ? Client::Door::Socket : Client::Door::SharedMemory);
           },
           nb::arg("socket_path"), nb::arg("namespace"), nb::arg("read_only") = false, nb::arg("max_pins") = 65536,
           nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
-      .def("reattach", &Client::reattach, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("reattach", &Client::reattach, nb::call_guard<WithoutGil>())
+      .def("close", &Client::close, nb::call_guard<WithoutGil>())
       .def("renew_lock", &Client::renew_lock)
       .def("lookup", lookup, nb::arg("keys"))
       .def("get", get, nb::arg("keys"), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
@@ -215,7 +213,7 @@ void bind_client(nb::module_& m) {
           "register_layout",
           [](Client& c, nb::handle blob) {
             const Bytes bytes(blob, "blob", false);
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             return c.register_layout({bytes.data(), bytes.size()});
           },
           nb::arg("blob"))

@@ -9,6 +9,7 @@
 
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
+#include "bindings/without_gil.h"
 #include "core/checksum.h"
 #include "core/copy.h"
 #include "core/keys.h"
@@ -27,16 +28,16 @@ constexpr size_t kReleaseBytes = 1 << 20;
 template <class Call>
 auto without_gil(size_t bytes, Call call) {
   if (bytes < kReleaseBytes) return call();
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return call();
 }
 
 // Tokens of each chunk, as a chain that is cut by content is given them.
 std::vector<uint32_t> counts_of(nb::handle counts, size_t tokens, long long block_tokens) {
+  const Integers<int32_t> given = integers<int32_t>(counts, "counts");
   std::vector<uint32_t> out;
   size_t end = 0;
-  for (nb::handle item : nb::cast<nb::sequence>(counts)) {
-    const auto count = nb::cast<long long>(item);
+  for (const int32_t count : std::span(given.data, given.size)) {
     check_range("counts", count, 1, block_tokens);
     out.push_back(static_cast<uint32_t>(count));
     end += static_cast<size_t>(count);

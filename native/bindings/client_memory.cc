@@ -8,6 +8,7 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
+#include "bindings/without_gil.h"
 #include "core/error.h"
 
 namespace nb = nanobind;
@@ -111,7 +112,7 @@ void wait_with_signals(double timeout_s, const std::function<void(const timespec
   for (;;) {
     const double left = end - now_s();
     try {
-      nb::gil_scoped_release release;
+      const WithoutGil released;
       return wait(deadline_in(std::min(left, kSignalSlice_s)));
     } catch (const Error& error) {
       if (error.code != Code::DeadlineExceeded || left <= kSignalSlice_s) throw;

@@ -4,6 +4,7 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
+#include "bindings/without_gil.h"
 #include "core/search.h"
 
 namespace nb = nanobind;
@@ -25,7 +26,7 @@ nb::list find(Client& client, nb::handle identity, nb::handle token_ids, uint32_
   if (tokens.size < kReleaseTokens) {
     run();
   } else {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     run();
   }
   nb::list out;

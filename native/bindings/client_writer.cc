@@ -8,6 +8,7 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
+#include "bindings/without_gil.h"
 #include "core/error.h"
 
 namespace nb = nanobind;
@@ -63,7 +64,7 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
     }
   };
   if (want < kReleaseBytes) return copy();
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   copy();
 }
 
@@ -101,7 +102,7 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
 
 void end(const Writer& writer, std::optional<Py_ssize_t> index, bool seal) {
   const std::vector<size_t> which = index ? std::vector<size_t>{checked_index(writer, *index)} : all_of(writer, Grant::Granted);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   seal ? writer.grants->seal(which) : writer.grants->abort(which);
 }
 
@@ -157,7 +158,11 @@ void bind_granted(nb::module_& m) {
 }  // namespace
 
 nb::object make_writer(std::shared_ptr<Grants> grants) { return nb::cast(Writer{std::move(grants)}); }
-Grants* grants_of(nb::handle writer) { return nb::cast<Writer&>(writer).grants.get(); }
+Grants* grants_of(nb::handle writer) {
+  if (!nb::isinstance<Writer>(writer))
+    raise("InvalidArgument", "sealing is of type " + std::string(Py_TYPE(writer.ptr())->tp_name) + "; it must be a Writer");
+  return nb::cast<Writer&>(writer).grants.get();
+}
 
 void bind_writer(nb::module_& m) {
   nb::class_<Writer>(m, "Writer",
@@ -171,7 +176,7 @@ void bind_writer(nb::module_& m) {
           "__exit__",
           [](const Writer& w, nb::handle type, nb::handle, nb::handle) {
             const std::vector<size_t> open = w.grants->open_items();
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             type.is_none() ? w.grants->seal(open) : w.grants->abort(open);
           },
           nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())

@@ -21,7 +21,7 @@
 #include "core/protocol.h"
 #include "core/segment.h"
 #include "core/session_file.h"
-#include "core/store.h"
+#include "core/store_values.h"
 
 namespace kv {
 

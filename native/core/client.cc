@@ -238,6 +238,7 @@ uint32_t Client::count_over(protocol::Op op, std::span<const Key> keys) {
 }
 
 uint32_t Client::register_layout(std::span<const uint8_t> blob) {
+  Layout::parse(blob);  // what the daemon would refuse does not travel: it may be longer than any message
   const std::vector<uint8_t> answer = usable()->ask(protocol::Op::RegisterLayout, 1, blob);
   protocol::Reader reader(answer);
   return reader.take<uint32_t>();

@@ -69,7 +69,8 @@ class Grants {
     Grant status = Grant::NoSpace;
     Handle handle{0, 0};
     Extent extent{0, 0};
-    bool open = false;  // granted, neither sealed nor aborted
+    bool open = false;      // granted, neither sealed nor aborted
+    bool given_up = false;  // aborted by this writer: nothing is left to seal
     uint32_t layers_marked = 0;
     std::vector<bool> checksummed;  // per layer, by copy_layer
   };
@@ -90,7 +91,8 @@ class Grants {
   // Copies one layer in, past the caches, and keeps its checksum.
   void copy_layer(size_t i, uint32_t layer, const void* source);
 
-  // Ends the open ones among these blocks. Throws BlockLost, after the others, if the store no longer knew some as ours.
+  // Ends the open ones among these blocks. Throws BlockLost, after the others, if some were aborted or the store no longer knew
+  // them as ours.
   void seal(std::span<const size_t> which);
   void abort(std::span<const size_t> which);
   std::vector<size_t> open_items() const;

@@ -56,10 +56,9 @@ void Grants::give_up_lost(std::span<const protocol::BlockItem> blocks, std::span
 
 // The answers to seals that were sent along.
 void Grants::settle_seals(size_t wanted, std::span<const uint8_t> answers) {
-  const auto lost = static_cast<size_t>(
-      std::count_if(answers.begin(), answers.end(), [](uint8_t a) { return a != static_cast<uint8_t>(Done::Ok); }));
-  if (lost || answers.size() != wanted)
-    throw Error(Code::BlockLost, std::to_string(lost) + " of " + std::to_string(wanted) +
+  const auto sealed = static_cast<size_t>(std::count(answers.begin(), answers.end(), static_cast<uint8_t>(Done::Ok)));
+  if (sealed != wanted)
+    throw Error(Code::BlockLost, std::to_string(wanted - sealed) + " of " + std::to_string(wanted) +
                                      " blocks were aborted or lost their session before the seal");
 }
 
@@ -175,12 +174,17 @@ std::vector<protocol::BlockItem> Grants::block_items(std::span<const size_t> whi
 
 std::vector<protocol::BlockItem> Grants::end_open(std::span<const size_t> which, bool seal) {
   std::vector<protocol::BlockItem> out = block_items(which, seal);
-  for (size_t i : which) items_[i].open = false;
+  for (size_t i : which) {
+    items_[i].given_up |= items_[i].open && !seal;
+    items_[i].open = false;
+  }
   if (!out.empty()) attachment_->ended(this, out);
   return out;
 }
 
 void Grants::seal(std::span<const size_t> which) {
+  if (closed()) throw Error(Code::Closed, "the client was closed, and its unsealed blocks given up");
+  const auto given_up = std::count_if(which.begin(), which.end(), [&](size_t i) { return items_[i].given_up; });
   const std::vector<protocol::BlockItem> blocks = end_open(which, true);
   std::vector<uint8_t> all;
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
@@ -191,7 +195,7 @@ void Grants::seal(std::span<const size_t> which) {
     give_up_lost(part, answers);
     all.insert(all.end(), answers.begin(), answers.end());
   }
-  settle_seals(blocks.size(), all);
+  settle_seals(blocks.size() + static_cast<size_t>(given_up), all);
 }
 
 // In a message of its own, to the daemon that granted them: in another pool their handles are other blocks'.

@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kFixedBytes = 4 + 9 * 4;
 constexpr uint32_t kMaxLayerBytesPerToken = 1u << 24;
+constexpr size_t kMaxNameBytes = 256;
 
 void bound(const char* field, uint64_t value, uint64_t low, uint64_t high) {
   if (value < low || value > high)
@@ -30,7 +31,7 @@ Layout Layout::parse(std::span<const uint8_t> blob) {
   };
   const uint32_t layers = word(0);
   bound("num_layers", layers, 1, kMaxLayers);
-  bound("length of the description", blob.size(), kFixedBytes + 4ull * layers, kLayoutSlotBytes - 4);
+  bound("length of the description", blob.size(), kFixedBytes + 4ull * layers, kFixedBytes + 4ull * layers + kMaxNameBytes);
   bound("dtype", word(4), 0, 4);
 
   Layout layout;

@@ -307,6 +307,7 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
     if (op == protocol::Op::Seal) used.make_room_ahead();
   } catch (const Error& error) {
+    if (static_cast<protocol::Op>(request.op) == protocol::Op::Attach) refused_.fetch_add(1);
     const auto* text = reinterpret_cast<const uint8_t*>(error.what());
     const std::span<const uint8_t> bytes(text, std::min<size_t>(std::strlen(error.what()), 1024));
     if (!send(connection, request, static_cast<uint16_t>(1 + static_cast<int>(error.code)), 0, bytes)) close(fd);

@@ -29,111 +29,13 @@
 #include "core/eviction.h"
 #include "core/index.h"
 #include "core/layout.h"
+#include "core/lower_tier.h"
 #include "core/polling.h"
 #include "core/pool.h"
 #include "core/session_file.h"
+#include "core/store_values.h"
 
 namespace kv {
-
-struct Handle {
-  uint32_t record;
-  uint64_t generation;
-  friend bool operator==(const Handle&, const Handle&) = default;
-};
-
-struct Seal {
-  Handle handle;
-  bool checksummed = false;  // the writer left the layers' checksums behind them
-};
-
-struct CreateItem {
-  Key key;
-  uint64_t fingerprint = 0;
-  uint32_t tokens = 0;
-  uint32_t base_position = 0;
-  uint32_t parent = 0;
-};
-
-enum class Grant : uint8_t { Granted = 0, Exists = 1, Pending = 2, NoSpace = 3 };
-
-struct Granted {
-  Grant status = Grant::NoSpace;
-  Handle handle{0, 0};
-  Extent extent{0, 0};
-};
-
-struct CreateRequest {
-  uint32_t owner, layout;
-  uint32_t priority = kDefaultPriority;
-  uint32_t ttl_s = 0;
-  std::span<const CreateItem> items;
-  bool loaded = false;  // from the file there is
-};
-
-enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block
-
-enum class Presence : uint8_t { Missing = 0, Pending = 1, Resident = 2, OnDisk = 3 };
-
-struct Found {
-  Presence presence = Presence::Missing;
-  Snapshot snapshot;
-};
-
-struct Description {
-  Key key;
-  uint32_t record;
-  State state;
-  Snapshot snapshot;
-  uint32_t created_s;
-  double score;
-};
-
-#define KV_STORE_COUNTERS(X) \
-  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped)
-
-struct Stats {
-  uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
-  uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
-#define X(name) uint64_t name;
-  KV_STORE_COUNTERS(X)
-#undef X
-};
-
-// A block about to be written to disk: all that its file says, and where its bytes lie. Pinned until end_write.
-struct WriteJob {
-  Handle handle;
-  Key key;
-  Extent extent;
-  Shape shape;
-  uint64_t fingerprint;
-  uint32_t created_s, expiry_s, parent;
-  bool checksummed;
-};
-
-struct Deleted {  // which files must go: those of deleted blocks, or all
-  std::vector<Key> keys;
-  bool all = false;
-};
-
-// The tier below, as the doors see it. Calls are made without the store's lock, take microseconds and do no I/O, but for one.
-class LowerTier {
- public:
-  struct Figures {  // for clients: its files now, and blocks since the daemon began
-    uint64_t files = 0, bytes = 0, quota_bytes = 0, loaded = 0, written = 0;
-  };
-  virtual ~LowerTier() = default;
-  virtual Presence promote(const Key& key, uint32_t priority) = 0;
-  virtual bool forget(const Key& key) = 0;  // true if a file of it was known
-  virtual void forget_all() = 0;
-  virtual void remember_flush() = 0;  // does I/O, before a flush is answered: it outlives memory. Throws Unavailable
-  virtual Figures figures() = 0;
-};
-
-struct ScrubResult {
-  uint64_t verified = 0, computed = 0, corrupt = 0, bytes = 0;
-  uint32_t next = 0;  // the record to go on from
-  bool done = false;  // there is none
-};
 
 class Store {
  public:

@@ -120,7 +120,7 @@ void Store::remember_file(uint32_t record, const Key& key) {
   tombstones_.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
 }
 
-// Of a deleted block that the tier knew and the table did not, because it has fewer records than there are files.
+// Of a deleted block whose file the tier knew and the table did not: it has fewer records than there are files.
 void Store::remember_unknown(const Key& key) {
   Lock lock(mutex_);
   if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew

@@ -27,7 +27,7 @@ bool Store::remove(const Key& key) {
     below = true;
     remove_here(key);  // and may have been loaded from there
   }
-  if (below && !here) remember_unknown(key);
+  if (below) remember_unknown(key);
   return here || below;
 }
 

@@ -26,7 +26,7 @@ inline void finish_row(const kvk_attention& a, uint32_t batch, uint32_t kv_head,
                        float total, float* work) {
   const uint32_t group = a.query_heads / a.kv_heads, head = kv_head * group + row % group, token = row / group;
   float down = 1.0f;
-  if (a.sinks != nullptr) {
+  if (a.sinks != nullptr && a.sinks[head] != -__builtin_inff()) {  // which would be no sink, and NaN where nothing is seen
     const float sink = a.sinks[head] * 1.44269504f;
     const float now = most > sink ? most : sink;
     down = most == -__builtin_inff() ? 0.0f : __builtin_exp2f(most - now);

@@ -102,7 +102,7 @@ struct Ending {
 
 KVK_DEVICE_FN Ending ending_of(const Attention& p, uint32_t head, float reference, float total) {
   float down = 1.0f;
-  if (p.a.sinks != nullptr) {
+  if (p.a.sinks != nullptr && p.a.sinks[head] != -kInfinity) {  // which would be no sink, and NaN where nothing is seen
     const float sink = p.a.sinks[head] * kLog2E, now = reference > sink ? reference : sink;
     down = reference == -kInfinity ? 1.0f : exp2_fast(reference - now);
     total = total * down + exp2_fast(sink - now);

@@ -17,6 +17,7 @@ namespace kv {
 class DiskTierTest {
  public:
   static bool stopping(DiskTier& tier) { return tier.stop_.load(); }
+  static void hangs_after(DiskTier& tier, uint64_t ms) { tier.hangs_after_ms_ = ms; }
 };
 
 namespace test {
@@ -58,7 +59,12 @@ class HookedFiles final : public Files {
     const int error = hooks_.keep_flushed ? hooks_.keep_flushed() : 0;
     return error != 0 ? error : real_->keep_flushed(second);
   }
+  int deleted(uint32_t most, std::vector<Key>* keys) override { return real_->deleted(most, keys); }
+  int keep_deleted(std::span<const Key> keys) override { return real_->keep_deleted(keys); }
   uint32_t written_s(int fd, uint32_t after_s) override { return real_->written_s(fd, after_s); }
+  Written written() override { return real_->written(); }
+  int count_written(const Written& written) override { return real_->count_written(written); }
+  int in_place() override { return real_->in_place(); }
 
  private:
   const std::unique_ptr<Files> real_;

@@ -72,22 +72,5 @@ TEST(a_zombie_whose_file_goes_is_nowhere_afterwards) {
   rig.store->check_integrity();
 }
 
-// A budget that began anew with each daemon would bound nothing.
-TEST(the_daily_budget_outlives_the_daemon) {
-  DiskRig rig;
-  constexpr uint64_t kFileBytes = 17 * kPageBytes + kBlockFileHeaderBytes;
-  rig.also = [](DiskTier::Options& options) { options.daily_write_bytes = 3 * kFileBytes; };
-  rig.restart(true);
-  for (uint64_t i = 1; i <= 3; ++i) CHECK(rig.put_on_disk(i));
-  const uint64_t spent = rig.tier->stats().written_today_bytes;
-  CHECK_EQ(spent, rig.bytes_on_disk());
-  rig.restart(false);
-  CHECK_EQ(rig.tier->stats().written_today_bytes, spent);
-  CHECK(rig.put(10, kMaxPriority));
-  CHECK_EQ(rig.store->stats().pending_writes, 1u);
-  for (uint64_t i = 1; i <= 3; ++i) CHECK(rig.load(i));  // each goes through turns that would have written
-  CHECK_EQ(rig.tier->stats().written, 0u);
-}
-
 }  // namespace
 }  // namespace kv

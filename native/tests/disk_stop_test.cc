@@ -1,9 +1,11 @@
-// Goal: a tier that is to stop does: it lists no further, submits nothing more, and removes for a moment only.
+// Goal: a tier that is to stop does: it lists no further, submits nothing more, and removes for a moment only; what it had no
+// time to remove does not come back, whatever of the memory is lost.
 //
 // Method: the step under way waits until the tier was told to stop; then what is done after it is counted.
 //
 // Proven against the tier as it was: all fail.
 #include "check.h"
+#include "core/disk/fsck.h"
 #include "core/polling.h"
 #include "disk_hooks.h"
 
@@ -63,6 +65,39 @@ TEST(removals_end_soon) {
   CHECK(eventually([&] { return removed.load() == kFew; }));
   rig.tier->stop();
   CHECK(removed.load() <= kFew + kTimeNs / kEachNs + 1);
+}
+
+void leave_deleted(HookedRig& rig, uint64_t count) {
+  rig.hooks.remove = [](const std::string&) { return -EAGAIN; };  // not now
+  for (uint64_t i = 0; i < count; ++i) CHECK(rig.store->remove(test::key(i)));
+  rig.restart(false);
+}
+
+TEST(what_was_deleted_stays_so_without_the_memory) {
+  constexpr uint64_t kCount = 5;
+  HookedRig rig;
+  for (uint64_t i = 0; i <= kCount; ++i) CHECK(rig.put_on_disk(i));
+  leave_deleted(rig, kCount);
+  rig.restart(false);  // this one could not remove them either
+  for (uint64_t i = 0; i < kCount; ++i) CHECK_EQ(rig.tier->promote(test::key(i), 35), Presence::Missing);
+  rig.hooks.remove = nullptr;
+  rig.restart(false);
+  for (uint64_t i = 0; i < kCount; ++i) CHECK_EQ(rig.tier->promote(test::key(i), 35), Presence::Missing);
+  CHECK(eventually([&] { return rig.files().size() == 1; }));
+  CHECK(eventually([&] { return !test::fs::exists(rig.directory + "/" + kDeletedFile); }));
+  for (uint64_t i = 0; i < kCount; ++i) CHECK(rig.put_on_disk(i));  // anew
+  rig.restart(false);
+  for (uint64_t i = 0; i <= kCount; ++i) CHECK(rig.load(i) && rig.right(i));
+}
+
+TEST(fsck_says_what_was_deleted) {
+  HookedRig rig;
+  for (uint64_t i = 0; i < 3; ++i) CHECK(rig.put_on_disk(i));
+  leave_deleted(rig, 2);
+  rig.stop();
+  const FsckReport report = fsck(rig.directory, {}, {});
+  CHECK_EQ(report.found[static_cast<size_t>(Finding::Leftover)], 2u);
+  CHECK_EQ(report.found[static_cast<size_t>(Finding::Foreign)], 0u);
 }
 
 }  // namespace

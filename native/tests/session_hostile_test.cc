@@ -101,11 +101,13 @@ TEST(malformed_messages_are_answered_or_end_their_own_session) {
   put(*honest, key(1), 7);
   Raw raw(daemon.path);
   CHECK(raw.ask(Op::Stats, 0) == status(Code::FailedPrecondition));  // attach first
+  const uint64_t refused = daemon.server->refused();
   CHECK(raw.attach(64, protocol::kVersion + 1) == status(Code::IncompatibleVersion));
   CHECK(raw.attach(0) == status(Code::InvalidArgument));
   CHECK(raw.attach(~0u) == status(Code::InvalidArgument));
   CHECK(raw.attach(64, protocol::kVersion, "another") == status(Code::NotFound));
   CHECK(raw.ask(Op::Attach, 1) == status(Code::InvalidArgument));
+  CHECK(daemon.server->refused() == refused + 5);
   CHECK(raw.attach() == protocol::kOk);
   CHECK(raw.attach() == status(Code::FailedPrecondition));
   CHECK(raw.ask(Op::LookUp, 3) == status(Code::InvalidArgument));

@@ -114,7 +114,7 @@ class DiskRig {
     std::vector<fs::path> out;
     std::error_code gone;
     for (fs::recursive_directory_iterator at(directory), end; at != end; at.increment(gone))
-      if (at->is_regular_file(gone) && at->path().filename() != kFlushedFile) out.push_back(at->path());
+      if (at->is_regular_file(gone) && !is_note_name(at->path().filename().string())) out.push_back(at->path());
     return out;
   }
   uint64_t bytes_on_disk() {

@@ -156,8 +156,8 @@ class ExceptionsSeal(Writer):
 
 
 class OneFailureFailsAll(Writer):
-    def __init__(self, client, items):
-        super().__init__(client, items)
+    def __init__(self, client, items, chain):
+        super().__init__(client, items, chain)
         if "exists" in self.results:
             raise InvalidArgument("a key exists")
 

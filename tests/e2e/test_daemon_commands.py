@@ -3,6 +3,7 @@
 Method: main() in this process with the daemon's directory; `top` and `stop` as processes.
 """
 
+import fcntl
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 
 from kvstored.cli import main
 from kvstored.errors import Exit
+from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
 from tests.e2e.grpc_calls import BLOCK_BYTES, Calls, key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,6 +178,21 @@ def test_stop_waits_until_the_daemon_is_gone(run, calls):
     assert run("status")[0] == Exit.UNREACHABLE and run("stop")[0] == Exit.UNREACHABLE
 
 
+def test_stop_signals_nobody_who_only_has_the_daemons_number(tmp_path, capsys):
+    """A daemon in a container writes the number that it has there; here another process may have it."""
+    lock = os.open(tmp_path / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with socket.socket(socket.AF_UNIX) as listening, subprocess.Popen("cat", stdin=subprocess.PIPE) as other:
+        listening.bind(str(tmp_path / "grpc.sock"))
+        listening.listen()
+        (tmp_path / "pid").write_text(f"{other.pid}\n")
+        assert main(["stop", "--dir", str(tmp_path)]) == Exit.REFUSED
+        assert f"says pid {other.pid} and is pid {os.getpid()} here" in capsys.readouterr().err
+        other.communicate()
+        assert other.returncode == 0
+    os.close(lock)
+
+
 def test_a_frozen_daemon_is_unreachable_not_endless(run, calls):
     os.kill(calls.daemon.pid, signal.SIGSTOP)
     try:
@@ -234,6 +251,17 @@ def test_metrics_parse_and_count(daemon):
     assert fetch(port, "/healthz") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(port, "/")
+
+
+def test_the_first_internal_error_is_an_increase(daemon):
+    """To Prometheus a series that begins with it has none: each method has one before its first call."""
+    port = free_port()
+    daemon(args=("--metrics-port", str(port)))
+    text = fetch(port, "/metrics")
+    for file in (admin_pb2, store_pb2, transfer_pb2):
+        (service,) = file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods:
+            assert f'kvstored_grpc_calls_total{{method="{method.name}",status="INTERNAL"}} 0\n' in text
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(daemon):

@@ -4,6 +4,7 @@ Method: real processes, real signals; readiness is its own READY=1, everything e
 deadline.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -61,6 +62,17 @@ def test_a_directory_that_others_may_write_is_refused(daemon):
     code, text = start_refused(one.dir)
     assert code == Exit.CANNOT_START and "0777" in text
     assert list(one.dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [(0o777, "0777"), (None, "is no directory")])
+def test_a_state_directory_that_keeps_no_secret_is_refused(daemon, tmp_path, mode, wanted):
+    """Who may write there exchanges the namespaces' salts."""
+    state = tmp_path / "state"
+    state.touch() if mode is None else state.mkdir()
+    mode is None or state.chmod(mode)
+    salted = ("--namespaces", "default:salt=generated", "--state-dir", str(state))
+    code, text = start_refused(daemon(start=False).dir, *salted)
+    assert code == Exit.CANNOT_START and wanted in text and text.count("\n") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -199,3 +211,45 @@ def test_a_socket_that_cannot_be_made_is_an_error_that_names_it(daemon, name):
     (one.dir / name / "in the way").mkdir(parents=True)
     code, text = start_refused(one.dir, "--discard")
     assert code == Exit.CANNOT_START and f"{one.dir}/{name}" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a#b?c", "a b"])
+def test_a_directory_may_have_any_name(daemon, name):
+    """gRPC takes a socket's path as a URI's."""
+    one = daemon(start=False)
+    one.dir.rmdir()
+    one.dir = one.dir.parent / name
+    one.args[one.args.index("--dir") + 1] = str(one.dir)
+    one.start()
+    asked = [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(one.dir)]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == Exit.DONE, done.stderr
+    assert f'"pid": {one.pid}' in done.stdout
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(daemon):
+    """What a library writes to standard error must not go into the pool."""
+    one = daemon(start=False)
+    one.command = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable]
+    one.start()
+    assert [os.readlink(f"/proc/{one.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
+
+
+def test_a_log_that_nobody_reads_does_not_hold_it_up(daemon):
+    one = daemon(start=False)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    os.set_inheritable(writing, True)
+    one.command = ["/bin/sh", "-c", f'exec "$@" 2>/proc/{os.getpid()}/fd/{writing}', "sh", sys.executable]
+    try:
+        one.start()
+        with Calls(one.dir) as calls:
+            calls.put("a")
+        assert one.stop() == 0
+    finally:
+        os.close(reading)
+        os.close(writing)

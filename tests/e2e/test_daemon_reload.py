@@ -7,6 +7,7 @@ behaviour, its configuration and what it tells its supervisor.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -130,7 +131,14 @@ def test_sighup_reloads_and_the_supervisor_is_told(daemon, tmp_path, wait_until)
             wait_until(lambda applied=applied: applied in one.log(), "the log says so")
 
 
-def test_sighup_to_a_daemon_that_stops_is_ignored(daemon, tmp_path, wait_until):
+def ignored(pid: int) -> set[int]:
+    """The signals that the process ignores."""
+    (bits,) = re.findall(r"SigIgn:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return {number for number in range(1, 65) if int(bits, 16) >> (number - 1) & 1}
+
+
+def test_a_daemon_that_stops_ignores_what_would_end_it_half_way(daemon, tmp_path, wait_until):
+    """Its loop's handlers end before its pool is discarded, and a second SIGTERM would leave the pool."""
     file = tmp_path / "kvstored.toml"
     file.write_text("")
     one = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "300"))
@@ -140,7 +148,9 @@ def test_sighup_to_a_daemon_that_stops_is_ignored(daemon, tmp_path, wait_until):
         next(follower)  # the call goes on until it is cancelled
         one.process.send_signal(signal.SIGTERM)
         wait_until(lambda: " stopping " in one.log(), "the daemon stops")
-        one.process.send_signal(signal.SIGHUP)
+        assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} <= ignored(one.pid)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            one.process.send_signal(number)
         follower.cancel()
         assert one.process.wait(60) == 0
     assert "reload" not in one.log().partition(" stopping ")[2]

@@ -67,6 +67,15 @@ def test_a_state_file_that_does_not_fit_means_a_safe_empty_start(stopped, text):
     assert old in stopped.log()
 
 
+def test_a_place_that_is_no_path_means_a_safe_empty_start(stopped):
+    state = state_of(stopped)
+    old = state["pools"]["default"]["prefix"]
+    state["pools"]["default"]["pool_dir"] = "/\ud800"  # half a character: json writes and reads it
+    (stopped.dir / "state.json").write_text(json.dumps(state))
+    assert not served(stopped)
+    assert not list(Path("/dev/shm").glob(old + "*"))
+
+
 def test_a_lost_state_file_costs_no_memory_and_no_pool_of_another_directory(daemon, stopped):
     other = daemon(memory="64MiB")
     with Calls(other.dir) as calls:

@@ -99,7 +99,7 @@ def test_the_first_pass_ends_where_nobody_is_asked(attach, model):
         layer.mlp.register_forward_hook(lambda _m, args, _out: rows.append(args[0].shape[1]))
         for layer in model.model.layers
     ]
-    kv._watch = type(kv._watch)(model)  # these hooks are no change of the model
+    kv._known.watch = type(kv._known.watch)(model)  # these hooks are no change of the model
     try:
         for shift in (SHIFT, 0):
             rows.clear()

@@ -135,6 +135,21 @@ def test_a_model_that_changes_while_attached_is_digested_anew(client):
         assert kv.last.reused_tokens == 64
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_is_a_change_fused_ones_count_no_versions(client, fused):
+    model, other, ids = build("llama"), build("llama", seed=1), prompt(70)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        for trained, reused in ((other, 64), (model, 0)):
+            optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, fused=fused)
+            trained(ids, labels=ids).loss.backward()
+            optimizer.step()
+            tokens, *_ = generate(model, ids)
+            assert kv.last.reused_tokens == reused
+            with kv.bypass():
+                assert torch.equal(generate(model, ids)[0], tokens)
+
+
 def test_refresh_sees_what_was_written_through_data(client):
     model = build("llama")
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
@@ -181,15 +196,18 @@ def test_adapters_are_part_of_the_identity(client):
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_foreign_hook_is_refused_at_attach_and_while_attached(client):
+@pytest.mark.parametrize("on", [r"layers\.1", "all modules"])
+def test_a_foreign_hook_is_refused_at_attach_and_while_attached(client, on):
     model = build("llama")
-    handle = model.model.layers[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(kvclient.hf.Refused, match=r"hook.*layers\.1"):
+    everywhere = torch.nn.modules.module.register_module_forward_hook
+    put = everywhere if on == "all modules" else model.model.layers[1].register_forward_hook
+    handle = put(lambda *_: None)
+    with pytest.raises(kvclient.hf.Refused, match=f"hook.*{on}"):
         kvclient.hf.attach(model, client)
     handle.remove()
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         generate(model, prompt(70))
-        handle = model.model.layers[1].register_forward_hook(lambda *_: None)
+        handle = put(lambda *_: None)
         generate(model, prompt(70))
         assert kv.last.bypassed == "refused"
         handle.remove()

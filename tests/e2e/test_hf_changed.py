@@ -77,7 +77,7 @@ def test_a_refresh_that_is_refused_leaves_the_attachment_refused(model, kv):
 def test_a_refusal_is_found_out_once(model, kv, monkeypatch):
     model.model.layers[1].register_forward_hook(foreign_hook)
     generate(model, prompt(70), 1)
-    monkeypatch.setattr(kv, "_examine", None)
+    monkeypatch.setattr(kv._known, "examine", None)
     generate(model, prompt(70), 1)
     assert kv.last.bypassed == "refused"
 
@@ -156,6 +156,24 @@ class Words:
 def engine(model, client):
     with kvclient.hf.Engine(model, Words(), client, block_tokens=32, self_test=False) as engine:
         yield engine
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "matmul"), reason="this torch has one switch for all backends"
+)
+def test_the_precision_of_one_backend_is_part_of_the_identity(model, kv):
+    """torch then refuses to say one for all, which calls must not fail by."""
+    switch, seen = torch.backends.mkldnn.matmul, {kv.identity}
+    try:
+        for precision in ("bf16", "tf32"):
+            switch.fp32_precision = precision
+            generate(model, prompt(70), 1)
+            assert kv.last.reused_tokens == 0 and kv.identity not in seen
+            seen.add(kv.identity)
+    finally:
+        switch.fp32_precision = "none"
+    generate(model, prompt(70), 1)
+    assert kv.last.reused_tokens == 64 and kv.identity in seen
 
 
 def test_a_conversation_does_not_go_on_with_other_weights(engine, model):

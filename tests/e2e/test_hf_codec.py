@@ -196,7 +196,7 @@ def test_sinks_are_stored_only_by_who_computed_them(model, client):
     ids = prompt(101)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
         generate(model, ids)
-        sinks = kv._subject.sinks
+        sinks = kv._known.subject.sinks
         key = kvclient.chain(sinks.first.identity, ids[0, :4].tolist(), 4)
         assert client.delete(key) == 1
         generate(model, ids)

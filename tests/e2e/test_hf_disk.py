@@ -9,7 +9,8 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.pace import UNMEASURED_WAIT_S, Pace
+from kvclient.hf import pace as pace_module
+from kvclient.hf.pace import UNMEASURED_WAIT_S, Pace, Patience
 from tests.e2e.test_disk_tier import files
 from tests.engines.zoo import build, generate, prompt
 
@@ -97,7 +98,7 @@ def crowd_out(client, kv, keys):
         if set(client.lookup(keys).states) == {3}:
             return
         others = kvclient.chain(bytes([number]) * 32, list(range(100 * BLOCK)), BLOCK)
-        with client.create(others, kv._subject.layout_id, priority=90):
+        with client.create(others, kv._known.subject.layout_id, priority=90):
             pass
     raise AssertionError("the blocks stay in memory")
 
@@ -139,3 +140,26 @@ def test_pace_measures_prefill():
     assert pace.prefill_s(100) == pytest.approx(0.73)
     pace.note(3, 100.0)  # too few to say anything
     assert pace.prefill_s(100) == pytest.approx(0.73)
+
+
+@pytest.mark.parametrize(("measured", "all_s"), [(False, UNMEASURED_WAIT_S), (True, 10.0)])
+def test_a_disk_that_hangs_costs_a_request_one_wait(monkeypatch, measured, all_s):
+    """A document per wait, none of which comes."""
+
+    class Client:
+        def load_estimate_s(self, length_bytes):
+            return None  # nothing was loaded of late
+
+    now_s = 100.0
+    monkeypatch.setattr(pace_module, "monotonic", lambda: now_s)
+    pace = Pace()
+    if measured:
+        pace.note(100, 1.0)
+    patience = Patience(pace, Client(), 1000)
+    waited = []
+    for _ in range(20):
+        waited.append(patience.wait_s(400, 1 << 20))
+        now_s += waited[-1]
+    assert sum(waited) == pytest.approx(all_s)
+    assert waited[-1] == 0
+    assert Patience(pace, Client(), 1000).wait_s(400, 1 << 20) == waited[0]

@@ -12,7 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.blocks import meta
+from kvclient import meta
 from kvclient.blocks.cover import APPROXIMATE, Segment
 from kvclient.blocks.runs import Piece
 from kvclient.hf.blend import Blend, Interior, decoder_layers
@@ -220,7 +220,7 @@ def test_only_chosen_rows_go_through_the_layers(attach, model, check_layer, scan
         layer.mlp.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape[1]))
         for layer in model.model.layers
     ]
-    kv._watch = type(kv._watch)(model)  # these hooks are no change of the model
+    kv._known.watch = type(kv._known.watch)(model)  # these hooks are no change of the model
     try:
         generate(model, asked(13), 1)
     finally:

@@ -187,6 +187,35 @@ def test_embeddings_are_left_alone(model, client):
         assert kv.last.bypassed == "inputs"
 
 
+def test_a_soft_prompt_is_left_alone(model, client):
+    """As peft's prompt tuning puts it before the tokens: inside the call, from outside of the model."""
+    ids, soft = prompt(40), torch.full((1, 5, 48), 0.7)
+    before = model.prepare_inputs_for_generation
+
+    def with_soft_prompt(input_ids, **given):
+        inputs = before(input_ids, **given)
+        if inputs["input_ids"].shape[1] == ids.shape[1]:
+            rows = model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs |= {"input_ids": None, "inputs_embeds": torch.cat([soft, rows], 1), "position_ids": None}
+            inputs.pop("cache_position", None)  # before transformers 5.4: of the tokens alone
+        return inputs
+
+    plain = generate(model, ids)[0]
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, ids)
+        model.prepare_inputs_for_generation = with_soft_prompt
+        try:
+            with kv.bypass():
+                wanted = generate(model, ids, attention_mask=None)[0]
+            assert torch.equal(generate(model, ids, attention_mask=None)[0], wanted)
+            assert kv.last.bypassed == "prepare_inputs" and not torch.equal(wanted, plain)
+        finally:
+            model.prepare_inputs_for_generation = before  # as peft does: an attribute still, of the class's
+        assert torch.equal(generate(model, ids)[0], plain)
+        assert kv.last.reused_tokens > 0
+        del model.__dict__["prepare_inputs_for_generation"]
+
+
 def test_training_and_autocast_are_left_alone(model, client):
     ids = prompt(40)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:

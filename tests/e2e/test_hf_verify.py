@@ -210,8 +210,8 @@ def test_what_is_kept_is_what_was_measured(model, client, monkeypatch):
     with kvclient.hf.attach(model, client, block_tokens=16, repair="selective", self_test=False) as kv:
         wanted = kv.calibrate(PROMPTS)["selective"]
         own = Repair("selective", seam_tokens=60, sink_tokens=9, recency_tokens=30)
-        kv._subject = dataclasses.replace(
-            kv._subject, interior=dataclasses.replace(kv._subject.interior, repair=own)
+        kv._known.subject = dataclasses.replace(
+            kv._known.subject, interior=dataclasses.replace(kv._known.subject.interior, repair=own)
         )
         found = kv.calibrate(PROMPTS)["selective"]
         assert (found.found, found.mean_kl) == (wanted.found, wanted.mean_kl)

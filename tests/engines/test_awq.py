@@ -50,6 +50,45 @@ def test_a_layer_computes_with_its_weights(rows, dtype, monkeypatch):
     assert float((layer(x).double() - wanted).abs().max()) <= bound
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("rows", [3, 65])
+def test_what_comes_out_has_the_type_of_what_went_in(dtype, rows):
+    """Whatever type the bias has, as from a checkpoint whose other tensors are fp32."""
+    layer = awq.AwqLinear(64, 24, GROUP, True, torch.float32)
+    assert layer(torch.randn(rows, 64).to(dtype)).dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(rows, 64)).dtype == torch.bfloat16
+
+
+def test_whole_numbers_are_no_input():
+    """The weights, taken as whole numbers too, would nearly all be 0."""
+    with pytest.raises(InvalidArgument, match=r"x is torch\.int64"):
+        awq.AwqLinear(64, 24, GROUP, True, torch.float32)(torch.ones(3, 64, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1.5e6, "100000"), (-1.5e6, "100000"), (float("inf"), "inf"), (float("nan"), "nan")]
+)
+def test_weights_that_fp16_scales_cannot_hold_are_refused(value, said):
+    weight = torch.zeros(24, 64)
+    weight[3, 40] = value
+    with pytest.raises(InvalidArgument, match=f"a scale of {said}; fp16 holds 65504 at most"):
+        awq.quantise(weight, GROUP)
+
+
+def test_the_largest_weights_that_fp16_scales_hold():
+    weight = torch.full((8, 16), 65504.0 * 15)
+    words, zeros, scales = awq.quantise(weight, GROUP)
+    assert torch.equal(awq.unpack(words).t() * scales.t().double(), weight.double())
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize(("outputs", "group"), [(24, 0), (24, 48), (20, 16)])
+def test_shapes_without_words_are_not_quantised(outputs, group):
+    with pytest.raises(InvalidArgument, match=f"fits no groups of {group}"):
+        awq.quantise(torch.randn(outputs, 64), group)
+
+
 def test_the_kernels_order_is_a_permutation_of_nibbles():
     """Input 64a + 16t + 4s + 2h + e, output 16b + 8i + g: word [b, a, lane 4g + t, s], nibble 4e + 2h + i."""
     codes = torch.randint(0, 16, (128, 48), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
@@ -72,7 +111,12 @@ def test_a_layer_in_the_kernels_order_has_the_checkpoints_state():
     assert not torch.equal(layer.qweight, words)
     assert torch.equal(layer.state_dict()["qweight"], words)
     assert torch.equal(layer(x), wanted)
-    layer.load_state_dict(layer.state_dict())
+    held, state = layer.qweight, layer.state_dict()
+    held.zero_()
+    layer.load_state_dict(state)
+    assert layer.qweight is held and torch.equal(held, awq.to_lanes(words)), "a captured graph reads it there"
+    assert torch.equal(layer(x), wanted)
+    layer.load_state_dict(state, assign=True)
     assert torch.equal(layer.qweight, words) and torch.equal(layer(x), wanted)
 
 
@@ -115,6 +159,24 @@ def test_a_checkpoint_says_what_its_weights_say(name, tmp_path):
     assert float((values - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
+def test_a_saved_model_is_such_a_checkpoint_again(tmp_path):
+    """Without its quantisation in the configuration it would be one whose weights are missing."""
+    (tmp_path / "one").mkdir()
+    loaded = awq.from_pretrained(write_checkpoint(tmp_path / "one", build("llama"), GROUP))
+    loaded.save_pretrained(tmp_path / "two")
+    again = awq.from_pretrained(tmp_path / "two")
+    assert again.state_dict().keys() == loaded.state_dict().keys()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_a_type_to_compute_in_that_is_none_is_refused(dtype, tmp_path):
+    home = write_checkpoint(tmp_path, build("llama"), GROUP)
+    with pytest.raises(InvalidArgument, match=r"must be a floating point torch\.dtype"):
+        awq.from_pretrained(home, dtype=dtype)
+
+
 def change_part(tensors, part, change):
     name = f"model.layers.0.self_attn.q_proj.{part}"
     tensors[name] = change(tensors[name]).contiguous()
@@ -131,6 +193,8 @@ def change_part(tensors, part, change):
         ({}, lambda t: t.pop("model.layers.0.self_attn.q_proj.scales"), "q_proj.scales is missing"),
         ({}, lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
         ({}, lambda t: t.update({"model.stray": torch.zeros(1)}), "model.stray"),
+        ({}, lambda t: change_part(t, "scales", lambda part: part / 0), "q_proj.scales has inf"),
+        ({}, lambda t: change_part(t, "scales", lambda part: part * torch.nan), "q_proj.scales has nan"),
         (
             {},
             lambda t: t.update({"model.ghost.qweight": torch.zeros(1, 1)}),

@@ -218,6 +218,20 @@ def test_what_torchs_fused_attention_does_not_take_is_named():
     assert fused.unfit(None, 0, 9, 0.0, torch.zeros(4)) == "sinks"
 
 
+@pytest.mark.parametrize("sinks", [None, [-float("inf"), 1.5, 0.0, -3.0]])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_in_torch_a_query_without_keys_gives_zeros_and_a_nan_stays_one(sinks, softcap):
+    """What the kernels do: padding is zeros whatever the sinks, and nothing hides a NaN."""
+    query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 5, 16)
+    query[0, 1, 2, 3] = float("nan")
+    seen = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    seen[..., 0, :] = False
+    own = None if sinks is None else torch.tensor(sinks)
+    found = plain.attend(query, key, key, seen, 0.25, softcap, own)
+    assert bool((found[:, 0] == 0).all())
+    assert bool(found[0, 2, 1].isnan().all()) and int(found.isnan().sum()) == 16
+
+
 def test_installing_twice_is_refused_and_uninstalling_is_not():
     model = known("llama")
     attention.install(model, "torch")

@@ -5,6 +5,7 @@ length in a tensor, by the layers' own attention, which is all that a CUDA graph
 how often, is counted. Recording by CUDA itself takes a GPU.
 """
 
+import copy
 import gc
 
 import pytest
@@ -147,6 +148,26 @@ def test_in_place_the_tail_does_not_move(name, paged, client, steps):
         if not paged:
             assert cache.layers[0].storage.shape[3] == 61 + 40 - 48
     assert steps["recorded"] == 0
+
+
+@pytest.mark.parametrize("in_place", [None, False])
+def test_a_forward_that_was_compiled_is_there_again(in_place, client, steps):
+    """Also where nothing is recorded. It computes what is no step."""
+    if in_place is None and all(attention.available_backends()[own] for own in ("cpu_avx512", "cpu_avx2")):
+        pytest.skip("no CPU kernels here")
+    model, ids = known("llama", layers=1), prompt(61)
+    plain, *_ = generate(model, ids, 5)
+    model.forward = compiled = torch.compile(model.forward, backend="eager")
+    attention.install(model, "torch" if in_place is False else None)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
+        with kv.decode_graph(), kv.decode_graph():
+            assert torch.equal(generate(model, ids, 5)[0], plain)
+            twin = copy.deepcopy(model) if steps["recorded"] else None
+        assert model.__dict__["forward"] is compiled
+    if twin is not None:  # made within: its own weights
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+            assert float(twin(ids).logits.abs().max()) > 0
 
 
 def test_torch_in_the_place_of_the_kernels_is_counted(client, steps, left):

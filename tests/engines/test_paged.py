@@ -7,6 +7,7 @@ What is shared and what is copied is read off the pool's own counts; in the end 
 
 import copy
 import gc
+import pickle
 import sys
 import threading
 
@@ -232,6 +233,38 @@ def test_what_only_one_tensor_can_give_is_given_and_counted(client, left):
     assert left() == {"read": 3}
 
 
+def test_pages_that_became_tensors_are_free_and_the_cache_goes_on(client, left):
+    """With the last layer; not before, as the pages span all layers."""
+    model, ids = known("llama"), prompt(100)
+    _, _, plain = generate(model, ids)
+    with attached(model, client) as kv:
+        _, _, cache = generate(model, ids)
+        with pytest.raises(InvalidArgument, match=r"cannot be pickled.*Read `keys` of each"):
+            pickle.dumps(cache)
+        copied = copy.deepcopy(cache)
+        for layer in cache.layers[:-1]:
+            assert layer.keys is not None
+        half = copy.deepcopy(cache)
+        assert kv.paged_stats().used == 2
+        for own in (cache, half):
+            assert own.layers[-1].values is not None
+        del copied
+        assert used(kv) == 0
+        for own in (cache, half, plain):  # rows that no table has
+            own.batch_repeat_interleave(3)
+            own.batch_select_indices(torch.tensor([2]))
+        with torch.no_grad():
+            wanted = model(prompt(1, seed=5), past_key_values=plain).logits
+            for own in (cache, half):
+                assert near(model(prompt(1, seed=5), past_key_values=own).logits, wanted)
+        again = pickle.loads(pickle.dumps(cache))
+        for layer, twin in zip(cache.layers, again.layers, strict=True):
+            assert torch.equal(layer.keys, twin.keys) and torch.equal(layer.values, twin.values)
+        again.reset()
+        again.layers[0].update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    assert left() == {"read": 3}
+
+
 def test_crops_stay_in_pages(client, left):
     model, ids = known("llama"), prompt(100)
     with attached(model, client) as kv:
@@ -282,7 +315,7 @@ def test_columns_of_padding_are_zero_where_pages_become_a_tensor(client, left):
     mask = torch.ones_like(rows)
     rows[1, :30], mask[1, :30] = 5, 0
     with attached(model, client) as kv:
-        kv._options.pool.memory.fill_(torch.nan)
+        kv._known.options.pool.memory.fill_(torch.nan)
         _, _, cache = generate(model, rows, 2, attention_mask=mask)
         assert all(layer.keys.isfinite().all() and layer.values.isfinite().all() for layer in cache.layers)
         assert float(cache.layers[0].keys[1, :, :30].abs().max()) == 0

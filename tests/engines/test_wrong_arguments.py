@@ -17,7 +17,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Repair, Window, attention
-from tests.engines.zoo import build
+from tests.engines.zoo import build, generate, prompt
 
 NO_NUMBERS = ("1", None, math.nan, [1])
 NOT_WHOLE = (1.5, -1, True, *NO_NUMBERS)
@@ -66,6 +66,25 @@ def test_attach(client):
             attention.install(model, value)
     with pytest.raises(InvalidArgument, match="no transformers model"):
         attention.install("x")
+
+
+def test_limited(client):
+    """A count from the end would publish what was to stay."""
+    with kvclient.hf.attach(build("llama", layers=1), client, self_test=False) as kv:
+        for value in {1 << 40, *NOT_WHOLE[:-1]} - {None}:
+            with pytest.raises(InvalidArgument) as refused, kv.limited(publish_tokens=value):
+                pass
+            assert f"publish_tokens={value!r}" in str(refused.value)
+
+
+def test_a_compiled_model_is_the_one_inside(client):
+    model = build("llama", layers=1)
+    with pytest.raises(InvalidArgument, match=r"around this Llama.*the one inside.*model\.compile\(\)"):
+        kvclient.hf.attach(torch.compile(model, backend="eager"), client)
+    model.compile(backend="eager")
+    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
+        first, second = (generate(model, prompt(40), 2)[0] for _ in range(2))
+        assert torch.equal(first, second) and kv.last.reused_tokens == 32
 
 
 PLAN = [(name, value) for name in ("block_tokens", "min_tokens") for value in (0, *NOT_WHOLE)]

@@ -49,7 +49,7 @@ def device(request, monkeypatch):
         torch.cuda.synchronize()
         return
     if not EMULATION.exists():
-        pytest.skip("the emulation is not built: `make build`")
+        pytest.skip("the emulation is not built: `make native-tests`")
     library = emulated()
     monkeypatch.setattr(contract, "cuda", lambda: library)
     monkeypatch.setattr(contract, "cpu", lambda: library)

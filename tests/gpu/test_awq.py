@@ -5,11 +5,14 @@ dequantising byte for byte against the layer on a CPU; each fast kernel beside i
 of rows where another kernel begins; what the kernels do not take is computed by torch and counted.
 """
 
+import threading
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
 from kvclient.kernels import contract, cuda
 
@@ -52,6 +55,16 @@ def chosen(device, monkeypatch):
 def test_repacking_is_the_published_permutation(device, shape):
     layer = layer_of(*shape)
     assert torch.equal(packed(layer, device)[1][0].cpu(), awq.to_lanes(layer.qweight))
+
+
+def test_words_that_lie_apart_are_reordered_as_any(device):
+    layer = layer_of(128, 96, 64)
+    apart = layer.qweight.t().contiguous().t().to(device)
+    assert not apart.is_contiguous()
+    found = cuda.awq_repack(apart, 64)
+    assert found.is_contiguous() and torch.equal(found.cpu(), awq.to_lanes(layer.qweight))
+    with pytest.raises(InvalidArgument, match="expected int32"):
+        cuda.awq_repack(layer.scales.to(device), 64)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -132,3 +145,72 @@ def test_what_does_not_fit_is_refused(device, change):
     args.dtype = change.get("dtype", args.dtype)
     with pytest.raises(contract.Unsupported):
         cuda.run("kvk_awq_multiply", args, x)
+
+
+class Watched:
+    """A lock that says when a second thread waits for it."""
+
+    def __init__(self):
+        self._lock, self._users, self.wanted = threading.Lock(), 0, threading.Event()
+
+    def __enter__(self):
+        self._users += 1
+        if self._users > 1:
+            self.wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_two_first_calls_at_once_reorder_the_words_once(chosen, device, monkeypatch):
+    """Twice would be other weights, for good."""
+    layer, lock, repack, calls = layer_of(128, 16, 64), Watched(), cuda.awq_repack, []
+    x = torch.randn(3, 128).to(torch.float16)
+    wanted = (x.double() @ exact_weights(layer)).float()
+    layer, x = layer.to(device), x.to(device)
+
+    def first(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            other.start()
+            assert lock.wanted.wait(60)
+        return repack(*args)
+
+    def call(out):
+        with torch.no_grad():
+            out.append(layer(x))
+
+    outs = []
+    other = threading.Thread(target=call, args=(outs,))
+    monkeypatch.setattr(awq, "_reordering", lock)
+    monkeypatch.setattr(cuda, "awq_repack", first)
+    call(outs)
+    other.join()
+    assert len(calls) == 1
+    for out in outs:
+        assert torch.allclose(out.float().cpu(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_state_taken_before_the_first_call_stays_the_checkpoints(chosen, device):
+    layer = layer_of(128, 16, 64).to(device)
+    state, words = layer.state_dict(), layer.qweight.clone()
+    with torch.no_grad():
+        layer(torch.randn(3, 128, device=device).to(torch.float16))
+    assert not torch.equal(layer.qweight, words)
+    assert torch.equal(state["qweight"], words)
+
+
+def test_a_first_call_is_not_recorded_in_a_graph(chosen, device, monkeypatch):
+    """A replay would reorder the words again."""
+    layer, x = layer_of(128, 16, 64).to(device), torch.randn(3, 128, device=device).to(torch.float16)
+    monkeypatch.setattr(awq, "_capturing", lambda own: True)
+    with torch.no_grad(), pytest.raises(InvalidArgument, match="call the model once before the capture"):
+        layer(x)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_a_bias_of_another_type(chosen, device, rows):
+    layer = layer_of(128, 16, 64, bias=True, dtype=torch.float32).to(device)
+    with torch.no_grad():
+        assert layer(torch.randn(rows, 128, device=device).to(torch.float16)).dtype == torch.float16

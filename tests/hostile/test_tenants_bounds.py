@@ -5,6 +5,7 @@ are served beside it. Method: forked children that become other users and hold a
 import contextlib
 import os
 import socket
+import struct
 import threading
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 from kvclient.conformance.case import SMALL, new_keys
 from kvstored.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.doors import NO_TOKEN
+from kvstored.server import MAX_GUEST_CALLS
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
 from tests.hostile.conftest import GROWTH_BYTES, private_bytes
@@ -95,7 +97,9 @@ def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, f
                 assert create(guest)[0] is Code.OK
             code, text, _ = create(guest)
         elif what == "waits":
-            held = [wait(guest, key, 60_000) for _ in range(most + 3)]
+            held = [wait(guest, key, 60_000) for _ in range(most)]
+            other = Guest(one, guest.client)  # a connection has fewer calls than that
+            held += [wait(other, key, 60_000) for _ in range(3)]
             eventually(lambda: sum(call.done() for call in held) == 3, "all but its share are refused", 20)
             code, text = next((call.code(), call.details()) for call in held if call.done())
         else:
@@ -182,6 +186,23 @@ def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
     assert private_bytes(one.pid) - before < GROWTH_BYTES
     stranger.go_on()
     stranger.finish()
+
+
+@pytest.mark.parametrize("max_sessions", [1, 256, 4096])
+def test_all_connections_together_hold_a_bounded_number_of_calls(daemon, max_sessions):
+    """Also those that are refused and whose refusals nobody reads: 2 GB of 256 connections that may have 512
+    calls each, 0.26 GB with the bound."""
+    lists = ("--namespaces", f"default:writers={WRITER}")
+    one = daemon("8MiB", (*lists, "--max-sessions", str(max_sessions)))
+    with socket.socket(socket.AF_UNIX) as wire, contextlib.ExitStack() as closing:
+        wire.settimeout(20)
+        wire.connect(str(one.dir / "guests.sock"))
+        wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+        said = closing.enter_context(wire.makefile("rb"))
+        length, kind = int.from_bytes(said.read(3)), said.read(6)[0]
+        assert kind == 4, "the first frame is the server's settings"
+        settings = dict(struct.iter_unpack(">HI", said.read(length)))
+    assert 1 <= settings[3] <= 512 and settings[3] * max_sessions <= MAX_GUEST_CALLS
 
 
 def test_connections_of_strangers_are_bounded(daemon, fork):

@@ -39,7 +39,8 @@ class Guest:
         self.client = shown if hasattr(shown, "grpc_token") else None
         self.token = self.client.grpc_token() if self.client else shown
         self.channel = grpc.insecure_channel(
-            f"unix:{started.dir / socket}", options=[("grpc.enable_http_proxy", 0)]
+            f"unix:{started.dir / socket}",
+            options=[("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)],  # one of its own
         )
         self.store = store_pb2_grpc.StoreStub(self.channel)
         self.transfer = transfer_pb2_grpc.TransferStub(self.channel)

@@ -184,10 +184,31 @@ def test_what_needs_a_restart_is_named_and_the_lists_hold_already(configured, fo
     assert code == Exit.DONE and "after a restart" in said, said
     reaches(configured, SECOND, fork, True)
     reaches(configured, FIRST, fork, False)
+
+
+def test_the_end_of_the_last_list_holds_at_once(configured, fork):
+    """Only the way back, which opens sockets, is of the start."""
+    owner = configured.connect()
+
+    def work(steps) -> None:
+        configured.connect().touch(new_keys(1))
+        steps.reached("attached")
+
+    child = fork(as_user(FIRST, work))
+    child.run_to("attached")
     configured.lists()
     code, said = reload(configured)
-    assert code == Exit.DONE and "after a restart" in said, "closing the sockets to others is of the start"
-    reaches(configured, SECOND, fork, True)
+    assert code == Exit.DONE and "after a restart" not in said, said
+    eventually(lambda: owner.stats()["sessions"] == 1, "the session has ended")
+    for name in ("kvstored.sock", "guests.sock"):
+        assert stat.S_IMODE((configured.dir / name).stat().st_mode) == 0o600
+    reaches(configured, FIRST, fork, False, read_only=True)
+    configured.lists(writers=[FIRST])
+    code, said = reload(configured)
+    assert code == Exit.DONE and "after a restart" in said, said
+    reaches(configured, FIRST, fork, False)
+    child.go_on()
+    child.finish()
 
 
 def test_a_socket_that_was_removed_does_not_keep_a_reload_from_applying(configured, fork):

@@ -30,7 +30,7 @@ def provide(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
     reason = kernels.lacks(path)
     if reason and path in EMULATED:
         if not LIBRARY.exists():
-            pytest.skip(f"{path}: {reason}, and its emulation is not built: `make build`")
+            pytest.skip(f"{path}: {reason}, and its emulation is not built: `make native-tests`")
         monkeypatch.setattr(contract, "cpu", emulation)
         reason = kernels.lacks(path)
     if reason:

@@ -201,6 +201,18 @@ def test_only_a_sink(path):
     assert np.allclose(lse, np.array([1.5, -2])[None, :, None])
 
 
+@pytest.mark.parametrize("codec", ["", "int8"])
+@pytest.mark.parametrize(("tokens", "threads"), [(1, 1), (5, 1), (1, 3)])
+def test_a_sink_of_minus_infinity_is_none(path, codec, tokens, threads):
+    """Also for queries that see no key, where nothing else has a weight."""
+    case = Case(1, 2, 64, tokens, options={"sinks": np.float32([-np.inf, 1.5])})
+    case.row().segment(1500, 100, codec).queries(np.zeros((1, tokens)))
+    out, lse = case.run(path, threads)
+    assert (out == 0).all()
+    assert np.isneginf(lse[:, 0]).all() and np.allclose(lse[:, 1], 1.5)
+    agree(case.queries(), path, (codec,))
+
+
 def test_rows_of_a_batch_are_their_own(path):
     """Each row has its own segments, lengths and positions."""
     case = Case(2, 3, 64, 2)
@@ -354,6 +366,7 @@ def test_what_is_wrong_is_said():
         ({"lse": np.empty((1, 4, 1, 2), np.float32)[..., 0]}, "lse is strided"),
         ({"sinks": np.empty(8, np.float32)[::2]}, "sinks is strided"),
         ({"out": frozen(case.q)}, "read-only"),
+        ({"out": case.q[:, ::-1]}, "out overlaps"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             refused(case, **options)

@@ -184,6 +184,14 @@ def test_rotate_equals_the_oracle(path, rope, rotary_dim, dtype, delta):
     assert_bitwise_equal(got, naive)
 
 
+def test_rows_between_those_that_are_read_may_be_written():
+    """Tokens of the same heads' memory, K beside V: nothing of one is of the other."""
+    layer, table = noise(2, 3, 40, 16).astype(np.float32), kernels.turn(np.ones(8, np.float32), 5)
+    keys, wanted = layer[0, :, :20], kernels.rotate(layer[0, :, :20].copy(), table)
+    for out in (layer[0, :, 20:], layer[1, :, 5:25], layer[0, :, :20]):
+        assert_bitwise_equal(kernels.rotate(keys, table, out=out).copy(), wanted)
+
+
 def test_turning_there_and_back():
     inv_freq = np.float32([1.0, 0.1, 0.01])
     x = noise(2, 5, 6).astype(np.float32)
@@ -212,6 +220,14 @@ def read_only(out):
         (lambda x: kernels.quantise(x, 8, 32, path="sse9"), "path='sse9'"),
         (lambda x: kernels.quantise(x, 8, 32, read_only(kernels.empty(2, 40, 16, 8, 32))), "read-only"),
         (lambda x: kernels.turn(np.ones(4, np.float32), 1 << 63), "delta="),
+        (lambda x: kernels.quantise(x.astype(">f4"), 8, 32), ">f4.* native byte order"),
+        (lambda x: kernels.quantise(x.tolist(), 8, 32), "a list; expected a NumPy array"),
+        (lambda x: kernels.rotate(x[:, 1:], np.zeros((2, 8), np.float32), out=x[:, :-1]), "out overlaps"),
+        (lambda x: kernels.rotate(x.astype(">f2"), np.zeros((2, 8), np.float32)), ">f2.* native byte order"),
+        (
+            lambda x: kernels.dequantise(kernels.quantise(x, 8, 32), np.empty(x.shape, ">u2")),
+            ">u2.* native byte order",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(call, words):

@@ -67,7 +67,7 @@ def test_structs_of_another_version_are_refused(kind, function, struct):
     """With null pointers all through: nothing is looked at before size and version are known."""
     path = {"cpu": cpu_paths.LIBRARY, "cuda": emulated.LIBRARY}[kind]
     if not path.exists():
-        pytest.skip("the emulation is not built: `make build`")
+        pytest.skip("the emulation is not built: `make native-tests`")
     library = contract.opened(path, kind, getattr(contract, f"{kind.upper()}_FUNCTIONS"))
     size = ctypes.sizeof(struct)
     for wrong in ((size - 8, contract.ABI), (size + 8, contract.ABI), (size, contract.ABI + 1)):

@@ -21,7 +21,7 @@ CODECS = ["", "int8", "int4"]
 ROUNDING = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 pytestmark = pytest.mark.skipif(
-    not emulated.LIBRARY.exists(), reason="the emulation is not built (`make build`)"
+    not emulated.LIBRARY.exists(), reason="the emulation is not built (`make native-tests`)"
 )
 
 
@@ -175,6 +175,16 @@ def test_no_keys_at_all(any_path, sinks):
     out, lse = emulated.run(case.queries(np.zeros((1, 2))), any_path)
     assert (out == 0).all()
     assert np.isneginf(lse).all() if sinks is None else np.allclose(lse, sinks[None, :, None])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_sink_of_minus_infinity_is_none(any_path, splits):
+    case = Case(1, 2, 64, 2, "float16", options={"sinks": np.float32([-np.inf, 1.5])}).row()
+    case.segment(900, 100, "int8").queries(np.zeros((1, 2)))
+    out, lse = emulated.run(case, any_path, splits)
+    assert (out == 0).all()
+    assert np.isneginf(lse[:, 0]).all() and np.allclose(lse[:, 1], 1.5)
+    agree(case.queries(), any_path, ("int8",), splits)
 
 
 def test_rows_of_a_batch_are_their_own(any_path):

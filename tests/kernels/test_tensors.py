@@ -12,6 +12,7 @@ import torch
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract, cuda
+from kvclient.kernels.cuda_attention import arguments
 
 
 def noise(*shape):
@@ -89,6 +90,15 @@ def multiply(**wrong):
     cuda.awq_multiply(*parts.values())
 
 
+def coded(x, group=32, v=None):
+    cuda.segment(cuda.quantise(x, 8, 32)[:3], (v or cuda.quantise(x, 8, 0))[:3], group, bits=8)
+
+
+def called(x, out=None, **wrong):
+    out = torch.empty_like(x[None]) if out is None else out
+    arguments(torch.zeros(8), x[None], torch.zeros(1, 40, dtype=torch.int64), 0.1, out, 2, **wrong)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -106,6 +116,15 @@ def multiply(**wrong):
         (lambda x: multiply(bias=torch.zeros(31)), "bias"),
         (lambda x: multiply(group=0), "groups of 0"),
         (lambda x: cuda.segment((x,), (x,), first=3, tokens=40), "first=3"),
+        (lambda x: cuda.segment((x,), (x.half(),)), r"keys torch.float32.*values torch.float16"),
+        (lambda x: cuda.segment((x,), (x[:, :39],)), r"values torch.float32\[2, 39, 16\]"),
+        (lambda x: coded(x, v=cuda.quantise(x, 8, 32)), r"expected contiguous float16\[2, 40\]"),
+        (lambda x: coded(x, group=64), r"expected contiguous float16\[2, 1, 16\]"),
+        (lambda x: called(x, sinks=torch.zeros(3)), r"sinks is torch.float32\[3\].*expected .*\[2\]"),
+        (lambda x: called(x, sinks=torch.zeros(2).half()), "sinks is torch.float16"),
+        (lambda x: called(x, lse=torch.zeros(1, 40, 2).transpose(1, 2)), "lse is .*strides"),
+        (lambda x: called(x, out=x[None].half()), "out is torch.float16"),
+        (lambda x: called(x, out=x[None].mT.contiguous().mT), "out is .*strides"),
     ],
 )
 def test_what_is_wrong_is_said(call, words):

@@ -129,6 +129,8 @@ def test_corners():
     big = np.where(np.arange(32) % 2, 60000.0, -60000.0) * np.ones((1, 40, 1))
     agree(Case(1, 2, 32, 1, seed=6).row().segment(40, 0, "int8", keys=big).queries(scale=1e-3))
     agree(Case(1, 2, 32, 2, seed=7).row().segment(40, 10).queries(np.array([[5, 9]])))
+    no_sink = {"sinks": np.float32([-np.inf, 1.5])}  # rows of one program, one of them without a key
+    agree(Case(1, 2, 32, 2, options=no_sink).row().segment(40, 10).queries(np.array([[5, 19]])))
 
 
 @inside

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvclient
-from kvclient.blocks import meta, plan, runs
+from kvclient import meta
+from kvclient.blocks import plan, runs
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstored import render
+from kvstored import commands, render
 from kvstored.cli import main, parser
 from kvstored.completion import script
 from kvstored.errors import Exit
@@ -285,3 +285,13 @@ def test_output_that_cannot_be_written_is_one_line_and_no_answer(arguments, tmp_
 def test_an_argument_that_is_no_utf8_is_refused(arguments, capsys):
     assert main([*arguments, "/tmp/\udcff"]) == Exit.USAGE
     assert "is no UTF-8" in capsys.readouterr().err
+
+
+def test_what_a_daemon_says_commands_no_terminal(capsys):
+    """It may be another user's: root looks into a directory that is named to it."""
+    text = "two\nlines é \x1b[2J\x9b\r\t\u202e"
+    shown = "two\nlines é \\x1b[2J\\x9b\\r\\t\\u202e\n"
+    commands._show(parser().parse_args(["status"]), {}, text)
+    assert capsys.readouterr().out == shown
+    assert commands._complain(text, Exit.REFUSED) == Exit.REFUSED
+    assert capsys.readouterr().err == f"kvstored: {shown}"

@@ -92,7 +92,7 @@ class Native:
 
     def stats(self):
         self._check(needs_socket=True)
-        return {"blocks": 0}
+        return '{"blocks": 0}'
 
     def close(self):
         self.closed = True

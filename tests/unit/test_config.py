@@ -8,9 +8,10 @@ import os
 
 import pytest
 
+from kvstored import access
 from kvstored.config import MAX_DIR_BYTES, Config
-from kvstored.errors import ConfigError
-from kvstored.sources import default_dir, load
+from kvstored.errors import ConfigError, StartupError
+from kvstored.sources import MAX_FILE_BYTES, default_dir, load
 from kvstored.units import approximate_size, format_duration, format_size, parse_size
 
 
@@ -341,3 +342,43 @@ def test_sizes_and_times_for_people():
         "1 TiB",
     ]
     assert [format_duration(s) for s in (0.25, 61, 3700, 200000)] == ["0.2s", "1m 1s", "1h 1m", "2d 7h"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_sessions = " + "9" * 10_000,
+        "memory = 0x" + "f" * 9000,
+        "max_blocks = 0x" + "f" * 9000,
+        "[namespaces.a]\nmemory = " + "9" * 400,
+        "memory = " + "[" * 100_000,
+        "# " + "x" * MAX_FILE_BYTES,
+    ],
+)
+def test_a_file_beyond_measure_is_a_wrong_file(tmp_path, text):
+    with pytest.raises(ConfigError) as wrong:
+        loaded(file=write(tmp_path, text))
+    assert len(str(wrong.value)) < 500
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    """It would hold up a daemon that reads its file again."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    opened = os.open(path, os.O_RDWR)  # so that opening it waits for nobody
+    try:
+        os.write(opened, b"max_sessions = 3\n")
+        with pytest.raises(ConfigError, match="is a pipe"):
+            load({"dir": "/tmp/x"}, {}, str(path))
+        salted = load({"dir": "/tmp/x", "namespaces": f"default:salt=file:{path}"}, {}, None).config
+        with pytest.raises(StartupError, match=r"the salt of 'default': .* is a pipe"):
+            access.tenants(salted)
+    finally:
+        os.close(opened)
+
+
+@pytest.mark.parametrize("name", ["KVSTORED_DISK", "KVSTORED_NAMESPACES", "KVSTORED_DIR", "XDG_RUNTIME_DIR"])
+def test_an_environment_that_is_no_utf8_is_refused(name, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"UTF-8|namespaces"):
+        load({}, {"XDG_RUNTIME_DIR": "/tmp", name: "/tmp/\udcff"})

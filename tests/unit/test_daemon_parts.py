@@ -364,3 +364,30 @@ def test_the_metrics_server_answers_only_its_two_paths(request_bytes, status):
         server.close()
 
     asyncio.run(scenario())
+
+
+def test_who_does_not_read_the_metrics_is_cut_off(monkeypatch):
+    monkeypatch.setattr("kvstored.metrics.REQUEST_TIMEOUT_S", 0.01)
+
+    async def scenario():
+        asked = asyncio.Event()
+
+        async def text():
+            asked.set()
+            return "x" * (64 << 20)  # more than the kernel takes for nobody
+
+        async def healthy():
+            return True
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        server = MetricsServer(text, healthy)
+        port, before = await server.start(0), descriptors()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            await asked.wait()
+            await until(lambda: descriptors() == before + 1)
+        server.close()
+
+    asyncio.run(scenario())

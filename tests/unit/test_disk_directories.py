@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvstored.disk import Directories
+from kvstored.disk import Directories, left_over
 
 
 def test_what_is_kept_aside_is_counted(tmp_path):
@@ -19,5 +19,17 @@ def test_what_is_kept_aside_is_counted(tmp_path):
         (tmp_path / "two/default/aside/link").symlink_to("nowhere")
         count, size_bytes = asyncio.run(directories.aside())
         assert (count, size_bytes) == (4, 17 + len("nowhere"))
+        (tmp_path / "three/default/aside").unlink()
+        (tmp_path / "three/default/aside").symlink_to("aside")  # any error, as of a disk that fails
+        assert asyncio.run(directories.aside()) == (count, size_bytes)
     finally:
         directories.close()
+
+
+def test_what_a_namespace_left_that_is_no_more_is_named(tmp_path):
+    configured = [str(tmp_path / name) for name in ("one", "two")]
+    Directories(configured, "kept").close()
+    for left in ("one/gone/tmp", "two/gone/tmp", "two/lost+found"):
+        (tmp_path / left).mkdir(parents=True)
+    (tmp_path / "one/file").write_bytes(b"")
+    assert left_over(configured, {"kept"}) == [str(tmp_path / "one/gone"), str(tmp_path / "two/gone")]

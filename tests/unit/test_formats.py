@@ -26,7 +26,7 @@ def documented(name: str) -> list[tuple[str, int, int]]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[tuple[str, int, int]]]:
     program = ROOT / "build/dev/formats_test"
-    assert program.exists(), "run `make build` first"
+    assert program.exists(), "run `make native-tests` first"
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     structs: dict[str, list[tuple[str, int, int]]] = {}
     for line in printed.splitlines():

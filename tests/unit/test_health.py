@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvstored import health
 from kvstored.degraded import STATES, Degraded
 from kvstored.errors import Fenced
 from kvstored.health import Health
+from tests.fault.children import eventually
 
 
 class Fake:
@@ -185,3 +187,39 @@ def test_only_a_state_of_the_table_can_be_set():
     with pytest.raises(KeyError):
         Degraded().set("on_fire", text="")
     assert all(about.text for about in STATES.values())
+
+
+def test_a_queue_of_others_at_the_session_socket_is_waited_for(tmp_path):
+    """Anybody may knock there: that must not look as if nobody answered, or the watchdog ends the daemon."""
+    path, tid, ended = str(tmp_path / "socket"), [], []
+
+    def ask() -> None:
+        tid.append(threading.get_native_id())
+        try:
+            ended.append(health.ask_sessions(path))
+        except OSError as error:
+            ended.append(error)
+
+    def waits() -> bool:
+        """In connect (its number on x86-64 and on aarch64), or done."""
+        if ended or not tid:
+            return bool(ended)
+        return Path(f"/proc/self/task/{tid[0]}/syscall").read_text().split()[0] in ("42", "203")
+
+    kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
+    with socket.socket(*kind) as listening, contextlib.ExitStack() as knocking:
+        listening.bind(path)
+        listening.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = knocking.enter_context(socket.socket(*kind))
+                one.setblocking(False)
+                one.connect(path)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(waits, "it waits in the queue")
+        while asking.is_alive():
+            listening.settimeout(0.01)
+            with contextlib.suppress(TimeoutError):
+                listening.accept()[0].close()
+        assert ended == [None]

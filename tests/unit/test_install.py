@@ -81,5 +81,5 @@ def test_the_wheel_has_everything_and_nothing_else(export: Path, tmp_path: Path)
     for package in ("kvstored", "kvclient"):
         assert sum(name.startswith(f"{package}/_core") and name.endswith(".so") for name in names) == 1
     assert "kvstored/v1/store_pb2_grpc.py" in names
-    assert "kvclient/kernels/_cpu.so" in names
+    assert {"kvclient/kernels/_cpu.so", "kvclient/py.typed", "kvclient/__init__.pyi"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

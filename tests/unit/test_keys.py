@@ -257,6 +257,8 @@ def test_content_keys_from_many_threads():
         ({"token_ids": np.ones((2, 2), np.int32)}, "token_ids has 2 dimensions, not one"),
         ({"token_ids": 7}, "token_ids must be a sequence or a buffer of ints, not int"),
         ({"extra_ids": [1, 2, 3]}, "extra_ids has 3 entries for 4 tokens"),
+        ({"counts": [1, "2"]}, r"counts\[1\] is of type str, not an int"),
+        ({"counts": 5}, "counts must be a sequence or a buffer of ints, not int"),
         ({"extra_ids": []}, "extra_ids has 0 entries for 4 tokens"),
         ({"extra_ids": [0, 0, -1, 0]}, r"extra_ids\[2\] is -1, outside 0 to 18446744073709551615"),
         ({"extra_ids": [0, 0, 2**64, 0]}, r"extra_ids\[2\] is 18446744073709551616, outside"),

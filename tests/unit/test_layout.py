@@ -100,7 +100,9 @@ def test_layers_may_differ_in_size():
         ({"meta_per_token": 4097}, "0..4096"),
         ({"layer_bytes_per_token": [1]}, "1 layer sizes for num_layers=2"),
         ({"layer_bytes_per_token": [1, 1 << 25]}, "layer_bytes_per_token"),
+        ({"layer_bytes_per_token": 5}, "one size for each layer"),
         ({"name": "n" * 257}, "0..256"),
+        ({"name": b"n"}, "must be a str"),
         ({"head_dim": 60_000, "num_kv_heads": 60, "dtype": "float32"}, "16777216"),
     ],
 )

@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,14 @@ def test_every_member_is_described():
     assert not bare, f"nothing is said of {', '.join(bare)}"
     for one in public:
         assert one.__doc__, one
+
+
+def test_type_checkers_see_the_same_names():
+    package = Path(kvclient.__file__).parent
+    stub = ast.parse((package / "__init__.pyi").read_text())
+    told = {one.name: where.module for where in stub.body[1:] for one in where.names}
+    assert told.pop("hf") == "kvclient" and told == kvclient._HOME
+    assert (package / "py.typed").exists()  # without it they read none of it
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -51,14 +51,18 @@ class PagedLayer(InPlaceLayer):
     # ---------------------------------------------------------------- what the cache is told
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._choose(beam_idx.tolist(), super().reorder_cache, beam_idx)
+        self._choose(beam_idx.tolist, super().reorder_cache, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = [row for row in range(len(self.table.rows)) for _ in range(repeats)]
+        def rows() -> list[int]:
+            return [row for row in range(len(self.table.rows)) for _ in range(repeats)]
+
         self._choose(rows, super().batch_repeat_interleave, repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = torch.arange(len(self.table.rows))[indices.to("cpu")].tolist()
+        def rows() -> list[int]:
+            return torch.arange(len(self.table.rows))[indices.to("cpu")].tolist()
+
         self._choose(rows, super().batch_select_indices, indices)
 
     def reset(self) -> None:
@@ -66,17 +70,26 @@ class PagedLayer(InPlaceLayer):
         if not self._dense:
             self._left("reset")
         super().reset()
-        self.table.clear()
+        if self.table is not None:
+            self.table.clear()
         self._dense = True
 
-    def _choose(self, rows: list[int], dense: Callable[[Any], None], argument: Any) -> None:
+    def become_dense(self, reason: str) -> None:
+        before = self._dense
+        super().become_dense(reason)
+        if not before:
+            self.table.leave()
+
+    def _choose(
+        self, rows: Callable[[], list[int]], dense: Callable[[Any], None], argument: Any
+    ) -> None:
         if self._dense:
             dense(argument)
             return
         self._open_blocks()
         self._chosen += 1
         if self._chosen > self.table.chosen:  # the first layer that hears of it
-            self.table.choose(rows)
+            self.table.choose(rows())
 
     def _cut(self, length: int) -> None:
         self._length = length
@@ -128,6 +141,10 @@ class PagedLayer(InPlaceLayer):
                 memory[pages, self.index, 1, :, low:high] = values[every, :, new]
             column += high - low
         return keys.view_as(keys), values
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A dense one needs no pages, which cannot go to another process."""
+        return super().__getstate__() | ({"table": None} if self._dense else {})
 
     def __deepcopy__(self, memo: Any) -> PagedLayer:
         """Over the same blocks and pages: who writes first, copies a page."""

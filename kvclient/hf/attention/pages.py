@@ -144,6 +144,7 @@ class PageTable:
         self.version = 0  # of `rows`: what was derived from another is of no use
         self._leaders, self._common = list(leaders), common
         self._may_share = False
+        self._left = 0  # layers that have become tensors of their own
         self._ids: tuple[Any, torch.Tensor] | None = None
 
     def begin(self, origin: int) -> None:
@@ -232,7 +233,7 @@ class PageTable:
         """A table of its own over the same pages."""
         other = PageTable(self.pool, self.pads, self._leaders, self._common)
         other.origin, other.stop, other.from_row = self.origin, self.stop, list(self.from_row)
-        other.chosen = self.chosen
+        other.chosen, other._left = self.chosen, self._left
         for own, pages in zip(other.rows, self.rows, strict=True):
             own.extend(pages)
             self.pool.share(pages)
@@ -240,6 +241,12 @@ class PageTable:
         for table in (self, other):
             table._leaders, table._common, table._may_share = list(range(len(self.rows))), 0, True
         return other
+
+    def leave(self) -> None:
+        """One layer more has copied what it has here; behind the last, nobody reads these pages."""
+        self._left += 1
+        if self._left == self.pool.shape[0]:
+            self.clear()
 
     def clear(self) -> None:
         for pages in self.rows:
@@ -251,6 +258,12 @@ class PageTable:
     def __deepcopy__(self, memo: Any) -> PageTable:
         memo[id(self)] = other = self.fork()
         return other
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgument(
+            "a cache in pages cannot be pickled: they are this process's. Read `keys` of each of its layers "
+            "first, which makes tensors of them; in this process copy.deepcopy() shares the pages"
+        )
 
     def __del__(self) -> None:
         self.clear()

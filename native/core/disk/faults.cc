@@ -97,7 +97,12 @@ class Faults::FaultyFiles final : public Files {
   void close(int fd) override { real_->close(fd); }
   uint32_t flushed_s() override { return real_->flushed_s(); }
   int keep_flushed(uint32_t second) override { return real_->keep_flushed(second); }
+  int deleted(uint32_t most, std::vector<Key>* keys) override { return real_->deleted(most, keys); }
+  int keep_deleted(std::span<const Key> keys) override { return real_->keep_deleted(keys); }
   uint32_t written_s(int fd, uint32_t after_s) override { return real_->written_s(fd, after_s); }
+  Written written() override { return real_->written(); }
+  int count_written(const Written& written) override { return real_->count_written(written); }
+  int in_place() override { return real_->in_place(); }
 
  private:
   int fails(Step step) {

@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::string_view kTempSuffix = ".tmp";
 constexpr int kNameTries = 16;  // for a name nobody has
+constexpr ssize_t kWrittenBytes = 32;
 
 std::string_view last_name(std::string_view path) {
   const size_t slash = path.rfind('/');
@@ -44,6 +45,8 @@ bool is_temp_name(std::string_view name) {
          name.find_first_not_of("0123456789abcdef") == 16;
 }
 
+bool is_note_name(std::string_view name) { return name == kFlushedFile || name == kDeletedFile || name == kWrittenFile; }
+
 int lock_directory(const std::string& directory) {
   const int fd = answer(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (fd < 0 || ::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
@@ -52,7 +55,7 @@ int lock_directory(const std::string& directory) {
   return -error;
 }
 
-RealFiles::RealFiles(const std::string& directory, bool direct, bool make) : direct_(direct ? O_DIRECT : 0) {
+RealFiles::RealFiles(const std::string& directory, bool direct, bool make) : path_(directory), direct_(direct ? O_DIRECT : 0) {
   if (make && ::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) throw Error(Code::Unavailable, errno_text(directory));
   root_.reset(::open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
   if (!root_) throw Error(Code::Unavailable, errno_text(directory));
@@ -224,12 +227,64 @@ int RealFiles::keep_flushed(uint32_t second) {
   return directory < 0 ? directory : answer(::fsync(Fd(directory).get()));
 }
 
+int RealFiles::deleted(uint32_t most, std::vector<Key>* keys) {
+  const int opened = open_beneath(kDeletedFile, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+  if (opened < 0) return opened == -ENOENT ? 0 : opened;
+  const Fd fd(opened);
+  struct stat about;
+  if (::fstat(fd.get(), &about) != 0) return -errno;
+  keys->resize(std::min<uint64_t>(most, static_cast<uint64_t>(about.st_size) / kKeyBytes));
+  const ssize_t got = ::read(fd.get(), keys->data(), keys->size() * kKeyBytes);
+  const int error = answer(std::min<ssize_t>(got, 0));
+  keys->resize(error == 0 ? static_cast<size_t>(got) / kKeyBytes : 0);
+  return error;
+}
+
+int RealFiles::keep_deleted(std::span<const Key> keys) {
+  if (keys.empty()) {
+    const int error = remove(kDeletedFile);
+    return error == -ENOENT ? 0 : error;
+  }
+  const int opened = open_beneath(kDeletedFile, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOFOLLOW);
+  if (opened < 0) return opened;
+  const Fd fd(opened);
+  const ssize_t written = ::write(fd.get(), keys.data(), keys.size_bytes());
+  return written == static_cast<ssize_t>(keys.size_bytes()) ? 0 : written < 0 ? -errno : -ENOSPC;
+}
+
 uint32_t RealFiles::written_s(int fd, uint32_t after_s) {
   struct stat about;
   const uint32_t written = ::fstat(fd, &about) == 0 ? static_cast<uint32_t>(about.st_mtim.tv_sec) : 0;
   if (written > after_s || after_s == 0) return written;
   const timespec times[2] = {{0, UTIME_OMIT}, {static_cast<time_t>(after_s) + 1, 0}};
   return ::futimens(fd, times) == 0 ? after_s + 1 : written;
+}
+
+Written RealFiles::written() {
+  const Fd fd(open_beneath(kWrittenFile, O_RDONLY | O_NONBLOCK | O_NOFOLLOW));
+  char text[kWrittenBytes + 1] = {};
+  unsigned day = 0;
+  unsigned long long bytes = 0;
+  if (!fd || ::read(fd.get(), text, kWrittenBytes) != kWrittenBytes || std::sscanf(text, "%10u %20llu", &day, &bytes) != 2)
+    return {};
+  return {day, bytes};
+}
+
+// Always as long, over itself: nothing is allocated, and a process that is killed leaves the one or the other.
+int RealFiles::count_written(const Written& written) {
+  const int opened = open_beneath(kWrittenFile, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOFOLLOW);
+  if (opened < 0) return opened;
+  const Fd fd(opened);
+  char text[kWrittenBytes + 1];
+  std::snprintf(text, sizeof text, "%010u %020llu\n", written.day, static_cast<unsigned long long>(written.bytes));
+  const ssize_t done = ::pwrite(fd.get(), text, kWrittenBytes, 0);
+  return done == kWrittenBytes ? 0 : done < 0 ? -errno : -ENOSPC;
+}
+
+int RealFiles::in_place() {
+  struct stat there, ours;
+  if (::stat(path_.c_str(), &there) != 0 || ::fstat(root_.get(), &ours) != 0) return -errno;
+  return there.st_dev == ours.st_dev && there.st_ino == ours.st_ino ? 0 : -ESTALE;
 }
 
 }  // namespace kv

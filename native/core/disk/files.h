@@ -5,14 +5,18 @@
 //   DIR/tmp/<random>.tmp   files being written; whatever lies there at start is a leftover
 //   DIR/aside/<name>.<n>   what was corrupt and is kept (--keep-corrupt)
 //   DIR/flushed            up to which second all blocks were flushed, whatever files of them are left
+//   DIR/deleted            keys of deleted blocks whose files a daemon that ended left to the next one
+//   DIR/written            how much was written today, where a daily budget bounds it
 //
 // Invariant: no call leaves the directory, follows a symbolic link or waits for what is not a regular file.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/disk/block_file.h"
 #include "core/segment.h"
@@ -22,7 +26,15 @@ namespace kv {
 inline constexpr char kTempDirectory[] = "tmp";
 inline constexpr char kAsideDirectory[] = "aside";
 inline constexpr char kFlushedFile[] = "flushed";  // and while it is written tmp/flushed
-bool is_temp_name(std::string_view name);          // of a file in DIR/tmp
+inline constexpr char kDeletedFile[] = "deleted";
+inline constexpr char kWrittenFile[] = "written";
+bool is_note_name(std::string_view name);  // of one of these three
+bool is_temp_name(std::string_view name);  // of a file in DIR/tmp
+
+struct Written {     // into a directory
+  uint32_t day = 0;  // since 1970
+  uint64_t bytes = 0;
+};
 
 // Holds a directory of blocks for one daemon, or for one repair: -EWOULDBLOCK while another holds it. Closing lets go.
 int lock_directory(const std::string& directory);
@@ -52,8 +64,16 @@ class Files {
   // kept it is on the disk when the call returns; from any thread, one at a time.
   virtual uint32_t flushed_s() = 0;
   virtual int keep_flushed(uint32_t second) = 0;
+  // What keep_deleted() was given last, `most` of it. It outlives this process, not a loss of power. Of none there is no file.
+  virtual int deleted(uint32_t most, std::vector<Key>* keys) = 0;
+  virtual int keep_deleted(std::span<const Key> keys) = 0;
   // The second a file was last written in, made later than `after_s` where it is not: a clock may have been set back.
   virtual uint32_t written_s(int fd, uint32_t after_s) = 0;
+  // What was counted last, nothing if that cannot be read. It outlives this process, not the machine.
+  virtual Written written() = 0;
+  virtual int count_written(const Written& written) = 0;
+  // 0: the directory's path leads to it. -ESTALE: to another one, by a mount or a rename; or why it leads nowhere.
+  virtual int in_place() = 0;
 };
 
 class RealFiles final : public Files {
@@ -70,7 +90,12 @@ class RealFiles final : public Files {
   void close(int fd) override;
   uint32_t flushed_s() override;
   int keep_flushed(uint32_t second) override;
+  int deleted(uint32_t most, std::vector<Key>* keys) override;
+  int keep_deleted(std::span<const Key> keys) override;
   uint32_t written_s(int fd, uint32_t after_s) override;
+  Written written() override;
+  int count_written(const Written& written) override;
+  int in_place() override;
 
  private:
   int open_beneath(const std::string& path, int flags) const;
@@ -79,6 +104,7 @@ class RealFiles final : public Files {
   std::string new_temp_name();
   int move(const std::string& from, const std::string& to, unsigned flags);
 
+  const std::string path_;
   Fd root_;
   const int direct_;  // O_DIRECT or 0
   uint64_t next_temp_;

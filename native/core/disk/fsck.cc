@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <unordered_set>
 
 #include "core/checksum.h"
 #include "core/disk/block_file.h"
@@ -73,6 +74,10 @@ class Check {
         visitor_(visitor),
         direct_(directory, true, false),
         buffered_(directory, false, false) {
+    std::vector<Key> deleted;
+    if (const int error = buffered_.deleted(UINT32_MAX, &deleted); error != 0)
+      throw Error(Code::Unavailable, errno_text(directory + "/" + kDeletedFile, -error));
+    deleted_.insert(deleted.begin(), deleted.end());
     if (!options.repair) return;
     const int lock = lock_directory(directory);
     if (lock == -EWOULDBLOCK)
@@ -100,6 +105,7 @@ class Check {
     ++report_.files;
     report_.bytes += found.bytes;
     if (found.written_s <= flushed_s_) return report(Finding::Leftover, path, "flushed, and not removed yet");
+    if (deleted_.contains(found.key)) return report(Finding::Leftover, path, "deleted, and not removed yet");
     std::string wrong = wrong_with(path, found.key);
     if (!wrong.empty() && !lock_) {  // a running daemon may have written over what was read
       const uint64_t read = report_.read_bytes;
@@ -207,6 +213,7 @@ class Check {
   Fd lock_;
   RealFiles direct_, buffered_;
   const uint32_t flushed_s_ = buffered_.flushed_s();
+  std::unordered_set<Key, KeyHash> deleted_;
   Reader reader_;
   alignas(8) std::array<std::byte, kBlockFileHeaderBytes> page_;
   FsckReport report_;

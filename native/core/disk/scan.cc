@@ -67,7 +67,7 @@ class Walk {
   void directory(int fd, const std::string& path, uint32_t level, bool placed) {
     ++result.directories;
     list(fd, [&](std::string_view name, uint8_t type) {
-      if (level == 0 && name == kFlushedFile) return;
+      if (level == 0 && is_note_name(name)) return;
       struct stat about;
       const bool directory_name = names_level(name, level) || (level == 0 && (name == kTempDirectory || name == kAsideDirectory));
       // A directory on the way needs no stat: that is most of the work where there are many directories.

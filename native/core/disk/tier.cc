@@ -57,7 +57,13 @@ DiskTier::DiskTier(Store& store, Options options)
 DiskTier::~DiskTier() { stop(); }
 
 void DiskTier::start() {
-  for (const Place& place : places_) flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
+  for (uint8_t d = 0; d < places_.size(); ++d) {
+    Place& place = places_[d];
+    take_kept(d);
+    flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
+    const Written written = place.at.files->written();
+    if (written.day == day_.load()) written_today_ += place.written_today = written.bytes;
+  }
   owner_ = store_.open_owner();
   store_.attach_disk(wake_.get(), this);
   thread_ = std::thread([this] { run(); });
@@ -128,6 +134,7 @@ bool DiskTier::forget(const Key& key) {
   FileIndex::Entry* entry = index_.find(key);
   const bool known = entry && !entry->doomed;
   if (entry && entry->doomed) return false;
+  if (!entry && misplaced_.contains(key)) return gone_later_.insert(key).second;  // that file goes anyway
   if (!entry && (listed() || !doomed_unknown_.insert(key).second)) return false;
   if (entry) entry->doomed = entry->listed = true;
   doomed_.push_back(key);
@@ -178,6 +185,7 @@ std::vector<DiskTier::Condition> DiskTier::conditions() {
   std::vector<Condition> out;
   std::lock_guard lock(mutex_);
   for (const auto& [of, condition] : conditions_) out.push_back(condition);
+  if (std::optional<Condition> hangs = hanging()) out.push_back(std::move(*hangs));
   return out;
 }
 
@@ -198,6 +206,7 @@ void DiskTier::run() {
   while (!stop_.load()) {
     wait(turn() ? 0 : until_rested_ms());
   }
+  turned_ms_ = 0;
   // What is in flight ends: a load's memory and a write's block are held until then. What has not begun does not: a large block
   // on a slow disk would take seconds.
   cancel_waiting();
@@ -206,17 +215,19 @@ void DiskTier::run() {
     cancel_waiting();
     if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
   }
-  // What was deleted until now. What is not done in time the next daemon does, if the memory is still there.
+  // What was deleted until now. What is not done in time the next daemon does.
   const uint64_t end_ms = now_ms() + kLastRemovalsMs;
   for (bool more = true; more && now_ms() < end_ms;) {
     remove_doomed(end_ms);
     std::lock_guard lock(mutex_);
     more = more_goes();
   }
+  keep_doomed();
 }
 
 // One round of everything. True if there is more to do at once.
 bool DiskTier::turn() {
+  turned_ms_ = now_ms();
   remove_doomed();
   reap();
   submit_waiting();
@@ -247,6 +258,7 @@ void DiskTier::reap() {
   for (Place& place : places_) {
     Transfer* done[kMaxDepth];
     const size_t count = place.at.engine->completed(done);
+    if (count) place.answered_ms = now_ms();
     for (size_t i = 0; i < count; ++i) {
       Step& step = *static_cast<Step*>(done[i]->user);
       step.load ? load_step_done(step) : write_step_done(step);
@@ -269,6 +281,7 @@ bool DiskTier::try_submit(Step& step, Place& place) {
     if (!(step.buffer = place.staging.take())) return false;
     step.transfer.parts[0].iov_base = step.buffer;
   }
+  if (!place.at.engine->in_flight()) place.answered_ms = now_ms();
   return place.at.engine->submit(&step.transfer);
 }
 

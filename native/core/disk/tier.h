@@ -95,7 +95,7 @@ class DiskTier final : public LowerTier {
  private:
   struct Step;
   struct Queued;
-  enum class Doing : uint8_t { Reading, Writing, Listing };
+  enum class Doing : uint8_t { Reading, Writing, Listing, Lying, Answering };
   struct Fares {
     uint32_t errors = 0;  // in a row
     uint64_t paused_until_ms = 0;
@@ -104,7 +104,11 @@ class DiskTier final : public LowerTier {
   struct Place {  // a directory and how it fares
     Directory at;
     Fares reading{}, writing{};
-    uint64_t probe_bytes = kPageBytes;    // what it last had no room for
+    uint64_t probe_bytes = kPageBytes;  // what it last had no room for
+    uint64_t written_today = 0;
+    bool in_place = true;  // its path leads to it
+    uint64_t looked_ms = 0;
+    uint64_t answered_ms = 0;             // when its engine last had nothing to do, or was done with something
     std::deque<Step*> reads{}, writes{};  // what its engine had no room for: a read waits for no write that is not under way
     size_t loads = 0, writing_now = 0;    // under way
     uint64_t load_bytes = 0;              // of the files of those loads
@@ -156,6 +160,8 @@ class DiskTier final : public LowerTier {
 
   // tier_remove.cc
   void take_deleted();
+  void take_kept(uint8_t directory);
+  void keep_doomed();
   void remove_doomed(uint64_t until_ms = 0);
   void retry_stubborn();
   void list_doomed();
@@ -167,6 +173,8 @@ class DiskTier final : public LowerTier {
   bool unlink(const Key& key, uint8_t directory);
   void file_is_gone(const Key& key);
   void tell_if_gone(const Key& key);
+  void tell_gone(const Key& key);
+  void tell_gone_later();
   bool make_quota_room(uint64_t bytes, Write* heir = nullptr);
   bool shrink();
   enum class Room { Fits, GaveUp, None };
@@ -201,6 +209,8 @@ class DiskTier final : public LowerTier {
   uint8_t directory_for(const Key& key) const;
   void start_write(const WriteJob& job);
   bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
+  bool within_budget(uint64_t bytes);
+  int count_written(Write& write);
   void plan_pieces(Write& write);
   void write_step_done(Step& step);
   void write_done(Write& write);
@@ -212,6 +222,9 @@ class DiskTier final : public LowerTier {
   void went_well(uint8_t directory, bool writing);
   void end_condition(uint8_t directory, bool writing);
   void probe();
+  void look_whether_in_place(uint8_t directory);
+  void look_whether_it_answers(uint8_t directory);
+  std::optional<Condition> hanging() const;
 
   // tier_pages.cc
   void fault_in(const Extent& extent);
@@ -229,7 +242,9 @@ class DiskTier final : public LowerTier {
   const uint32_t max_files_;
   const uint64_t daily_write_bytes_;
   const bool keep_corrupt_, huge_pool_;
-  std::mutex flush_mutex_;              // one flush is remembered at a time
+  std::mutex flush_mutex_;  // guards flushing_
+  std::condition_variable flush_ended_;
+  bool flushing_ = false;               // one flush is remembered at a time
   std::atomic<uint32_t> flushed_s_{0};  // what was written up to this second is flushed
   Mapping pool_;
   std::atomic<bool> pool_hit_{false};
@@ -237,6 +252,8 @@ class DiskTier final : public LowerTier {
   uint32_t owner_ = 0;
   Fd wake_, epoll_;
   std::atomic<bool> stop_{false};
+  std::atomic<uint64_t> turned_ms_{0};  // when the thread last began a round; 0: it makes none
+  std::atomic<uint64_t> hangs_after_ms_{10'000};
   std::thread thread_, scanner_;
   friend class DiskTierTest;
 
@@ -247,7 +264,9 @@ class DiskTier final : public LowerTier {
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
   uint64_t rest_until_ns_ = 0;   // no write begins before
   bool more_leftovers_ = false;  // than were removed in the last turn
+  bool kept_ = false;            // the daemon before left deleted blocks whose files are not all gone yet
   std::atomic<uint64_t> day_;    // of written_today_
+  uint64_t spent_day_ = 0;       // on which a block did not fit into what was left of the budget
   LoadSpeed speed_;
 
   mutable std::mutex mutex_;  // guards all that follows; never held over I/O or a call of the store
@@ -268,13 +287,16 @@ class DiskTier final : public LowerTier {
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
+  std::unordered_set<Key, KeyHash> gone_later_;         // deleted, with no file that anybody looks for: to be told as gone
   std::deque<Leftover> leftovers_;                      // files to be removed; in reserved_bytes_ until they are
+  std::unordered_multiset<Key, KeyHash> misplaced_;     // whose block such a file is
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
   bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
   std::condition_variable stopping_;
-  uint32_t newest_s_ = 0;  // when the last file here was written, by the file system's clock
+  uint32_t newest_s_ = 0;     // when the last file here was written, by the file system's clock
+  uint64_t found_today_ = 0;  // bytes of files there that were written today
   uint64_t arrivals_ = 0;
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;

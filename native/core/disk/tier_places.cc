@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kFirstPauseMs = 1000, kLongestPauseMs = 60'000;
 constexpr uint32_t kErrorsToPause = 3;
+constexpr uint64_t kLookMs = 1000;
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -58,6 +59,11 @@ void DiskTier::end_condition(uint8_t directory, bool writing) {
 void DiskTier::probe() {
   for (uint8_t d = 0; d < places_.size(); ++d) {
     Place& place = places_[d];
+    if (now_ms() >= place.looked_ms + kLookMs) {
+      place.looked_ms = now_ms();
+      look_whether_in_place(d);
+      look_whether_it_answers(d);
+    }
     if (!place.writing.ill || !well(d)) continue;
     {
       std::lock_guard lock(mutex_);
@@ -78,6 +84,43 @@ void DiskTier::probe() {
     end_condition(d, true);
     remove_leftover({temp, d, place.probe_bytes});
   }
+}
+
+// A file system that is mounted over a directory, or away from under its name, takes nothing from who has it open. What is
+// written there from then on the next daemon does not find.
+void DiskTier::look_whether_in_place(uint8_t directory) {
+  Place& place = places_[directory];
+  const int error = place.at.files->in_place();
+  if (place.in_place && error == 0) return;
+  place.in_place = error == 0;
+  const std::string& path = place.at.path;
+  const std::string what = error == -ESTALE ? "another directory lies at " + path : errno_text(path, -error);
+  std::lock_guard lock(mutex_);
+  if (place.in_place)
+    conditions_.erase({directory, Doing::Lying});
+  else
+    conditions_[{directory, Doing::Lying}] = {path, "failed", what + ": nothing is written until it is back, or a restart"};
+}
+
+// A device that takes transfers and gives none back.
+void DiskTier::look_whether_it_answers(uint8_t directory) {
+  const Place& place = places_[directory];
+  const bool hangs = place.at.engine->in_flight() && now_ms() >= place.answered_ms + hangs_after_ms_;
+  std::lock_guard lock(mutex_);
+  if (hangs)
+    conditions_[{directory, Doing::Answering}] = {place.at.path, "failed",
+                                                  "no transfer in " + place.at.path + " ends: the device does not answer"};
+  else
+    conditions_.erase({directory, Doing::Answering});
+}
+
+// A file system that does not return from a call holds this tier's thread, so others have to notice.
+std::optional<DiskTier::Condition> DiskTier::hanging() const {
+  const uint64_t turned_ms = turned_ms_;
+  if (!turned_ms || now_ms() < turned_ms + hangs_after_ms_) return std::nullopt;
+  std::string paths;
+  for (const Place& place : places_) paths += (paths.empty() ? "" : ", ") + place.at.path;
+  return Condition{paths, "failed", "a call to the file system does not return, in one of " + paths};
 }
 
 }  // namespace kv

@@ -15,6 +15,7 @@ namespace {
 constexpr uint32_t kRemovalsATurn = 64;  // so that reading goes on between them
 constexpr size_t kListedAtOnce = 4096;
 constexpr uint64_t kStubbornMs = 1000;  // until what could not be removed is tried again
+constexpr std::chrono::seconds kFlushWait{2};
 
 }  // namespace
 
@@ -73,6 +74,34 @@ void DiskTier::take_deleted() {
   }
 }
 
+// What a daemon had not removed when it ended goes first, before anybody can find it.
+void DiskTier::take_kept(uint8_t directory) {
+  std::vector<Key> keys;
+  const int error = places_[directory].at.files->deleted(max_files_, &keys);
+  if (error != 0) went_wrong(directory, -error, false, "reading what was deleted");
+  for (const Key& key : keys) forget(key);
+  kept_ = kept_ || !keys.empty();
+}
+
+// What was deleted and lies there still must not come back with a daemon that has lost the memory, as after a reboot. One
+// directory tells of all: where a file lies is found out again.
+void DiskTier::keep_doomed() {
+  std::vector<Key> left;
+  {
+    std::lock_guard lock(mutex_);
+    left = doomed_;
+    left.insert(left.end(), gone_later_.begin(), gone_later_.end());
+  }
+  for (const Place& place : places_) left.insert(left.end(), place.stubborn.begin(), place.stubborn.end());
+  if (left.empty() && !kept_) return;
+  for (uint8_t d = 0; d < places_.size(); ++d) {
+    const int error = places_[d].at.files->keep_deleted(left);
+    if (error == 0) left.clear();
+    if (error != 0) went_wrong(d, -error, true, "keeping what was deleted");
+  }
+  kept_ = false;
+}
+
 // A few a turn; once the tier is to stop only what is gone `until_ms`.
 void DiskTier::remove_doomed(uint64_t until_ms) {
   take_deleted();
@@ -88,12 +117,17 @@ void DiskTier::remove_doomed(uint64_t until_ms) {
   }
   size_t done = 0;
   for (; done < now.size() && !over(); ++done)
-    if (remove_everywhere(now[done])) store_.file_gone(now[done]);
+    if (remove_everywhere(now[done])) tell_gone(now[done]);
   size_t left, removed = 0;
   for (left = leftovers; left > 0 && !over(); --left) removed += remove_next_leftover();
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   doomed_.insert(doomed_.end(), now.begin() + static_cast<ptrdiff_t>(done), now.end());
   more_leftovers_ = !leftovers_.empty() && (removed || left);  // else none of them can be removed now
+  const bool over_with = kept_ && listed() && doomed_.empty() && gone_later_.empty() &&
+                         std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.stubborn.empty(); });
+  lock.unlock();
+  if (over_with) keep_doomed();
+  tell_gone_later();
 }
 
 bool DiskTier::remove_next_leftover() {
@@ -128,16 +162,22 @@ void DiskTier::list_doomed() {
 
 // Its bytes count until it is gone. False: it is tried again.
 bool DiskTier::remove_leftover(Leftover leftover) {
-  if (const std::optional<Key> key = key_of(leftover.path.substr(leftover.path.rfind('/') + 1))) {
+  const std::optional<Key> key = key_of(leftover.path.substr(leftover.path.rfind('/') + 1));
+  const auto gone = [&] {
+    reserved_bytes_ -= leftover.bytes;
+    if (key) misplaced_.erase(misplaced_.find(*key));
+    return true;
+  };
+  if (key) {
     std::lock_guard lock(mutex_);
     const FileIndex::Entry* entry = index_.find(*key);
     const bool again = entry && entry->directory == leftover.directory && leftover.path == path_of(*key, fanout_);
-    if (again) return reserved_bytes_ -= leftover.bytes, true;  // the other one went, and it was written here
+    if (again) return gone();  // the other one went, and it was written here
   }
   const int error = well(leftover.directory) ? places_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
   if (error != 0 && error != -ENOENT && error != -EAGAIN) went_wrong(leftover.directory, -error, true, "removing a file");
   std::lock_guard lock(mutex_);
-  if (error == 0 || error == -ENOENT) return reserved_bytes_ -= leftover.bytes, true;
+  if (error == 0 || error == -ENOENT) return gone();
   leftovers_.push_front(std::move(leftover));
   return false;
 }
@@ -148,7 +188,28 @@ void DiskTier::tell_if_gone(const Key& key) {
     std::lock_guard lock(mutex_);
     if (index_.find(key) || doomed_unknown_.contains(key) || writing_.contains(key)) return;
   }
+  tell_gone(key);
+}
+
+// Not while a file of it may lie where nobody looks for it here: another daemon would find it there.
+void DiskTier::tell_gone(const Key& key) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!listed() || misplaced_.contains(key)) return (void)gone_later_.insert(key);
+  }
   store_.file_gone(key);
+}
+
+void DiskTier::tell_gone_later() {
+  std::vector<Key> gone;
+  {
+    std::lock_guard lock(mutex_);
+    if (!listed()) return;
+    for (const Key& key : gone_later_)
+      if (!misplaced_.contains(key)) gone.push_back(key);
+    for (const Key& key : gone) gone_later_.erase(key);
+  }
+  for (const Key& key : gone) tell_if_gone(key);
 }
 
 // Removes files until `bytes` more fit under the quota. False if that cannot be. The last one may become `heir`'s instead: in a
@@ -196,7 +257,12 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
 // A million files take minutes to remove, and a daemon may end at any moment of them: what the next one finds that is not younger
 // than this it removes. By the files' own times, later than any of a file that is here: what a clock says is no order.
 void DiskTier::remember_flush() {
-  std::lock_guard one(flush_mutex_);
+  // A disk that hangs holds up one flush, and not the threads of all that follow. (No timed mutex: g++ 12's TSan sees none.)
+  std::unique_lock one(flush_mutex_);
+  if (!flush_ended_.wait_for(one, kFlushWait, [&] { return !flushing_; }))
+    throw Error(Code::Unavailable, "flushed until a restart only: a flush before it is still being written");
+  flushing_ = true;
+  one.unlock();
   uint32_t second;
   {
     std::lock_guard lock(mutex_);
@@ -207,6 +273,10 @@ void DiskTier::remember_flush() {
   for (Place& place : places_)
     if (const int error = place.at.files->keep_flushed(second); error != 0)
       wrong = errno_text("flushed until a restart only: " + place.at.path + "/" + kFlushedFile, -error);
+  one.lock();
+  flushing_ = false;
+  one.unlock();
+  flush_ended_.notify_one();
   if (!wrong.empty()) throw Error(Code::Unavailable, wrong);
 }
 

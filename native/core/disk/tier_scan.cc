@@ -34,6 +34,7 @@ void DiskTier::scan() {
 }
 
 void DiskTier::all_listed() {
+  written_today_ = std::max(written_today_.load(), found_today_);  // where nothing was counted, or a power loss took it
   doom_what_is_found_ = false;
   for (const Key& key : gone_unknown_) doomed_unknown_.erase(key);  // the others' files are still to be removed
   gone_unknown_.clear();
@@ -43,7 +44,8 @@ void DiskTier::all_listed() {
 bool DiskTier::list(uint8_t directory) {
   const std::string& path = places_[directory].at.path;
   std::vector<Leftover>
-      leftovers;        // of a daemon that is gone, or had another fan-out: nothing is written before the listing ends
+      leftovers;  // of a daemon that is gone, or had another fan-out: nothing is written before the listing ends
+  std::vector<Key> misplaced;
   uint64_t strays = 0;  // not ours to remove
   Visitor visitor;
   visitor.blocks = [&](std::span<const FoundFile> found) { return add_found(directory, found); };
@@ -51,6 +53,7 @@ bool DiskTier::list(uint8_t directory) {
     const bool left_over = kind == Stray::Temp || kind == Stray::Misplaced;
     if (left_over) leftovers.push_back({at, directory, bytes});
     strays += !left_over && kind != Stray::Aside;
+    if (kind == Stray::Misplaced) misplaced.push_back(*key_of(at.substr(at.rfind('/') + 1)));
   };
   visitor.over = [&] { return stop_.load(); };
   places_[directory].at.files->make_directories(fanout_);
@@ -69,6 +72,7 @@ bool DiskTier::list(uint8_t directory) {
   }
   conditions_.erase({directory, Doing::Listing});
   strays_ += strays;
+  for (const Key& key : misplaced) misplaced_.insert(key);
   for (Leftover& each : leftovers) reserved_bytes_ += each.bytes, leftovers_.push_back(std::move(each));
   return true;
 }
@@ -85,10 +89,11 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
         continue;
       }
       FileIndex::Entry* entry = index_.find(file.key);
-      if (entry && entry->directory == directory) continue;              // an earlier try got as far
-      if (file.written_s / kDayS == day_) written_today_ += file.bytes;  // the day's budget outlives its daemon
+      if (entry && entry->directory == directory) continue;  // an earlier try got as far
+      if (file.written_s / kDayS == day_) found_today_ += file.bytes;
       if (entry) {  // the same block in two directories: of no use, and it would outlive the other
         duplicates.push_back({path_of(file.key, fanout_), directory, file.bytes});
+        misplaced_.insert(file.key);
         continue;
       }
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));

@@ -36,7 +36,8 @@ void DiskTier::give_way() {
 bool DiskTier::may_write() const {
   if (monotonic_ns() < rest_until_ns_) return false;
   const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
-  const bool spent = daily_write_bytes_ && today == day_ && written_today_.load(std::memory_order_relaxed) >= daily_write_bytes_;
+  const bool used_up = today == day_ && written_today_.load(std::memory_order_relaxed) >= daily_write_bytes_;
+  const bool spent = daily_write_bytes_ && (used_up || today == spent_day_);
   bool room = false;
   for (uint8_t d = 0; d < places_.size() && !room; ++d) room = takes_a_write(d);
   std::lock_guard lock(mutex_);
@@ -47,7 +48,7 @@ bool DiskTier::may_write() const {
 // As far as this thread alone decides.
 bool DiskTier::has_room(uint8_t directory) const {
   const Place& place = places_[directory];
-  return well(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() && place.writes.empty();
+  return place.in_place && well(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() && place.writes.empty();
 }
 
 // A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.
@@ -94,7 +95,8 @@ void DiskTier::start_write(const WriteJob& job) {
   {
     std::lock_guard lock(mutex_);
     FileIndex::Entry* entry = index_.find(job.key);
-    there = entry && !entry->doomed, doomed = entry ? entry->doomed : doomed_unknown_.contains(job.key);
+    there = entry && !entry->doomed,
+    doomed = entry ? entry->doomed : doomed_unknown_.contains(job.key) || gone_later_.contains(job.key);
     // A file says until when its block lives, and this one, for all that is known of it, longer than it was now asked for.
     outlives = there && job.expiry_s && (!entry->expiry_s || entry->expiry_s > job.expiry_s) && !loading_.contains(job.key);
     if (outlives) entry->doomed = true, where = entry->directory;
@@ -105,7 +107,8 @@ void DiskTier::start_write(const WriteJob& job) {
     return;
   }
   const KnownLayout* known = known_layout(job.shape.layout);
-  if (!known || !describe_block(*write, job, *known) || !make_quota_room(write->bytes, write.get())) {
+  if (!known || !describe_block(*write, job, *known) || !within_budget(write->bytes) ||
+      !make_quota_room(write->bytes, write.get())) {
     writes_too_large_ += 1;
     store_.end_write(job.handle, false);
     return;
@@ -128,11 +131,37 @@ void DiskTier::start_write(const WriteJob& job) {
     write_errors_ += 1;
     return end_write(started, false);
   }
+  if (const int error = count_written(started); error != 0) {
+    went_wrong(started.directory, -error, true, "counting what is written");
+    write_errors_ += 1;
+    return end_write(started, false);
+  }
   plan_pieces(started);
   for (Step& step : started.steps) {
     submit(step, started.directory);
     give_way();
   }
+}
+
+// What does not fit any more today ends the day's writing; what fits into no day is refused.
+bool DiskTier::within_budget(uint64_t bytes) {
+  const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
+  if (day_.exchange(today) != today) {
+    written_today_.store(0);
+    for (Place& place : places_) place.written_today = 0;
+  }
+  if (!daily_write_bytes_ || written_today_.load() + bytes <= daily_write_bytes_) return true;
+  if (bytes <= daily_write_bytes_) spent_day_ = today;
+  return false;
+}
+
+// Before its first byte goes to the disk, and whatever becomes of it: a daemon that is killed has written it all the same.
+int DiskTier::count_written(Write& write) {
+  Place& place = places_[write.directory];
+  place.written_today += write.bytes;
+  written_today_ += write.bytes;
+  if (!daily_write_bytes_) return 0;
+  return place.at.files->count_written({static_cast<uint32_t>(day_.load()), place.written_today});
 }
 
 // The header goes with the first piece.
@@ -231,9 +260,6 @@ void DiskTier::end_write(Write& write, bool written) {
   const WriteJob job = write.job;
   if (write.fd >= 0) files.close(write.fd);
   if (written) {
-    const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
-    if (day_.exchange(today) != today) written_today_.store(0);
-    written_today_ += write.bytes;
     written_ += 1, write_bytes_ += write.bytes;
     write_latency_.add(monotonic_ns() - write.begun_ns);
   }

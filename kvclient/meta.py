@@ -12,7 +12,7 @@ The reuse identity is for whoever looks at a block's file: it stands where the a
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAGIC = int.from_bytes(b"KVM1", "little")
 KEY_BYTES = 32
@@ -36,11 +36,28 @@ def pack(meta: Meta) -> bytes:
 
 
 def put(area: memoryview, meta: Meta) -> None:
-    """Packs it into the area; without the identity where a short block's area has no room left for it."""
-    packed = pack(meta)
-    if len(packed) > len(area):
-        packed = pack(meta._replace(identity=b""))
-    area[: len(packed)] = packed
+    """Packs it into the area, without the identity where that has no room left; nothing where it has none for
+    the rest: blocks of such a layout are found as prefixes only.
+    """
+    for own in (meta, meta._replace(identity=b"")):
+        packed = pack(own)
+        if len(packed) <= len(area):
+            area[: len(packed)] = packed
+            return
+
+
+def of_chunk(chain: Any, index: int) -> Meta:
+    """What the native writer says of that chunk of a chain (native/core/grants.cc)."""
+    count = chain.token_counts[index]
+    start = chain.start_tokens[index] - chain.start_token
+    ids = bytes(memoryview(chain.token_ids).cast("B")[4 * start : 4 * (start + count)])
+    extra = b""
+    if chain.extra_ids is not None:
+        words = memoryview(chain.extra_ids).cast("B")
+        each = len(words) // chain.num_tokens
+        extra = bytes(words[each * start : each * (start + count)])
+    parent, content = chain.parent_keys[index], chain.content_keys[index]
+    return Meta(parent, content, ids, extra if any(extra) else b"", chain.identity)
 
 
 def unpack(area: memoryview | bytes, tokens: int) -> Meta | None:
