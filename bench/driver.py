@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 
 
+AT_REST_S = 0.02  # a server looks for more for some milliseconds
+
+
 class DriverFailed(Exception):
     """The contender said no, died, or did not answer in time. The message is what the table prints."""
 
@@ -42,7 +45,9 @@ class Driver:
         self.close()
 
     def pause(self) -> None:
-        """Stops the contender and its servers where they are: an idle store still has threads that wake."""
+        """Stops the contender and its servers: an idle store still has threads that wake. Not while one still
+        looks for the next request: it would find on waking that a look took seconds, and think the machine busy."""
+        time.sleep(AT_REST_S)
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
