@@ -43,6 +43,7 @@ from kvclient.hf.warming import Stored, check_overlap, warm
 from kvclient.segment import check_bounds
 
 MOST_TOKENS = 1 << 24  # of a chain
+TRAINING = "a module is in training mode, and dropout makes KV random; call model.eval()"
 
 
 def attach(
@@ -90,6 +91,9 @@ def attach(
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
+    if isinstance(client, type) or not all(hasattr(client, name) for name in ("salt", "get", "create")):
+        what = "kvclient.connect(), or kvclient.InMemoryClient(bytes) without a daemon"
+        raise InvalidArgument(f"client={client!r:.80} is no client; it must be one of {what}")
     cut = Chunker(chunker, block_tokens, tokenizer)
     codec = codec_of(codec, cut)
     options = Options(
@@ -275,7 +279,7 @@ class Attachment:
         if subject is None:
             raise Refused(str(self._known.refusal))
         if modes and self._known.watch.training():
-            raise Refused("a module is in training mode, and dropout makes KV random; call model.eval()")
+            raise Refused(TRAINING)
         return subject
 
     def _chosen(self) -> Subject:
@@ -303,8 +307,10 @@ class Attachment:
         if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
         subject = self._current(model)
-        if subject is None or self._known.watch.training():
-            return self._run_without("training" if subject else "refused", started, model, args, kwargs)
+        if subject is None:
+            return self._run_without("refused", started, model, args, kwargs, self._known.refusal)
+        if self._known.watch.training():
+            return self._run_without("training", started, model, args, kwargs, TRAINING)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
@@ -316,6 +322,8 @@ class Attachment:
             client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
             started,
         )  # fmt: skip
+        if trial is None and options.in_place is None:
+            request.report.dense = self._known.adopted.left
         args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
         outer, self._local.request = getattr(self._local, "request", None), request
         try:
@@ -329,14 +337,15 @@ class Attachment:
 
     def _run_without(
         self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, Any], detail: str | None = None,
     ) -> Any:  # fmt: skip
         outer, self._local.request = getattr(self._local, "request", None), None
         try:
             return self._own(model, "generate")(*args, **kwargs)
         finally:
             self._local.request = outer
-            self._note(Report(bypassed=reason, total_s=time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            self._note(Report(bypassed=reason, bypass_detail=detail, total_s=seconds))
 
     def _note(self, report: Report, trial: trials.Trial | None = None) -> None:
         if trial is not None:

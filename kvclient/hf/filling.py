@@ -30,6 +30,7 @@ from kvclient.hf.form import Form
 from kvclient.hf.memory import Memory
 from kvclient.hf.prefix import Found, Prefix
 from kvclient.hf.prompt import Prompt
+from kvclient.hf.report import Report
 from kvclient.hf.staging import Staged
 from kvclient.segment import check_bounds, whole_seconds
 
@@ -65,8 +66,9 @@ class Filling:
 
     def __init__(
         self, options: Options, form: Form, prompt: Prompt, found: Sequence[Found], prefix: Prefix | None,
-        blend: Blend | None,
+        blend: Blend | None, report: Report,
     ) -> None:  # fmt: skip
+        self._left = functools.partial(_left, report)
         self._options, self._form, self._prompt, self._found = options, form, prompt, found
         self._prefix, self._blend = prefix, blend
         self._pads = [pad for _, pad in sorted((row, g.pad) for g in prompt.groups for row in g.rows)]
@@ -84,7 +86,7 @@ class Filling:
         recorded = static and not (in_place and device.type != DeviceLayer.device_type)
         paged = in_place and self._options.pool is not None and not recorded
         if recorded and self._options.pool is not None:
-            count_fallback("paged")  # a captured graph has a tail that never moves
+            self._left("paged")  # a captured graph has a tail that never moves
         if recorded:
             self.steps = Steps(self._pads, capacity, device)
         if in_place and self._prefix is not None:
@@ -104,7 +106,7 @@ class Filling:
     def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
         forget_pending()
         pool, prompt = self._options.pool, self._prompt
-        given = {"pads": self._pads, "left": count_fallback, "reader": self._options.in_place}
+        given = {"pads": self._pads, "left": self._left, "reader": self._options.in_place}
         if paged:
             assert pool is not None
             first = leaders([group.rows for group in prompt.groups], prompt.rows)
@@ -123,7 +125,7 @@ class Filling:
         if not self._options.static:
             return False
         if (config.num_beams or 1) > 1 or self._blend is not None:
-            count_fallback("graph_beams" if self._blend is None else "graph_inside")
+            self._left("graph_beams" if self._blend is None else "graph_inside")
             return False
         return True
 
@@ -131,9 +133,16 @@ class Filling:
         if not self._options.in_place or device.type not in IN_PLACE_DEVICES:
             return False
         if self._blend is not None:
-            count_fallback("inside")  # fresh tokens stand among reused ones
+            self._left("inside")  # fresh tokens stand among reused ones
             return False
         if any(one.part is not None for one in self._found):
-            count_fallback("part")  # its tokens go into a block together with what follows
+            self._left("part")  # its tokens go into a block together with what follows
             return False
         return True
+
+
+def _left(report: Report, reason: str) -> None:
+    """Counts what is not read in place, and has the call say so, not what becomes of its cache later."""
+    count_fallback(reason)
+    if not report.total_s:
+        report.dense = reason

@@ -31,9 +31,11 @@ class Report:
     prefill_s: float = 0.0  # the model itself, without the above
     ttft_s: float = 0.0  # from the call of generate() to the first token, everything included
     total_s: float = 0.0
-    bypassed: str | None = None  # why the store was not read or written at all
+    bypassed: str | None = None  # why the store was not read or written at all: a word
+    bypass_detail: str | None = None  # …and in full, where the word does not say it
     read_bypassed: str | None = None  # why it was only written
     write_bypassed: str | None = None  # why it was only read
+    dense: str | None = None  # why not, or no longer, in place: the word that attention.fallbacks() counts
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
     unavailable: int = 0  # blocks that no store was there to take (on_error="miss")

@@ -81,6 +81,7 @@ class Request:
                 raise Bypassed("padding", "the self-test found it wrong with this model")
         except Bypassed as bypassed:
             self.report.bypassed = bypassed.reason
+            self.report.bypass_detail = bypassed.detail or None
             return run()
         self.report.prompt_tokens = self._prompt.tokens
         self._patience = Patience(self._pace, self._client, self._prompt.tokens)
@@ -269,7 +270,7 @@ class Request:
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
         assert self._prompt is not None and self._offer is not None
         own = (self._options, self._subject.form, self._prompt, self._found, self._prefix, self._blend)
-        filling = Filling(*own)
+        filling = Filling(*own, self.report)
         self._layers = filling.layers(config, device, self._offer.written(), self._memory)
         self._staged, self._steps = filling.staged, filling.steps
         replace_layers(cache, self._layers)

@@ -290,3 +290,39 @@ def test_a_tolerant_writer_says_what_it_could_not_seal():
     client = SimpleNamespace(suppressed_total=0)
     assert TolerantWriter(client, SimpleNamespace(seal=fail)).seal() is False
     assert TolerantWriter(client, SimpleNamespace(seal=lambda _index: None)).seal() is True
+
+
+# ---------------------------------------------------------------- what is said of a refusal
+
+
+def test_a_call_that_is_left_alone_says_why_in_full(model, kv):
+    handle = model.model.layers[1].register_forward_hook(foreign_hook)
+    generate(model, prompt(70), 1)
+    assert kv.last.bypassed == "refused" and "foreign_hook on model.layers.1" in kv.last.bypass_detail
+    handle.remove()
+    model.model.layers[0].mlp.train()
+    generate(model, prompt(70), 1)
+    assert kv.last.bypassed == "training" and "eval()" in kv.last.bypass_detail
+    model.eval()
+    generate(model, prompt(70), 2, use_cache=True, position_ids=torch.arange(5, 75)[None])
+    assert (kv.last.bypassed, kv.last.bypass_detail) == ("position_ids", "not 0 to n-1")
+    generate(model, prompt(70), 1)
+    assert (kv.last.bypassed, kv.last.bypass_detail) == (None, None)
+
+
+def test_a_call_that_is_served_dense_says_why(model, client):
+    options = {"block_tokens": BLOCK, "self_test": False}
+    with kvclient.hf.attach(model, client, **options) as kv:
+        generate(model, prompt(70), 2)
+        assert kv.last.dense is None
+        _, _, cache = generate(model, prompt(70), 2)
+        assert cache.layers[0].keys is not None
+        assert kv.last.dense is None, "what becomes of the cache afterwards is not the call's"
+        generate(model, prompt(70), 2, num_beams=2)
+        assert kv.last.dense == "rows"
+        model.set_attn_implementation("sdpa")
+        generate(model, prompt(70), 2)
+        assert kv.last.dense == "switched"
+    with kvclient.hf.attach(model, client, **options, in_place=False) as kv:
+        generate(model, prompt(70), 2)
+        assert kv.last.dense is None, "that was asked for"

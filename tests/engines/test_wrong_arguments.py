@@ -68,6 +68,20 @@ def test_attach(client):
         attention.install("x")
 
 
+@pytest.mark.parametrize("given", [None, "default", kvclient, kvclient.InMemoryClient])
+def test_what_is_no_client_is_told_from_one(given, client):
+    model = build("llama", layers=1)
+    with pytest.raises(InvalidArgument, match=r"client=.*kvclient\.connect\(\)"):
+        kvclient.hf.attach(model, given, self_test=False)
+    assert "generate" not in model.__dict__ and model.config._attn_implementation == "sdpa"
+    with pytest.raises(kvclient.hf.Refused, match="generate"):
+        kvclient.hf.attach(given, client)
+    client.close()
+    with pytest.raises(kvclient.Closed):
+        kvclient.hf.attach(model, client, self_test=False)
+    assert "generate" not in model.__dict__ and model.config._attn_implementation == "sdpa"
+
+
 def test_limited(client):
     """A count from the end would publish what was to stay."""
     with kvclient.hf.attach(build("llama", layers=1), client, self_test=False) as kv:

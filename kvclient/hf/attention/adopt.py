@@ -66,6 +66,7 @@ class Adopted:
         self.asked, self.paged_tokens = in_place is True, paged_tokens
         self._pool: PagePool | None = None
         self.wanted = in_place is not False
+        self.left: str | None = None  # why not, as a word
         self._brought = False
         if copied(model):
             uninstall(model)
@@ -73,7 +74,7 @@ class Adopted:
             return
         if reason := lacking(model, self.asked):
             self.wanted = False
-            count_fallback(reason)
+            self._count(reason)
         elif installed(model) is None:
             try:
                 bring(model)
@@ -81,7 +82,7 @@ class Adopted:
                 if self.asked:
                     raise
                 self.wanted = False
-                count_fallback("self_test")
+                self._count("self_test")
                 return
             self._brought = True
 
@@ -91,8 +92,12 @@ class Adopted:
         """
         reader = Reader(model.config)
         if self.wanted and not reader():
-            count_fallback("switched")
+            self._count("switched")
         return reader if self.wanted and reader() else None
+
+    def _count(self, reason: str) -> None:
+        self.left = reason
+        count_fallback(reason)
 
     def pool(self, kv: Any, device: torch.device) -> PagePool | None:
         """The pages of an attachment to a model with such KV on that device; None if it has none."""
@@ -105,7 +110,7 @@ class Adopted:
 
     def give_up(self, model: torch.nn.Module, reason: str) -> None:
         self.wanted = False
-        count_fallback(reason)
+        self._count(reason)
         self.give_back(model)
 
     def give_back(self, model: torch.nn.Module) -> None:
