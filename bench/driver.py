@@ -12,7 +12,6 @@ import subprocess
 import time
 from pathlib import Path
 
-
 AT_REST_S = 0.02  # a server looks for more for some milliseconds
 
 
@@ -46,7 +45,9 @@ class Driver:
 
     def pause(self) -> None:
         """Stops the contender and its servers: an idle store still has threads that wake. Not while one still
-        looks for the next request: it would find on waking that a look took seconds, and think the machine busy."""
+        looks for the next request: it would find on waking that a look took seconds, and think the machine
+        busy.
+        """
         time.sleep(AT_REST_S)
         self._signal(signal.SIGSTOP)
 
