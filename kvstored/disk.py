@@ -9,6 +9,7 @@ changes anything in them.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Sequence
 
@@ -18,28 +19,30 @@ from kvstored import _core, rundir
 from kvstored.errors import StartupError, StoreError
 
 ASIDE = "aside"
+LOOK_S = 1.0  # a disk that takes longer to list what is kept aside is asked again later
 
 
 class Directories:
-    """Those of one namespace, one below each directory of the configuration. Raises StartupError."""
+    """Those of one namespace, one below each directory of the configuration."""
 
     def __init__(self, configured: Sequence[str], namespace: str) -> None:
-        self.paths: list[str] = []
+        self.paths = [os.path.join(directory, namespace) for directory in configured]
         self._locks: list[int] = []
+        self._look: asyncio.Task[None] | None = None
+        self._aside = (0, 0)
+
+    def open(self, at: int) -> None:
+        """Makes, checks and locks the one of this number, for as long as the disk takes. Raises
+        StartupError."""
+        path = self.paths[at]
+        directory = os.path.dirname(path)
         try:
-            for directory in configured:
-                os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
-                path = os.path.join(directory, namespace)
-                for one in (directory, path):
-                    rundir.prepare(one, "disk directory")
-                self._locks.append(_core.lock_directory(path))
-                self.paths.append(path)
+            os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
+            for one in (directory, path):
+                rundir.prepare(one, "disk directory")
+            self._locks.append(_core.lock_directory(path))
         except (StoreError, OSError) as error:
-            self.close()
             raise StartupError(f"disk: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         for lock in self._locks:
@@ -47,9 +50,18 @@ class Directories:
         self._locks.clear()
 
     async def aside(self) -> tuple[int, int]:
-        """How many files are kept aside, and their bytes."""
+        """How many files are kept aside, and their bytes; what was found last, of a disk that does not
+        answer: one look is under way at a time."""
+        if self._look is None:
+            self._look = asyncio.ensure_future(self._look_aside())
+        done, _ = await asyncio.wait((self._look,), timeout=LOOK_S)
+        if done:
+            self._look = None
+        return self._aside
+
+    async def _look_aside(self) -> None:
         found = [await _kept(os.path.join(path, ASIDE)) for path in self.paths]
-        return sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
+        self._aside = sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
 
 
 def left_over(configured: Sequence[str], namespaces: Collection[str]) -> list[str]:

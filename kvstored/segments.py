@@ -155,6 +155,11 @@ class Segments:
         self._make([old.geometry])
         return self._pools[namespace]
 
+    def give_up(self, discard: bool) -> None:
+        """Leaves them for the next daemon, or with `discard` removes them."""
+        if discard or not self.kept:
+            self.discard()
+
     def discard(self) -> None:
         """Removes everything: the next daemon starts empty."""
         for pool in self._pools.values():

@@ -30,7 +30,7 @@ from kvstored.leases import Leases
 from kvstored.metrics import MetricsServer
 from kvstored.notify import notify
 from kvstored.places import SHM_DIR
-from kvstored.process import cpu_seconds, own_memory_bytes
+from kvstored.process import cpu_seconds, end_within, own_memory_bytes
 from kvstored.reflection import LazyReflection
 from kvstored.reload import Reload
 from kvstored.segments import Geometry, Pool, Segments
@@ -51,6 +51,7 @@ from kvstored.watch import Watch
 MAX_GUEST_CALLS = 16_384  # of all connections, also refused ones: some 20 KB each until that is read
 GUEST_HANDSHAKE_MS = 5_000
 GUEST_IDLE_MS = 60_000
+STOP_S = 5.0  # after drain_timeout_s; a disk that hangs would hold the daemon for ever
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,11 +63,11 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     made = rundir.prepare(config.dir)
     lock = rundir.Lock(config.dir)
     try:
-        daemon = Daemon(sourced, made, fresh, started_ns)
+        daemon = Daemon(sourced, made, fresh, discard, started_ns)
         try:
             asyncio.run(daemon.run())
         finally:
-            daemon.close(discard)
+            daemon.close()
     finally:
         lock.close()
 
@@ -74,13 +75,14 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
 class Daemon:
     """One daemon: built by the constructor, then run() once, then close()."""
 
-    def __init__(self, sourced: Sourced, made_directory: bool, fresh: bool, started_ns: int) -> None:
-        self._started_ns = started_ns
+    def __init__(self, sourced: Sourced, made: bool, fresh: bool, discard: bool, started_ns: int) -> None:
+        """`made`: the runtime directory."""
+        self._started_ns, self._discard = started_ns, discard
         config = sourced.config
         self._tenants = self._next_tenants = access.tenants(config)
-        self._made_directory = made_directory
+        self._made_directory = made
         self._opening = access.openness(config, self._tenants)
-        access.open_directory(config.dir, self._opening, made_directory)
+        access.open_directory(config.dir, self._opening, made)
         self._segments = Segments(
             config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
         )
@@ -142,20 +144,20 @@ class Daemon:
         for number in (*STOP_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # its default would kill before what is to go is removed
-        log.info("stopping", drain_timeout_s=self._reload.config.drain_timeout_s)
+        drain_s = self._reload.config.drain_timeout_s
+        log.info("stopping", drain_timeout_s=drain_s)
+        end_within(drain_s + STOP_S, lambda: self._segments.give_up(self._discard))
         self._watch.stop()
         await self._stop(servers)
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
 
-    def close(self, discard: bool) -> None:
-        """Leaves the segments for the next daemon, or with `discard` removes them."""
+    def close(self) -> None:
         self._sessions.stop()
         self._threads.close()
         self._tiers.close()
         for store in self._stores.values():
             store.close()
-        if discard or not self._segments.kept:
-            self._segments.discard()
+        self._segments.give_up(self._discard)
         self._segments.close()
 
     def _allow_changes(self) -> None:

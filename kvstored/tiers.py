@@ -1,13 +1,16 @@
-"""The tiers below memory: one disk tier per namespace, started, watched and stopped.
+"""The tiers below memory: one disk tier per namespace, opened, started, watched and stopped.
 
 Owns the native tiers and the directories they work in. What is written, loaded and removed is decided
-natively (`native/core/disk/tier.h`); here it is configured, and its state is told. Invariant: a tier stops
-before its store closes, and its directories are free only after that.
+natively (`native/core/disk/tier.h`); here it is configured, and its state is told. Invariants: a tier stops
+before its store closes, and its directories are free only after that; a disk that does not answer holds up
+nobody here, but who closes.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,21 +23,95 @@ from kvstored.errors import StartupError, StoreError
 # A schedule of failures for the file system below the tier (native/core/disk/faults.h): for tests only.
 FAULTS = "KVSTORED_FAULTS"
 STATES = {"full": "disk_full", "read_only": "disk_read_only", "failed": "disk_failed"}
+ANSWER_S = 2.0  # a disk that has not answered by then is done without, until it does
+
+
+class Tier:
+    """The tier of one namespace. Its directories are opened on a thread of its own, which may never return
+    from there: until it does nothing is found on the disk and nothing is written, and what is deleted is kept
+    in mind."""
+
+    def __init__(self, native: Any, directories: Directories, name: str, loads: str, others: Any) -> None:
+        self.native = native
+        self.directories = directories
+        self.error: Exception | None = None  # why it could not be opened
+        self.answered = threading.Event()  # it was opened, or could not be
+        self._name = name
+        self._loads = loads
+        self._others = others  # called when it was opened
+        self._at = directories.paths[0]  # what is being opened
+        self._changing = threading.Lock()
+        self._wanted = self._closed = False
+        threading.Thread(target=self._open, name=f"open-{name}", daemon=True).start()
+
+    def _open(self) -> None:
+        try:
+            for number, path in enumerate(self.directories.paths):
+                self._at = path
+                self.directories.open(number)
+                self.native.open()
+            self._others()
+        except (StartupError, StoreError, OSError) as error:
+            self.error = error
+        with self._changing:
+            self.answered.set()
+            self._begin()
+
+    def start(self) -> None:
+        """As soon as it is opened."""
+        with self._changing:
+            self._wanted = True
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self._wanted or self._closed or self.error or not self.answered.is_set():
+            return
+        for path, (engine, reason) in zip(self.directories.paths, self.native.engines, strict=True):
+            log.info(
+                "disk", namespace=self._name, directory=path, engine=engine, reason=reason, loads=self._loads
+            )
+        self.native.begin()
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+        self.native.stop()
+        if self.answered.is_set():
+            self.directories.close()
+
+    def conditions(self) -> list[tuple[str, str]]:
+        """(degraded state, text)"""
+        if self.error:
+            return [("disk_failed", f"{self.error}: the store goes on without it until a restart")]
+        if not self.answered.is_set():
+            return [
+                ("disk_failed", f"{self._at} does not answer: the store goes on without it until it does")
+            ]
+        return [(STATES[state], text) for _, state, text in self.native.conditions()]
 
 
 class Tiers:
     def __init__(self, config: Config, stores: Mapping[str, Any], huge: Collection[str]) -> None:
-        """`huge`: the namespaces whose pools are made of huge pages."""
-        self._directories: dict[str, Directories] = {}
-        self._disk: dict[str, Any] = {}
-        self._huge = frozenset(huge)
+        """`huge`: the namespaces whose pools are made of huge pages. Raises StartupError for what is wrong
+        with a disk that answers."""
+        self._tiers: dict[str, Tier] = {}
         levels, digits = map(int, config.disk_fanout.split("x"))
         if not config.disk:
             return
+        others = threading.Lock()
+
+        def tell_others() -> None:
+            """What lies beside the namespaces' directories: told by the first that is opened."""
+            if not others.acquire(blocking=False):
+                return
+            for path in left_over(config.disk, stores.keys()):
+                why = "no namespace of this name is configured: its files count to no quota"
+                log.warning("disk_left_over", directory=path, why=why)
+
         try:
             for name, store in stores.items():
-                directories = self._directories[name] = Directories(config.disk, name)
-                self._disk[name] = _core.DiskTier(
+                directories = Directories(config.disk, name)
+                native = _core.DiskTier(
                     store,
                     directories.paths,
                     config.disk_bytes(name),
@@ -46,10 +123,14 @@ class Tiers:
                     huge_pool=name in huge,
                     faults=os.environ.get(FAULTS, ""),
                 )
-            for path in left_over(config.disk, stores.keys()):
-                why = "no namespace of this name is configured: its files count to no quota"
-                log.warning("disk_left_over", directory=path, why=why)
-        except (StoreError, OSError) as error:
+                loads = "in_place" if name in huge else "through_buffers"
+                self._tiers[name] = Tier(native, directories, name, loads, tell_others)
+            end = time.monotonic() + ANSWER_S
+            for tier in self._tiers.values():
+                tier.answered.wait(max(0.0, end - time.monotonic()))
+                if tier.error:
+                    raise StartupError(f"disk: {tier.error}") from tier.error
+        except StoreError as error:
             self.close()
             raise StartupError(f"disk: {error}") from error
         except BaseException:
@@ -57,46 +138,41 @@ class Tiers:
             raise
 
     def start(self) -> None:
-        for name, disk in self._disk.items():
-            for path, (engine, reason) in zip(self._directories[name].paths, disk.engines, strict=True):
-                loads = "in_place" if name in self._huge else "through_buffers"
-                log.info("disk", namespace=name, directory=path, engine=engine, reason=reason, loads=loads)
-            disk.start()
+        for tier in self._tiers.values():
+            tier.start()
 
     def close(self) -> None:
         """Waits for what is in flight: no file stays half, no memory is written afterwards."""
-        for disk in self._disk.values():
-            disk.stop()
-        for directories in self._directories.values():
-            directories.close()
+        for tier in self._tiers.values():
+            tier.close()
 
     def resize(self, config: Config) -> None:
         """Another quota, at run time."""
-        for name, disk in self._disk.items():
-            disk.set_quota(config.disk_bytes(name))
+        for name, tier in self._tiers.items():
+            tier.native.set_quota(config.disk_bytes(name))
 
     def stats(self, namespace: str) -> dict[str, Any]:
         """Figures that stand beside the store's, {} without a disk tier."""
-        disk = self._disk.get(namespace)
-        return disk.stats() if disk else {}
+        tier = self._tiers.get(namespace)
+        return tier.native.stats() if tier else {}
 
     async def aside(self, namespace: str) -> dict[str, Any]:
-        if namespace not in self._directories:
+        if namespace not in self._tiers:
             return {}
-        count, size_bytes = await self._directories[namespace].aside()
+        count, size_bytes = await self._tiers[namespace].directories.aside()
         return {"disk_aside_files": count, "disk_aside_bytes": size_bytes}
 
     def latencies(self) -> dict[tuple[str, str], tuple[list[int], float]]:
         """(namespace, "load" or "write") -> counts per bucket, sum in seconds."""
         return {
             (name, operation): (counts, sum_s)
-            for name, disk in self._disk.items()
-            for operation, counts, sum_s in disk.latencies()
+            for name, tier in self._tiers.items()
+            for operation, counts, sum_s in tier.native.latencies()
         }
 
     def watch(self, degraded: Degraded) -> None:
         """Brings the degraded states of the disks up to date."""
-        for name, disk in self._disk.items():
-            found = {STATES[state]: text for _, state, text in disk.conditions()}
+        for name, tier in self._tiers.items():
+            found = dict(tier.conditions())
             for state in STATES.values():
                 degraded.put(state in found, state, name, found.get(state, ""))

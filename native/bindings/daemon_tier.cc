@@ -23,15 +23,18 @@ constexpr uint32_t kDepth = 16;  // per directory: four blocks' pieces, so that 
 struct Tier {
   std::vector<std::unique_ptr<kv::Faults>> faults;  // they outlive the tier
   std::vector<std::pair<std::string, std::string>> engines;
+  std::vector<std::string> paths;
+  std::string schedule;  // of faults
   std::unique_ptr<DiskTier> tier;
 };
 
-DiskTier::Directory open_directory(Tier& self, const std::string& path, const std::string& faults) {
+DiskTier::Directory open_directory(Tier& self) {
+  const std::string& path = self.paths.at(self.engines.size());
   kv::Choice choice = kv::choose_engine(path, kDepth);
-  self.engines.emplace_back(choice.engine->name(), choice.reason);
   auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
-  if (faults.empty()) return {path, std::move(files), std::move(choice.engine), choice.problem};
-  self.faults.push_back(std::make_unique<kv::Faults>(faults, path, std::move(files), std::move(choice.engine)));
+  self.engines.emplace_back(choice.engine->name(), choice.reason);
+  if (self.schedule.empty()) return {path, std::move(files), std::move(choice.engine), choice.problem};
+  self.faults.push_back(std::make_unique<kv::Faults>(self.schedule, path, std::move(files), std::move(choice.engine)));
   return {path, self.faults.back()->take_files(), self.faults.back()->take_engine(), choice.problem};
 }
 
@@ -82,7 +85,8 @@ void bind_tier(nb::module_& m) {
         if (lock < 0) throw kv::Error(kv::Code::Unavailable, kv::errno_text(path, -lock));
         return lock;
       },
-      nb::arg("path"), "A descriptor that keeps others out of a directory of blocks while it is open.");
+      nb::arg("path"), nb::call_guard<nb::gil_scoped_release>(),
+      "A descriptor that keeps others out of a directory of blocks while it is open.");
   nb::class_<Tier>(m, "DiskTier", "The disk tier of one namespace. The store must outlive it; stop() before the store closes.")
       .def(
           "__init__",
@@ -92,23 +96,32 @@ void bind_tier(nb::module_& m) {
             nb::gil_scoped_release release;
             auto made = std::make_unique<Tier>();
             DiskTier::Options options;
-            for (const std::string& path : directories) options.directories.push_back(open_directory(*made, path, faults));
+            made->paths = directories, made->schedule = faults;
+            for (const std::string& path : directories) options.directories.push_back({path, nullptr, nullptr});
             options.quota_bytes = quota_bytes, options.max_files = max_files;
             options.fanout = {fanout_levels, fanout_digits};
             options.daily_write_bytes = daily_write_bytes, options.keep_corrupt = keep_corrupt;
             options.huge_pool = huge_pool;
             made->tier = std::make_unique<DiskTier>(store, std::move(options));
+            made->tier->attach();
             new (self) Tier(std::move(*made));
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("directories"), nb::arg("quota_bytes"), nb::arg("max_files"),
           nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("daily_write_bytes") = 0, nb::arg("keep_corrupt") = false,
           nb::arg("huge_pool") = false, nb::arg("faults") = "")
-      .def("start", [](Tier& self) { self.tier->start(); })
+      .def(
+          "open",
+          [](Tier& self) {
+            const auto next = static_cast<uint8_t>(self.engines.size());
+            self.tier->open(next, open_directory(self));
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "The next directory: I/O, for as long as it takes.")
+      .def("begin", [](Tier& self) { self.tier->begin(); })
       .def(
           "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
       .def("stats", stats)
       .def("latencies", latencies)
       .def("conditions", conditions)
-      .def_prop_ro("engines", [](Tier& self) { return self.engines; });
+      .def_prop_ro("engines", [](Tier& self) { return self.engines; }, "Of open().");
 }

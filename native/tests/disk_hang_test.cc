@@ -35,6 +35,20 @@ TEST(a_call_that_does_not_return_is_told) {
   CHECK_EQ(rig.tier->conditions().size(), 0u);
 }
 
+TEST(a_listing_that_does_not_return_is_told) {
+  HookedRig rig;
+  std::atomic<bool> open{false};
+  rig.hooks.make_directories = [&] { CHECK(eventually([&] { return open.load(); })); };
+  rig.tier.reset();
+  rig.make_tier();
+  DiskTierTest::hangs_after(*rig.tier, 50);
+  rig.tier->start();
+  CHECK(eventually([&] { return tells(rig, "listing " + rig.directory + " does not return"); }));
+  DiskTierTest::hangs_after(*rig.tier, 60'000);
+  open = true;
+  CHECK(eventually([&] { return !rig.tier->stats().indexing && rig.tier->conditions().empty(); }));
+}
+
 TEST(a_flush_that_hangs_holds_up_no_other) {
   HookedRig rig;
   std::atomic<bool> open{false}, begun{false};

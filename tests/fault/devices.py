@@ -8,6 +8,7 @@ changed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import tempfile
@@ -17,6 +18,10 @@ from pathlib import Path
 import pytest
 
 CGROUPS = Path("/sys/fs/cgroup")
+# linux/fanotify.h
+FAN_CLOEXEC, FAN_CLASS_CONTENT, FAN_MARK_ADD = 1, 4, 1
+FAN_OPEN_PERM, FAN_EVENT_ON_CHILD, FAN_ONDIR = 0x10000, 0x08000000, 0x40000000
+AT_FDCWD = -100
 
 
 class SmallDisk:
@@ -132,3 +137,19 @@ def numbers_of(path: Path) -> str:
     """MAJOR:MINOR of the device below a path."""
     device = path.stat().st_dev
     return f"{os.major(device)}:{os.minor(device)}"
+
+
+@contextlib.contextmanager
+def unanswered(directory: Path) -> Iterator[None]:
+    """Whoever opens this directory, or a file in it, waits until this ends: a disk that hangs."""
+    fanotify = ctypes.CDLL(None, use_errno=True)
+    held = fanotify.fanotify_init(FAN_CLASS_CONTENT | FAN_CLOEXEC, os.O_RDONLY)
+    if held < 0:
+        pytest.skip(f"no fanotify: {os.strerror(ctypes.get_errno())}")
+    try:
+        what = ctypes.c_uint64(FAN_OPEN_PERM | FAN_EVENT_ON_CHILD | FAN_ONDIR)
+        if fanotify.fanotify_mark(held, FAN_MARK_ADD, what, AT_FDCWD, os.fsencode(directory)) != 0:
+            pytest.skip(f"no waiting for fanotify: {os.strerror(ctypes.get_errno())}")
+        yield
+    finally:
+        os.close(held)  # and all of them go on

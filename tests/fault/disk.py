@@ -130,12 +130,19 @@ class DiskRig:
         """The degraded states that hold."""
         return {one.state for one in self._stats().degraded}
 
+    def flush(self) -> None:
+        self._admin("Flush")
+
     def _stats(self) -> Any:
+        return self._admin("Stats")
+
+    def _admin(self, call: str) -> Any:
         from kvstored.v1 import admin_pb2
         from tests.conformance.grpc_door import GrpcClient
 
         with GrpcClient(str(self.daemon.dir / "grpc.sock")) as door:
-            return door.admin.Stats(admin_pb2.StatsRequest(namespace="default"), timeout=30)
+            request = getattr(admin_pb2, f"{call}Request")(namespace="default")
+            return getattr(door.admin, call)(request, timeout=30)
 
     def settled(self) -> None:
         """Nothing waits to be written or loaded."""

@@ -9,6 +9,8 @@ def test_what_is_kept_aside_is_counted(tmp_path):
     configured = [str(tmp_path / name) for name in ("one", "two", "three")]
     directories = Directories(configured, "default")
     try:
+        for at in range(len(configured)):
+            directories.open(at)
         assert asyncio.run(directories.aside()) == (0, 0)
         for name, sizes in (("one", (10, 0)), ("two", (7,))):
             aside = tmp_path / name / "default/aside"
@@ -28,7 +30,8 @@ def test_what_is_kept_aside_is_counted(tmp_path):
 
 def test_what_a_namespace_left_that_is_no_more_is_named(tmp_path):
     configured = [str(tmp_path / name) for name in ("one", "two")]
-    Directories(configured, "kept").close()
+    for path in configured:
+        (tmp_path / path / "kept").mkdir(parents=True)
     for left in ("one/gone/tmp", "two/gone/tmp", "two/lost+found"):
         (tmp_path / left).mkdir(parents=True)
     (tmp_path / "one/file").write_bytes(b"")

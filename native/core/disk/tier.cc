@@ -47,39 +47,56 @@ DiskTier::DiskTier(Store& store, Options options)
     throw Error(Code::InvalidArgument,
                 "a disk tier has 1 to 64 directories, " + std::to_string(options.directories.size()) + " were given");
   watch(epoll_.get(), wake_.get());
-  for (Directory& directory : options.directories) {
-    watch(epoll_.get(), directory.engine->event_fd());
-    places_.push_back({.at = std::move(directory), .staging = Staging(kBuffers)});
-  }
+  for (Directory& directory : options.directories) places_.push_back({.at = std::move(directory), .staging = Staging(kBuffers)});
   queues_.resize(places_.size());
 }
 
 DiskTier::~DiskTier() { stop(); }
 
 void DiskTier::start() {
-  for (uint8_t d = 0; d < places_.size(); ++d) {
-    Place& place = places_[d];
-    take_kept(d);
-    flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
-    const Written written = place.at.files->written();
-    if (written.day == day_.load()) written_today_ += place.written_today = written.bytes;
-  }
+  attach();
+  for (uint8_t d = 0; d < places_.size(); ++d) read_notes(d);
+  begin();
+}
+
+void DiskTier::attach() {
   owner_ = store_.open_owner();
   store_.attach_disk(wake_.get(), this);
+}
+
+void DiskTier::open(uint8_t directory, Directory opened) {
+  Directory& at = places_[directory].at;  // the path stays: others read it meanwhile
+  at.files = std::move(opened.files), at.engine = std::move(opened.engine), at.problem = opened.problem;
+  read_notes(directory);
+}
+
+void DiskTier::read_notes(uint8_t directory) {
+  Place& place = places_[directory];
+  take_kept(directory);
+  flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
+  const Written written = place.at.files->written();
+  if (written.day == day_.load()) written_today_ += place.written_today = written.bytes;
+}
+
+void DiskTier::begin() {
+  for (const Place& place : places_) watch(epoll_.get(), place.at.engine->event_fd());
   thread_ = std::thread([this] { run(); });
   scanner_ = std::thread([this] { scan(); });
+  begun_.store(true);
 }
 
 void DiskTier::stop() {
-  if (!thread_.joinable()) return;
+  if (!owner_ || stop_.load()) return;
   {
     std::lock_guard lock(mutex_);
     stop_.store(true);
   }
   stopping_.notify_all();
   ::eventfd_write(wake_.get(), 1);
-  scanner_.join();
-  thread_.join();
+  if (begun_.load()) {
+    scanner_.join();
+    thread_.join();
+  }
   store_.detach_disk();
   store_.end_session(owner_);
   unmap_pool();
@@ -89,6 +106,7 @@ void DiskTier::stop() {
 
 // Pending: it is being loaded. OnDisk: too many loads wait. Resident: look again.
 Presence DiskTier::promote(const Key& key, uint32_t priority) {
+  if (!begun_.load()) return Presence::Missing;  // it may never come
   std::lock_guard lock(mutex_);
   const FileIndex::Entry* entry = index_.find(key);
   const uint64_t bytes = entry ? entry->bytes() : 0;
@@ -192,7 +210,8 @@ std::vector<DiskTier::Condition> DiskTier::conditions() {
 double DiskTier::thread_cpu_s() const {
   clockid_t clock;
   timespec t{};
-  if (thread_.joinable() && ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0)
+  if (begun_.load() && thread_.joinable() &&
+      ::pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &clock) == 0)
     ::clock_gettime(clock, &t);
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }

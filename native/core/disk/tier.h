@@ -76,7 +76,12 @@ class DiskTier final : public LowerTier {
   DiskTier(Store& store, Options options);
   ~DiskTier() override;
 
-  void start();
+  void start();  // all of what follows
+  // Apart, for a file system that may not answer: attached, the tier knows of no file and keeps in mind what is deleted. open()
+  // does I/O, on any thread, and leaves the store alone: each directory once, if the options only named them. Then begin().
+  void attach();
+  void open(uint8_t directory, Directory opened);
+  void begin();
   void stop();  // what is in flight ends or is abandoned; no file is left half
 
   Presence promote(const Key& key, uint32_t priority) override;
@@ -141,6 +146,7 @@ class DiskTier final : public LowerTier {
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
 
   // tier.cc
+  void read_notes(uint8_t directory);
   Presence raise(Queued& queued, uint32_t priority);
   void run();
   bool turn();
@@ -251,8 +257,10 @@ class DiskTier final : public LowerTier {
   Guard pool_guard_;
   uint32_t owner_ = 0;
   Fd wake_, epoll_;
-  std::atomic<bool> stop_{false};
-  std::atomic<uint64_t> turned_ms_{0};  // when the thread last began a round; 0: it makes none
+  std::atomic<bool> stop_{false}, begun_{false};
+  std::atomic<uint64_t> turned_ms_{0};   // when the thread last began a round; 0: it makes none
+  std::atomic<uint64_t> listing_ms_{0};  // when the listing last came upon a name; 0: it is not under way
+  std::atomic<uint8_t> listing_{0};      // the directory
   std::atomic<uint64_t> hangs_after_ms_{10'000};
   std::thread thread_, scanner_;
   friend class DiskTierTest;

@@ -114,10 +114,14 @@ void DiskTier::look_whether_it_answers(uint8_t directory) {
     conditions_.erase({directory, Doing::Answering});
 }
 
-// A file system that does not return from a call holds this tier's thread, so others have to notice.
+// A file system that does not return from a call holds this tier's threads, so others have to notice.
 std::optional<DiskTier::Condition> DiskTier::hanging() const {
-  const uint64_t turned_ms = turned_ms_;
-  if (!turned_ms || now_ms() < turned_ms + hangs_after_ms_) return std::nullopt;
+  const auto long_ago = [&](uint64_t ms) { return ms && now_ms() >= ms + hangs_after_ms_; };
+  if (long_ago(listing_ms_)) {
+    const std::string& path = places_[listing_].at.path;
+    return Condition{path, "failed", "listing " + path + " does not return: nothing is written"};
+  }
+  if (!long_ago(turned_ms_)) return std::nullopt;
   std::string paths;
   for (const Place& place : places_) paths += (paths.empty() ? "" : ", ") + place.at.path;
   return Condition{paths, "failed", "a call to the file system does not return, in one of " + paths};

@@ -257,6 +257,7 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
 // A million files take minutes to remove, and a daemon may end at any moment of them: what the next one finds that is not younger
 // than this it removes. By the files' own times, later than any of a file that is here: what a clock says is no order.
 void DiskTier::remember_flush() {
+  if (!begun_.load()) throw Error(Code::Unavailable, "flushed until a restart only: " + places_[0].at.path + " is not open yet");
   // A disk that hangs holds up one flush, and not the threads of all that follow. (No timed mutex: g++ 12's TSan sees none.)
   std::unique_lock one(flush_mutex_);
   if (!flush_ended_.wait_for(one, kFlushWait, [&] { return !flushing_; }))

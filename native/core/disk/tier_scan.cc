@@ -10,6 +10,7 @@
 #include "core/disk/scan.h"
 #include "core/disk/tier_steps.h"
 #include "core/error.h"
+#include "core/polling.h"
 
 namespace kv {
 namespace {
@@ -55,7 +56,11 @@ bool DiskTier::list(uint8_t directory) {
     strays += !left_over && kind != Stray::Aside;
     if (kind == Stray::Misplaced) misplaced.push_back(*key_of(at.substr(at.rfind('/') + 1)));
   };
-  visitor.over = [&] { return stop_.load(); };
+  visitor.over = [&] {
+    listing_ms_.store(monotonic_ns() / 1'000'000, std::memory_order_relaxed);
+    return stop_.load();
+  };
+  listing_ = directory, listing_ms_ = monotonic_ns() / 1'000'000;
   places_[directory].at.files->make_directories(fanout_);
   std::string wrong;
   try {
@@ -65,6 +70,7 @@ bool DiskTier::list(uint8_t directory) {
   } catch (const Error& error) {
     wrong = error.what();
   }
+  listing_ms_ = 0;
   std::lock_guard lock(mutex_);
   if (!wrong.empty()) {
     wrong += ": nothing is written, because the quota is not known";
