@@ -172,15 +172,17 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   return out;
 }
 
-// A list may take several messages; no session has more blocks open than there are.
+// A list may take several messages. What is remembered of it is no more than what the session has.
 std::vector<uint8_t> SessionServer::keep(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto head = body.take<protocol::KeepHead>();
   const auto items = body.take<protocol::BlockItem>(request.count);
   need_end(body);
-  const uint32_t most = connection.store->header().max_blocks;
-  if (connection.kept.size() + items.size() > most)
-    throw Error(Code::InvalidArgument, "a session keeps more than the " + std::to_string(most) + " blocks there can be");
-  for (const auto& item : items) connection.kept.push_back({item.record, item.generation});
+  std::vector<Handle> open;
+  for (const auto& item : items) open.push_back({item.record, item.generation});
+  const size_t most = connection.store->keepable(connection.session, open);
+  if (connection.kept.size() + open.size() > most)
+    throw Error(Code::InvalidArgument, "a session keeps more than the " + std::to_string(most) + " blocks that it has open");
+  connection.kept.insert(connection.kept.end(), open.begin(), open.end());
   if (!head.more) connection.store->keep_only(connection.session, std::exchange(connection.kept, {}));
   return {};
 }

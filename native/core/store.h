@@ -118,8 +118,9 @@ class Store {
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);  // a client's, and its locked page
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
-  void keep_only(uint32_t session, std::vector<Handle> open);  // gives up what else of the session is quarantined
-  uint32_t open_owner();                                       // a writer inside this process, without pins
+  size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
+  void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
+  uint32_t open_owner();                                         // a writer inside this process, without pins
   void end_session(uint32_t session);
   uint64_t session_page_bytes(uint32_t session);
   std::vector<SessionInfo> sessions();

@@ -61,6 +61,20 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   return true;
 }
 
+size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
+  Lock lock = enter();
+  const auto found = sessions_.find(owner);
+  const std::vector<uint32_t> none, &unsealed = found == sessions_.end() ? none : found->second->unsealed;
+  std::erase_if(open, [&](const Handle& one) {
+    if (one.record >= index_.max_blocks()) return true;
+    const uint32_t place = index_.upkeep(one.record).link.load(std::memory_order_relaxed);
+    if (place >= unsealed.size() || unsealed[place] != one.record) return true;
+    const Control now = control(one.record);
+    return now.state() != State::Quarantined || one.generation + 1 != now.generation();
+  });
+  return unsealed.size();
+}
+
 // What a resumed session no longer knows of: nobody writes there any more.
 void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
   std::sort(open.begin(), open.end(), [](const Handle& a, const Handle& b) { return a.record < b.record; });

@@ -21,6 +21,7 @@ OPS = range(1, 14)
 HEAD = struct.Struct("<IHHII")
 ATTACHED = struct.Struct("<IIQQQQQ16s32s")
 PINS_OFFSET = 8192
+TOKEN_OFFSET = 8 + 4 * 4 + 16
 RING_HEAD_OFFSET = 8 + 4 * 4 + 16 + 16 + 8
 CALL_S = 10.0
 

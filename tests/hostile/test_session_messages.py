@@ -5,6 +5,7 @@ nobody reads.
 """
 
 import array
+import contextlib
 import os
 import random
 import socket
@@ -18,6 +19,7 @@ from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.memory_store import MAX_LAYOUTS
 from tests.fault.children import eventually
 from tests.hostile import raw
+from tests.hostile.conftest import private_bytes
 from tests.hostile.raw import Dropped, RawSession, block_item, create_body, request
 
 
@@ -318,18 +320,36 @@ def test_layouts_are_bounded(watched):
 
 
 def test_a_list_of_what_is_kept_is_bounded(watched):
-    """It names what the session has open; more than there can be is refused, and what is open stays so."""
-    attacked = watched(args=("--max-blocks", "2048"))
-    with RawSession(attacked.daemon.socket_path) as session:
+    """It names what a resumed session has open: nothing else is remembered, and nothing twice. What was
+    created since stays open."""
+    attacked = watched()
+    path = attacked.daemon.socket_path
+    with RawSession(path) as session:
         session.attach()
-        record, _status, generation, _offset, _length = session.create(new_keys(1), attacked.layout)[0]
-        items = block_item(record, generation) * 1024
-        answers = [session.ask(request(raw.KEEP, 1024, raw.keep_body(items, more=1))) for _ in range(4)]
-        assert [status != 0 for status, _ in answers] == [False, False, True, True]
-        assert b"2048" in answers[2][1]
-        assert session.ask(request(raw.KEEP, 0, raw.keep_body(b"")))[0] == 0
-        sealed = session.ask(request(raw.SEAL, 1, block_item(record, generation)))
-        assert sealed == (0, b"\0"), "it was never quarantined"
+        old = session.create(new_keys(2), attacked.layout)
+        token = session.page()[raw.TOKEN_OFFSET : raw.TOKEN_OFFSET + 16]
+        session.socket.close()  # its process lives, and may go on writing
+        with RawSession(path) as resumed:
+            eventually(lambda: attacked.client.stats()["sessions"] == 1, "its connection has ended")
+            status, body = resumed.attach(session=session.session, token=token)
+            assert status == 0 and struct.unpack_from("<II", body)[1] == 1, "resumed"
+            new = resumed.create(new_keys(1), attacked.layout)[0]
+
+            def keep(block: tuple[int, ...], times: int, more: int) -> tuple[int, bytes]:
+                items = block_item(block[0], block[2]) * times
+                return resumed.ask(request(raw.KEEP, times, raw.keep_body(items, more)))
+
+            assert [keep(new, 1024, 1)[0] for _ in range(4)] == [0] * 4, (
+                "it was never quarantined: nothing to keep"
+            )
+            assert keep(old[0], 1, 1)[0] == 0
+            status, text = keep(old[0], 1024, 1)
+            assert status != 0 and b"more than the 3 blocks" in text
+            assert keep(old[0], 0, 0)[0] == 0
+            counters = attacked.client.stats()
+            assert counters["quarantined"] == 1, "the one that was named"
+            sealed = resumed.ask(request(raw.SEAL, 1, block_item(new[0], new[2])))
+            assert sealed == (0, b"\0")
     attacked.survived()
 
 
@@ -342,3 +362,20 @@ def test_priorities_are_bounded(watched):
             assert status != 0 and str(priority).encode() in text and b"100" in text
         assert session.ask(request(raw.PROMOTE, 1, raw.promote_body(new_keys(1), 100)))[0] == 0
     attacked.survived()
+
+
+def test_lists_that_never_end_are_not_kept(daemon):
+    """What a session says that its writers have open is remembered only where it is: 64 MiB of eight sessions
+    that go on and on, otherwise, 2 GiB of 128 with a million records."""
+    blocks = 1 << 19
+    one = daemon("8MiB", ("--max-blocks", str(blocks)))
+    with contextlib.ExitStack() as held:
+        sessions = [held.enter_context(RawSession(one.socket_path)) for _ in range(8)]
+        for session in sessions:
+            assert session.attach()[0] == 0
+        before = private_bytes(one.pid)
+        for session in sessions:
+            for at in range(0, blocks, 1024):
+                items = b"".join(block_item(record, 1) for record in range(at, at + 1024))
+                session.ask(request(raw.KEEP, 1024, raw.keep_body(items, more=1)))
+        assert private_bytes(one.pid) - before < 16 << 20
