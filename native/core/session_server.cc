@@ -29,6 +29,8 @@ constexpr int kLooks = 8;  // at the connection that asked last, before all are 
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
+bool is_own(uint32_t uid) { return uid == 0 || uid == ::geteuid(); }
+
 void watch(int epoll, int fd) {
   epoll_event event{};
   event.events = EPOLLIN;
@@ -229,14 +231,17 @@ bool SessionServer::may_stay(const Connection& connection) const {
 
 // One other user holds half of the sessions at most: the rest, and the owner, are still served.
 size_t SessionServer::most_sessions(uint32_t uid) const {
-  return uid == 0 || uid == ::geteuid() ? options_.max_sessions : std::max<size_t>(1, options_.max_sessions / 2);
+  return is_own(uid) ? options_.max_sessions : std::max<size_t>(1, options_.max_sessions / 2);
 }
 
+// An eighth is the owner's: who may come as one of a group may have many user ids.
 bool SessionServer::room_for(const Credentials& who) const {
-  if (connections_.size() >= options_.max_sessions) return false;
-  const auto theirs =
-      std::count_if(connections_.begin(), connections_.end(), [&](const auto& one) { return one.second->who.uid == who.uid; });
-  return static_cast<size_t>(theirs) < most_sessions(who.uid);
+  const size_t most = options_.max_sessions, own = most > 1 ? std::max<size_t>(1, most / 8) : 0;
+  if (connections_.size() >= most) return false;
+  if (is_own(who.uid)) return true;
+  size_t theirs = 0, others = 0;
+  for (const auto& [fd, one] : connections_) theirs += one->who.uid == who.uid, others += !is_own(one->who.uid);
+  return theirs < most_sessions(who.uid) && others < most - own;
 }
 
 void SessionServer::close(int socket) {

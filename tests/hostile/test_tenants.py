@@ -335,6 +335,38 @@ def test_one_user_cannot_use_up_the_sessions(daemon, fork):
     greedy.finish()
 
 
+def test_several_users_cannot_shut_out_the_owner(daemon, fork):
+    """Who belongs to a group may have many user ids (subuid(5)), and half of the sessions under each. A
+    stranger, who may do nothing here, holds none, attached or not."""
+    crowded = daemon(
+        memory="8MiB", args=("--namespaces", f"default:writers=@{WRITERS}", "--max-sessions", "8")
+    )
+
+    def hold(most: int):
+        def work(steps) -> None:
+            held = []
+            for _ in range(50):
+                with contextlib.suppress(Dropped, OSError):
+                    one = RawSession(crowded.socket_path)
+                    held += [one] if one.attach()[0] == 0 else []
+            assert len(held) == most
+            steps.reached("full")
+
+        return work
+
+    greedy = [
+        fork(as_user(STRANGER, hold(0))),
+        fork(as_user(WRITER, hold(4), gid=WRITERS)),
+        fork(as_user(OTHER, hold(3), gid=WRITERS)),
+    ]
+    for one in greedy:
+        one.run_to("full")
+    crowded.connect().close()
+    for one in greedy:
+        one.go_on()
+        one.finish()
+
+
 def test_a_session_of_another_user_is_resumed_only_with_its_token(tenants, fork):
     """The page that holds the token is the session's own: mode 0600, handed to nobody else."""
     with RawSession(tenants.socket_path) as session:
