@@ -2,7 +2,8 @@
 
 Method: arrays that are too small, of another type or strided, tables of unlike sizes and negative counts,
 which C takes as huge ones; each must be refused with a sentence. Where a check were missing the call would
-leave the memory of its arguments, mostly into a page that is not there.
+leave the memory of its arguments, mostly into a page that is not there. And calls that are right, over
+arrays that end where such a page begins.
 """
 
 import ctypes
@@ -14,7 +15,10 @@ import pytest
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
+from tests.kernels.cpu_paths import PATHS, provide
+from tests.kernels.emulated import fence
 from tests.kernels.oracle import Case
+from tests.kernels.test_attention import agree
 
 
 def test_tables_of_turn_are_never_read_behind_their_end():
@@ -115,3 +119,20 @@ def test_no_query_has_no_answer(shape):
     at = np.empty((shape[0], shape[2]), np.int64)
     rows = [[kernels.segment(k, k, 0)]] * shape[0]
     assert kernels.attend(np.empty(shape, np.float32), at, rows, 1.0).shape == shape
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("codec", ["int8", "int4", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (3, 3), (2, 40)])
+def test_nothing_behind_a_segment_is_read(path, codec, group, tokens, monkeypatch):
+    """Ends at each place of a tile and of a register, over each form of few and of many rows."""
+    path = provide(path, monkeypatch)
+    for head_dim in (18, 64, 80, 128, 192, 320):
+        case = Case(1, group, head_dim, tokens, "bfloat16", seed=head_dim).row()
+        for i, keys in enumerate((1, 7, 33, 64, 95, 130)):
+            scales = (32, 64, 128)[i % 3]
+            case.segment(keys, 200 * i, codec, delta=5 * (i % 2), first=45 * (i % 3), group=scales)
+        case.segment(tokens, 1200, tail=True).queries()
+        alive = fence(case)
+        agree(case, path, (codec, ""))
+        del alive
