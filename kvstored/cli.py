@@ -346,6 +346,9 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
             "python -O removes the assertions that guard the store's invariants: start without it"
         )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from kvstored.process import need_descriptors
+
+    need_descriptors(sourced.config)
     try:
         from kvstored.server import serve
     except ImportError as error:  # not built, or built for something else

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
 
 from kvstored import log
+from kvstored.config import Config
+from kvstored.errors import StartupError
+
+SPARE_DESCRIPTORS = 16  # for a few clients and transfers
 
 
 def own_memory_bytes() -> int:
@@ -22,6 +27,21 @@ def own_memory_bytes() -> int:
 
 def cpu_seconds() -> float:
     return time.process_time()
+
+
+def need_descriptors(config: Config) -> None:
+    """Raises StartupError where the limit leaves the daemon none for a client: gRPC ends a process that lacks
+    one by a signal."""
+    disks = len(config.disk)
+    of_namespace = 6 + (2 + 3 * disks if disks else 0)
+    own = 18 + len(config.namespaces) * of_namespace  # with those for guests and metrics
+    needed = len(os.listdir("/proc/self/fd")) - 1 + own + SPARE_DESCRIPTORS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < needed:
+        raise StartupError(
+            f"the limit on open files is {limit}, this configuration needs {needed}, and 3 more for each "
+            "session: ulimit -n, LimitNOFILE"
+        )
 
 
 def end_within(limit_s: float, last: Callable[[], None]) -> None:

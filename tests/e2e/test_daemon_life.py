@@ -18,6 +18,7 @@ import pytest
 
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2
+from tests.conftest import DaemonFailed
 from tests.descriptors import sockets
 from tests.e2e.grpc_calls import CALL_S, Calls, key
 
@@ -54,6 +55,34 @@ def test_a_second_daemon_is_refused_and_told_who_runs(daemon):
     assert text.count("\n") == 1 and f"pid {one.pid}" in text and str(one.dir) in text
     with Calls(one.dir) as calls:
         calls.put("still served")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--namespaces", "a=0.5,b=0.5"), ("--namespaces", "a=0.5:readers=12301,b=0.5", "--disk", "1")],
+)
+def test_too_few_descriptors_are_refused_and_told(daemon, tmp_path, args):
+    """gRPC would end the process by a signal. As many as are asked for are enough for a client and a
+    probe."""
+    if "--disk" in args:
+        args = (*args[:-1], f"{tmp_path}/one,{tmp_path}/two", "--disk-quota", "16MiB")
+
+    def limited(most: int):
+        one = daemon("16MiB", args, start=False)
+        one.command = ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *one.command]
+        return one
+
+    needed = set()
+    for most in (16, 20, 23):
+        with pytest.raises(DaemonFailed, match=f"ended with {int(Exit.CANNOT_START)} ") as refused:
+            limited(most).start()
+        said = re.search(r"limit on open files is (\d+), this configuration needs (\d+)", str(refused.value))
+        assert int(said[1]) == most
+        needed.add(int(said[2]))
+    (most,) = needed
+    one = limited(most).start()
+    with Calls(one.dir) as calls, one.connect(namespace="a" if args else "default"):
+        assert not calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S).degraded
 
 
 def test_a_directory_that_others_may_write_is_refused(daemon):
