@@ -146,7 +146,7 @@ def _pace(run: dict) -> str:
     if "pace_us" not in run:
         return ""
     return (
-        " *Quiet* are the calls beside which a fixed loop ran within a fifth of its best pace"
+        " *Quiet* are the calls beside which a fixed loop ran within a third of its best pace"
         f" ({run['pace_us']} µs) on the client's processor; where there were enough, the figures are theirs."
     )
 
