@@ -12,7 +12,7 @@ import time
 LOOP = 2000  # about 75 µs of interpreter on a quiet processor of 2021: most turns meet no interrupt
 TURNS = 3  # the best counts: the first meets cold caches
 MOST_PROCESSORS = 4  # above, a call and its server are not likely to be where another processor is slow
-QUIET = 1.35  # of the best pace seen: with both cores busy the clock is a fifth lower, beside a stranger 1.6 to 2.0
+QUIET = 1.35  # of the best pace seen: both cores busy it is up to 1.25, beside a stranger 1.6 to 2.0
 SETTLE_S = 5.0
 
 
