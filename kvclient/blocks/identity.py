@@ -70,7 +70,7 @@ class Dimensions:
     layout: bytes  # the blob the daemon registers
     layers: tuple[int, int]  # first and one past the last of the model's layers in a block
     kv_heads: tuple[int, int]  # the same of its KV heads: a shard
-    rope: Mapping[str, Any]  # digest of inv_freq, attention scaling, the scaling's parameters
+    rope: Mapping[str, Any]  # and what else no file of weights has: unsaved buffers, numbers, code
     adapter_digest: bytes  # of the adapters in effect, b"" if none
     salt: bytes
     key_scheme: int = KEY_SCHEME

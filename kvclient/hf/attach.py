@@ -87,6 +87,9 @@ def attach(
     that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams and
     copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
     models too large to be digested at every start (1.3 GB/s a core); until they change.
+
+    A model that is changed while attached is digested anew at its next call. Not noticed, nor part of the
+    identity: what kvclient.hf.watch says hides from it, as functions among a module's attributes.
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
@@ -306,10 +309,11 @@ class Attachment:
         whole = getattr(self._local, "bypass", None) == (True, True)
         if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
-        subject = self._current(model)
-        if subject is None:
+        if not self._known.current(model):
             return self._run_without("refused", started, model, args, kwargs, self._known.refusal)
-        if self._known.watch.training():
+        watch = self._known.watch  # not after the subject: of one examined since, it would know the change
+        subject = self._chosen()
+        if watch.training():
             return self._run_without("training", started, model, args, kwargs, TRAINING)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
         trial = getattr(self._local, "trial", None)
@@ -320,7 +324,7 @@ class Attachment:
         client, subject, options = own if trial is None else trial.on(subject)
         request = Request(
             client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
-            started,
+            started, lambda: not (watch.training() or watch.changed()),
         )  # fmt: skip
         if trial is None and options.in_place is None:
             request.report.dense = self._known.adopted.left

@@ -17,14 +17,15 @@ import torch
 
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
-from kvclient.hf.watch import adapter_state, adapters, matmul_precision, scales
+from kvclient.hf.attributes import Attributes
+from kvclient.hf.watch import adapter_state, adapters, matmul_precision
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
 
 
 def read_dimensions(
-    model: torch.nn.Module, layout: bytes, kv_shape: tuple[int, int], kv_dtype: str, salt: bytes,
-    weights_digest: bytes | None = None, codec: Mapping[str, Any] | None = None,
+    model: torch.nn.Module, attributes: Attributes, layout: bytes, kv_shape: tuple[int, int], kv_dtype: str,
+    salt: bytes, weights_digest: bytes | None = None, codec: Mapping[str, Any] | None = None,
 ) -> Dimensions:  # fmt: skip
     """`kv_shape`: layers and KV heads. Raises InvalidArgument if something has no canonical form."""
     if weights_digest is not None and (
@@ -45,7 +46,7 @@ def read_dimensions(
         layout=layout,
         layers=(0, kv_shape[0]),
         kv_heads=(0, kv_shape[1]),
-        rope=_rope(model),
+        rope=_unsaved(model, attributes),
         adapter_digest=_digest_adapters(model),
         salt=salt,
     )
@@ -94,17 +95,23 @@ def _digest_bytes(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(flat).digest()
 
 
-def _rope(model: torch.nn.Module) -> dict[str, Any]:
-    tables, factors = {}, {}
-    for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if key.endswith("inv_freq") and buffer is not None:
-                tables[f"{name}.{key}"] = _digest_tensors([(key, buffer)])
-        for key, scale in scales(module).items():
-            factors[f"{name}.{key}"] = scale
+def _unsaved(model: torch.nn.Module, attributes: Attributes) -> dict[str, Any]:
+    """What no state_dict has: tables of rotary angles and other buffers, numbers, tensors, code."""
+    buffers = [
+        (f"{name}.{key}", module._buffers[key])
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if module._buffers.get(key) is not None
+    ]
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return {"inv_freq": tables, "scales": factors, "parameters": plain(parameters)}
+    return {
+        "buffers": _digest_tensors(buffers),
+        "tensors": _digest_tensors(attributes.tensors()),
+        "numbers": attributes.numbers(),
+        "code": attributes.code(),
+        "parameters": plain(parameters),
+    }
 
 
 # ---------------------------------------------------------------- adapters (peft, never imported here)

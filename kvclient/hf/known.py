@@ -50,12 +50,13 @@ class Known:
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
         """Raises Refused, and knows what it knew before."""
         kv = check_structure(model)
+        watch.settle()
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
         form, namespace_salt = Form.of(kv, self.codec), self._client.salt or b""
         most = self.options.chunker.most
         dimensions = read_dimensions(
-            model, bytes(form.layout(most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
+            model, watch.attributes, bytes(form.layout(most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
             salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
         subjects = Subjects(self._client, form, dimensions, most)

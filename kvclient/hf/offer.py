@@ -1,7 +1,8 @@
 """What one request offers to the store of what it computes: its prompt's missing blocks, and its answer's.
 
 Owns which blocks are claimed, under which keys. Never copies KV (publish does) and never looks for any.
-Invariant: a block has its prefix key only if every token before it was computed, or reused exactly; what is
+Invariant: a block has its prefix key only if every token before it was computed, or reused exactly, by the
+model that the key stands for: where that is changed in a call, nothing is published from then on. What is
 computed behind approximate tokens has a root of its own, so that it is found by its content and nobody takes
 it for a prefix.
 """
@@ -54,11 +55,11 @@ class Offer:
 
     def __init__(
         self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher, sinks: Sinks | None,
-        priority: int, step: int,
+        priority: int, step: int, same: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._client, self._identity, self._chunker = client, identity, chunker
         self.publisher, self.sinks = publisher, sinks
-        self._priority, self._step = priority, step
+        self._priority, self._step, self._same = priority, step, same
         self._stretches: list[Stretch] = []
 
     # ---------------------------------------------------------------- before the forward pass
@@ -124,6 +125,8 @@ class Offer:
     # ---------------------------------------------------------------- after it
 
     def seal(self) -> None:
+        if any(publisher.claimed for publisher in self._publishers) and not self._same():
+            self.abort()
         for publisher in self._publishers:
             publisher.seal()
 
@@ -163,6 +166,8 @@ class Offer:
             storages = [(layer.storage, layer.origin) for layer in layers]
             if ended or any(s is None or s.shape[1] != input_ids.shape[0] for s, _ in storages):
                 continue  # behind the end of its text, or the cache is no longer row by row ours
+            if not self._same():
+                return
             self.publisher.publish(chain, first, stretch.row, stretch.pad, storages)
             if self.sinks is not None and stretch.root is None:
                 loaded = self.publisher.loaded

@@ -42,7 +42,7 @@ class Request:
 
     def __init__(
         self, client: Any, subject: Subject, options: Options, memory: Memory, pace: Pace, read: bool,
-        write: bool, padded: bool, started: float,
+        write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.report = Report()
         self._client, self._subject, self._options = client, subject, options
@@ -52,7 +52,7 @@ class Request:
         self._memory = memory
         self._pace = pace
         self._padded = padded
-        self._started = started
+        self._started, self._unchanged = started, unchanged
         self._clock = Clock()
         self._prompt: Prompt | None = None
         self._patience: Patience | None = None
@@ -214,8 +214,14 @@ class Request:
             first, last = subject.sinks.first, subject.sinks.last
             both = (publisher(own.layout_id, own.form) for own in (first, last))
             sinks = Sinks(subject.sinks, self._client, options.chunker, *both, options.priority)
-        step = subject.form.step
-        return Offer(self._client, subject.identity, options.chunker, own, sinks, options.priority, step)
+        given = (own, sinks, options.priority, subject.form.step, self._same)
+        return Offer(self._client, subject.identity, options.chunker, *given)
+
+    def _same(self) -> bool:
+        """Whether the model is still the one whose identity the blocks would have."""
+        if self.report.write_bypassed is None and not self._unchanged():
+            self.report.write_bypassed = "changed"
+        return self.report.write_bypassed != "changed"
 
     @property
     def _block_bytes(self) -> int:

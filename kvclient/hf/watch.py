@@ -2,9 +2,10 @@
 
 Owns a list of places to look at and what was seen there. Never reads a weight. Invariant: changed() is true
 after any tensor, module, foreign hook, forward of a module's own or adapter was replaced, added, removed or
-written in place, by an optimizer too, or the precision, the attention implementation or a module's scale was
-switched. What hides from it: a write through `.data` or `.numpy()` into the same memory, and other plain
-attributes of modules.
+written in place, by an optimizer too, or the precision, the attention implementation, a field of the
+configuration, or a module's class, plain number or plain tensor (kvclient.hf.attributes) was changed. What
+hides from it: a write through `.data` or `.numpy()` into the same memory, attributes of other types or that
+were not there before, and functions of the model's code that are no module's forward.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch.nn.modules import module as every
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kvclient.hf.attributes import Attributes
+
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
-SCALES = ("scaling", "attention_scaling")  # plain numbers that a module multiplies by
 ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
@@ -44,8 +46,13 @@ class Watch:
         self.steps = 0  # of optimizers on them: the fused ones, the Trainer's default, count no versions
         _watches.add(self)
         self._adapters = adapters(model)
-        self._scaled = [m.__dict__ for m in modules if scales(m)]
+        self.attributes = Attributes(model)
         self._seen = self._look()
+
+    def settle(self) -> None:
+        """The model has run since, for us: what it changed of itself by that is no change of it."""
+        self.attributes.settle()
+        self._seen[0] = self.attributes.look()
 
     def changed(self) -> bool:
         return self._look() != self._seen
@@ -57,6 +64,7 @@ class Watch:
     def _look(self) -> list[Any]:
         config = self._model.config
         return [
+            self.attributes.look(),
             matmul_precision(),
             config._attn_implementation,
             [id(value) for d in self._dicts for value in d.values()],
@@ -67,7 +75,6 @@ class Watch:
             self._foreign_hooks() if any(self._hooks) else [],
             [id(hook) for hook in of_all_modules()],
             [adapter_state(module) for module in self._adapters],
-            [[d.get(name) for name in SCALES] for d in self._scaled],
             [own for m in self._modules if "forward" in m.__dict__ for own in foreign_forward(m)],
         ]
 
@@ -160,11 +167,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-def scales(module: torch.nn.Module) -> dict[str, float]:
-    own = {name: module.__dict__.get(name) for name in SCALES}
-    return {name: float(value) for name, value in own.items() if isinstance(value, (int, float))}
 
 
 def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:

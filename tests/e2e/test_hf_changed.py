@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import kvclient.hf
 from kvclient.errors import DeadlineExceeded, Unavailable
@@ -18,7 +19,7 @@ from kvclient.hf.blend import _Hook
 from kvclient.hf.request import Request
 from kvclient.testing import Writer
 from kvclient.tolerant import TolerantWriter
-from tests.engines.zoo import build, generate, prompt
+from tests.engines.zoo import build, generate, near, prompt
 
 BLOCK = 16
 
@@ -326,3 +327,54 @@ def test_a_call_that_is_served_dense_says_why(model, client):
     with kvclient.hf.attach(model, client, **options, in_place=False) as kv:
         generate(model, prompt(70), 2)
         assert kv.last.dense is None, "that was asked for"
+
+
+# ---------------------------------------------------------------- changes within a call
+
+
+def trained(model):
+    model.model.layers[0].mlp.train()
+
+
+def rescaled(model):
+    model.model.layers[0].self_attn.scaling = 1.0
+
+
+class After(transformers.LogitsProcessor):
+    """Does something to the model once the text is so long."""
+
+    def __init__(self, length, act, model):
+        self.length, self.act, self.model = length, act, model
+
+    def __call__(self, ids, scores):
+        if ids.shape[1] == self.length:
+            self.act(self.model)
+        return scores
+
+
+@pytest.mark.parametrize("act", [change, trained, rescaled])
+def test_what_a_call_says_with_a_changed_model_is_not_published(model, kv, act):
+    """It would have the identity of the model with which the call began."""
+    ids, act_then = prompt(70, seed=2), [After(85, act, model)]
+    tokens = generate(model, ids, 40, logits_processor=transformers.LogitsProcessorList(act_then))[0]
+    assert (kv.last.write_bypassed, kv.last.published_blocks) == ("changed", 5), "one block behind the prompt"
+    fresh = build("llama", layers=2)
+    plain = generate(fresh, tokens, 4)[1]
+    with kvclient.hf.attach(fresh, kv.client, block_tokens=BLOCK, self_test=False) as other:
+        logits = generate(fresh, tokens, 4)[1]
+        assert other.last.reused_tokens == 80 and near(logits, plain)
+
+
+@pytest.mark.parametrize("act", [change, trained, rescaled])
+def test_a_prompt_computed_while_the_model_changes_is_not_published(model, kv, client, monkeypatch, act):
+    own, before = type(model)._prefill, client.stats()["blocks"]
+
+    def prefill(model, *args, **given):
+        out = own(model, *args, **given)
+        act(model)
+        return out
+
+    monkeypatch.setattr(type(model), "_prefill", prefill)
+    generate(model, prompt(70, seed=2), 30)
+    assert (kv.last.write_bypassed, kv.last.published_blocks) == ("changed", 0)
+    assert (client.stats()["blocks"], client.stats()["created"]) == (before, 0)

@@ -29,7 +29,8 @@ def test_attention_that_is_switched_in_a_call_ends_it(client, monkeypatch, paged
         own, calls = before_last.forward, []
 
         def forward(self, hidden):
-            calls.append(0)
+            if hidden.shape[1] > 2:  # no look at the model, which was given another forward
+                calls.append(0)
             if len(calls) == 2:
                 kv.detach()
             return own(self, hidden)
