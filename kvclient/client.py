@@ -59,7 +59,9 @@ class KVClient:
     def lookup(self, keys: Any) -> Any:
         """How far the keys are present: .resident leading blocks in memory, how many right behind them are
         .pending (being written) or .on_disk, and .states, a byte per key (0 missing, 1 pending, 2 resident,
-        3 on disk). `keys` here and below: a Chain, a list of 32-byte keys, or their bytes in one piece.
+        3 on disk). It reads the block table and asks nobody: a block that lies on disk and has no record
+        there, as all are in use, is missing here; get() with wait_s and prefetch() find it.
+        `keys` here and below: a Chain, a list of 32-byte keys, or their bytes in one piece.
         """
         try:
             return self._lookup(keys)

@@ -6,7 +6,7 @@ the daemon runs and after it.
 from hashlib import sha256
 
 import kvclient
-from kvclient.conformance.case import pattern
+from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
 from kvstored.cli import main
 from kvstored.errors import Exit
 from tests.fault.disk import BLOCK
@@ -54,3 +54,22 @@ def test_fsck_agrees(rig, capsys):
     disk.restart(memory_too=True)
     disk.settled()
     assert disk.load(keys) == [False, True, True, True]
+
+
+def test_what_has_no_record_is_found_by_who_waits_for_it(daemon, wait_until, tmp_path):
+    """A look-up reads the block table and asks nobody: with all its records in use, what lies on disk only is
+    missing there.
+    """
+    disk = ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "50")
+    with daemon(memory="16MiB", args=(*disk, "--max-blocks", "16")).connect() as client:
+        keys, layout_id = new_keys(24), client.register_layout(SMALL.to_blob())
+        for number, key in enumerate(keys, 1):
+            with client.create([key], layout_id, priority=60) as writer:
+                fill(writer[0], SMALL.num_layers)
+            wait_until(lambda: client.stats()["disk_written"] >= number, "it is written")  # noqa: B023
+        unknown = [key for key in keys if client.lookup([key]).states == b"\0"]
+        assert len(unknown) >= 8
+        with client.get(unknown[:4], wait_s=30) as blocks:
+            for block in blocks:
+                check(block)
+        assert client.prefetch(unknown[4:6]) == 2
