@@ -198,9 +198,9 @@ def test_a_ratio_takes_the_rounds_that_were_quiet_for_both():
 
 def test_the_best_pace_of_a_run_decides_what_is_quiet():
     yardstick = Yardstick(200)
-    assert yardstick.quiet(240) and not yardstick.quiet(241)
+    assert yardstick.quiet(270) and not yardstick.quiet(271)
     yardstick.seen([150, 100, 300])
-    assert yardstick.quiet(120) and not yardstick.quiet(121)
+    assert yardstick.quiet(135) and not yardstick.quiet(136)
 
 
 def test_taking_the_pace_leaves_the_process_where_it_may_run():
