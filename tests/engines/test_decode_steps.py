@@ -5,6 +5,7 @@ builtins, and with the library's functions counted; with few blocks and pages, a
 be the same, also in the step that takes a new page. No time is measured.
 """
 
+import gc
 import sys
 from collections import Counter
 
@@ -55,11 +56,14 @@ def calls_of_a_step(model, cache, monkeypatch) -> tuple[int, Counter]:
     following = torch.full((cache.layers[0].get_batch_size(), 1), 7)
     with torch.no_grad(), monkeypatch.context() as patched:
         patched.setattr(contract, "cpu", lambda: library)
+        gc.collect()
+        gc.disable()  # what another test left may have finalizers, whose calls would be counted here
         sys.setprofile(profile)
         try:
             model(following, past_key_values=cache)
         finally:
             sys.setprofile(None)
+            gc.enable()
     return seen, library.calls
 
 
