@@ -32,16 +32,26 @@ def cpu_seconds() -> float:
 def need_descriptors(config: Config) -> None:
     """Raises StartupError where the limit leaves the daemon none for a client: gRPC ends a process that lacks
     one by a signal."""
-    disks = len(config.disk)
-    of_namespace = 6 + (2 + 3 * disks if disks else 0)
-    own = 18 + len(config.namespaces) * of_namespace  # with those for guests and metrics
-    needed = len(os.listdir("/proc/self/fd")) - 1 + own + SPARE_DESCRIPTORS
+    needed = len(os.listdir("/proc/self/fd")) - 1 + _own_descriptors(config) + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < needed:
         raise StartupError(
             f"the limit on open files is {limit}, this configuration needs {needed}, and 3 more for each "
             "session: ulimit -n, LimitNOFILE"
         )
+
+
+def connections_within(config: Config, descriptors_each: int) -> int:
+    """As many as sessions, but never more than half of the descriptors that the daemon itself leaves."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = max(limit - _own_descriptors(config), SPARE_DESCRIPTORS)
+    return min(config.max_sessions, left // (2 * descriptors_each)) if limit >= 0 else config.max_sessions
+
+
+def _own_descriptors(config: Config) -> int:
+    disks = len(config.disk)
+    of_namespace = 6 + (2 + 3 * disks if disks else 0)
+    return 19 + len(config.namespaces) * of_namespace  # with those for guests and metrics
 
 
 def end_within(limit_s: float, last: Callable[[], None]) -> None:

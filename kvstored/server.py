@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from kvstored import __version__, _core, access, log, rundir
+from kvstored import __version__, _core, access, gate, log, rundir
 from kvstored.admin import AdminService
 from kvstored.admission import Admission
 from kvstored.calls import CallCounts, Threads
@@ -30,7 +30,7 @@ from kvstored.leases import Leases
 from kvstored.metrics import MetricsServer
 from kvstored.notify import notify
 from kvstored.places import SHM_DIR
-from kvstored.process import cpu_seconds, end_within, own_memory_bytes
+from kvstored.process import connections_within, cpu_seconds, end_within, own_memory_bytes
 from kvstored.reflection import LazyReflection
 from kvstored.reload import Reload
 from kvstored.segments import Geometry, Pool, Segments
@@ -48,9 +48,6 @@ from kvstored.v1 import (
 )
 from kvstored.watch import Watch
 
-MAX_GUEST_CALLS = 16_384  # of all connections, also refused ones: some 20 KB each until that is read
-GUEST_HANDSHAKE_MS = 5_000
-GUEST_IDLE_MS = 60_000
 STOP_S = 5.0  # after drain_timeout_s; a disk that hangs would hold the daemon for ever
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -126,6 +123,7 @@ class Daemon:
             self._watch.degraded,
         )
         self._metrics: MetricsServer | None = None
+        self._gate: gate.Gate | None = None
 
     async def run(self) -> None:
         stopped = asyncio.Event()
@@ -233,37 +231,32 @@ class Daemon:
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, owners)
         self._watch.health.add_to(owners)
         owners.add_generic_rpc_handlers((LazyReflection(),))
-        servers = [(owners, config.in_dir("grpc.sock"), None)]
+        servers = [(owners, config.in_dir("grpc.sock"))]
         if config.open_to_others:
-            # Anybody may connect: what they can hold, and for how long without a call, has a bound. A refused
-            # call is held until its refusal is read, which a client may never do; beyond a connection's part
-            # of all that may be held, a well-behaved client waits and another's are dropped without a word.
-            bounds = (
-                ("grpc.max_allowed_incoming_connections", config.max_sessions),
-                (
-                    "grpc.max_concurrent_streams",  # of a connection
-                    min(2 * config.max_calls, MAX_GUEST_CALLS // config.max_sessions),
-                ),
-                ("grpc.server_handshake_timeout_ms", GUEST_HANDSHAKE_MS),
-                ("grpc.max_connection_idle_ms", GUEST_IDLE_MS),
-            )
-            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), bounds)
-            servers.append((guests, config.in_dir("guests.sock"), self._opening))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(config.in_dir("guests.sock"))  # also where no other user is configured any more
-        for server, path, opening in servers:
+            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), gate.bounds(config))
+            servers.append((guests, config.in_dir("guarded.sock")))
+        for name in ("guests.sock", "guarded.sock"):  # also where no other user is configured any more
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(config.in_dir(name))
+        for server, path in servers:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # a dead daemon's: the lock says that no other lives
                 server.add_insecure_port(rundir.grpc_address(path))
                 os.chmod(path, 0o600)
-                if opening:
-                    opening.apply(path, opening.socket_mode)
             except (RuntimeError, OSError) as error:
                 await server.stop(None)
                 raise StartupError(f"{path}: {error}") from error
             await server.start()
-        return [server for server, _, _ in servers]
+        if config.open_to_others:
+            path = config.in_dir("guests.sock")
+            self._gate = gate.Gate(
+                path, config.in_dir("guarded.sock"), connections_within(config, gate.DESCRIPTORS),
+                lambda socket: _core.peer(socket, self._tenants),
+            )  # fmt: skip
+            self._gate.start()
+            self._opening.apply(path, self._opening.socket_mode)
+        return [server for server, _ in servers]
 
     def _new_grpc(self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
         server = grpc.aio.server(
@@ -294,6 +287,8 @@ class Daemon:
         self._watch.health.stopping = True
         if self._metrics is not None:
             self._metrics.close()
+        if self._gate is not None:
+            self._gate.close()
         self._events.stop()
         await asyncio.gather(*(one.stop(self._reload.config.drain_timeout_s) for one in servers))
         self._leases.end_all()

@@ -130,9 +130,7 @@ def _unread(environ: Mapping[str, str]) -> tuple[str, ...]:
         bare = [name.removeprefix(ENVIRONMENT_PREFIX) for name in sorted(known)]
         for name in unread:
             for near in difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), bare, 1, ALIKE):
-                raise ConfigError(
-                    f"{name} (environment): unknown; the nearest is {ENVIRONMENT_PREFIX}{near}"
-                )
+                raise ConfigError(f"{name} (environment): unknown; the nearest is {ENVIRONMENT_PREFIX}{near}")
     return unread
 
 

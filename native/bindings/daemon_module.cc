@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
@@ -59,6 +61,15 @@ nb::object token(const kv::SessionServer& server, const nb::bytes& shown) {
   return grant ? nb::object(nb::make_tuple(grant->name, grant->read_only, grant->uid)) : nb::none();
 }
 
+// The user id of a socket's peer, if that is on a list of any namespace, the daemon's own user or root; otherwise None.
+nb::object peer(int socket, const GivenTenants& given) {
+  const auto who = kv::credentials_of(socket);
+  if (!who) return nb::none();
+  for (const kv::Tenant& one : tenants(given))
+    if (kv::right_of(*who, one, ::geteuid()) != kv::Right::None) return nb::int_(who->uid);
+  return nb::none();
+}
+
 // The table of a block's life, for the documents: (from, event, to).
 std::vector<std::tuple<std::string, std::string, std::string>> transitions() {
   std::vector<std::tuple<std::string, std::string, std::string>> out;
@@ -76,6 +87,7 @@ NB_MODULE(_core, m) {
   bind_tier(m);
   bind_disk(m);
   m.def("transitions", transitions);
+  m.def("peer", peer, nb::arg("socket"), nb::arg("tenants"));
   nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")
       .def(
           "__init__",

@@ -4,6 +4,7 @@ are served beside it. Method: forked children that become other users and hold a
 
 import contextlib
 import os
+import resource
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ import pytest
 from kvclient.conformance.case import SMALL, new_keys
 from kvstored.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.doors import NO_TOKEN
-from kvstored.server import MAX_GUEST_CALLS
+from kvstored.gate import MAX_CALLS
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
 from tests.hostile.conftest import GROWTH_BYTES, private_bytes
@@ -152,9 +153,9 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
 
 
 def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
-    """A stranger begins 9,000 calls on three connections and reads nothing: each is held until its refusal is
-    read. 165 MB if a connection may have any number of them, 10 MB with the bound."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}"))
+    """Somebody without a token begins 9,000 calls on three connections and reads nothing: each is held until
+    its refusal is read. 165 MB if a connection may have any number of them, 10 MB with the bound."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"))
     lookup = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -180,7 +181,7 @@ def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
         for _ in range(20):
             assert guest.ask(guest.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
 
-    stranger = fork(as_user(12_399, begin))
+    stranger = fork(as_user(OTHER, begin))
     stranger.run_to("held")
     fork(as_user(WRITER, work)).finish()
     assert private_bytes(one.pid) - before < GROWTH_BYTES
@@ -202,40 +203,78 @@ def test_all_connections_together_hold_a_bounded_number_of_calls(daemon, max_ses
         length, kind = int.from_bytes(said.read(3)), said.read(6)[0]
         assert kind == 4, "the first frame is the server's settings"
         settings = dict(struct.iter_unpack(">HI", said.read(length)))
-    assert 1 <= settings[3] <= 512 and settings[3] * max_sessions <= MAX_GUEST_CALLS
+    assert 1 <= settings[3] <= 512 and settings[3] * max_sessions <= MAX_CALLS
 
 
-def test_connections_of_strangers_are_bounded(daemon, fork):
-    """Anybody may knock at guests.sock. What a stranger holds open costs a bounded number of descriptors, the
-    owner notices nothing, and guests are served again when it has gone."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}", "--max-sessions", "16"))
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+
+
+def knock(one, times: int):
+    """A child's work: so many connections that say hello and begin no call; announces how many stay open."""
+
+    def work(steps) -> None:
+        held = [socket.socket(socket.AF_UNIX) for _ in range(times)]
+        for knocking in held:
+            knocking.settimeout(20)
+            knocking.connect(str(one.dir / "guests.sock"))
+        stay = 0
+        for knocking in held:
+            with contextlib.suppress(OSError):
+                knocking.sendall(HELLO)
+                stay += len(knocking.recv(9, socket.MSG_WAITALL)) == 9  # the head of the server's settings
+        steps.reached(str(stay))
+
+    return work
+
+
+def ask_once(one):
+    def work(_steps) -> None:
+        guest = Guest(one, one.connect())
+        lookup = store_pb2.LookupRequest(keys=new_keys(1))
+        assert guest.ask(guest.store.Lookup, lookup)[:2] == (Code.OK, "")
+
+    return work
+
+
+@pytest.mark.parametrize(("who", "has"), [(12_399, 0), (WRITER, 8)], ids=["nobody's", "a writer's"])
+def test_one_user_has_half_of_the_idle_connections_and_a_stranger_none(daemon, fork, who, has):
+    """Connections on which nothing is called, many times as many as there may be: another user connects
+    beside them, the owner notices nothing, and what they cost is bounded and given back."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-sessions", "16"))
     owner = one.connect()
 
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{one.pid}/fd"))
 
     before = descriptors()
-
-    def knock(steps) -> None:
-        held = [socket.socket(socket.AF_UNIX) for _ in range(400)]
-        for knocking in held:
-            knocking.settimeout(0)
-            with contextlib.suppress(BlockingIOError):
-                knocking.connect(str(one.dir / "guests.sock"))
-        for knocking in held:
-            with contextlib.suppress(OSError):
-                knocking.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
-        steps.reached("held")
-
-    def work(_steps) -> None:
-        guest = Guest(one, one.connect())
-        lookup = store_pb2.LookupRequest(keys=new_keys(1))
-        eventually(lambda: guest.ask(guest.store.Lookup, lookup)[0] is Code.OK, "guests are served")
-
-    stranger = fork(as_user(12_399, knock))
-    stranger.run_to("held")
+    knocking = fork(as_user(who, knock(one, 400)))
+    assert knocking.next_step() == str(has)
     owner.touch(new_keys(1))
-    assert descriptors() - before < 16 + 24
-    stranger.go_on()
-    stranger.finish()
-    fork(as_user(WRITER, work)).finish()
+    assert descriptors() - before < 3 * has + 16
+    fork(as_user(OTHER, ask_once(one))).finish()
+    owners = Guest(one, None, "grpc.sock")
+    assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
+    knocking.go_on()
+    knocking.finish()
+    eventually(lambda: descriptors() - before < 16, "they are given back")
+    fork(as_user(who, knock(one, 8))).finish()
+
+
+def test_idle_connections_leave_the_owner_descriptors(daemon, fork):
+    """Where the limit on open files is far below what all sessions and connections could need, two users who
+    hold all connections they get keep the owner from nothing."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        one.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    holders = [fork(as_user(who, knock(one, 60))) for who in (WRITER, OTHER)]
+    assert sum(int(holder.next_step()) for holder in holders) > 2
+    one.connect().touch(new_keys(1))
+    owners = Guest(one, None, "grpc.sock")
+    assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
+    for holder in holders:
+        holder.go_on()
+        holder.finish()
