@@ -33,16 +33,16 @@ _EXAMPLES = {
     + _EXIT_HELP,
     "serve": """examples:
   kvstored serve --dir /run/kvstored --memory 4GiB
-  kvstored serve --config /etc/kvstored.toml --print-config
+  kvstored serve --config /etc/kvstored/kvstored.toml --print-config
   kvstored serve --memory 8GiB --namespaces default=0.75,batch=0.25 --metrics-port 9464
   kvstored serve --namespaces default:writers=alice+@llm:readers=@analysts
   KVSTORED_MEMORY=2GiB kvstored serve
 
 A value comes from the flag, else from KVSTORED_<FIELD>, else from the file (TOML, the same field
-names), else from its default. A variable that is nearly a field's name is refused, as an unknown field
-of the file is; any other that begins with KVSTORED_ and names nothing is logged. SIGTERM and SIGINT stop
-the daemon; its blocks stay in shared memory for the next one, unless --discard is given. A daemon with
-another --memory, --max-blocks or --namespaces starts empty.
+names), else from its default. BYTES are a number or, for example, 512MiB, 4GiB. A variable that is nearly
+a field's name is refused, as an unknown field of the file is; any other that begins with KVSTORED_ and
+names nothing is logged. SIGTERM and SIGINT stop the daemon; its blocks stay in shared memory for the next
+one, unless --discard is given. A daemon with another --memory, --max-blocks or --namespaces starts empty.
 
 """
     + _EXIT_HELP,
@@ -56,7 +56,7 @@ another --memory, --max-blocks or --namespaces starts empty.
   kvstored ls --key $KEY        one block; exit code 1 if it is not there""",
     "rm": """examples:
   kvstored rm 5f0c…             64 hexadecimal digits; exit code 1 if one was not there
-  kvstored ls --prefix a1 --quiet | xargs kvstored rm""",
+  kvstored ls --prefix a1 --limit 100000 --quiet | xargs -r kvstored rm""",
     "flush": """examples:
   kvstored flush --yes
   kvstored flush --namespace batch --yes""",
@@ -218,7 +218,11 @@ def _add_operator_commands(commands: Any) -> None:
     ls = add("ls", "list blocks", namespace=True)
     ls.add_argument("--prefix", type=_prefix, default=b"", metavar="HEX", help="only keys that begin so")
     ls.add_argument(
-        "--limit", type=_bounded(1, 1 << 24), default=100, metavar="N", help="at most so many; default 100"
+        "--limit",
+        type=_bounded(1, 1 << 24),
+        default=100,
+        metavar="N",
+        help="at most so many, and a line on standard error if there are more; default 100",
     )
     ls.add_argument("--key", type=_key, metavar="KEY", help="only this block")
     ls.add_argument("--quiet", action="store_true", help="keys only, one a line")

@@ -218,8 +218,8 @@ def _block(block: Any) -> dict[str, Any]:
     return {"key": block.key.hex(), "state": state, **{name: getattr(block, name) for name in numbers}}
 
 
-def _pages(daemon: Connection, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    token, left = "", given.limit
+def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator[dict[str, Any]]:
+    token, left = "", most
     while left > 0:
         request = admin_pb2.ListRequest(
             namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix
@@ -243,7 +243,10 @@ def ls(daemon: Connection, given: argparse.Namespace) -> int:
                 raise
             return _complain("no such block", Exit.NO)
     else:
-        blocks = list(_pages(daemon, given))
+        blocks = list(_pages(daemon, given, given.limit + 1))
+        if len(blocks) > given.limit:  # said, so that nobody takes the part for the whole
+            blocks.pop()
+            print(f"kvstored: there are more than these {given.limit}: --limit N", file=sys.stderr)
     if given.quiet and not given.json:
         sys.stdout.write("".join(one["key"] + "\n" for one in blocks))
     else:

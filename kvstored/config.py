@@ -84,7 +84,8 @@ class Config:
         show=_show_namespaces,
     )
     disk: tuple[str, ...] = _field(
-        "directories of the disk tier, blocks are spread over them by key; none: no disk tier",
+        "directories of the disk tier, at most 16, on one line joined by commas; blocks are spread over them "
+        "by key; none: no disk tier",
         (),
         _directories,
         show=",".join,

@@ -66,7 +66,9 @@ def test_ls(run):
     found = run_json(run, "ls")
     assert {one["key"] for one in found} == {key(name).hex() for name in "abc"}
     assert all(one["length_bytes"] == BLOCK_BYTES and one["state"] == "sealed" for one in found)
-    assert len(run_json(run, "ls", "--limit", "2")) == 2
+    code, out, error = run("ls", "--limit", "2", "--json")
+    assert len(json.loads(out)) == 2 and "more than these 2: --limit" in error
+    assert run("ls", "--limit", "3", "--quiet")[2] == "", "all of them are no part"
     assert [one["key"] for one in run_json(run, "ls", "--prefix", key("b").hex()[:16])] == [key("b").hex()]
     assert run("ls", "--quiet", "--prefix", key("b").hex()) == (Exit.DONE, key("b").hex() + "\n", "")
     assert run_json(run, "ls", "--key", key("c").hex())[0]["key"] == key("c").hex()
