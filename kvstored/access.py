@@ -64,7 +64,10 @@ def relisted(known: list[Tenant], namespaces: tuple[Namespace, ...]) -> list[Ten
 
 def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> tuple[Namespace, ...]:
     """What a running daemon can take over of `after`: who may read and write what is there already. Nothing
-    where it would have to open its sockets to others: those are of the start."""
+    where it would have to open its sockets to others: those are of the start. Raises StartupError where this
+    host has no such user or group, also in a list that waits for the restart, which would fail."""
+    for one in after:
+        _lists(one)
     lists = {one.name: one for one in after}
     found = tuple(
         replace(one, readers=lists[one.name].readers, writers=lists[one.name].writers)

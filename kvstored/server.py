@@ -172,8 +172,8 @@ class Daemon:
         can("namespaces", part=self._resolve_lists, apply=self._use_lists)
 
     def _resolve_lists(self, before: Any, after: Any) -> Any:
-        namespaces = access.with_lists(before, after)
         try:
+            namespaces = access.with_lists(before, after)
             self._next_tenants = access.relisted(self._tenants, namespaces)
         except StartupError as error:
             raise ConfigError(str(error)) from error

@@ -54,6 +54,14 @@ def states(one):
     return [entry.state for entry in reply.degraded]
 
 
+@pytest.mark.parametrize("table", ["default", "new"])
+def test_a_list_that_would_fail_the_next_start_is_refused(configured, table):
+    configured.file.write_text(f'[namespaces.{table}]\nwriters = ["no_such_user_here"]\n')
+    code, said = reload(configured)
+    assert code == Exit.REFUSED and "no user 'no_such_user_here'" in said, said
+    assert states(configured) == ["reload_refused"]
+
+
 def test_what_may_change_changes_and_the_rest_is_named(configured):
     first = configured.calls.create([key("a")])
     refused(lambda: configured.calls.create([key("b")]), grpc.StatusCode.RESOURCE_EXHAUSTED)
