@@ -33,9 +33,10 @@ def split_keys(keys: Any) -> list[bytes]:
     """The keys of a Chain, a list of 32-byte keys or a packed buffer. Raises InvalidArgument otherwise."""
     packed = getattr(keys, "packed_keys", keys)
     if isinstance(packed, (list, tuple)):
-        for key in packed:
+        for index, key in enumerate(packed):
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                raise InvalidArgument(f"a key is {KEY_BYTES} bytes; got {key!r:.80}")
+                given = f"{len(key)} bytes" if isinstance(key, bytes) else f"of type {type(key).__name__}"
+                raise InvalidArgument(f"a key is {KEY_BYTES} bytes; key {index} is {given}")
         return list(packed)
     try:
         packed = bytes(memoryview(packed))
@@ -200,6 +201,8 @@ class Blocks(Sequence):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} of {len(self)} blocks")
         item = self._items[index]
         if item == "exhausted":
             raise PinsExhausted(f"the session holds its {self._client.max_pins} pins; release some blocks")

@@ -203,10 +203,10 @@ class InMemoryStore:
     def mark_layer(self, record: Record, layer: int) -> None:
         if not 0 <= layer < record.geometry.num_layers:
             raise InvalidArgument(f"layer {layer}; the layout has {record.geometry.num_layers}")
-        if layer > record.layers_ready:
-            due = record.layers_ready
-            raise InvalidArgument(f"layer {layer} marked before layer {due}; layers are published in order")
-        record.layers_ready = max(record.layers_ready, layer + 1)
+        if layer != record.layers_ready:
+            due = f"the next is {record.layers_ready} of {record.geometry.num_layers}"
+            raise InvalidArgument(f"layer is {layer}, layers are published in order and {due}")
+        record.layers_ready = layer + 1
         self.changed.notify_all()
 
     def seal(self, record: Record) -> None:

@@ -130,12 +130,12 @@ class Writer:
         return len(self.results)
 
     def __getitem__(self, index: int) -> GrantedBlock:
-        index = operator.index(index)
+        given = index = operator.index(index)
         index += len(self.results) if index < 0 else 0
         if index in self._granted:
             return self._granted[index]
         if not 0 <= index < len(self.results):
-            raise IndexError(f"index {index} of {len(self.results)} keys")
+            raise IndexError(f"index {given} of {len(self.results)} keys")
         if self.results[index] == "no_space":
             raise NoSpace(
                 f"no unpinned run for this block in a pool of {self.client.store.capacity_bytes} bytes"

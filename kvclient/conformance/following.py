@@ -127,6 +127,8 @@ class FollowingCases(Case):
             with raises(InvalidArgument):
                 writer[0].mark_layer(wrong)
         self.publish(writer[0], 0)
+        with raises(InvalidArgument):
+            writer[0].mark_layer(0)
         with self.open().get(keys, follow=True) as blocks:
             assert blocks[0].layers_ready == 1
         writer.abort()

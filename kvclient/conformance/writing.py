@@ -283,11 +283,33 @@ class WritingCases(Case):
             lambda: self.client.get([b""]),
             lambda: self.client.delete([key, b"short"]),
             lambda: self.client.lookup(17),
+            lambda: self.client.lookup(None),
+            lambda: self.client.get(None),
+            lambda: self.client.create(None, self.small),
         ):
             with raises(InvalidArgument):
                 wrong()
         assert self.states([key]) == [MISSING] and self.used() == self.used_before
         self.put(1)
+
+    def test_errors_name_what_was_given_and_the_limit(self):
+        self.needs("sealing")
+        key = self.keys(1)[0]
+        with self.client.create([key], self.small) as writer, self.client.get([key]) as blocks:
+            for wrong, words in (
+                (lambda: self.client.lookup(17), "got int"),
+                (lambda: self.client.get(None), "got NoneType"),
+                (lambda: self.client.delete([key, b"short"]), "32 bytes; key 1 is 5 bytes"),
+                (lambda: self.client.create([7], self.small), "32 bytes; key 0 is of type int"),
+                (lambda: writer[9], "index 9 of 1 keys"),
+                (lambda: blocks[-2], "index -2 of 1 blocks"),
+            ):
+                try:
+                    wrong()
+                except (InvalidArgument, IndexError) as error:
+                    assert words in str(error), error
+                else:
+                    raise AssertionError(f"nothing was raised for {words!r}")
 
     def test_layouts_are_registered_once(self):
         assert self.client.register_layout(SMALL.to_blob()) == self.small

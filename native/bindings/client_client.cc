@@ -199,16 +199,17 @@ void bind_client(nb::module_& m) {
       .def("reattach", &Client::reattach, nb::call_guard<WithoutGil>())
       .def("close", &Client::close, nb::call_guard<WithoutGil>())
       .def("renew_lock", &Client::renew_lock)
-      .def("lookup", lookup, nb::arg("keys"))
-      .def("get", get, nb::arg("keys"), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
-      .def("prefetch", prefetch, nb::arg("keys"), nb::arg("priority") = kDefaultPriority)
+      .def("lookup", lookup, nb::arg("keys").none())
+      .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
+      .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
-      .def("create", create, nb::arg("keys"), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority, nb::arg("ttl_s") = 0,
-           nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none(), nb::arg("attachment") = nb::none())
+      .def("create", create, nb::arg("keys").none(), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority,
+           nb::arg("ttl_s") = 0, nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none(),
+           nb::arg("attachment") = nb::none())
       .def(
-          "delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys"))
+          "delete", [](Client& c, nb::handle keys) { return over_keys(c, keys, true); }, nb::arg("keys").none())
       .def(
-          "touch", [](Client& c, nb::handle keys) { return over_keys(c, keys, false); }, nb::arg("keys"))
+          "touch", [](Client& c, nb::handle keys) { return over_keys(c, keys, false); }, nb::arg("keys").none())
       .def(
           "register_layout",
           [](Client& c, nb::handle blob) {

@@ -72,6 +72,13 @@ nb::object export_layer(Memory&& memory, const Layout& layout, uint32_t tokens, 
   return nb::cast(Array(data, shape.count, shape.dims, owner, nullptr, type));
 }
 
+std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+std::string described(PyObject* item) {
+  if (!PyBytes_Check(item)) return "of type " + class_name(item);
+  return std::to_string(PyBytes_GET_SIZE(item)) + " bytes";
+}
+
 }  // namespace
 
 KeysArgument::KeysArgument(nb::handle source) {
@@ -92,12 +99,12 @@ KeysArgument::KeysArgument(nb::handle source) {
     converted_.resize(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; ++i) {
       if (!PyBytes_Check(items[i]) || PyBytes_GET_SIZE(items[i]) != static_cast<Py_ssize_t>(kKeyBytes))
-        raise("InvalidArgument", "a key is 32 bytes; key " + std::to_string(i) + " is not");
+        raise("InvalidArgument", "a key is 32 bytes; key " + std::to_string(i) + " is " + described(items[i]));
       std::memcpy(&converted_[static_cast<size_t>(i)], PyBytes_AS_STRING(items[i]), kKeyBytes);
     }
   } else {
     if (!PyObject_CheckBuffer(source.ptr()))
-      raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer");
+      raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer; got " + class_name(source));
     const Bytes bytes(source, "keys", false);
     if (bytes.size() % kKeyBytes)
       raise("InvalidArgument", "packed keys have " + std::to_string(bytes.size()) + " bytes; it must be a multiple of 32");

@@ -49,7 +49,7 @@ void bind_search(nb::module_& m) {
            nb::arg("on_disk") = false,
            "Sealed blocks whose fingerprint a window of the tokens has: (start, key) each, by start. Candidates: their\n"
            "tokens are to be compared. on_disk: also blocks that lie only there.")
-      .def("children", children_of, nb::arg("key"), nb::arg("on_disk") = false,
+      .def("children", children_of, nb::arg("key").none(), nb::arg("on_disk") = false,
            "Keys of sealed blocks that may continue this one.");
 }
 

@@ -87,8 +87,10 @@ std::vector<size_t> all_of(const Writer& writer, Grant status) {
 
 size_t checked_index(const Writer& writer, Py_ssize_t i) {
   const auto size = static_cast<Py_ssize_t>(writer.grants->size());
+  const Py_ssize_t given = i;
   if (i < 0) i += size;
-  if (i < 0 || i >= size) throw nb::index_error("index out of the range of the keys");
+  if (i < 0 || i >= size)
+    throw nb::index_error(("index " + std::to_string(given) + " of " + std::to_string(size) + " keys").c_str());
   const Grant status = writer.grants->item(static_cast<size_t>(i)).status;
   if (status == Grant::NoSpace)
     raise("NoSpace",
@@ -139,17 +141,21 @@ void bind_granted(nb::module_& m) {
           nb::arg("layer"), "The torch view of it.")
       .def(
           "copy_layer", [](const GrantedBlock& b, long long i, nb::handle source) { copy_layers(b, b.checked(i), 1, source); },
-          nb::arg("layer"), nb::arg("source"), "Copies one layer in, past the caches, with its checksum on the way.")
+          nb::arg("layer"), nb::arg("source").none(),
+          "Copies one layer in, past the caches, with its checksum on the way: from a contiguous buffer or CPU tensor of just\n"
+          "its bytes. Raises InvalidArgument, Closed.")
       .def(
           "copy_from", [](const GrantedBlock& b, nb::handle source) { copy_layers(b, 0, b.layout().num_layers(), source); },
-          nb::arg("source"), "Copies all layers in, from bytes that follow each other without padding.")
+          nb::arg("source").none(),
+          "Copies all layers in, from bytes that follow each other without padding. Raises InvalidArgument, Closed.")
       .def(
           "mark_layer",
           [](const GrantedBlock& b, long long i) {
             b.item();
             b.grants->mark_layer(b.index, b.checked(i));
           },
-          nb::arg("layer"), "Publishes that layer to followers; layers are published in order. Raises InvalidArgument.")
+          nb::arg("layer"),
+          "Publishes that layer to followers; layers are published in order, each once. Raises InvalidArgument.")
       .def_prop_ro(
           "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
       .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
