@@ -18,7 +18,7 @@ import torch
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attributes import Attributes
-from kvclient.hf.watch import adapter_state, adapters, matmul_precision
+from kvclient.hf.watch import adapter_parameters, adapter_state, adapters, matmul_precision
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
 
@@ -56,7 +56,7 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every parameter and persistent buffer,
     sorted.
     """
-    added = {id(p) for module in adapters(model) for p in _own_adapter_parameters(module)}
+    added = {id(p) for module in adapters(model) for p in adapter_parameters(module)}
     named = [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -117,12 +117,6 @@ def _unsaved(model: torch.nn.Module, attributes: Attributes) -> dict[str, Any]:
 # ---------------------------------------------------------------- adapters (peft, never imported here)
 
 
-def _own_adapter_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    base = getattr(module, "base_layer", None)
-    inherited = {id(p) for p in base.parameters()} if base is not None else set()
-    return [p for p in module.parameters() if id(p) not in inherited]
-
-
 def _digest_adapters(model: torch.nn.Module) -> bytes:
     modules = [(n, m) for n, m in model.named_modules() if type(m).__module__.startswith("peft.")]
     if not modules:
@@ -131,7 +125,7 @@ def _digest_adapters(model: torch.nn.Module) -> bytes:
     tensors = [
         (f"{name}.{i}", parameter.data)
         for name, module in modules
-        for i, parameter in enumerate(_own_adapter_parameters(module))
+        for i, parameter in enumerate(adapter_parameters(module))
     ]
     return hashlib.sha256(encode([states, _digest_tensors(tensors)])).digest()
 

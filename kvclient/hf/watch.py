@@ -1,6 +1,7 @@
 """Whether a model is still the one that was digested: asked before every call, so it has to be cheap.
 
-Owns a list of places to look at and what was seen there. Never reads a weight. Invariant: changed() is true
+Owns a list of places to look at and what was seen there. Reads no weight but the first number of each of an
+adapter's: peft's hotswap writes them through `.data`. Invariant: changed() is true
 after any tensor, module, foreign hook, forward of a module's own or adapter was replaced, added, removed or
 written in place, by an optimizer too, or the precision, the attention implementation, a field of the
 configuration, or a module's class, plain number or plain tensor (kvclient.hf.attributes) was changed. What
@@ -46,6 +47,7 @@ class Watch:
         self.steps = 0  # of optimizers on them: the fused ones, the Trainer's default, count no versions
         _watches.add(self)
         self._adapters = adapters(model)
+        self._first_numbers = _first_numbers([p for m in self._adapters for p in adapter_parameters(m)])
         self.attributes = Attributes(model)
         self._seen = self._look()
 
@@ -75,6 +77,7 @@ class Watch:
             self._foreign_hooks() if any(self._hooks) else [],
             [id(hook) for hook in of_all_modules()],
             [adapter_state(module) for module in self._adapters],
+            [_bytes(torch.stack(numbers)) for numbers in self._first_numbers],
             [own for m in self._modules if "forward" in m.__dict__ for own in foreign_forward(m)],
         ]
 
@@ -174,8 +177,30 @@ def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__module__.startswith("peft.")]
 
 
+def adapter_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those of a module of peft's that are not of the layer it stands around."""
+    base = getattr(module, "base_layer", None)
+    inherited = {id(p) for p in base.parameters()} if base is not None else set()
+    return [p for p in module.parameters() if id(p) not in inherited]
+
+
 def adapter_state(module: torch.nn.Module) -> str:
-    return repr([(name, getattr(module, name)) for name in ADAPTER_STATE if hasattr(module, name)])
+    state = {name: getattr(module, name) for name in ADAPTER_STATE if hasattr(module, name)}
+    if isinstance(scaling := state.get("scaling"), dict):  # of tensors maybe, which repr rounds
+        state["scaling"] = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in scaling.items()}
+    return repr(list(state.items()))
+
+
+def _first_numbers(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """A view of one number of each, which does not keep the tensor itself; together what can be stacked."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in {id(t): t for t in tensors if t.numel() and not t.is_meta}.values():
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.data[(0,) * tensor.ndim])
+    return list(alike.values())
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()  # not numbers: a NaN would differ from itself
 
 
 def _home(hook: Any) -> str:

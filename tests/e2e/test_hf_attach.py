@@ -161,38 +161,6 @@ def test_refresh_sees_what_was_written_through_data(client):
         kv.refresh()
 
 
-class Lora(torch.nn.Module):
-    """What peft puts in the place of a linear layer, as far as it shows from outside."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer, self.lora_A = base, torch.nn.Parameter(torch.ones(4))
-        self.active_adapter, self._disable_adapters = ["default"], False
-
-    def forward(self, x):
-        return self.base_layer(x) if self._disable_adapters else self.base_layer(x) * self.lora_A.sum()
-
-
-Lora.__module__ = "peft.tuners.fake"
-
-
-def test_adapters_are_part_of_the_identity(client):
-    model = build("llama")
-    plain = kvclient.hf.attach(model, client, block_tokens=BLOCK)
-    identities = {plain.identity}
-    plain.detach()
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj = Lora(mlp.up_proj)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        identities.add(kv.identity)
-        generate(model, prompt(70), 1)
-        mlp.up_proj._disable_adapters = True
-        generate(model, prompt(70), 1)
-        assert kv.last.reused_tokens == 0, "switching an adapter off must miss"
-        identities.add(kv.identity)
-    assert len(identities) == 3
-
-
 # ---------------------------------------------------------------- refusals
 
 
