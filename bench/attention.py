@@ -1,8 +1,9 @@
-"""The CPU kernels beside torch: decode, append, prefill. `python -m bench.attention [--quick] [--json FILE]`
+"""The CPU kernels beside torch: decode, append, prefill. `python -m bench.attention [--threads N] [--quick]`
 
-All contenders of a row alternate within one process, on one thread; CPU time of that thread; medians over the
-rounds. Read bandwidth is a read-only reduction over the very bytes of the row's blocks, in the same rounds;
-caches help neither, as the other contenders' bytes come between. Prints a table and, with --json, writes
+All contenders of a row alternate within one process: on one thread, CPU time of that thread; on several, all
+of them on as many, wall time. Medians over the rounds. Read bandwidth is a read-only reduction over the very
+bytes of the row's blocks, in the same rounds and by as many threads; caches help neither, as the other
+contenders' bytes come between. Prints a table and, with --json, writes
 every number. Owns nothing that lasts; never judges: the reach stands beside the number.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads do not look for work beside ours
 
 import numpy as np
 import torch
@@ -70,7 +72,8 @@ class Pool:
 class Problem:
     """bf16 keys and values of `context` tokens, and `tokens` queries behind them."""
 
-    def __init__(self, tokens: int, context: int, kv_heads: int = KV_HEADS) -> None:
+    def __init__(self, tokens: int, context: int, kv_heads: int = KV_HEADS, threads: int = 1) -> None:
+        self.threads = threads
         generator = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> np.ndarray:
@@ -106,21 +109,24 @@ class Problem:
 
     def ours(self, parts: list[kernels.Segment], tail: kernels.Segment | None = None) -> Callable[[], object]:
         out = np.empty_like(self.q)
-        return kernels.prepare(self.q, self.position, [parts], HEAD_DIM**-0.5, tails=[tail], out=out).run
+        return kernels.prepare(
+            self.q, self.position, [parts], HEAD_DIM**-0.5, tails=[tail], threads=self.threads, out=out
+        ).run
 
 
-def rounds(calls: Timed, count: int) -> Result:
-    """Medians of thread CPU seconds, all calls alternating; of the quiet calls where each has LEAST_QUIET.
-    While one has fewer, rounds go on, up to MOST_ROUNDS times those asked for."""
+def rounds(calls: Timed, count: int, threads: int) -> Result:
+    """Medians of seconds, all calls alternating; of the quiet calls where each has LEAST_QUIET. While one has
+    fewer, rounds go on, up to MOST_ROUNDS times those asked for."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
     taken: dict[str, list[tuple[float, int]]] = {name: [] for name in calls}
     yardstick = Yardstick.now(1.0)
     for call in calls.values():  # warms up
         call()
     for number in range(MOST_ROUNDS * count):
         for name, call in calls.items():
-            pace, began = here_ns(), time.thread_time()
+            pace, began = here_ns(), clock()
             call()
-            seconds = time.thread_time() - began
+            seconds = clock() - began
             taken[name].append((seconds, max(pace, here_ns())))
         yardstick.seen([pace for times in taken.values() for _, pace in times])
         quiet = {
@@ -138,9 +144,9 @@ def rounds(calls: Timed, count: int) -> Result:
     }
 
 
-def decode(count: int, huge: bool) -> dict:
+def decode(count: int, threads: int, huge: bool) -> dict:
     """One token over 16k: HF's default call, torch's best layout for it (packed GQA), and ours in place."""
-    problem = Problem(1, CONTEXT)
+    problem = Problem(1, CONTEXT, threads=threads)
     q, k, v = problem.torch_q, problem.torch_k, problem.torch_v
     packed = q.view(1, KV_HEADS, GROUP, HEAD_DIM)
     calls: Timed = {
@@ -154,12 +160,12 @@ def decode(count: int, huge: bool) -> dict:
         calls[name] = problem.ours(parts)
         readers["read " + name] = pool.reader()
     calls |= readers  # after all: no cache still has what it reads
-    return rounds(calls, count) | {"bytes": sizes}
+    return rounds(calls, count, threads) | {"bytes": sizes}
 
 
-def append(count: int, tokens: int) -> dict:
+def append(count: int, threads: int, tokens: int) -> dict:
     """A hit's suffix: `tokens` over a 16k prefix in int8, in place; torch dequantises first and masks."""
-    problem = Problem(tokens, CONTEXT + tokens, 2)
+    problem = Problem(tokens, CONTEXT + tokens, 2, threads)
     parts, _ = problem.segments(CONTEXT, 8)
     plain, _ = problem.segments(CONTEXT)
     tail = kernels.segment(
@@ -182,11 +188,11 @@ def append(count: int, tokens: int) -> dict:
 
     calls = {"dequantise + torch": torch_after}
     calls |= {"int8": problem.ours(parts, tail), "bf16": problem.ours(plain, tail)}
-    return rounds(calls, count)
+    return rounds(calls, count, threads)
 
 
-def prefill(count: int, tokens: int) -> dict:
-    problem = Problem(tokens, tokens, 2)
+def prefill(count: int, threads: int, tokens: int) -> dict:
+    problem = Problem(tokens, tokens, 2, threads)
     k, v = (x.repeat_interleave(GROUP, 1) for x in (problem.torch_k, problem.torch_v))
     call = functional.scaled_dot_product_attention
     calls = {
@@ -196,7 +202,7 @@ def prefill(count: int, tokens: int) -> dict:
         ),
         "bf16": problem.ours([kernels.segment(problem.keys, problem.values, 0)]),
     }
-    return rounds(calls, count)
+    return rounds(calls, count, threads)
 
 
 def table(results: dict, which: str = "seconds") -> list[tuple[str, str, str]]:
@@ -227,18 +233,24 @@ def table(results: dict, which: str = "seconds") -> list[tuple[str, str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--threads", type=int, default=1, help="of every contender; default 1")
     parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
     parser.add_argument("--huge", action="store_true", help="decode from blocks on huge pages")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    count = 3 if args.quick else 9
-    results = {"machine": describe(), "path": kernels.auto_path(), "decode": decode(count, args.huge)}
-    results["append"] = {n: append(max(2, count // 3), n) for n in ((512,) if args.quick else (256, 2048))}
-    results["prefill"] = {
-        n: prefill(max(2, count // 2), n) for n in ((1024,) if args.quick else (1024, 4096))
+    if not 1 <= args.threads <= (cpus := len(os.sched_getaffinity(0))):
+        parser.error(f"--threads {args.threads}: it must be 1 to {cpus}, the processors of this machine")
+    torch.set_num_threads(args.threads)
+    count, threads = 3 if args.quick else 9, args.threads
+    results = {"machine": describe(), "path": kernels.auto_path(), "threads": threads}
+    results["decode"] = decode(count, threads, args.huge)
+    results["append"] = {
+        n: append(max(2, count // 3), threads, n) for n in ((512,) if args.quick else (256, 2048))
     }
-    print(f"{sentence(results['machine'])} Path {results['path']}.\n")
+    results["prefill"] = {
+        n: prefill(max(2, count // 2), threads, n) for n in ((1024,) if args.quick else (1024, 4096))
+    }
+    print(f"{sentence(results['machine'])} Path {results['path']}, threads: {threads}.\n")
     print("| what | reach | quiet (bench/pace.py), or all if too few were | all |\n|---|---|---|---|")
     for (what, reach, got), (*_, of_all) in zip(table(results), table(results, "all"), strict=True):
         print(f"| {what} | {reach} | {got} | {of_all} |")
