@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 
 import model as example_model
@@ -148,6 +149,17 @@ class Demo:
         ids = tokenizers.Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json")).encode(document).ids
         return self.kvclient.chain(bytes.fromhex(next(iter(self.identities))), ids, block_tokens=BLOCK_TOKENS)
 
+    def computed(self, document: str, layer: int) -> None:
+        """Waits until whoever computes the document has put that layer of its first block into the store."""
+        chain, end_s = self.chain(document)[:1], time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < end_s:
+            with self.client.get(chain, follow=True) as blocks:
+                if blocks[0] is not None:
+                    blocks[0].wait_layer(layer, timeout_s=ANSWER_TIMEOUT_S)
+                    return
+            time.sleep(0.005)
+        raise Failed(f"layer {layer} was not computed within {ANSWER_TIMEOUT_S:.0f} s")
+
     def plain(self, document: str, question: str) -> str:
         """The text that plain generate() gives, in the first process with the store left out."""
         self.workers["first"].ask(document, question, store=False)
@@ -171,8 +183,8 @@ class Demo:
 
     def follows(self, document: str) -> None:
         first, second = self.workers["first"], self.workers["second"]
-        first.ask(document, ASK[0], tell=[0])
-        first.answer()  # that the first layer is computed
+        first.ask(document, ASK[0])
+        self.computed(document, 0)
         second.ask(document, ASK[0])
         one = self.note("first", "computes a second document", first.answer())
         two = self.note("second", "joins while first computes it", second.answer())
@@ -182,15 +194,16 @@ class Demo:
 
     def dies(self, document: str) -> None:
         doomed, third, chain = self.workers["doomed"], self.workers["third"], self.chain(document)
-        doomed.ask(document, ASK[0], tell=[0, HALF_WAY])
-        doomed.answer()  # that the first layer is computed
+        doomed.ask(document, ASK[0])
+        self.computed(document, 0)
         third.ask(document, ASK[0])
-        doomed.answer()  # that so many are
+        self.computed(document, HALF_WAY)
         doomed.kill()
         say(f"doomed: killed behind layer {HALF_WAY} of 30")
         result = self.note("third", "had joined doomed, which was killed", third.answer())
         result["equal"] = result["text"] == self.plain(document, ASK[0])
         self.expect(result["equal"], "third's text after doomed's death differs from plain generate()")
+        self.expect(result["lost"] > 0, "third had not joined doomed when it was killed")
         self.expect(result["published"] == len(chain), "third did not publish what doomed left undone")
 
     def memory_is_back(self) -> dict:

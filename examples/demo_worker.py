@@ -1,7 +1,6 @@
 """One inference process of the demo: SmolLM2, a stock generate(), and the store behind it.
 
-Reads one JSON command a line from stdin, answers one JSON line each on stdout, and one before it
-per layer that the command asks to be told of. Started by demo.py.
+Reads one JSON command a line from stdin, answers one JSON line each on stdout. Started by demo.py.
 """
 
 from __future__ import annotations
@@ -32,31 +31,8 @@ def main(model_dir: str, runtime_dir: str) -> None:
             answer(run(model, tokenizer, kv, **command))
 
 
-def tell_of(layers: list) -> None:
-    """Answers once for each of them, when it has been computed: its K and V are in the store by then. The
-    hook is on no module of the model, as one that is would make another model of it.
-    """
-    from torch.nn.modules.module import register_module_forward_hook
-
-    waiting = {id(layer) for layer in layers}
-
-    def computed(module, *_) -> None:
-        if id(module) in waiting:
-            waiting.remove(id(module))
-            answer({"computed": type(module).__name__})
-        if not waiting:
-            hook.remove()
-
-    hook = register_module_forward_hook(computed)
-
-
-def run(
-    model, tokenizer, kv, document: str, question: str, new_tokens: int, store: bool = True, tell=()
-) -> dict:
+def run(model, tokenizer, kv, document: str, question: str, new_tokens: int, store: bool = True) -> dict:
     import torch
-
-    if tell:
-        tell_of([model.model.layers[index] for index in tell])
 
     start = tokenizer.encode(document)
     ids = torch.tensor([[*start, *tokenizer.encode(question)]])

@@ -102,6 +102,19 @@ class Process:
             self.process.stdout.close()
 
 
+def computed(client, chain, layer, wait_until):
+    """Waits until somebody has put that layer of the first block into the store."""
+
+    def there():
+        with client.get(chain[:1], follow=True) as blocks:
+            if blocks[0] is None:
+                return False
+            blocks[0].wait_layer(layer, timeout_s=PROCESS_TIMEOUT_S)
+            return True
+
+    wait_until(there, f"layer {layer}")
+
+
 @pytest.fixture
 def processes(model_dir):
     made = []
@@ -210,12 +223,13 @@ def test_one_computes_another_finds_a_third_survives(daemon, processes, model_di
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     chain = kvclient.chain(bytes.fromhex(identity), tokenizer.encode(other), block_tokens=DEFAULT_BLOCK)
     with server.connect() as client:
-        first.ask(other, question, tell=[0, HALF_WAY])
-        first.answer()  # that the first layer is computed
+        first.ask(other, question)
+        computed(client, chain, 0, wait_until)
         second.ask(other, question)
-        first.answer()  # that so many are
+        computed(client, chain, HALF_WAY, wait_until)
         first.process.kill()
         survivor = second.answer()
+        assert survivor["lost"] > 0, "it had not joined"
         assert survivor["published"] == len(chain), "what the dead one left undone was not published"
         wait_until(
             lambda: not client.stats()["quarantined"] and not client.stats()["created"], "its memory"
@@ -238,3 +252,12 @@ def test_two_that_start_at_once_compute_it_once(daemon, processes):
     assert one["lost"] == other["lost"] == 0
     with server.connect() as client:
         assert client.stats()["blocks"] == one["published"] + other["published"]
+
+
+def test_the_demo_is_as_it_expects(model_dir):
+    """`make demo`, as a user runs it: one follows another, and survives the death of a third."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "demo.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0 and "all as expected" in done.stdout, done.stdout + done.stderr
