@@ -194,7 +194,11 @@ class Writer:
 
 
 class InMemoryClient:
-    """A KVClient without a daemon. Thread-safe; `another()` gives a second session on the same memory."""
+    """A KVClient without a daemon, of capacity_bytes of this process's memory. Thread-safe.
+
+    `another()` gives a second session on the same memory. It has no disk: nothing is ever loaded. Raises
+    InvalidArgument; its calls raise what the KVClient's do.
+    """
 
     def __init__(
         self,

@@ -69,7 +69,8 @@ def attach(
     paged_tokens: int = 32768,
 ) -> Attachment:
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
-    served right.
+    served right, and InvalidArgument. block_tokens, priority, ttl_s: of the blocks it publishes, those of
+    answers too (publish_generated). self_test: first prove on this model that its answers stay the same.
 
     salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
