@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from kvclient.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
-from kvclient.segment import layout_blob, whole_seconds
+from kvclient.segment import MAX_LOAD_BYTES, check_bounds, layout_blob, whole_seconds
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 
@@ -142,11 +142,13 @@ class KVClient:
     def load_estimate_s(self, length_bytes: int) -> float | None:
         """Seconds until so many bytes, asked for now, would be loaded from disk, by what the daemon's loads
         took so far. None: it has loaded nothing yet."""
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         seconds = self._call(lambda native: native.load_estimate_s(length_bytes))
         return None if seconds < 0 else seconds
 
     def register_layout(self, layout: Any) -> int:
-        """The id of a Layout, or of the bytes of one. The same layout has the same id."""
+        """The id of a Layout, or of the bytes of one. The same layout has the same id. A namespace holds 48.
+        Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""
         blob = layout_blob(layout)
         with self._lock:  # nobody attaches anew in between
             return self._remember(blob, self._call(lambda native: native.register_layout(blob)))

@@ -40,7 +40,8 @@ def connect(
     max_pins: int = 65_536,
     door: str = "shm",
 ) -> KVClient:
-    """Attaches to the daemon of that runtime directory (default: default_directory()).
+    """Attaches to the daemon of that runtime directory. Default: $KVSTORED_DIR, else the first of
+    /run/kvstored and $XDG_RUNTIME_DIR/kvstored that has a socket.
 
     timeout_s bounds every call, and every wait that is not told another time. read_only attaches as a
     reader; max_pins is how many blocks the client may hold at a time. on_error="raise": a store that cannot
@@ -50,6 +51,8 @@ def connect(
     InvalidArgument, NotPermitted (also for a namespace that is not there, and for a directory or socket that
     is closed to this user), Unavailable, DeadlineExceeded, IncompatibleVersion.
     """
+    if not isinstance(namespace, str) or not 0 < len(os.fsencode(namespace)) < 64 or "\0" in namespace:
+        raise InvalidArgument(f"namespace={namespace!r}; it must be a name of 1 to 63 bytes")
     if on_error not in ("raise", "miss"):
         raise InvalidArgument(f'on_error={on_error!r}; it must be "raise" or "miss"')
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:

@@ -37,6 +37,7 @@ MAX_META_PER_TOKEN = 4096
 MAX_LAYER_BYTES_PER_TOKEN = 1 << 24
 MAX_NAME_BYTES = 256
 MAX_BLOCK_BYTES = 1 << 39
+MAX_LOAD_BYTES = 1 << 50  # that anybody can ask the time of: as much as a disk tier may hold
 MAX_TTL_S = 10 * 366 * 86_400.0
 
 _FIXED = struct.Struct("<4s9I")

@@ -32,7 +32,7 @@ from kvclient.memory_store import (
     Record,
     Session,
 )
-from kvclient.segment import check_bounds, check_real, layout_blob, whole_seconds
+from kvclient.segment import MAX_LOAD_BYTES, check_bounds, check_real, layout_blob, whole_seconds
 
 MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
 
@@ -267,6 +267,7 @@ class InMemoryClient:
 
     def load_estimate_s(self, length_bytes: int) -> float | None:
         """None: nothing was ever loaded."""
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         return None
 
     def find(

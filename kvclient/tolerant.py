@@ -13,7 +13,7 @@ from typing import Any
 from kvclient.breaker import NoBlocks, NoLookup, NoWriter
 from kvclient.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
-from kvclient.segment import layout_blob, whole_seconds
+from kvclient.segment import MAX_LOAD_BYTES, check_bounds, layout_blob, whole_seconds
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 PROMISED_FIGURES = (
@@ -65,6 +65,7 @@ class TolerantClient(KVClient):
         return self._tolerate(lambda native: native.prefetch(keys, priority), lambda: 0)
 
     def load_estimate_s(self, length_bytes: int) -> float | None:
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)
         return None if seconds < 0 else seconds
 

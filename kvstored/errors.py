@@ -99,8 +99,7 @@ class DeadlineExceeded(StoreError):
 
 
 class Fenced(StoreError):
-    """The namespace's memory was harmed by a client; it is refused until the daemon is started with
-    --fresh."""
+    """The namespace's memory was harmed by a client; it is refused until the daemon is started again."""
 
 
 # The one table from error to status. First match in the class's own order of bases (mro) wins.

@@ -211,6 +211,24 @@ def test_times_to_live_are_bounded(daemon):
             client.create(KEYS, 0, ttl_s=wrong)
 
 
+@pytest.mark.parametrize("wrong", [-1, 1.5, "1", None, 1 << 70])
+def test_a_length_that_is_none_is_named_with_its_bounds(daemon, wrong):
+    for client in (
+        KVClient(daemon.attach, "default"),
+        TolerantClient(daemon.attach, "default"),
+        kvclient.InMemoryClient(1 << 20),
+    ):
+        with pytest.raises(InvalidArgument, match=r"length_bytes=.*0\.\."):
+            client.load_estimate_s(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 64, "default\0x", 4, None])
+def test_a_namespace_that_is_no_name_is_refused_before_the_daemon_is_asked(tmp_path, wrong):
+    for on_error in ("raise", "miss"):
+        with pytest.raises(InvalidArgument, match=r"namespace=.*1 to 63 bytes"):
+            kvclient.connect(tmp_path, wrong, on_error)
+
+
 def test_without_a_store_everything_is_a_miss(daemon):
     daemon.up = False
     client = TolerantClient(daemon.attach, "default")
