@@ -5,6 +5,8 @@ answer, from a dense cache, `backend` says what computes it, and the reason is c
 """
 
 import copy
+import io
+import pickle
 
 import numpy as np
 import pytest
@@ -174,3 +176,29 @@ def test_a_copy_of_an_attached_model_has_the_kernels_until_it_is_attached_itself
     assert torch.equal(generate(twin, ids)[0], plain)
     kvclient.hf.attach(twin, client, block_tokens=BLOCK).detach()
     assert twin.config._attn_implementation == model.config._attn_implementation == "sdpa"
+
+
+class WithoutUs(pickle.Unpickler):
+    """As in a process that does not have this library."""
+
+    def find_class(self, module, name):
+        assert not module.startswith("kvclient"), f"needs {module}.{name}"
+        return super().find_class(module, name)
+
+
+@pytest.mark.parametrize("by", [attention.install, kvclient.hf.attach])
+def test_a_model_from_a_file_has_the_attention_of_before(client, by):
+    model, ids = known("llama"), prompt(40)
+    plain, *_ = generate(model, ids)
+    by(model, *[client] * (by is kvclient.hf.attach))
+    assert model.config._attn_implementation.startswith("kvclient_")
+    copies = model, copy.deepcopy(model), model.config, copy.deepcopy(model.config)
+    one, other, *configs = [WithoutUs(io.BytesIO(pickle.dumps(own))).load() for own in copies]
+    for loaded in (one, other):
+        assert torch.equal(generate(loaded, ids)[0], plain)
+    assert {own._attn_implementation for own in (one.config, other.config, *configs)} == {"sdpa"}
+    attention.install(one)
+    with kvclient.hf.attach(one, client, block_tokens=BLOCK) as kv:
+        assert torch.equal(generate(one, ids)[0], plain)
+        assert kv.backend == attention.installed(one)
+    assert attention.installed(one), "installed by name: not the attachment's to take off"

@@ -34,6 +34,35 @@ BROUGHT = "_kvclient_attention_brought"  # …and that nobody asked for the kern
 SLIDING_MASK = "sliding_window_overlay.<locals>.inner_mask"
 KNOWN_MASKS = ("causal_mask_function", SLIDING_MASK)
 
+
+
+class Name(str):
+    """Of our attention, in a model's configuration. A process that reads it from a file has the attention of
+    before: it need not know ours.
+    """
+
+    def __new__(cls, name: str, before: str) -> Name:
+        own = super().__new__(cls, name)
+        own._before = before
+        return own
+
+    def __deepcopy__(self, memo: Any) -> Name:
+        return self  # a copy in this process has the kernels
+
+    def __reduce__(self) -> Any:
+        return str, (self._before,)
+
+
+class Before(dict[str, str]):
+    """What a model's parts had before install(); nothing in one from a file."""
+
+    def __deepcopy__(self, memo: Any) -> Before:
+        return Before(self)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 _lock = threading.Lock()
 _fallbacks: Counter[str] = Counter()
 
@@ -60,14 +89,19 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(f"{type(model).__name__} is no transformers model: give the one inside it")
-    if PLACE in model.__dict__:
+    if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
     if not type(model)._can_set_attn_implementation():
         raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
     chosen = backend_of(model, backend)
-    model.__dict__[PLACE] = {name: part.config._attn_implementation for name, part in _configured(model)}
+    before = Before({name: part.config._attn_implementation for name, part in _configured(model)})
+    model.__dict__[PLACE] = before
+    model.__dict__.pop(BROUGHT, None)  # of an attached one that this was, before it went through a file
     try:
         model.set_attn_implementation(register(chosen))
+        for name, part in _configured(model):
+            if (own := part.config._attn_implementation) == register(chosen):
+                part.config._attn_implementation_internal = Name(own, before[name])
         trial.prove(model, lambda: without(model), chosen.name)
     except BaseException:
         uninstall(model)
@@ -94,7 +128,7 @@ def uninstall(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def without(model: torch.nn.Module) -> Iterator[None]:
     """Within it, the model computes with the attention it had before install()."""
-    before, parts = model.__dict__.get(PLACE, {}), _configured(model)
+    before, parts = model.__dict__.get(PLACE) or {}, _configured(model)
     ours = {name: part.config._attn_implementation for name, part in parts}
     try:
         for name, part in parts:
@@ -119,7 +153,7 @@ def copied(model: torch.nn.Module) -> bool:
 def installed(model: torch.nn.Module) -> str | None:
     """The backend that install() gave this model."""
     name = str(model.config._attn_implementation)
-    return name.removeprefix(PREFIX) if PLACE in model.__dict__ and name.startswith(PREFIX) else None
+    return name.removeprefix(PREFIX) if model.__dict__.get(PLACE) and name.startswith(PREFIX) else None
 
 
 def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
