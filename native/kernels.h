@@ -100,7 +100,12 @@ struct kvk_attention {
 };
 /* A query that sees no key gives zeros, and -infinity as its LSE. On CUDA every pointer in it is the device's, those in
  * sequences and segments too (see kvk_cuda_table), and what they point to is read when the kernel runs: a captured call may be
- * replayed after q_position, a tail's `tokens` or a whole table were written anew. */
+ * replayed after q_position, a tail's `tokens` or a whole table were written anew.
+ *
+ * What is no number: K of a key that a query does not see never matters to it. V does, being multiplied by a weight of 0, where
+ * another query of the call sees that key: infinity or NaN there may make an earlier query's output NaN (torch's SDPA lets both
+ * through, of K and V, always). Keys outside of the segments and the tail, as padding or the unwritten rest of a buffer, are
+ * not read. */
 
 /* K or V of one layer of one block, to quantise or to bring back; `elements` is the side in kvk_codec `dtype`. */
 struct kvk_conversion {
@@ -121,8 +126,9 @@ struct kvk_conversion {
   uint32_t* status; /* CUDA, quantising: becomes KVK_RANGE, on the device, if a value cannot be held; NULL: not said */
 };
 /* Quantising, of the values that share a scale: zero is their minimum rounded down to fp16, scale (maximum - zero) / 255 or 15
- * rounded up, code the nearest whole number to (x - zero) / scale, half to even; codes are 0 where scale is. So what comes
- * back, at most 65504, differs from x by at most scale / 2, and every path writes the same bytes. */
+ * rounded up, code the nearest whole number to (x - zero) / scale in fp32, half to even; codes are 0 where scale is. So what
+ * comes back, at most 65504, differs from x by at most scale / 2 and what fp32 rounds off on both ways: a unit in the last place
+ * of code * scale and one of what comes back; then it is rounded to `dtype`. Every path writes the same bytes. */
 
 /* Turns K in place or into other memory: out = R(turn) in, over all heads and tokens; elements beyond rotary_dim are
  * copied. */

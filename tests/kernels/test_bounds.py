@@ -136,3 +136,30 @@ def test_nothing_behind_a_segment_is_read(path, codec, group, tokens, monkeypatc
         alive = fence(case)
         agree(case, path, (codec, ""))
         del alive
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (5, 16), (5, 128), (40, 64)])
+@pytest.mark.parametrize("strange", [np.nan, np.inf])
+def test_what_is_no_number_stays_where_it_is_seen(path, dtype, tokens, head_dim, strange, monkeypatch):
+    """K of the newest key reaches its own query alone; what lies before and behind the tail, as padding and
+    the rest of a buffer do, nobody. V of that key would reach others: 0 times it (native/kernels.h).
+    """
+    provide(path, monkeypatch)
+    generator = np.random.default_rng(1)
+    q = generator.standard_normal((1, 4, tokens, head_dim)).astype(dtype)
+    k, v = generator.standard_normal((2, 2, 90, head_dim)).astype(dtype)
+    at = np.arange(70 - tokens, 70)[None]
+
+    def attended():
+        tail = kernels.segment(k[:, 20:70], v[:, 20:70], 20)
+        return kernels.attend(q, at, [[]], 0.1, tails=[tail], path=path)
+
+    clean = attended()
+    for part in (k, v):
+        part[:, :20] = part[:, 70:] = strange
+    assert np.array_equal(attended(), clean)
+    k[:, 69] = strange
+    # Another tile computes it where sums in fp16 are lost: near, not equal.
+    assert np.allclose(attended()[:, :, :-1], clean[:, :, :-1], rtol=0, atol=2e-3)
