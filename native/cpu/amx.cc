@@ -1,10 +1,9 @@
 // The path for CPUs with AMX (TILE, BF16, INT8) besides AVX512-FP16: many rows of queries over bf16, int8 and int4 in tile
 // registers; few rows, and other codecs, as avx512_fp16 has them.
-#include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
+#include "cpu/products_vnni.h"
 #include "cpu/tile_amx.h"
-#include "cpu/tile_few.h"
 #include "cpu/tile_fp16.h"
 
 namespace kvk {
@@ -13,7 +12,7 @@ namespace {
 // Fewer rows leave most of a tile's sixteen empty, and there the packing is what takes time.
 constexpr uint32_t kManyRows = 8;
 
-struct Amx : FewRows<kManyRows - 1> {
+struct Amx : FewOfAll<kManyRows - 1> {
   static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held, Scratch& s) {
     const bool many = rows >= kManyRows;
     if (quantised(tile.segment->codec))

@@ -113,12 +113,6 @@ inline const float* queries_for(const kvk_attention& a, const kvk_segment& segme
   return s.turned;
 }
 
-// What a path has that knows no other form for a few rows.
-struct AllRowsAlike {
-  static uint32_t most_tokens(const kvk_segment&, uint32_t, uint32_t) { return kTile; }
-  static bool few(const kvk_attention&, const Task&, const Tile&, uint32_t, const float*, Held&, Scratch&) { return false; }
-};
-
 // Tokens of a tile, at most `most`, that starts at token `start` of its block and may go on to `stop`.
 inline uint32_t tile_tokens(const kvk_segment& segment, uint64_t start, uint64_t stop, uint32_t most) {
   const uint64_t left = stop - start;

@@ -1,18 +1,12 @@
-// The path for CPUs with AVX-512 F, BW, DQ and VL: all codecs become fp32.
+// The path for CPUs with AVX-512 F, BW, DQ and VL but no VNNI: codes and few rows as AVX2 has them (cpu/products_avx2.h), the rest
+// as fp32, sixteen at once.
 #include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
+#include "cpu/products_avx2.h"
 
 namespace kvk {
-namespace {
 
-struct Avx512 : AllRowsAlike {
-  static bool scores(const Tile&, uint32_t, uint32_t, uint32_t, const float*, Held&, Scratch&) { return false; }
-  static bool values(const Tile&, uint32_t, uint32_t, uint32_t, Scratch&) { return false; }
-};
-
-}  // namespace
-
-const Path kAvx512Path{"avx512", quantise_rows, dequantise_rows, rotate_rows, attend_rows<Avx512>};
+const Path kAvx512Path{"avx512", quantise_rows, dequantise_rows, rotate_rows, attend_rows<ProductsAvx2>};
 
 }  // namespace kvk

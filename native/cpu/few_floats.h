@@ -1,4 +1,5 @@
-// Tiles of every codec but fp32 under a few query rows, in fp32 and eight floats at once: decoding where there is no VNNI.
+// Tiles of every codec but fp32 under a few query rows, in fp32 and eight floats at once: decoding. What a path has for integers
+// or pairs comes first.
 //
 // Four rows at a time, and nothing laid out anew in memory: a key or value becomes floats in registers once and is multiplied
 // with four rows there, where cpu/tile_floats.h, which takes all other shapes, writes a tile of floats and transposes it. K's
@@ -87,7 +88,8 @@ inline void scores_four(const kvk_attention& a, const Tile& tile, uint32_t rows,
     const uint32_t group = quantised(kCodec) ? (tile.start + done) / segment.k_group : 0;
     const uint32_t end = quantised(kCodec) ? (group + 1) * segment.k_group - tile.start : tile.count;
     const uint32_t stop = end < tile.count ? end : tile.count;
-    const void* whose = quantised(kCodec) ? static_cast<const void*>(&segment) : q;
+    // No path's other form of a few rows' queries goes by these names: cpu/tile_bf16.h has q.
+    const void* whose = quantised(kCodec) ? static_cast<const void*>(&segment) : q + 1;
     if (held.whose != whose || held.group != group) {
       fold_four<kCodec>(tile, group, rows, head_dim, width, q, s);
       held.whose = whose, held.group = group;

@@ -153,11 +153,11 @@ inline void scores_rows(const Tile& tile, uint32_t rows, uint32_t head_dim, cons
   const kvk_segment& segment = *tile.segment;
   const uint32_t bytes = head_dim * Words<kCodec>::kBits / 8;
   auto* keys = reinterpret_cast<uint32_t*>(s.keys);
-  for (uint32_t t = 0; t < tile.count; t += 8) {
-    const uint8_t* row[8];
-    rows_from(tile, false, t, 8, nullptr, row);
+  for (uint32_t t = 0; t < tile.count; t += V::kLanes) {
+    const uint8_t* row[V::kLanes];
+    rows_from(tile, false, t, V::kLanes, nullptr, row);
     transpose(row, bytes, keys + t, kTile);
-    spread_to_words<kCodec>(bytes / 4, keys + t);
+    for (uint32_t i = 0; i < V::kLanes; i += 8) spread_to_words<kCodec>(bytes / 4, keys + t + i);
   }
   for (uint32_t done = 0; done < tile.count;) {
     const uint32_t group = (tile.start + done) / segment.k_group, end = (group + 1) * segment.k_group - tile.start;

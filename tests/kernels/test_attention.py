@@ -29,7 +29,7 @@ def path(request, monkeypatch):
 
 
 def multiplied_as_integers(case: Case, held: set[str]) -> bool:
-    """Whether AVX2 takes codes as integers (cpu/few_words.h, cpu/tile_words.h): whole lines of 32 bytes."""
+    """Whether paths without VNNI take codes as integers (cpu/few_words.h, cpu/tile_words.h): whole lines of 32 bytes."""
     return case.head_dim % (32 if "int8" in held else 64) == 0 and case.head_dim <= 256
 
 
@@ -40,7 +40,7 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = ()) -> None:
     largest = np.abs(want_lse[seen]).max(initial=1)  # of the scores, or nearly: their rounding is relative
     bound = ROUNDING[case.dtype] + 4e-7 * largest
     held = {codec or case.dtype for codec in codecs}
-    if path == "avx2" and multiplied_as_integers(case, held):  # 16 bits of each query and weight
+    if path in ("avx2", "avx512") and multiplied_as_integers(case, held):  # 16 bits of each query and weight
         bound += 3e-4 if {"int8", "int4"} & held else 0
     if path in ("avx512_vnni", "avx512_fp16", "amx"):
         bound += 5e-4 if {"int8", "int4"} & held else 0

@@ -1,5 +1,5 @@
-"""Proves the forms that multiply four rows at once: int8 and int4 on AVX-512 VNNI, every codec but
-fp32 on AVX2, where fp32 beside them must stay what it was.
+"""Proves the forms that multiply four rows at once: on AVX-512 VNNI int8, int4 and short elements, on AVX2
+and AVX-512 without VNNI every codec but fp32, where fp32 beside them must stay what it was.
 
 Against the oracle in double as in test_attention.py, over what these forms distinguish: rows of four and of
 three, one to four fours, whole and half lines of a head, tiles of 128 that are cut by blocks, groups and
@@ -10,7 +10,7 @@ skips its tests with what it lacks.
 import numpy as np
 import pytest
 
-from kvclient import kernels
+from tests.kernels.cpu_paths import PATHS, provide
 from tests.kernels.oracle import Case
 from tests.kernels.test_attention import agree
 
@@ -18,11 +18,9 @@ CODECS = ["int8", "int4"]
 ELEMENTS = ["bfloat16", "float16", "float32"]
 
 
-@pytest.fixture(params=["avx2", "avx512_vnni"])
-def path(request):
-    if reason := kernels.lacks(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param
+@pytest.fixture(params=[path for path in PATHS if path != "reference"])
+def path(request, monkeypatch):
+    return provide(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -103,6 +101,16 @@ def test_elements_under_windows_and_caps(path, codec, options):
     case = Case(2, 4, 64, 4, options=options)
     case.row().segment(256, 0, codec, delta=-30).segment(100, 256, codec).segment(4, 356, tail=True)
     agree(case.queries(), path, (codec, ""))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("delta", [0, 9])
+def test_elements_beside_each_other(path, group, delta):
+    """Each has the queries in a form of its own, or the same."""
+    case = Case(2, group, 64, dtype="float32")
+    case.row().segment(70, 0, "float16").segment(65, 70, "bfloat16").segment(40, 135, "float16", delta=delta)
+    case.segment(40, 175, "bfloat16", delta=delta).segment(40, 215, "int8").segment(30, 255, "bfloat16")
+    agree(case.segment(1, 285, tail=True).queries(), path, ("float16", "bfloat16", "int8", ""))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
