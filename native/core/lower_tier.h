@@ -15,7 +15,8 @@ class LowerTier {
   };
   virtual ~LowerTier() = default;
   virtual Presence promote(const Key& key, uint32_t priority) = 0;
-  virtual bool forget(const Key& key) = 0;  // true if a file of it was known
+  enum class Below { Nothing, Unsure, Known };  // whether there was a file. Unsure: told once of each key
+  virtual Below forget(const Key& key) = 0;
   virtual void forget_all() = 0;
   virtual void remember_flush() = 0;  // does I/O, before a flush is answered: it outlives memory. Throws Unavailable
   virtual Figures figures() = 0;

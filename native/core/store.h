@@ -196,7 +196,7 @@ class Store {
   void wake_disk();
   void file_must_go(const Key& key);
   void remember_file(uint32_t record, const Key& key);
-  void remember_unknown(const Key& key);
+  void remember_unknown(const Key& key, bool sure);
   uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags);
   size_t spare_records() const { return on_disk_.size() + tombstones_.size(); }
   void free_spare_record();

@@ -120,10 +120,12 @@ void Store::remember_file(uint32_t record, const Key& key) {
   tombstones_.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
 }
 
-// Of a deleted block whose file the tier knew and the table did not: it has fewer records than there are files.
-void Store::remember_unknown(const Key& key) {
+// Of a deleted block whose file the tier knew, or cannot know of yet, and the table did not: it has fewer records than there are
+// files. What there may be no file of takes no other's record.
+void Store::remember_unknown(const Key& key, bool sure) {
   Lock lock(mutex_);
   if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
+  if (!sure && free_head_ == Index::kAbsent) return;
   if (free_head_ == Index::kAbsent && on_disk_.size()) free_spare_record();
   file_must_go(key);
   if (const uint32_t record = new_disk_record(key, 0, kFlagDeleted); record != Index::kAbsent) remember_file(record, key);

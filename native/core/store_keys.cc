@@ -21,14 +21,15 @@ Found Store::lookup(const Key& key) {
 // Below first: from then on no load of it begins, and a write that is on its way comes to nothing.
 bool Store::remove(const Key& key) {
   LowerTier* lower = this->lower();
-  bool below = lower && lower->forget(key);
+  using enum LowerTier::Below;
+  auto below = lower ? lower->forget(key) : Nothing;
   const bool here = remove_here(key);
-  while (here && lower && lower->forget(key)) {  // it was written between the two
-    below = true;
+  while (here && lower && lower->forget(key) == Known) {  // it was written between the two
+    below = Known;
     remove_here(key);  // and may have been loaded from there
   }
-  if (below) remember_unknown(key);
-  return here || below;
+  if (below != Nothing) remember_unknown(key, below == Known);
+  return here || below == Known;
 }
 
 bool Store::remove_here(const Key& key) {

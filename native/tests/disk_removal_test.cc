@@ -93,5 +93,54 @@ TEST(a_stop_ends_it) {
   CHECK_EQ(s.rig.files().size(), Shrinking::kFiles - Shrinking::kFew);
 }
 
+// A load that waits for its turn when its block is deleted, and whose file cannot be removed before that comes. Nobody but the
+// tier knows of it: the directory has not been listed, and no record is free.
+TEST(what_is_deleted_while_it_waits_to_be_loaded_is_not_loaded) {
+  HookedRig rig;
+  CHECK(rig.put_on_disk(1) && rig.put_on_disk(2));
+  rig.fill(1000);
+  std::atomic<bool> open{false}, begun{false}, list{false};
+  rig.tier.reset();
+  rig.hooks.remove = [](const std::string&) { return -EAGAIN; };
+  rig.hooks.open = [&](const std::string&) { return begun = true, eventually([&] { return open.load(); }) ? 0 : -EIO; };
+  rig.hooks.make_directories = [&] { CHECK(eventually([&] { return list.load(); })); };
+  rig.make_tier();
+  rig.tier->start();
+  for (uint64_t i = 1; i <= 2; ++i) rig.store->drop_disk(key(i));
+  for (uint64_t i = 10'000; rig.store->add_disk(key(i), 0);) ++i;
+  CHECK_EQ(rig.tier->promote(key(1), 35), Presence::Pending);
+  CHECK(eventually([&] { return begun.load(); }));
+  CHECK_EQ(rig.tier->promote(key(2), 35), Presence::Pending);
+  CHECK(!rig.store->remove(key(2)));
+  open = true;
+  CHECK(eventually([&] { return !rig.busy(); }));
+  CHECK_EQ(rig.presence(1), Presence::Resident);
+  CHECK_EQ(rig.presence(2), Presence::Missing);
+  CHECK_EQ(rig.tier->stats().loaded, 1u);
+  list = true;
+}
+
+// Of a directory that has not been listed nobody knows what lies there: what is deleted meanwhile is remembered, up to as many
+// keys as there may be files. Of more, nothing there is ever found again.
+TEST(more_deletes_than_can_be_remembered_before_the_listing_are_a_flush_of_it) {
+  constexpr uint64_t kMost = 8;
+  HookedRig rig;
+  rig.tier.reset();
+  rig.make_files(500, 3);
+  rig.also = [before = rig.also](DiskTier::Options& options) { before(options), options.max_files = kMost; };
+  std::atomic<bool> open{false};
+  rig.hooks.make_directories = [&] { CHECK(eventually([&] { return open.load(); })); };
+  rig.make_tier();
+  rig.tier->start();
+  for (uint64_t i = 0; i < kMost; ++i) CHECK(!rig.store->remove(key(10'000 + i)));
+  CHECK(!rig.store->remove(key(500)));
+  for (uint64_t i = 500; i < 503; ++i) CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Missing);
+  open = true;
+  CHECK(eventually([&] { return !rig.tier->stats().indexing && rig.files().empty(); }));
+  for (uint64_t i = 500; i < 503; ++i) CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Missing);
+  CHECK(rig.put_on_disk(1));  // and the tier goes on
+  rig.store->check_integrity();
+}
+
 }  // namespace
 }  // namespace kv

@@ -90,6 +90,26 @@ TEST(what_was_deleted_stays_so_without_the_memory) {
   for (uint64_t i = 0; i <= kCount; ++i) CHECK(rig.load(i) && rig.right(i));
 }
 
+// A block that is in no record, deleted before the directory is listed: only the pool can tell of it after a kill, before which
+// nothing was written.
+TEST(what_was_deleted_before_the_listing_stays_so_after_a_kill) {
+  HookedRig rig;
+  rig.tier.reset();
+  rig.make_files(500, 2);
+  rig.hooks.remove = [](const std::string&) { return -EAGAIN; };
+  rig.hooks.make_directories = [&] { CHECK(stopping(rig)); };
+  rig.make_tier();
+  rig.tier->start();
+  CHECK(!rig.store->remove(test::key(500)));
+  rig.tier->stop();
+  test::fs::remove(rig.directory + "/" + kDeletedFile);
+  rig.hooks = {};
+  rig.restart(true);
+  CHECK_EQ(rig.tier->promote(test::key(500), 35), Presence::Missing);
+  CHECK(eventually([&] { return rig.files().size() == 1; }));
+  rig.store->check_integrity();
+}
+
 TEST(fsck_says_what_was_deleted) {
   HookedRig rig;
   for (uint64_t i = 0; i < 3; ++i) CHECK(rig.put_on_disk(i));

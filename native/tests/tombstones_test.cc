@@ -15,7 +15,7 @@ constexpr uint32_t kBlocks = 64;
 // Knows a file of every key and removes none.
 struct Stuck final : LowerTier {
   Presence promote(const Key&, uint32_t) override { return Presence::Missing; }
-  bool forget(const Key&) override { return true; }
+  Below forget(const Key&) override { return Below::Known; }
   void forget_all() override {}
   void remember_flush() override {}
   Figures figures() override { return {}; }
@@ -24,7 +24,7 @@ struct Stuck final : LowerTier {
 // A write that begins after a delete has asked, and ends before it has the store's lock.
 struct Late final : LowerTier {
   Presence promote(const Key&, uint32_t) override { return Presence::Missing; }
-  bool forget(const Key&) override { return ++asked == 2; }
+  Below forget(const Key&) override { return ++asked == 2 ? Below::Known : Below::Nothing; }
   void forget_all() override {}
   void remember_flush() override {}
   Figures figures() override { return {}; }

@@ -106,3 +106,17 @@ def test_progress_is_for_terminals_only(tmp_path):
     os.close(leader)
     plain = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
     assert plain.stderr == b""
+
+
+def test_what_a_running_daemon_writes_is_no_leftover(tmp_path, capsys):
+    """Not while somebody holds the directory; of one that has ended it is."""
+    put(tmp_path, 1)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp/0123456789abcdef.tmp").write_bytes(bytes(4096))
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert main(["fsck", str(tmp_path)]) == Exit.DONE
+    assert "leftover" not in capsys.readouterr().out
+    os.close(held)
+    assert main(["fsck", str(tmp_path)]) == Exit.NO
+    assert "left over by a daemon that ended" in capsys.readouterr().out

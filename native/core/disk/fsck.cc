@@ -177,7 +177,10 @@ class Check {
 
   void stray(Stray kind, const std::string& path) {
     if (kind == Stray::Aside) return;
-    if (kind == Stray::Temp) return report(Finding::Leftover, path, "left over by a daemon that ended");
+    if (kind == Stray::Temp) {
+      if (!lock_ && (in_use() || ::access((directory_ + "/" + path).c_str(), F_OK) != 0)) return;  // it is being written
+      return report(Finding::Leftover, path, "left over by a daemon that ended");
+    }
     if (kind == Stray::Misplaced) return report(Finding::Misplaced, path, "its directory is not that of its key");
     const std::string why = kind == Stray::Link        ? "a symbolic link"
                             : kind == Stray::Directory ? "a directory"
@@ -187,6 +190,14 @@ class Check {
     const bool directory = kind == Stray::Directory;
     if (key_of(name) || is_temp_name(name)) return report(directory ? Finding::Unusable : Finding::Blocked, path, why);
     report(!directory && names_directory(name) ? Finding::Unusable : Finding::Foreign, path, why);
+  }
+
+  // By a daemon, which has removed what lay in DIR/tmp before it began. Asked when such a file was seen: one that ends then takes
+  // its own with it. The lock is held for this moment only.
+  bool in_use() const {
+    const int lock = lock_directory(directory_);
+    if (lock >= 0) ::close(lock);
+    return lock == -EWOULDBLOCK;
   }
 
   // Whether a directory of ours could have that name.

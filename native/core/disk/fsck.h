@@ -22,7 +22,7 @@ struct FsckOptions {
 enum class Finding : uint32_t {
   Corrupt,    // a block whose header, layers or rest differ, or that cannot be read
   Misplaced,  // a block where nobody looks for it
-  Leftover,   // a temporary file, or what was flushed; without `repair` a running daemon may be writing it, or removing it
+  Leftover,   // a temporary file, or what was flushed or deleted and a running daemon may be removing, without `repair`
   Blocked,    // a link, FIFO, socket or device where a block should be
   Unusable,   // a directory where a block should be, or no directory where one should be: never removed
   Foreign,    // not ours: reported only, not wrong

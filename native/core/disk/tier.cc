@@ -112,7 +112,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   const uint64_t bytes = entry ? entry->bytes() : 0;
   if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
   if (const auto queued = queued_.find(key); queued != queued_.end()) return raise(queued->second, priority);
-  if (entry ? entry->doomed : listed() || doom_what_is_found_ || doomed_unknown_.contains(key)) return Presence::Missing;
+  if (deleted(key, entry) || (!entry && listed())) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;
@@ -146,18 +146,27 @@ Presence DiskTier::raise(Queued& queued, uint32_t priority) {
   return Presence::Pending;
 }
 
-bool DiskTier::forget(const Key& key) {
+bool DiskTier::deleted(const Key& key, const FileIndex::Entry* entry) const {
+  return entry ? entry->doomed : doom_what_is_found_ || doomed_unknown_.contains(key);
+}
+
+// Of more keys than there may be files it is not remembered one by one that they were deleted, where that has to be because a
+// directory has not been listed: nothing that is found there will be taken, as after a flush.
+LowerTier::Below DiskTier::forget(const Key& key) {
   std::lock_guard lock(mutex_);
   if (loading_.contains(key) || writing_.contains(key)) cancelled_.insert(key);
   FileIndex::Entry* entry = index_.find(key);
   const bool known = entry && !entry->doomed;
-  if (entry && entry->doomed) return false;
-  if (!entry && misplaced_.contains(key)) return gone_later_.insert(key).second;  // that file goes anyway
-  if (!entry && (listed() || !doomed_unknown_.insert(key).second)) return false;
+  if (entry && entry->doomed) return Below::Nothing;
+  if (!entry && misplaced_.contains(key))  // that file goes anyway
+    return gone_later_.insert(key).second ? Below::Known : Below::Nothing;
+  if (!entry && listed()) return Below::Nothing;
+  if (!entry && doomed_unknown_.size() >= max_files_ && !doomed_unknown_.contains(key)) doom_what_is_found_ = true;
+  if (!entry && (doom_what_is_found_ || !doomed_unknown_.insert(key).second)) return Below::Nothing;
   if (entry) entry->doomed = entry->listed = true;
   doomed_.push_back(key);
   ::eventfd_write(wake_.get(), 1);
-  return known;
+  return known ? Below::Known : Below::Unsure;
 }
 
 void DiskTier::forget_all() {

@@ -85,7 +85,7 @@ class DiskTier final : public LowerTier {
   void stop();  // what is in flight ends or is abandoned; no file is left half
 
   Presence promote(const Key& key, uint32_t priority) override;
-  bool forget(const Key& key) override;
+  Below forget(const Key& key) override;
   void forget_all() override;
   void remember_flush() override;
   Figures figures() override;
@@ -150,6 +150,7 @@ class DiskTier final : public LowerTier {
   Presence raise(Queued& queued, uint32_t priority);
   void run();
   bool turn();
+  bool deleted(const Key& key, const FileIndex::Entry* entry) const;
   bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
   int until_rested_ms();
   void wait(int timeout_ms);
@@ -293,7 +294,7 @@ class DiskTier final : public LowerTier {
   std::unordered_set<Key, KeyHash> loading_, writing_;  // keys of loads_ and writes_
   std::unordered_set<Key, KeyHash> cancelled_;          // of those, the ones that were deleted meanwhile
   std::vector<Key> doomed_;                             // to be removed
-  std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones that are not in the index (yet)
+  std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones not in the index (yet): max_files_ at most
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
   std::unordered_set<Key, KeyHash> gone_later_;         // deleted, with no file that anybody looks for: to be told as gone
   std::deque<Leftover> leftovers_;                      // files to be removed; in reserved_bytes_ until they are

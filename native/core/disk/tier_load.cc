@@ -35,8 +35,9 @@ bool DiskTier::take_load(uint8_t directory, Load& load) {
     load.waiting_bytes = queue.begin()->second.bytes;
     queue.erase(queue.begin());
     queued_.erase(load.key);
-    if (loading_.insert(load.key).second) return true;
-    waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);  // deleted while it was being loaded, wanted again
+    // Not what was deleted since: its file may still be there. Nor what was deleted while it was being loaded, and wanted again.
+    if (!deleted(load.key, index_.find(load.key)) && loading_.insert(load.key).second) return true;
+    waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);
   }
   return false;
 }
