@@ -1,5 +1,5 @@
-// The path for CPUs with AVX-512 F, BW, DQ and VL but no VNNI: codes and few rows as AVX2 has them (cpu/products_avx2.h), the rest
-// as fp32, sixteen at once.
+// The path for CPUs with AVX-512 F, BW, DQ and VL but no VNNI: codes and few rows as AVX2 has them (cpu/products_avx2.h), the
+// rest as fp32, sixteen at once.
 #include "cpu/attend_rows.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"

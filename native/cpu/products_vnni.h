@@ -1,6 +1,6 @@
 // What is multiplied how on CPUs with AVX-512 VNNI and BF16: codes as integers, bf16 in pairs, short elements under a few rows as
-// fp32 in registers; the rest is not taken, and goes as fp32. A header, because the paths with AVX512-FP16 and AMX do the same and
-// are compiled for those instruction sets.
+// fp32 in registers; the rest is not taken, and goes as fp32. A header, because the paths with AVX512-FP16 and AMX do the same
+// and are compiled for those instruction sets.
 #pragma once
 
 #include "cpu/attend_rows.h"
