@@ -21,4 +21,6 @@ inputs = tokenizer(prompt, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
 
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+if kv.last.bypassed:
+    raise SystemExit(f"the store was left out: {kv.last.bypassed}: {kv.last.bypass_detail}")
 print(f"{kv.last.reused_tokens} of {kv.last.prompt_tokens} tokens reused, first token {kv.last.ttft_s:.3f} s")

@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass
 class Report:
-    """One call. Times in seconds of wall time; tokens summed over the rows of the batch."""
+    """One call. Times in seconds of wall time; tokens summed over the rows of the batch. Where the store was
+    left out (`bypassed` says why) only total_s is measured."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # handed over instead of computed; at most the prompt minus one
