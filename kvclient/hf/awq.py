@@ -103,7 +103,7 @@ class AwqLinear(torch.nn.Module):
         self.register_buffer("scales", torch.zeros((inputs // group, outputs), dtype=torch.float16))
         own = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
         self.bias = own if bias else None
-        self._in_lanes = False
+        self._in_lanes, self._done = False, _flag(False)
 
     def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Columns start..stop, multiples of 8, as [in, stop - start]."""
@@ -167,23 +167,23 @@ class AwqLinear(torch.nn.Module):
 
     def _reorder(self, device: torch.device, compiling: bool) -> None:
         """Once, whatever threads call. Into other memory: a state_dict() taken before keeps the checkpoint's
-        words. A compiled graph writes in place, as its own memory may be that of the next replay.
+        words. A compiled graph writes in place, as its own memory may be that of the next replay; and asks
+        again as it runs, for two threads may be in it before one has changed `_in_lanes`.
         """
         if compiling:
-            self.qweight.copy_(cuda.awq_repack(self.qweight, self.group))
+            _reorder_in_place(self.qweight, self._done, self.group)
             self._in_lanes = True
             return
         with _reordering:
             if self._in_lanes:
                 return
-            if _capturing(device):
-                raise InvalidArgument(
-                    "the first call of an AwqLinear puts its words into the kernels' order, which each "
-                    "replay of a CUDA graph would do again: call the model once before the capture"
-                )
-            self.qweight = cuda.awq_repack(self.qweight, self.group)
-            if device.type == "cuda":  # other streams read it too
-                torch.cuda.current_stream(device).synchronize()
+            if not self._done:
+                if _capturing(device):
+                    raise InvalidArgument(
+                        "the first call of an AwqLinear puts its words into the kernels' order, which each "
+                        "replay of a CUDA graph would do again: call the model once before the capture"
+                    )
+                self.qweight, self._done = _settled(cuda.awq_repack(self.qweight, self.group)), _flag(True)
             self._in_lanes = True
 
     def _apply(self, fn: Any, recurse: bool = True) -> AwqLinear:
@@ -205,14 +205,38 @@ class AwqLinear(torch.nn.Module):
         words, in_lanes = self.qweight, self._in_lanes
         if in_lanes:
             words.copy_(self._words())
-            self._in_lanes = False
+            self._in_lanes, self._done = False, _flag(False)
         super()._load_from_state_dict(*args, **kwargs)
         if in_lanes and self.qweight is words:  # a graph that was captured reads it there, in that order
             words.copy_(to_lanes(words))
-            self._in_lanes = True
+            self._in_lanes, self._done = True, _flag(True)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+def _flag(done: bool) -> torch.Tensor:
+    """Whether the words beside it are in the kernels' order, as a compiled graph can read and write it."""
+    return torch.full((), done, device="cpu")
+
+
+def _settled(words: torch.Tensor) -> torch.Tensor:
+    if words.is_cuda and not _capturing(words.device):  # other streams read it too
+        torch.cuda.current_stream(words.device).synchronize()
+    return words
+
+
+@torch.library.custom_op("kvclient::awq_reorder", mutates_args=("words", "done"))
+def _reorder_in_place(words: torch.Tensor, done: torch.Tensor, group: int) -> None:
+    with _reordering:
+        if not done:
+            _settled(words.copy_(cuda.awq_repack(words, group)))
+            done.fill_(True)
+
+
+@_reorder_in_place.register_fake
+def _(words: torch.Tensor, done: torch.Tensor, group: int) -> None:
+    return None
 
 
 def _capturing(device: torch.device) -> bool:

@@ -192,6 +192,37 @@ def test_two_first_calls_at_once_reorder_the_words_once(chosen, device, monkeypa
         assert torch.allclose(out.float().cpu(), wanted, rtol=1e-2, atol=1e-2)
 
 
+def test_two_first_calls_in_one_compiled_graph_reorder_the_words_once(chosen, device, monkeypatch):
+    """Both may be in it before either has noted on the layer that it is done."""
+    layer, lock, calls = layer_of(128, 16, 64), Watched(), []
+    x = torch.randn(3, 128).to(torch.float16)
+    wanted = (x.double() @ exact_weights(layer)).float()
+    layer, x, outs = layer.to(device), x.to(device), []
+    compiled = torch.compile(layer, backend="eager")
+    run = cuda.run
+
+    def counted(name, *args):
+        calls.append(name)
+        if calls.count("kvk_awq_repack") == 1 and name == "kvk_awq_repack":
+            other.start()
+            assert lock.wanted.wait(60)
+        return run(name, *args)
+
+    def call():
+        with torch.no_grad():
+            outs.append(compiled(x))
+
+    other = threading.Thread(target=call)
+    monkeypatch.setattr(awq, "_reordering", lock)
+    monkeypatch.setattr(cuda, "run", counted)
+    call()
+    other.join()
+    call()
+    assert calls.count("kvk_awq_repack") == 1 and len(outs) == 3
+    for out in outs:
+        assert torch.allclose(out.float().cpu(), wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_a_state_taken_before_the_first_call_stays_the_checkpoints(chosen, device):
     layer = layer_of(128, 16, 64).to(device)
     state, words = layer.state_dict(), layer.qweight.clone()
