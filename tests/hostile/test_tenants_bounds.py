@@ -4,7 +4,6 @@ are served beside it. Method: forked children that become other users and hold a
 
 import contextlib
 import os
-import resource
 import socket
 import struct
 import threading
@@ -264,12 +263,8 @@ def test_idle_connections_leave_the_owner_descriptors(daemon, fork):
     """Where the limit on open files is far below what all sessions and connections could need, two users who
     hold all connections they get keep the owner from nothing."""
     one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-    try:
-        one.start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    one.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *one.command]
+    one.start()
     holders = [fork(as_user(who, knock(one, 60))) for who in (WRITER, OTHER)]
     assert sum(int(holder.next_step()) for holder in holders) > 2
     one.connect().touch(new_keys(1))
