@@ -119,6 +119,7 @@ bench: model native-tests ## measure, side by side with other stores; writes ben
 
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json
+	@$(PY) -m bench.attention --threads $$(nproc) --json bench/out/attention_all.json
 	@$(PY) -m bench.in_place_ttft --json bench/out/in_place_ttft.json
 
 gpu: ## on a machine with a GPU: build the kernels for it, test them (pytest -m gpu), measure them; writes bench/out/gpu.json
