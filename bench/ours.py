@@ -19,6 +19,7 @@ PROMPT_CHUNKS = 128
 GET_BLOCKS = 4096
 LOAD_BATCH = 512
 MIB = 1 << 20
+TURNOVERS = 10
 PROBED = 16  # destinations in a row that must differ
 
 
@@ -169,9 +170,11 @@ class Ours:
         return self.filled[-1]
 
     def op_create_many(self, params):
-        while self.client.stats()["evictions"] == 0:
-            with self.client.create(self.new_chain(64), self.small):
-                pass
+        # In the steady state: a pool has been full for long where it counts.
+        while self.client.stats()["evictions"] < TURNOVERS * self.client.stats()["blocks"]:
+            for _ in range(1000):
+                with self.client.create(self.new_chain(64), self.small):
+                    pass
         create, chain = self.client.create, None
 
         def before(i):
@@ -182,7 +185,7 @@ class Ours:
             with create(chain, self.small) as writer:
                 writer.granted  # noqa: B018
 
-        return Call(run, before, note="evicting 64 each time")
+        return Call(run, before, note=f"evicting 64 each time, pool turned over {TURNOVERS} times")
 
     def put(self, params, fill):
         layout, batch = self.client.register_layout(layout_of(params["bytes"])), params["batch"]

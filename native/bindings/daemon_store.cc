@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
@@ -195,9 +196,7 @@ nb::bytes await_blocks(Store& store, const nb::bytes& packed, uint32_t priority,
 }
 
 int touch(Store& store, const nb::bytes& packed) {
-  int count = 0;
-  for (const Key& key : keys_of(packed)) count += store.touch(key);
-  return count;
+  return static_cast<int>(std::ranges::count(store.touch(keys_of(packed)), true));
 }
 
 uint64_t flush(Store& store) {

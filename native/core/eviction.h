@@ -6,9 +6,10 @@
 // and a queue ordered by score stays right. (ds4 scores its files `(decayed hits + 1) * tokens / size` and rescans all of them;
 // this is the same value without the rescan. The trick is that of forward decay: Cormode et al., ICDE 2009.) With a half life of
 // one hour a double overflows after 42 days; rebase() then divides all scores, which keeps their order.
-//   weight = tokens / bytes * 2^((priority - 35) / 10) * (1 + 2^-10 / (1 + position / tokens))
-// The last factor breaks ties: of blocks used equally often the later one in a prompt goes first, since a block without its
-// predecessors serves no prefix.
+//   weight = tokens / bytes * 2^((priority - 35) / 10) * (1 - 2^-52 * position)
+// The last factor breaks ties: of blocks used at the same moments the later one in a prompt goes first, since a block without its
+// predecessors serves no prefix. It never outweighs a use 0.4 ms later (2 us up to a million tokens): prompts leave whole, in the
+// order they came, and what came together stays together in the queue, the table and the pool however often it turns over.
 //
 // Queues. One 8-ary heap per size class, since only a block of the same class makes room without breaking up a slab. Scores lie
 // in the heap beside the records' numbers: ordering by a score read from the record would cost a cache miss per comparison. The
@@ -40,8 +41,7 @@ inline double block_weight(uint32_t tokens, uint64_t bytes, uint32_t priority, u
     return out;
   }();
   const double value = static_cast<double>(tokens) / static_cast<double>(bytes);
-  const double index = static_cast<double>(base_position) / tokens;
-  return value * by_priority[priority] * (1 + (1.0 / 1024) / (1 + index));
+  return value * by_priority[priority] * (1 - 0x1p-52 * base_position);
 }
 
 // What one use at `seconds` since the origin adds to a score of weight 1.

@@ -124,10 +124,13 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
       const auto keys = body.take<Key>(request.count);
       need_end(body);
       if (op == Op::LookUp) return look_up(store, keys);
+      if (op == Op::Touch) {
+        const std::vector<bool> touched = store.touch(keys);
+        return {touched.begin(), touched.end()};
+      }
       std::vector<uint8_t> out;
-      for (const Key& key : keys)
-        out.push_back(op == Op::Delete ? store.remove(key) : op == Op::Suspect ? store.drop_if_corrupt(key) : store.touch(key));
-      if (op != Op::Touch) store.settle();
+      for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.drop_if_corrupt(key));
+      store.settle();
       return out;
     }
     case Op::Promote: {

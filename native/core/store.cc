@@ -80,17 +80,15 @@ bool Store::anybody_waits() const {
   return false;
 }
 
-// What one use counts for now, relative to a use at the origin. Each counts for a little more than the one before, also within a
-// tick of the clock: of two blocks used once, the later one stays.
+// What a use counts for in this request, relative to one at the origin: the same for all blocks of the request, so that their
+// places in the prompt decide among them, and more than in any request before, also when the clock is put back.
 double Store::use_now() {
   timespec now;
-  ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
-  const uint64_t tick_ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
-  if (tick_ns == use_tick_ns_) return use_value_ *= 1 + 0x1p-40;
-  use_tick_ns_ = tick_ns;
+  ::clock_gettime(CLOCK_REALTIME, &now);
   auto& origin = index_.header().origin_s;
   auto since = [&] {
-    return std::max(0.0, static_cast<double>(tick_ns) * 1e-9 - static_cast<double>(origin.load(std::memory_order_relaxed)));
+    const auto whole = now.tv_sec - static_cast<int64_t>(origin.load(std::memory_order_relaxed));
+    return std::max(0.0, static_cast<double>(whole) + static_cast<double>(now.tv_nsec) * 1e-9);
   };
   while (since() / kHalfLifeSeconds > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
@@ -98,28 +96,28 @@ double Store::use_now() {
       index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
     policy_.scale(factor);
     on_disk_.scale(factor);
+    use_value_ *= factor;
     std::set<std::pair<double, uint32_t>> wishes;
     for (auto& [score, record] : wishes_) wishes.emplace(rank(record), record);
     wishes_ = std::move(wishes);
     origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
   }
-  return use_value_ = use_value(since());
+  return use_value_ = std::max(use_value(since()), use_value_ * (1 + 0x1p-40));
 }
 
 // Counts a use in the record and returns its new score.
-double Store::add_use(uint32_t record) {
+double Store::add_use(uint32_t record, double now) {
   const Shape shape = shape_of(record);
   const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
-  const double added = weight * use_now();  // first: it may divide all ranks
-  const double score = rank(record) + added;
+  const double score = rank(record) + weight * now;
   index_.upkeep(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
   return score;
 }
 
-void Store::use(uint32_t record) {
+void Store::use(uint32_t record, double now) {
   KV_INVARIANT(control(record).state() == State::Sealed);
   if (options_.disk) forget_wish(record);  // its score changes
-  policy_.moved(class_of(record), record, add_use(record));
+  policy_.moved(class_of(record), record, add_use(record, now));
   if (options_.disk) wish_to_write(record, true);  // at least its second use: it was used when it was sealed
 }
 
@@ -157,8 +155,9 @@ std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
 
 // ---------------------------------------------------------------- create, seal, abort
 
-// One attempt at one item, without making room.
-Granted Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout) {
+// One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
+// claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
+Granted Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now) {
   Granted out;
   uint32_t found = index_.find_exclusive(item.key);
   if (found != Index::kAbsent && control(found).state() != State::Disk) {
@@ -168,7 +167,7 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
       return out;
     }
     if (!expired(index_.record(found).expiry_s.load(std::memory_order_relaxed))) {
-      use(found);
+      use(found, now);
       out.status = Grant::Exists;
       return out;
     }
@@ -206,14 +205,15 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     r.extent.store(out.extent.pack(), std::memory_order_relaxed);
     r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
     u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
-    const uint32_t now = realtime_s();
-    u.created_s.store(now, std::memory_order_relaxed);
-    const uint64_t expiry = uint64_t{now} + request.ttl_s + 1;
+    const uint32_t created_s = realtime_s();
+    u.created_s.store(created_s, std::memory_order_relaxed);
+    const uint64_t expiry = uint64_t{created_s} + request.ttl_s + 1;
     r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
                      std::memory_order_relaxed);
     u.parent.store(item.parent, std::memory_order_relaxed);
     u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
+  add_use(record, now);
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
     transition(record, Event::Abort, State::Zombie, 0);
@@ -250,11 +250,12 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   }
   std::vector<Granted> out(request.items.size());
   for (const CreateItem& item : request.items) index_.prefetch_change(item.key, item.fingerprint, item.parent);
+  const double now = use_now();
   auto attempt = [&] {
     std::vector<size_t> missing;
     for (size_t i = 0; i < out.size(); ++i) {
       if (out[i].status != Grant::NoSpace) continue;
-      out[i] = grant(request, request.items[i], layout);
+      out[i] = grant(request, request.items[i], layout, now);
       if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
     }
@@ -301,7 +302,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   created_ -= 1;
   counters_.seals += 1;
   drop_unsealed(*sessions_.at(owner), handle.record);
-  policy_.insert(class_of(handle.record), handle.record, add_use(handle.record));
+  policy_.insert(class_of(handle.record), handle.record, rank(handle.record));
   remember_expiry(handle.record);
   publish_progress(handle.record, Phase::Sealed);
   if (options_.disk) wish_to_write(handle.record, shape_of(handle.record).priority >= options_.write_at_once_priority);

@@ -71,7 +71,7 @@ class Store {
   void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
   Found lookup(const Key& key);
   bool remove(const Key& key);
-  bool touch(const Key& key);
+  std::vector<bool> touch(std::span<const Key> keys);
   uint64_t flush();
   void settle();
   void drain(bool on);
@@ -172,7 +172,7 @@ class Store {
 
   // store.cc
   Lock enter();  // takes the lock; throws Fenced
-  Granted grant(const CreateRequest& request, const CreateItem& item, const Layout& layout);
+  Granted grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now);
   const Layout& layout_of(uint32_t id) const;
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
@@ -186,8 +186,8 @@ class Store {
   Done seal_one(uint32_t owner, const Seal& block);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
   double use_now();
-  double add_use(uint32_t record);
-  void use(uint32_t record);
+  double add_use(uint32_t record, double now);
+  void use(uint32_t record, double now);
 
   // store_disk.cc
   void wish_to_write(uint32_t record, bool worth_it);
@@ -292,9 +292,8 @@ class Store {
   uint32_t next_session_ = 1;
   uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
   bool draining_ = false;
-  uint64_t use_tick_ns_ = 0;  // the moment use_value_ was computed for
-  double use_value_ = 1;
-  std::string fence_;  // why this namespace is fenced, or empty
+  double use_value_ = 0;  // what use_now() said last
+  std::string fence_;     // why this namespace is fenced, or empty
   Stats counters_{};
 
   friend class StoreTest;

@@ -48,7 +48,7 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
     return std::nullopt;
   }
   counters_.hits += 1;
-  use(found.record);
+  use(found.record, use_now());
   const uint64_t layers = layout_of(found.shape.layout).layers_bytes(found.shape.tokens);
   if (offset > layers)
     throw Error(Code::InvalidArgument,

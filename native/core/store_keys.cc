@@ -48,13 +48,17 @@ bool Store::remove_here(const Key& key) {
   return !late;
 }
 
-bool Store::touch(const Key& key) {
+std::vector<bool> Store::touch(std::span<const Key> keys) {
   Lock lock = enter();
-  const uint32_t record = index_.find_exclusive(key);
-  if (record == Index::kAbsent || control(record).state() != State::Sealed) return false;
-  if (expired(index_.record(record).expiry_s.load(std::memory_order_relaxed))) return false;
-  use(record);
-  return true;
+  const double now = use_now();
+  std::vector<bool> out;
+  for (const Key& key : keys) {
+    const uint32_t record = index_.find_exclusive(key);
+    out.push_back(record != Index::kAbsent && control(record).state() == State::Sealed &&
+                  !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)));
+    if (out.back()) use(record, now);
+  }
+  return out;
 }
 
 uint64_t Store::flush() {

@@ -101,6 +101,7 @@ void Store::scan_zombies() {
 // What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a
 // block that is gone is passed over.
 void Store::drain_rings() {
+  const double now = use_now();
   for (auto& [id, session] : sessions_) {
     if (!session->file) continue;
     const SessionPage& page = session->file->page();
@@ -108,7 +109,7 @@ void Store::drain_rings() {
     const uint64_t fresh = std::min<uint64_t>(head - session->drained, kTouchRing);
     for (uint64_t i = head - fresh; i != head; ++i) {
       const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
-      if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record);
+      if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record, now);
     }
     session->drained = head;
   }

@@ -109,7 +109,7 @@ TEST(values_survive_so_the_same_blocks_go_first) {
   while (rig.store->stats().evictions == 0) rig.put(fits++, 16);
   rig.store->flush(), rig.store->settle();
   for (uint64_t i = 0; i + 1 < fits; ++i) rig.put(i, 16, i == 3 ? 4000 : 0);
-  for (uint64_t i = 0; i + 1 < fits; i += 2) rig.store->touch(key(i));
+  for (uint64_t i = 0; i + 1 < fits; i += 2) touch(*rig.store, key(i));
   rig.restart();
   for (uint64_t i = 0; i < fits / 2 - 1; ++i) CHECK(rig.put(1000 + i, 16) == Grant::Granted);
   for (uint64_t i = 0; i + 1 < fits; i += 2) CHECK(rig.resident(i));

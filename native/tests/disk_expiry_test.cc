@@ -43,7 +43,7 @@ using test::key;
 TEST(a_block_loaded_in_its_last_second_expires) {
   for (int look = 0; look < 8; ++look) {
     DiskRig rig;
-    CHECK(rig.put(1, kDefaultPriority, 1000) && rig.store->touch(key(1)));
+    CHECK(rig.put(1, kDefaultPriority, 1000) && test::touch(*rig.store, key(1)));
     CHECK(eventually([&] { return rig.on_disk_as_well(1); }));
     const uint32_t expiry_s = rig.store->lookup(key(1)).snapshot.expiry_s;
     rig.fill(1000);
@@ -74,7 +74,7 @@ TEST(a_block_put_again_has_its_new_end_on_disk_as_well) {
     CHECK_EQ(rig.presence(1), Presence::OnDisk);
     if (ttl_s == 500) rig.store->drop_disk(key(1));  // as for want of records: only the tier knows of the file
     const uint64_t before = rig.tier->stats().written;
-    CHECK(rig.put(1, kDefaultPriority, ttl_s) && rig.store->touch(key(1)));
+    CHECK(rig.put(1, kDefaultPriority, ttl_s) && test::touch(*rig.store, key(1)));
     CHECK(eventually([&] { return rig.tier->stats().written == before + 1 && rig.on_disk_as_well(1); }));
     CHECK_EQ(expiry_on_disk(), rig.store->lookup(key(1)).snapshot.expiry_s);
     CHECK_EQ(rig.tier->stats().files, 1u);

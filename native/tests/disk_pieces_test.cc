@@ -110,7 +110,7 @@ class Rig {
     KV_INVARIANT(::pwrite(segments_.pool.get(), bytes.data(), bytes.size(), static_cast<off_t>(granted.extent.offset)) ==
                  static_cast<ssize_t>(bytes.size()));
     const Seal seal{granted.handle, false};
-    CHECK(store->seal(owner_, {&seal, 1})[0] == Done::Ok && store->touch(key(number)));
+    CHECK(store->seal(owner_, {&seal, 1})[0] == Done::Ok && test::touch(*store, key(number)));
     CHECK(eventually([&] { return (store->lookup(key(number)).snapshot.control.flags() & kFlagOnDisk) != 0; }));
     return bytes;
   }

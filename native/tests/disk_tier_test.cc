@@ -102,7 +102,7 @@ TEST(a_delete_in_the_middle_of_a_write_leaves_no_file) {
   DiskRig rig;
   for (uint64_t i = 1; i <= 200; ++i) {
     CHECK(rig.put(i));
-    CHECK(rig.store->touch(key(i)));
+    CHECK(test::touch(*rig.store, key(i)));
     for (uint64_t spin = test::mixed(i) % 4000; i % 3 && spin; --spin) rig.tier->stats();  // anywhere in the write
     CHECK(rig.store->remove(key(i)));
     rig.store->settle();

@@ -144,7 +144,7 @@ TEST(all_doors_of_the_store_at_once) {
   others.emplace_back([&] {
     for (uint64_t i = 0; !stop.load(); ++i) {
       race.rig.store->read(key(i % kNumbers), 0, 100);
-      race.rig.store->touch(key(i % kNumbers));
+      touch(*race.rig.store, key(i % kNumbers));
       race.rig.store->lookup(key(i % kNumbers));
     }
   });

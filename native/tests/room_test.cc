@@ -36,8 +36,8 @@ TEST(a_full_pool_evicts_the_least_valuable_first) {
   rig.store->flush(), rig.store->settle();
   for (uint64_t i = 0; i < fits; ++i) CHECK(rig.put(i, 16, 0, i % 3 == 0 ? 20 : 50) == Grant::Granted);
   for (uint64_t i = 0; i < fits; i += 3)
-    rig.store->touch(key(i)), rig.store->touch(key(i));             // 3 uses at priority 20 = 1.06 at 35
-  for (uint64_t i = 1; i < fits; i += 3) rig.store->touch(key(i));  // 2 uses at 50
+    touch(*rig.store, key(i)), touch(*rig.store, key(i));            // 3 uses at priority 20 = 1.06 at 35
+  for (uint64_t i = 1; i < fits; i += 3) touch(*rig.store, key(i));  // 2 uses at 50
   const uint64_t before = rig.store->stats().evictions;
   for (uint64_t i = 0; i < fits / 3; ++i) CHECK(rig.put(10'000 + i, 16, 0, 100) == Grant::Granted);
   CHECK_EQ(rig.store->stats().evictions - before, fits / 3);  // one for one
@@ -299,7 +299,7 @@ TEST(the_last_resort_takes_the_cheapest_run) {
   // A pin in every slab leaves runs of three blocks over its edge; one of them is used less than all others.
   for (size_t i = 0; i < order.size(); ++i) {
     if (i % 4 == 1) page.pin(rig.handle(order[i]));
-    if (i < 82 || i > 84) rig.store->touch(key(order[i]));
+    if (i < 82 || i > 84) touch(*rig.store, key(order[i]));
   }
   CHECK(rig.put(77'777, 12) == Grant::Granted);
   for (size_t i = 0; i < order.size(); ++i) CHECK_EQ(rig.resident(order[i]), i < 82 || i > 84);

@@ -33,7 +33,7 @@ TEST(a_write_that_begins_during_a_scrub_finds_its_bytes_unchanged) {
     std::atomic<bool> done{false};
     std::thread scrubbing([&] { rig.store->scrub(0, ~0ull), done = true; });
     while (!done && !StoreTest::is_read(*rig.store, at.record)) continue;
-    rig.store->touch(key(i));  // used twice: it wishes to be written
+    test::touch(*rig.store, key(i));  // used twice: it wishes to be written
     const bool during = StoreTest::is_read(*rig.store, at.record);
     const auto job = rig.store->begin_write();
     const uint32_t before = sum();

@@ -52,6 +52,8 @@ inline uint64_t mixed(uint64_t x) {
 
 inline Key key(uint64_t i) { return {{mixed(4 * i), mixed(4 * i + 1), mixed(4 * i + 2), mixed(4 * i + 3)}}; }
 
+inline bool touch(Store& store, const Key& key) { return store.touch({&key, 1})[0]; }
+
 // Waits for a condition another thread or process brings about. False after a minute.
 template <class F>
 bool eventually(F&& condition) {

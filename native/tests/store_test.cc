@@ -46,12 +46,12 @@ TEST(a_block_is_pending_then_resident_then_gone) {
   CHECK(rig.presence(1) == Presence::Pending);
   CHECK(!rig.store->read(key(1), 0, 10).has_value());  // found by nobody before the seal
   CHECK(!rig.store->remove(key(1)));
-  CHECK(!rig.store->touch(key(1)));
+  CHECK(!touch(*rig.store, key(1)));
   CHECK(rig.seal(granted.handle) == Done::Ok);
   CHECK(rig.resident(1));
   CHECK(rig.seal(granted.handle) == Done::Stale);
   CHECK(rig.store->abort(rig.owner, granted.handle) == Done::Stale);
-  CHECK(rig.store->touch(key(1)));
+  CHECK(touch(*rig.store, key(1)));
   CHECK(rig.store->remove(key(1)));
   CHECK(!rig.store->remove(key(1)));
   CHECK(rig.presence(1) == Presence::Missing);
@@ -143,7 +143,7 @@ TEST(a_time_to_live_ends_everywhere_and_its_entries_do_not_pile_up) {
   CHECK(rig.resident(1));
   expire(1);
   CHECK(rig.presence(1) == Presence::Missing);
-  CHECK(!rig.store->touch(key(1)));
+  CHECK(!touch(*rig.store, key(1)));
   CHECK(!rig.store->read(key(1), 0, 1).has_value());
   CHECK(rig.put(1, 2) == Grant::Granted);  // an expired block does not keep its key
   expire(2);

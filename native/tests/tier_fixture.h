@@ -86,7 +86,7 @@ class DiskRig {
   }
   // Used twice, and so written.
   bool put_on_disk(uint64_t number) {
-    if (!put(number) || !store->touch(key(number))) return false;
+    if (!put(number) || !touch(*store, key(number))) return false;
     return eventually([&] { return on_disk_as_well(number); });
   }
   bool on_disk_as_well(uint64_t number) {
