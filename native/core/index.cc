@@ -121,20 +121,26 @@ void Index::prefetch_erase(uint32_t record) const {
   const Record& r = records_[record];
   Key key;
   for (size_t i = 0; i < 4; ++i) key.words[i] = r.key[i].load(std::memory_order_relaxed);
-  const Upkeep& u = upkeep_[record];
-  prefetch_change(key, u.fingerprint.load(std::memory_order_relaxed), u.parent.load(std::memory_order_relaxed));
+  prefetch_bucket(key);
+  prefetch_contents(record);
 }
 
-// Keeps the finder to what is indexed.
-void Index::note(uint32_t record, bool indexed) {
+std::array<uint64_t, 2> Index::contents(uint32_t record) const {
   const Upkeep& u = upkeep_[record];
-  for (uint64_t word : {Finder::by_fingerprint(u.fingerprint.load(std::memory_order_relaxed)),
-                        Finder::by_parent(u.parent.load(std::memory_order_relaxed))}) {
-    if (indexed)
-      finder_.insert(word, record);
-    else
-      finder_.erase(word, record);
-  }
+  return {Finder::by_fingerprint(u.fingerprint.load(std::memory_order_relaxed)),
+          Finder::by_parent(u.parent.load(std::memory_order_relaxed))};
+}
+
+void Index::prefetch_contents(uint32_t record) const {
+  for (const uint64_t word : contents(record)) finder_.prefetch(word);
+}
+
+void Index::insert_contents(uint32_t record) {
+  for (const uint64_t word : contents(record)) finder_.insert(word, record);
+}
+
+void Index::erase_contents(uint32_t record) {
+  for (const uint64_t word : contents(record)) finder_.erase(word, record);
 }
 
 uint32_t Index::find_exclusive(const Key& key) const {
@@ -142,7 +148,7 @@ uint32_t Index::find_exclusive(const Key& key) const {
   return probe(key, snapshot) == Find::Hit ? snapshot.record : kAbsent;
 }
 
-bool Index::insert(const Key& key, uint32_t record) {
+bool Index::insert_key(const Key& key, uint32_t record) {
   const uint32_t start = home(key);
   for (uint32_t step = 0; step < reach_; ++step) {
     Bucket& b = bucket(start, step);
@@ -156,7 +162,6 @@ bool Index::insert(const Key& key, uint32_t record) {
       }
       Writing writing(b.sequence);
       slot.store(slot_word(key, record), std::memory_order_relaxed);
-      note(record, true);
       return true;
     }
   }
@@ -173,7 +178,7 @@ void Index::erase(const Key& key, uint32_t record) {
         Writing writing(b.sequence);
         slot.store(0, std::memory_order_relaxed);
       }
-      note(record, false);
+      erase_contents(record);
       for (uint32_t passed = 0; passed < step; ++passed) {
         Bucket& p = bucket(start, passed);
         Writing writing(p.sequence);
@@ -191,8 +196,8 @@ void Index::replace(const Key& key, uint32_t from, uint32_t to) {
     Bucket& b = bucket(start, step);
     for (auto& slot : b.slot) {
       if (slot.load(std::memory_order_relaxed) != slot_word(key, from)) continue;
-      note(from, false);
-      note(to, true);
+      erase_contents(from);
+      insert_contents(to);
       Writing writing(b.sequence);
       slot.store(slot_word(key, to), std::memory_order_relaxed);
       return;

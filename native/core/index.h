@@ -54,13 +54,8 @@ class Index {
   // The record that probably holds the key, by the first bucket it may be in; kAbsent if none there does.
   uint32_t prefetch_record(const Key& key) const;
   Find find(const Key& key, uint32_t likely, Snapshot& out) const;  // the same, looking first at the record that was said
-  // The cache lines that insert() or erase() of this block will touch.
-  void prefetch_change(const Key& key, uint64_t fingerprint, uint32_t parent) const {
-    prefetch_bucket(key);
-    finder_.prefetch(Finder::by_fingerprint(fingerprint));
-    finder_.prefetch(Finder::by_parent(parent));
-  }
-  void prefetch_erase(uint32_t record) const;
+  void prefetch_contents(uint32_t record) const;                    // the cache lines that insert_contents() will touch
+  void prefetch_erase(uint32_t record) const;                       // and erase()
   void prefetch_whole(uint32_t record) const {
     __builtin_prefetch(&records_[record]);
     __builtin_prefetch(&upkeep_[record]);
@@ -72,8 +67,10 @@ class Index {
   Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 
   // Writer side: no other thread may be inside these.
-  uint32_t find_exclusive(const Key& key) const;  // record, or kAbsent
-  bool insert(const Key& key, uint32_t record);   // false: no bucket within reach has room
+  uint32_t find_exclusive(const Key& key) const;     // record, or kAbsent
+  bool insert_key(const Key& key, uint32_t record);  // false: no bucket within reach has room
+  void insert_contents(uint32_t record);             // into the finder. Once, and before it is sealed
+  bool insert(const Key& key, uint32_t record) { return insert_key(key, record) && (insert_contents(record), true); }
   void erase(const Key& key, uint32_t record);
   void replace(const Key& key, uint32_t from, uint32_t to);  // one store: readers see one or the other
   void clear();
@@ -89,7 +86,8 @@ class Index {
     const uint32_t at = home + step;
     return buckets_[at < bucket_count_ ? at : at - bucket_count_];
   }
-  void note(uint32_t record, bool indexed);
+  std::array<uint64_t, 2> contents(uint32_t record) const;  // what the finder knows a block by
+  void erase_contents(uint32_t record);
   bool read_record(uint32_t number, const Key& key, Snapshot& out, bool& torn) const;
   Find probe(const Key& key, Snapshot& out) const;
 

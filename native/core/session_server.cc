@@ -310,6 +310,7 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
     const auto op = static_cast<protocol::Op>(request.op);
     if (op == protocol::Op::Create || op == protocol::Op::Seal) used.note_put(began_ns);
     if (!send(connection, request, protocol::kOk, request.count, reply)) close(fd);
+    if (op == protocol::Op::Create) used.finish_claims();
     if (op == protocol::Op::Seal) used.make_room_ahead();
   } catch (const Error& error) {
     if (static_cast<protocol::Op>(request.op) == protocol::Op::Attach) refused_.fetch_add(1);

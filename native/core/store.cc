@@ -32,6 +32,7 @@ std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
 
 Store::Lock Store::enter() {
   Lock lock(mutex_);
+  list_contents();
   check_memory();
   if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
   return lock;
@@ -215,7 +216,7 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
   }
   add_use(record, now);
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
-  if (!index_.insert(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
+  if (!index_.insert_key(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
     transition(record, Event::Abort, State::Zombie, 0);
     zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
     scan_zombies();
@@ -226,6 +227,7 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
   counters_.creates += 1;
   out.status = Grant::Granted;
   out.handle = {record, control(record).generation()};
+  unlisted_.push_back(out.handle);
   return out;
 }
 
@@ -249,7 +251,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
   }
   std::vector<Granted> out(request.items.size());
-  for (const CreateItem& item : request.items) index_.prefetch_change(item.key, item.fingerprint, item.parent);
+  for (const CreateItem& item : request.items) index_.prefetch_bucket(item.key);
   const double now = use_now();
   auto attempt = [&] {
     std::vector<size_t> missing;
@@ -289,6 +291,21 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   reserved_.reset();
   counters_.no_space += missing.size();
   return out;
+}
+
+// A claimed block is found by its key at once, which is what its writer and other claims wait for. By its contents only what is
+// sealed is found, so the finder learns of it after the answer, at the latest when the store is entered again. What was given
+// up meanwhile is passed over.
+void Store::list_contents() {
+  std::erase_if(unlisted_, [this](Handle claimed) { return control(claimed.record).generation() != claimed.generation; });
+  for (const Handle claimed : unlisted_) index_.prefetch_contents(claimed.record);
+  for (const Handle claimed : unlisted_) index_.insert_contents(claimed.record);
+  unlisted_.clear();
+}
+
+void Store::finish_claims() {
+  Lock lock(mutex_);
+  list_contents();
 }
 
 Done Store::seal_one(uint32_t owner, const Seal& block) {

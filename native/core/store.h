@@ -128,7 +128,8 @@ class Store {
   void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again.
   int tick();
-  // To be called when nobody waits for an answer: room for another batch like the last.
+  // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
+  void finish_claims();
   void make_room_ahead();
 
   // ---- looking at it
@@ -171,6 +172,7 @@ class Store {
   using Lock = std::unique_lock<std::mutex>;
 
   // store.cc
+  void list_contents();
   Lock enter();  // takes the lock; throws Fenced
   Granted grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now);
   const Layout& layout_of(uint32_t id) const;
@@ -287,6 +289,7 @@ class Store {
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks
+  std::vector<Handle> unlisted_;                         // claimed, and not yet in the finder
   uint32_t free_head_ = Index::kAbsent;
   uint64_t used_bytes_ = 0, records_used_ = 0, created_ = 0, quarantined_ = 0;
   uint32_t next_session_ = 1;
