@@ -65,6 +65,7 @@ class Batch {
 class Grants {
  public:
   struct Item {
+    Item() {}  // or each is filled with zeros first, which is half of what a create of many takes here
     CreateItem wanted;
     Grant status = Grant::NoSpace;
     Handle handle{0, 0};
@@ -106,8 +107,8 @@ class Grants {
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
   void seal_apart(std::span<const size_t> which);
   void take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants);
-  void prefetch(size_t i);
   void prepare(size_t i, const Chain* chain);
+  void write_meta(size_t i, const Chain* chain, std::span<std::byte> meta) const;
   void give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers);
   void settle_seals(size_t wanted, std::span<const uint8_t> answers);
 

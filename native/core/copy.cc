@@ -61,4 +61,20 @@ void copy_stream(void* dst, const void* src, size_t n) {
   std::memcpy(to, from, n);
 }
 
+void write_lines(void* dst, const void* src, size_t n) {
+#if defined(__x86_64__)
+  auto* to = static_cast<__m128i*>(dst);
+  const auto* from = static_cast<const __m128i*>(src);
+  for (size_t i = 0; i < n / sizeof(__m128i); ++i) _mm_stream_si128(to + i, _mm_loadu_si128(from + i));
+#else
+  std::memcpy(dst, src, n);
+#endif
+}
+
+void lines_written() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace kv

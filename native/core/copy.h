@@ -13,4 +13,9 @@ uint32_t copy_crc32c(void* dst, const void* src, size_t n);
 // memcpy with non-temporal stores for long copies.
 void copy_stream(void* dst, const void* src, size_t n);
 
+// A few whole lines into memory that is in no cache: past the caches they need not be read first. Requires that dst and n are
+// multiples of 64, and lines_written() before anybody is told of them.
+void write_lines(void* dst, const void* src, size_t n);
+void lines_written();
+
 }  // namespace kv

@@ -10,15 +10,7 @@
 #include "core/meta.h"
 
 namespace kv {
-// What prepare() will touch first: memory that is in no cache, nor are its page table entries.
-void Grants::prefetch(size_t i) {
-  const std::byte* block = bytes(i);
-  const uint32_t n = items_[i].wanted.tokens;
-  __builtin_prefetch(block + layout_.checksums_offset(n), 1);
-  __builtin_prefetch(block + layout_.meta_offset(n), 1);
-}
-
-// Pads and the areas behind the layers: the extent still has the bytes of the block before.
+// Pads and the areas behind the layers: the extent still has the bytes of the block before, and they are in no cache.
 void Grants::prepare(size_t i, const Chain* chain) {
   const uint32_t n = items_[i].wanted.tokens;
   std::byte* block = bytes(i);
@@ -26,25 +18,31 @@ void Grants::prepare(size_t i, const Chain* chain) {
     const uint64_t end = layout_.layer_offset(layer, n) + layout_.layer_bytes(layer, n);
     std::memset(block + end, 0, layout_.layer_offset(layer + 1, n) - end);
   }
-  const uint64_t meta = layout_.meta_offset(n);
-  std::memset(block + layout_.checksums_offset(n), 0, meta + layout_.meta_bytes(n) - layout_.checksums_offset(n));
+  const uint64_t begin = layout_.checksums_offset(n), meta_bytes = layout_.meta_bytes(n);
+  std::vector<std::byte> behind(round_up(layout_.meta_offset(n) + meta_bytes - begin, kLineBytes));
+  write_meta(i, chain, std::span(behind).subspan(layout_.meta_offset(n) - begin, meta_bytes));
+  write_lines(block + begin, behind.data(), behind.size());
+}
+
+void Grants::write_meta(size_t i, const Chain* chain, std::span<std::byte> meta) const {
   if (!chain) return;
+  const uint32_t n = items_[i].wanted.tokens;
   const uint64_t* extra = chain->extra(i);
   const uint64_t extra_count = uint64_t{n} * chain->extra_words();
   const bool has_extra = extra && std::any_of(extra, extra + extra_count, [](uint64_t id) { return id != 0; });
   const uint64_t need = sizeof(MetaHead) + 4ull * n + (has_extra ? 8 * extra_count : 0);
-  if (need > layout_.meta_bytes(n)) return;  // a layout without room for it: such blocks are found by prefix only
-  const bool has_identity = need + sizeof(Key) <= layout_.meta_bytes(n);
+  if (need > meta.size()) return;  // a layout without room for it: such blocks are found by prefix only
+  const bool has_identity = need + sizeof(Key) <= meta.size();
   const MetaHead head{.magic = kMetaMagic,
                       .tokens = n,
                       .extra_words = has_extra ? chain->extra_words() : 0,
                       .has_identity = has_identity,
                       .parent = chain->parent_key(i),
                       .content = chain->content_keys()[i]};
-  std::memcpy(block + meta, &head, sizeof head);
-  std::memcpy(block + meta + sizeof head, chain->tokens(i), 4 * n);
-  if (has_extra) std::memcpy(block + meta + sizeof head + 4 * n, extra, 8 * extra_count);
-  if (has_identity) std::memcpy(block + meta + identity_offset(head), &chain->identity(), sizeof(Key));
+  std::memcpy(meta.data(), &head, sizeof head);
+  std::memcpy(&meta[sizeof head], chain->tokens(i), 4 * n);
+  if (has_extra) std::memcpy(&meta[sizeof head + 4 * n], extra, 8 * extra_count);
+  if (has_identity) std::memcpy(&meta[identity_offset(head)], &chain->identity(), sizeof(Key));
 }
 
 // Quarantined while the daemon was away, perhaps: it may take them back now, since this writer has stopped.
@@ -71,7 +69,7 @@ void Grants::take_grants(std::span<const size_t> which, std::span<const protocol
     item.handle = {grants[k].record, grants[k].generation};
     item.extent = {grants[k].offset, grants[k].length};
     item.open = item.status == Grant::Granted;
-    if (item.open) opened.push_back(item.handle);
+    if (item.open) opened.emplace_back(grants[k].record, grants[k].generation);
   }
   if (!opened.empty()) attachment_->opened(this, opened);
 }
@@ -97,11 +95,16 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
     std::vector<uint8_t> body;
     body.reserve(sizeof(protocol::CreateHead) + seals.size() * sizeof seals[0] + part.size() * sizeof(protocol::CreateItem));
     protocol::append(body, protocol::CreateHead{layout_id_, priority_, ttl_s_, static_cast<uint32_t>(seals.size())});
-    for (const auto& seal : seals) protocol::append(body, seal);
-    for (size_t i : part) {
-      const CreateItem& w = items_[i].wanted;
-      protocol::append(body, protocol::CreateItem{w.key, w.fingerprint, w.tokens, w.base_position, w.parent, 0});
+    protocol::append(body, seals);
+    // Filled field by field: a copy of what was just written in parts waits for them.
+    std::vector<protocol::CreateItem> wanted(part.size());
+    for (size_t k = 0; k < part.size(); ++k) {
+      const CreateItem& from = items_[part[k]].wanted;
+      protocol::CreateItem& to = wanted[k];
+      to.key = from.key, to.fingerprint = from.fingerprint;
+      to.tokens = from.tokens, to.base_position = from.base_position, to.parent = from.parent;
     }
+    protocol::append(body, wanted);
     std::vector<uint8_t> sealed;
     const auto take = [&](std::span<const uint8_t> answer) {
       protocol::Reader reader(answer);
@@ -123,10 +126,9 @@ void Grants::claim(std::span<const size_t> which, Grants* sealing, const Chain* 
     for (size_t i : part) {
       if (!items_[i].open) continue;
       attachment_->wanted_for_writing(items_[i].extent);
-      prefetch(i);
+      prepare(i, chain);
     }
-    for (size_t i : part)
-      if (items_[i].open) prepare(i, chain);
+    lines_written();
     give_up_lost(seals, sealed);
     settle_seals(seals.size(), sealed);
   }

@@ -177,12 +177,20 @@ class Reader {
   bool ok_ = true;
 };
 
+inline void append_bytes(std::vector<uint8_t>& out, const void* bytes, size_t n) {
+  const size_t at = out.size();
+  out.resize(at + n);
+  if (n) std::memcpy(out.data() + at, bytes, n);
+}
 template <class T>
 void append(std::vector<uint8_t>& out, const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
-  const size_t at = out.size();
-  out.resize(at + sizeof value);
-  std::memcpy(out.data() + at, &value, sizeof value);
+  append_bytes(out, &value, sizeof value);
+}
+template <class T>
+void append(std::vector<uint8_t>& out, const std::vector<T>& values) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  append_bytes(out, values.data(), values.size() * sizeof(T));
 }
 
 }  // namespace kv::protocol

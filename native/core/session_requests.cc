@@ -161,17 +161,25 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
   const auto seals = body.take<protocol::BlockItem>(head.seals);
   const auto wanted = body.take<protocol::CreateItem>(request.count);
   need_end(body);
-  std::vector<CreateItem> items;
-  items.reserve(wanted.size());
-  for (const auto& w : wanted) items.push_back({w.key, w.fingerprint, w.tokens, w.base_position, w.parent});
+  // Both lists field by field: a copy of what was just written in parts waits for the parts.
+  std::vector<CreateItem> items(wanted.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i].key = wanted[i].key, items[i].fingerprint = wanted[i].fingerprint;
+    items[i].tokens = wanted[i].tokens, items[i].base_position = wanted[i].base_position, items[i].parent = wanted[i].parent;
+  }
 
   std::vector<uint8_t> out = seal_all(*connection.store, connection.session, seals);
   out.reserve(round_up(out.size(), 8) + items.size() * sizeof(protocol::GrantItem));
   out.resize(round_up(out.size(), 8));
-  const CreateRequest create{connection.session, head.layout, head.priority, head.ttl_s, items};
-  for (const Granted& g : connection.store->create(create))
-    append(out, protocol::GrantItem{g.handle.record, static_cast<uint32_t>(g.status), g.handle.generation, g.extent.offset,
-                                    g.extent.length});
+  const std::vector<Granted> granted =
+      connection.store->create({connection.session, head.layout, head.priority, head.ttl_s, items});
+  std::vector<protocol::GrantItem> grants(granted.size());
+  for (size_t i = 0; i < grants.size(); ++i) {
+    const Granted& from = granted[i];
+    grants[i].record = from.handle.record, grants[i].status = static_cast<uint32_t>(from.status);
+    grants[i].generation = from.handle.generation, grants[i].offset = from.extent.offset, grants[i].length = from.extent.length;
+  }
+  append(out, grants);
   return out;
 }
 

@@ -21,6 +21,8 @@ uint32_t realtime_s() {
 // Room is made ahead for batches that are no more than this part of the pool.
 constexpr uint64_t kAheadDivisor = 256;
 
+constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed: measured, docs/design.md §11
+
 // Scores are divided by 2^kRebaseExponent once uses count for more than that.
 constexpr double kRebaseExponent = 512;
 
@@ -158,26 +160,25 @@ std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
 
 // One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
 // claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
-Granted Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now) {
-  Granted out;
+void Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out) {
   uint32_t found = index_.find_exclusive(item.key);
   if (found != Index::kAbsent && control(found).state() != State::Disk) {
     if (control(found).state() == State::Created) {
       out.status = Grant::Pending;
       out.handle = {found, control(found).generation()};
-      return out;
+      return;
     }
     if (!expired(index_.record(found).expiry_s.load(std::memory_order_relaxed))) {
       use(found, now);
       out.status = Grant::Exists;
-      return out;
+      return;
     }
     to_zombie(found, Event::Evict);
     counters_.expired += 1;
     found = Index::kAbsent;
     scan_zombies();
   }
-  if (draining_) return out;
+  if (draining_) return;
   // A file says until when its block lives: one that says longer than is asked for now goes.
   const uint32_t until_s = found == Index::kAbsent ? 1 : index_.record(found).expiry_s.load(std::memory_order_relaxed);
   if (request.ttl_s && !request.loaded && (!until_s || until_s > uint64_t{realtime_s()} + request.ttl_s))
@@ -187,23 +188,23 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     if (on_disk_.size() && on_disk_.least().record == found) found = Index::kAbsent;
     free_spare_record();
   }
-  if (free_head_ == Index::kAbsent) return out;
+  if (free_head_ == Index::kAbsent) return;
   const uint64_t length = layout.extent_bytes(item.tokens);
   const uint32_t record = free_head_;
   std::optional<uint64_t> offset = arena_.allocate(length, record);
   if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
-  if (!offset) return out;
+  if (!offset) return;
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
   free_head_ = u.link.load(std::memory_order_relaxed);
   const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
   if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
-  out.extent = {*offset, length};
+  const Extent extent{*offset, length};
   {
     Writing writing(r.sequence);
     u.owner.store(request.owner, std::memory_order_relaxed);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
-    r.extent.store(out.extent.pack(), std::memory_order_relaxed);
+    r.extent.store(extent.pack(), std::memory_order_relaxed);
     r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
     u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t created_s = realtime_s();
@@ -220,15 +221,13 @@ Granted Store::grant(const CreateRequest& request, const CreateItem& item, const
     transition(record, Event::Abort, State::Zombie, 0);
     zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
     scan_zombies();
-    return out;
+    return;
   }
   publish_progress(record, Phase::Writing);
   records_used_ += 1, created_ += 1, used_bytes_ += length;
   counters_.creates += 1;
-  out.status = Grant::Granted;
-  out.handle = {record, control(record).generation()};
-  unlisted_.push_back(out.handle);
-  return out;
+  out = {Grant::Granted, {record, control(record).generation()}, extent};
+  unlisted_.emplace_back(record, out.handle.generation);  // not a copy of what was just written in parts: it would wait
 }
 
 std::vector<Granted> Store::create(const CreateRequest& request) {
@@ -251,13 +250,14 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
   }
   std::vector<Granted> out(request.items.size());
-  for (const CreateItem& item : request.items) index_.prefetch_bucket(item.key);
   const double now = use_now();
   auto attempt = [&] {
     std::vector<size_t> missing;
+    for (size_t i = 0; i < std::min(kAhead, out.size()); ++i) index_.prefetch_bucket(request.items[i].key);
     for (size_t i = 0; i < out.size(); ++i) {
+      if (i + kAhead < out.size()) index_.prefetch_bucket(request.items[i + kAhead].key);
       if (out[i].status != Grant::NoSpace) continue;
-      out[i] = grant(request, request.items[i], layout, now);
+      grant(request, request.items[i], layout, now, out[i]);
       if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
     }
@@ -298,8 +298,11 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
 // up meanwhile is passed over.
 void Store::list_contents() {
   std::erase_if(unlisted_, [this](Handle claimed) { return control(claimed.record).generation() != claimed.generation; });
-  for (const Handle claimed : unlisted_) index_.prefetch_contents(claimed.record);
-  for (const Handle claimed : unlisted_) index_.insert_contents(claimed.record);
+  for (size_t i = 0; i < std::min(kAhead, unlisted_.size()); ++i) index_.prefetch_contents(unlisted_[i].record);
+  for (size_t i = 0; i < unlisted_.size(); ++i) {
+    if (i + kAhead < unlisted_.size()) index_.prefetch_contents(unlisted_[i + kAhead].record);
+    index_.insert_contents(unlisted_[i].record);
+  }
   unlisted_.clear();
 }
 

@@ -174,7 +174,7 @@ class Store {
   // store.cc
   void list_contents();
   Lock enter();  // takes the lock; throws Fenced
-  Granted grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now);
+  void grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out);
   const Layout& layout_of(uint32_t id) const;
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
