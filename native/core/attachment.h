@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -79,6 +80,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
   uint64_t pool_bytes() const { return pool_.size(); }
   const AttachOptions& options() const { return options_; }
+  uint64_t mailed() const { return mailed_.load(std::memory_order_relaxed); }  // requests that went by the mailbox
   std::atomic<uint64_t>& progress(uint32_t record) const { return progress_words_[record]; }
 
  private:
@@ -90,7 +92,14 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();
-  static std::vector<uint8_t> exchange(int socket, protocol::Op op, uint32_t tag, uint32_t count, std::span<const uint8_t> body,
+  std::optional<std::vector<uint8_t>> mail(const protocol::Request& request, std::span<const uint8_t> body,
+                                           const std::function<void()>& meanwhile);
+  static void send(int socket, const protocol::Request& request, std::span<const uint8_t> body);
+  static std::span<const uint8_t> receive(int socket, uint64_t poll_until, std::vector<Fd>* descriptors);
+  static std::vector<uint8_t> read_reply(const protocol::Request& request, std::span<const uint8_t> bytes);
+  static std::vector<uint8_t> next_reply(int socket, const protocol::Request& request, uint64_t poll_until,
+                                         std::vector<Fd>* descriptors);
+  static std::vector<uint8_t> exchange(int socket, const protocol::Request& request, std::span<const uint8_t> body,
                                        std::vector<Fd>* descriptors, const std::function<void()>& meanwhile = {});
 
   const uint64_t number_;
@@ -106,6 +115,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Fd socket_;
   std::array<uint8_t, 32> salt_{};
   uint32_t tag_ = 0;
+  std::atomic<uint64_t> mailed_{0};
 
   std::shared_mutex copying_mutex_;
 

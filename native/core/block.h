@@ -242,7 +242,21 @@ struct SessionPage {
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };
 inline constexpr size_t kPinsOffset = 8192;
-static_assert(sizeof(SessionPage) <= kPinsOffset);
+
+// One small request, and in its place its answer (core/mailbox.h). A line that the client writes, one that the daemon writes.
+inline constexpr size_t kMailboxBytes = 3840;
+struct Mailbox {
+  alignas(kLineBytes) std::atomic<uint32_t> asked;  // number of the request that lies here; 0: none
+  std::atomic<uint32_t> request_bytes;
+  std::atomic<uint32_t> asleep;                        // number of the request whose answer its client sleeps for
+  alignas(kLineBytes) std::atomic<uint32_t> answered;  // number of the request last answered
+  std::atomic<uint32_t> answer_bytes;                  // 0: the answer went through the socket
+  std::atomic<uint32_t> attended;                      // 1 while the daemon looks here
+  alignas(kLineBytes) uint8_t bytes[kMailboxBytes];
+};
+inline constexpr size_t kMailboxOffset = 4224;
+static_assert(sizeof(SessionPage) <= kMailboxOffset && kMailboxOffset % kLineBytes == 0 &&
+              kMailboxOffset + sizeof(Mailbox) <= kPinsOffset);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 }  // namespace kv

@@ -40,6 +40,9 @@ inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create"
                                            "touch",  "stats",           "token",  "promote", "suspect", "keep"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
+// No operation, in either direction: something lies in the session's mailbox. Has no reply.
+inline constexpr uint16_t kKnock = 0;
+
 struct Request {
   uint32_t magic;
   uint16_t op;
@@ -176,6 +179,12 @@ class Reader {
   std::span<const uint8_t> bytes_;
   bool ok_ = true;
 };
+
+inline bool is_knock(std::span<const uint8_t> message) {
+  Reader reader(message);
+  const auto reply = reader.take<Reply>();
+  return reader.ok() && reply.magic == kMagic && reply.op == kKnock;
+}
 
 inline void append_bytes(std::vector<uint8_t>& out, const void* bytes, size_t n) {
   const size_t at = out.size();

@@ -46,6 +46,9 @@ class SessionFile {
   uint32_t max_pins() const { return max_pins_; }
   uint64_t bytes() const { return mapping_.size(); }
   const Mapping& mapping() const { return mapping_; }
+  Mapping head_again() const {
+    return Mapping(own_.get(), kPinsOffset, true);
+  }  // another mapping, of what stands before the pins
 
   // Calls f(pin word) for every pin.
   template <class F>
@@ -94,6 +97,7 @@ class PinBoard {
   };
 
   const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
+  Mailbox& mailbox() const { return *mapping_.at<Mailbox>(kMailboxOffset); }
 
  private:
   std::atomic<uint64_t>* pins() const { return mapping_.at<std::atomic<uint64_t>>(kPinsOffset); }

@@ -255,6 +255,7 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   connection.store = &store;
   connection.session = reply.session;
   connection.read_only = wanted.read_only != 0;
+  connection.mailbox = std::make_unique<DaemonMailbox>(store.session_page_head(reply.session));
   const TableHeader& header = store.header();
   reply.epoch = header.epoch.load(std::memory_order_acquire);
   reply.table_bytes = header.total_bytes;

@@ -25,7 +25,8 @@ constexpr int kBacklog = 128;
 
 constexpr int kBatch = 64;
 constexpr int kAcceptsAtOnce = 8;
-constexpr int kLooks = 8;  // at the connection that asked last, before all are asked after
+constexpr int kLooks = 8;          // at the connection that asked last, before all are asked after
+constexpr int kMailboxLooks = 16;  // before each of these, at its mailbox
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -123,7 +124,7 @@ void SessionServer::run() {
     epoll_event events[kBatch];
     const uint64_t looked_ns = monotonic_ns();
     const bool polling = messages.runs(looked_ns) && pace.worthwhile(looked_ns);
-    const bool served = polling && serve_last();
+    const bool served = polling ? serve_last() : attend(-1);
     if (served && !connections_.count(last_served_)) next_tick = 0;
     const int count =
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
@@ -248,6 +249,7 @@ void SessionServer::close(int socket) {
   const auto found = connections_.find(socket);
   if (found == connections_.end()) return;
   Connection& connection = *found->second;
+  if (socket == attended_) attended_ = -1;
   if (connection.token) tokens_.end(*connection.token);
   if (connection.store) connection.store->end_session(connection.session);
   // By hand: a descriptor that a forked child still holds would go on waking us under a number that is another's by then.
@@ -286,9 +288,38 @@ bool SessionServer::serve(Connection& connection) {
 bool SessionServer::serve_last() {
   const auto last = connections_.find(last_served_);
   if (last == connections_.end()) return false;
-  for (int look = 0; look < kLooks; ++look)
+  if (attend(last_served_)) return true;  // of the one before, whose connection may have ended with it
+  for (int look = 0; look < kLooks; ++look) {
+    for (int at_mailbox = 0; at_mailbox < kMailboxLooks; ++at_mailbox, relax())
+      if (serve_mailbox(*last->second)) return true;
     if (serve(*last->second)) return true;
+  }
   return false;
+}
+
+bool SessionServer::serve_mailbox(Connection& connection) {
+  if (!connection.mailbox) return false;
+  const auto message = connection.mailbox->take(buffer_);
+  if (message.empty()) return false;
+  asked_by_mailbox_ = &connection;
+  handle(connection, message);  // may end the connection
+  asked_by_mailbox_ = nullptr;
+  return true;
+}
+
+bool SessionServer::attend(int socket) {
+  if (socket == attended_) return false;
+  bool served = false;
+  if (const auto before = connections_.find(std::exchange(attended_, -1));
+      before != connections_.end() && before->second->mailbox) {
+    before->second->mailbox->attend(false);
+    served = serve_mailbox(*before->second);
+  }
+  if (const auto now = connections_.find(socket); now != connections_.end() && now->second->mailbox) {
+    now->second->mailbox->attend(true);
+    attended_ = socket;
+  }
+  return served;
 }
 
 // Malformed beyond reading: the connection ends. Anything else gets a typed answer.
@@ -297,6 +328,7 @@ void SessionServer::handle(Connection& connection, std::span<const uint8_t> mess
   protocol::Reader body(message);
   const auto request = body.take<protocol::Request>();
   if (!body.ok() || request.magic != protocol::kMagic) return close(fd);
+  if (request.op == protocol::kKnock) return asked_by_mailbox_ ? close(fd) : static_cast<void>(serve_mailbox(connection));
   const uint64_t began_ns = monotonic_ns();
   const Store* store = connection.store;  // of before: closing ends the connection
   try {
@@ -336,6 +368,12 @@ std::vector<SessionServer::Latency> SessionServer::latencies() const {
 bool SessionServer::send(Connection& connection, const protocol::Request& request, uint16_t status, uint32_t count,
                          std::span<const uint8_t> body, std::span<const int> descriptors) {
   protocol::Reply reply{protocol::kMagic, request.op, status, count, request.tag};
+  const bool by_mailbox = asked_by_mailbox_ == &connection;
+  if (by_mailbox && connection.mailbox->answer(request.tag, {reinterpret_cast<const uint8_t*>(&reply), sizeof reply}, body)) {
+    if (!connection.mailbox->asleep(request.tag)) return true;
+    reply = {protocol::kMagic, protocol::kKnock, protocol::kOk, 0, request.tag};
+    return ::send(connection.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+  }
   iovec parts[2] = {{&reply, sizeof reply}, {const_cast<uint8_t*>(body.data()), body.size()}};
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))] = {};
   msghdr message{};
@@ -350,7 +388,9 @@ bool SessionServer::send(Connection& connection, const protocol::Request& reques
     header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
     std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
   }
-  return ::sendmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+  const bool sent = ::sendmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+  if (by_mailbox) connection.mailbox->answered_by_socket(request.tag);
+  return sent;
 }
 
 }  // namespace kv

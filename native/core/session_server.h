@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/latency.h"
+#include "core/mailbox.h"
 #include "core/protocol.h"
 #include "core/segment.h"
 #include "core/session_access.h"
@@ -60,12 +61,15 @@ class SessionServer {
     std::optional<Tokens::Token> token;
     std::vector<Handle> kept;  // of a list that takes several messages
     uint64_t since_ms = 0;
+    std::unique_ptr<DaemonMailbox> mailbox;
   };
 
   void run();
   void accept_some();
   bool serve(Connection& connection);  // false: no message had come
+  bool serve_mailbox(Connection& connection);
   bool serve_last();
+  bool attend(int socket);  // to that one's mailbox and no other's, -1: to none. True if a request was served
   void close(int socket);
   void handle(Connection& connection, std::span<const uint8_t> message);
   std::vector<uint8_t> answer(Connection& connection, const protocol::Request& request, protocol::Reader body);
@@ -91,7 +95,9 @@ class SessionServer {
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
-  int last_served_ = -1;  // looked at first while messages stream
+  int last_served_ = -1;                          // looked at first while messages stream
+  int attended_ = -1;                             // whose mailbox is looked into
+  const Connection* asked_by_mailbox_ = nullptr;  // while such a request is handled
   Tokens tokens_;
   std::mutex tenants_mutex_;
   std::vector<Tenant> new_tenants_;  // not yet taken over by the thread

@@ -123,6 +123,7 @@ class Store {
   uint32_t open_owner();                                         // a writer inside this process, without pins
   void end_session(uint32_t session);
   uint64_t session_page_bytes(uint32_t session);
+  Mapping session_page_head(uint32_t session);  // for its mailbox
   std::vector<SessionInfo> sessions();
 
   void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions

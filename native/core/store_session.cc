@@ -166,6 +166,11 @@ void Store::reap_sessions() {
   }
 }
 
+Mapping Store::session_page_head(uint32_t id) {
+  Lock lock(mutex_);
+  return sessions_.at(id)->file->head_again();
+}
+
 uint64_t Store::session_page_bytes(uint32_t id) {
   Lock lock(mutex_);
   const auto found = sessions_.find(id);

@@ -46,7 +46,7 @@ ORDERINGS = [
     ("attachment.h", "class Attachment ", ("> board;", "Mapping table_, progress_, pool_, writable_;")),
     # Allocate, record, reply; unlink, state, free. One store of the state commits.
     (
-        "store.cc", "Granted Store::grant(",
+        "store.cc", "void Store::grant(",
         ("arena_.allocate(", "Writing writing(", "Event::Create", "index_.insert("),
     ),
     ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies_.push_back(")),
