@@ -10,7 +10,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -92,15 +91,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
   void populate();
-  std::optional<std::vector<uint8_t>> mail(const protocol::Request& request, std::span<const uint8_t> body,
-                                           const std::function<void()>& meanwhile);
-  static void send(int socket, const protocol::Request& request, std::span<const uint8_t> body);
-  static std::span<const uint8_t> receive(int socket, uint64_t poll_until, std::vector<Fd>* descriptors);
-  static std::vector<uint8_t> read_reply(const protocol::Request& request, std::span<const uint8_t> bytes);
-  static std::vector<uint8_t> next_reply(int socket, const protocol::Request& request, uint64_t poll_until,
-                                         std::vector<Fd>* descriptors);
-  static std::vector<uint8_t> exchange(int socket, const protocol::Request& request, std::span<const uint8_t> body,
-                                       std::vector<Fd>* descriptors, const std::function<void()>& meanwhile = {});
 
   const uint64_t number_;
   AttachOptions options_;

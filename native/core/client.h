@@ -153,6 +153,7 @@ class Client {
   std::shared_ptr<Grants> create(const Create& request);
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }
+  uint64_t mailed() { return usable()->mailed(); }
   uint32_t register_layout(std::span<const uint8_t> blob);
   std::string stats();
   std::vector<uint8_t> token();  // what this session shows on the gRPC socket for other users

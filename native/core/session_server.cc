@@ -372,7 +372,8 @@ bool SessionServer::send(Connection& connection, const protocol::Request& reques
   if (by_mailbox && connection.mailbox->answer(request.tag, {reinterpret_cast<const uint8_t*>(&reply), sizeof reply}, body)) {
     if (!connection.mailbox->asleep(request.tag)) return true;
     reply = {protocol::kMagic, protocol::kKnock, protocol::kOk, 0, request.tag};
-    return ::send(connection.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+    // Where there is no room, earlier messages lie unread, and those wake it as well.
+    return ::send(connection.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0 || errno == EAGAIN;
   }
   iovec parts[2] = {{&reply, sizeof reply}, {const_cast<uint8_t*>(body.data()), body.size()}};
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))] = {};

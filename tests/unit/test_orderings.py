@@ -47,7 +47,7 @@ ORDERINGS = [
     # Allocate, record, reply; unlink, state, free. One store of the state commits.
     (
         "store.cc", "void Store::grant(",
-        ("arena_.allocate(", "Writing writing(", "Event::Create", "index_.insert("),
+        ("arena_.allocate(", "Writing writing(", "Event::Create", "index_.insert_key("),
     ),
     ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies_.push_back(")),
     # Adoption: the epoch is odd, all sessions and so all pins are known before a record is kept, it is even.
