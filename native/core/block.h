@@ -248,12 +248,15 @@ inline constexpr size_t kMailboxBytes = 3840;
 struct Mailbox {
   alignas(kLineBytes) std::atomic<uint32_t> asked;  // number of the request that lies here; 0: none
   std::atomic<uint32_t> request_bytes;
-  std::atomic<uint32_t> asleep;                        // number of the request whose answer its client sleeps for
-  alignas(kLineBytes) std::atomic<uint32_t> answered;  // number of the request last answered
-  std::atomic<uint32_t> answer_bytes;                  // 0: the answer went through the socket
-  std::atomic<uint32_t> attended;                      // 1 while the daemon looks here
-  alignas(kLineBytes) uint8_t bytes[kMailboxBytes];
+  std::atomic<uint32_t> asleep;  // number of the request whose answer its client sleeps for
+  uint32_t reserved_asking[13];
+  std::atomic<uint32_t> answered;      // number of the request last answered
+  std::atomic<uint32_t> answer_bytes;  // 0: the answer went through the socket
+  std::atomic<uint32_t> attended;      // 1 while the daemon looks here
+  uint32_t reserved_answering[13];
+  uint8_t bytes[kMailboxBytes];
 };
+static_assert(offsetof(Mailbox, answered) == kLineBytes && offsetof(Mailbox, bytes) == 2 * kLineBytes);
 inline constexpr size_t kMailboxOffset = 4224;
 static_assert(sizeof(SessionPage) <= kMailboxOffset && kMailboxOffset % kLineBytes == 0 &&
               kMailboxOffset + sizeof(Mailbox) <= kPinsOffset);
