@@ -62,6 +62,9 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
     if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
     hang_up();
     throw;
+  } catch (...) {  // of `meanwhile`: the reply that is on its way would be taken for another's
+    hang_up();
+    throw;
   }
 }
 
@@ -135,6 +138,7 @@ void Attachment::hang_up() {
   connected_.store(false, std::memory_order_release);
   if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
   socket_.reset();
+  if (board) board->mailbox().attended.store(0, std::memory_order_relaxed);  // the next daemon says for itself that it looks
 }
 
 std::shared_lock<std::shared_mutex> Attachment::copying() {
@@ -187,6 +191,10 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   std::shared_ptr<Attachment> fresh(new Attachment());
   fresh->options_ = options;
   fresh->token_ = process_token();
+  if (previous && !previous->foreign()) {  // nobody asks by its page while another daemon takes it over
+    std::lock_guard lock(previous->socket_mutex_);
+    previous->hang_up();
+  }
   Fd socket = connect_to(options.socket_path, options.timeout_s, previous != nullptr);
   std::vector<Fd> descriptors;
   std::vector<uint8_t> body;

@@ -2,7 +2,8 @@
 // a namespace's progress words. Everything here is plain data with fixed offsets; the code that reads and writes it
 // lives in index.h (readers), pins.h (hazard pins) and store.h (the one mutator).
 //
-// Invariant: all words that another process may read while they change are accessed as 64-bit atomics.
+// Invariant: all words that another process may read while they change are accessed as atomics; the mailbox's bytes are their
+// reader's alone once its words say so.
 #pragma once
 
 #include <array>

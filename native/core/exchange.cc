@@ -19,8 +19,9 @@ constexpr uint64_t kAnswerPollNs = 100'000;
 constexpr int kAnswerLooks = 128;  // into the mailbox, before giving way
 thread_local Polling answer_polling;
 
-void send(int socket, const protocol::Request& request, std::span<const uint8_t> body) {
-  iovec out[2] = {{const_cast<protocol::Request*>(&request), sizeof request}, {const_cast<uint8_t*>(body.data()), body.size()}};
+template <class Head>
+void send(int socket, Head head, std::span<const uint8_t> body) {
+  iovec out[2] = {{&head, sizeof head}, {const_cast<uint8_t*>(body.data()), body.size()}};
   msghdr message{};
   message.msg_iov = out;
   message.msg_iovlen = 2;
@@ -106,7 +107,7 @@ std::optional<std::vector<uint8_t>> exchange_by_mailbox(Mailbox& box, int socket
   box.request_bytes.store(static_cast<uint32_t>(sizeof request + body.size()), std::memory_order_relaxed);
   box.asked.store(request.tag, std::memory_order_release);
   fence_full();
-  if (!box.attended.load(std::memory_order_relaxed)) send(socket, {protocol::kMagic, protocol::kKnock, 0, 0, request.tag}, {});
+  if (!box.attended.load(std::memory_order_relaxed)) send(socket, protocol::Knock{}, {});
   if (meanwhile) meanwhile();
   const auto answered = [&] { return box.answered.load(std::memory_order_acquire) == request.tag; };
   for (const uint64_t until = monotonic_ns() + kAnswerPollNs;;) {

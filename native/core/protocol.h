@@ -40,9 +40,6 @@ inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create"
                                            "touch",  "stats",           "token",  "promote", "suspect", "keep"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
-// No operation, in either direction: something lies in the session's mailbox. Has no reply.
-inline constexpr uint16_t kKnock = 0;
-
 struct Request {
   uint32_t magic;
   uint16_t op;
@@ -56,6 +53,11 @@ struct Reply {
   uint16_t status;
   uint32_t count;
   uint32_t tag;
+};
+// In either direction: something lies in the session's mailbox. Has no reply.
+inline constexpr uint64_t kKnockMagic = 0x314b434f4e4b564bull;  // "KVKNOCK1"
+struct Knock {
+  uint64_t magic = kKnockMagic;
 };
 
 // Attach: count is 1. Descriptors with the reply: table, progress, pool, and the session's locked page unless it was resumed.
@@ -182,8 +184,7 @@ class Reader {
 
 inline bool is_knock(std::span<const uint8_t> message) {
   Reader reader(message);
-  const auto reply = reader.take<Reply>();
-  return reader.ok() && reply.magic == kMagic && reply.op == kKnock;
+  return reader.take<Knock>().magic == kKnockMagic && reader.at_end();
 }
 
 inline void append_bytes(std::vector<uint8_t>& out, const void* bytes, size_t n) {

@@ -53,7 +53,7 @@ class Mapping {
 // While a guard lives, a SIGBUS inside [base, base + length) puts a zero page there, sets `hit` and lets the program go on.
 // Clients hold writable descriptors of these files and can truncate them at any moment. At most kMaxGuards at a time; one
 // that finds no room throws FailedPrecondition.
-inline constexpr size_t kMaxGuards = 8704;  // two for each of 4,096 sessions, and the pools'
+inline constexpr size_t kMaxGuards = 3 * 4096 + 512;  // of 4,096 sessions two, and one of as many that have ended; the pools'
 class Guard {
  public:
   Guard() = default;

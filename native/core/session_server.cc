@@ -25,8 +25,6 @@ constexpr int kBacklog = 128;
 
 constexpr int kBatch = 64;
 constexpr int kAcceptsAtOnce = 8;
-constexpr int kLooks = 8;          // at the connection that asked last, before all are asked after
-constexpr int kMailboxLooks = 16;  // before each of these, at its mailbox
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -88,6 +86,8 @@ void SessionServer::stop() {
   process_sockets_.clear();
   for (auto& [fd, connection] : connections_)
     if (connection->token) tokens_.end(*connection->token);
+  for (int socket : attended_) connections_.at(socket)->mailbox->attend(false);
+  attended_.clear();
   connections_.clear();
 }
 
@@ -124,13 +124,15 @@ void SessionServer::run() {
     epoll_event events[kBatch];
     const uint64_t looked_ns = monotonic_ns();
     const bool polling = messages.runs(looked_ns) && pace.worthwhile(looked_ns);
-    const bool served = polling ? serve_last() : attend(-1);
-    if (served && !connections_.count(last_served_)) next_tick = 0;
+    const size_t connected = connections_.size();
+    const bool served = polling ? serve_last() : leave_all();
+    if (served) messages.note(monotonic_ns());
+    if (connections_.size() < connected) next_tick = 0;  // a session ended: what it held may be free at once
     const int count =
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
-    if (count > 0 || served)
+    if (count > 0)
       messages.note(monotonic_ns());
-    else if (polling)
+    else if (polling && !served)
       pace.give_way();
     bool knock = false;
     for (int i = 0; i < count; ++i) {
@@ -249,7 +251,8 @@ void SessionServer::close(int socket) {
   const auto found = connections_.find(socket);
   if (found == connections_.end()) return;
   Connection& connection = *found->second;
-  if (socket == attended_) attended_ = -1;
+  std::erase(attended_, socket);
+  if (connection.mailbox) connection.mailbox->attend(false);
   if (connection.token) tokens_.end(*connection.token);
   if (connection.store) connection.store->end_session(connection.session);
   // By hand: a descriptor that a forked child still holds would go on waking us under a number that is another's by then.
@@ -283,52 +286,14 @@ bool SessionServer::serve(Connection& connection) {
   return true;
 }
 
-// Who asked last will probably ask next. Looking there first, without epoll or giving way, halves a round trip; the others have
-// their turn after each message.
-bool SessionServer::serve_last() {
-  const auto last = connections_.find(last_served_);
-  if (last == connections_.end()) return false;
-  if (attend(last_served_)) return true;  // of the one before, whose connection may have ended with it
-  for (int look = 0; look < kLooks; ++look) {
-    for (int at_mailbox = 0; at_mailbox < kMailboxLooks; ++at_mailbox, relax())
-      if (serve_mailbox(*last->second)) return true;
-    if (serve(*last->second)) return true;
-  }
-  return false;
-}
-
-bool SessionServer::serve_mailbox(Connection& connection) {
-  if (!connection.mailbox) return false;
-  const auto message = connection.mailbox->take(buffer_);
-  if (message.empty()) return false;
-  asked_by_mailbox_ = &connection;
-  handle(connection, message);  // may end the connection
-  asked_by_mailbox_ = nullptr;
-  return true;
-}
-
-bool SessionServer::attend(int socket) {
-  if (socket == attended_) return false;
-  bool served = false;
-  if (const auto before = connections_.find(std::exchange(attended_, -1));
-      before != connections_.end() && before->second->mailbox) {
-    before->second->mailbox->attend(false);
-    served = serve_mailbox(*before->second);
-  }
-  if (const auto now = connections_.find(socket); now != connections_.end() && now->second->mailbox) {
-    now->second->mailbox->attend(true);
-    attended_ = socket;
-  }
-  return served;
-}
-
 // Malformed beyond reading: the connection ends. Anything else gets a typed answer.
 void SessionServer::handle(Connection& connection, std::span<const uint8_t> message) {
   const int fd = connection.socket.get();
+  if (protocol::is_knock(message) && connection.mailbox && !asked_by_mailbox_)
+    return static_cast<void>(serve_mailbox(connection));
   protocol::Reader body(message);
   const auto request = body.take<protocol::Request>();
   if (!body.ok() || request.magic != protocol::kMagic) return close(fd);
-  if (request.op == protocol::kKnock) return asked_by_mailbox_ ? close(fd) : static_cast<void>(serve_mailbox(connection));
   const uint64_t began_ns = monotonic_ns();
   const Store* store = connection.store;  // of before: closing ends the connection
   try {
@@ -371,9 +336,9 @@ bool SessionServer::send(Connection& connection, const protocol::Request& reques
   const bool by_mailbox = asked_by_mailbox_ == &connection;
   if (by_mailbox && connection.mailbox->answer(request.tag, {reinterpret_cast<const uint8_t*>(&reply), sizeof reply}, body)) {
     if (!connection.mailbox->asleep(request.tag)) return true;
-    reply = {protocol::kMagic, protocol::kKnock, protocol::kOk, 0, request.tag};
+    const protocol::Knock knock;
     // Where there is no room, earlier messages lie unread, and those wake it as well.
-    return ::send(connection.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0 || errno == EAGAIN;
+    return ::send(connection.socket.get(), &knock, sizeof knock, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0 || errno == EAGAIN;
   }
   iovec parts[2] = {{&reply, sizeof reply}, {const_cast<uint8_t*>(body.data()), body.size()}};
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))] = {};

@@ -1,6 +1,6 @@
-// The session socket: one thread that accepts clients, checks who they are, hands out memory and carries their requests to
-// the stores. A session ends at EOF or when its process ends, whichever is first. Never waits for a client: one that does
-// not read its replies is dropped.
+// The session socket: one thread that accepts clients, checks who they are, hands out memory and carries their requests, which
+// come through it or lie in a mailbox, to the stores. A session ends at EOF or when its process ends, whichever is first. Never
+// waits for a client: one that does not read its replies is dropped.
 #pragma once
 
 #include <array>
@@ -69,7 +69,11 @@ class SessionServer {
   bool serve(Connection& connection);  // false: no message had come
   bool serve_mailbox(Connection& connection);
   bool serve_last();
-  bool attend(int socket);  // to that one's mailbox and no other's, -1: to none. True if a request was served
+  bool serve_mailboxes();
+  // Begins and ends to look into that connection's mailbox. True if a request was served on the way.
+  bool attend(int socket);
+  bool leave(int socket);
+  bool leave_all();
   void close(int socket);
   void handle(Connection& connection, std::span<const uint8_t> message);
   std::vector<uint8_t> answer(Connection& connection, const protocol::Request& request, protocol::Reader body);
@@ -95,8 +99,9 @@ class SessionServer {
   std::map<int, std::unique_ptr<Connection>> connections_;  // by socket; the thread's own
   std::map<int, int> process_sockets_;                      // pidfd -> socket
   std::vector<uint8_t> buffer_;
-  int last_served_ = -1;                          // looked at first while messages stream
-  int attended_ = -1;                             // whose mailbox is looked into
+  int last_served_ = -1;       // looked at first while messages stream
+  std::vector<int> attended_;  // whose mailboxes are looked into: those that asked lately, the longest there first
+  size_t next_mailbox_ = 0;    // of attended_: the first to be looked into, so that each has its turn
   const Connection* asked_by_mailbox_ = nullptr;  // while such a request is handled
   Tokens tokens_;
   std::mutex tenants_mutex_;

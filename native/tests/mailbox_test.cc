@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -57,6 +58,10 @@ struct Ends {
     protocol::append(message, reply_to(op, number));
     message.insert(message.end(), body.begin(), body.end());
     CHECK(::send(daemon.get(), message.data(), message.size(), MSG_NOSIGNAL) >= 0);
+  }
+  void knock() {
+    const protocol::Knock knock;
+    CHECK(::send(daemon.get(), &knock, sizeof knock, MSG_NOSIGNAL) >= 0);
   }
   std::span<const uint8_t> hear(std::vector<uint8_t>& buffer) {
     const ssize_t got = ::recv(daemon.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
@@ -141,6 +146,46 @@ TEST(a_stream_of_requests_goes_by_the_mailbox_and_long_ones_by_the_socket) {
   CHECK(eventually([&] { return stream(*client, 10) > before; }));  // and on
 }
 
+TEST(several_clients_that_stream_at_once_all_go_by_their_mailboxes) {
+  Daemon daemon;
+  constexpr int kClients = 4;
+  std::atomic<int> there{0};
+  std::vector<std::thread> threads;
+  for (int c = 0; c < kClients; ++c)
+    threads.emplace_back([&] {
+      auto client = daemon.client();
+      bool counted = false;
+      CHECK(eventually([&] {
+        if (stream(*client, 10) > 100 && !std::exchange(counted, true)) ++there;
+        return there.load() == kClients;  // until the last is there: all stream as long as that
+      }));
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK_EQ(there.load(), kClients);
+}
+
+// Each goes away as the one that asked last: whoever is looked for instead, the mailboxes are still looked into.
+TEST(connections_that_come_and_go_hold_up_no_mailbox) {
+  Daemon daemon;
+  auto client = daemon.client();
+  CHECK(eventually([&] { return stream(*client, 10) > 0; }));
+  std::atomic<bool> stop{false};
+  std::thread strangers([&] {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::copy(daemon.path.begin(), daemon.path.end(), address.sun_path);
+    while (!stop.load()) {
+      const Fd one(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+      ::connect(one.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
+    }
+  });
+  const uint64_t before = client->mailed();
+  CHECK(!thrown([&] { stream(*client, 2000); }));
+  CHECK(client->mailed() > before);
+  stop.store(true);
+  strangers.join();
+}
+
 TEST(puts_and_gets_of_many_clients_are_right_by_whatever_way_they_went) {
   Daemon daemon(64 * kMiB, 4096);
   constexpr int kClients = 4, kRounds = 400;
@@ -196,7 +241,7 @@ TEST(a_client_that_fell_asleep_is_woken_by_a_knock_or_by_the_reply_itself) {
   for (const Way way : {Knocked, BySocket, StaleKnocks, Knocked}) {
     const uint32_t number = page.box().asked.load() + 1;
     if (way == StaleKnocks)
-      for (int i = 0; i < 3; ++i) ends.say(protocol::kKnock, number - 1, "");
+      for (int i = 0; i < 3; ++i) ends.knock();
     std::string body = "none";
     std::thread client([&] {
       const auto got = exchange_by_mailbox(page.box(), ends.client.get(), request_of(protocol::Op::Stats, 0, number), {}, {});
@@ -212,7 +257,7 @@ TEST(a_client_that_fell_asleep_is_woken_by_a_knock_or_by_the_reply_itself) {
       const std::string text = "by mailbox";
       CHECK(daemon.answer(number, bytes_of(head), {reinterpret_cast<const uint8_t*>(text.data()), text.size()}));
       CHECK(daemon.asleep(number));
-      ends.say(protocol::kKnock, number, "");
+      ends.knock();
     }
     client.join();
     CHECK(body == (way == BySocket ? "by socket" : "by mailbox"));
@@ -254,14 +299,14 @@ TEST(nothing_is_lost_between_two_that_fall_asleep) {
     const std::span<const uint8_t> message = by_mailbox ? daemon.take(buffer) : ends.hear(buffer);
     protocol::Reader reader(message);
     const auto request = reader.take<protocol::Request>();
-    if (!reader.ok() || request.op == protocol::kKnock) return;
+    if (!reader.ok() || protocol::is_knock(message)) return;
     served += 1;
     CHECK_EQ(request.tag, served);  // each once, in order
     const std::string text = std::to_string(request.tag);
     if (!by_mailbox) return ends.say(request.op, request.tag, text);
     daemon.answer(request.tag, bytes_of(reply_to(request.op, request.tag)),
                   {reinterpret_cast<const uint8_t*>(text.data()), text.size()});
-    if (daemon.asleep(request.tag)) ends.say(protocol::kKnock, request.tag, "");
+    if (daemon.asleep(request.tag)) ends.knock();
   };
   std::mt19937 random(1);
   while (served < kRounds) {
