@@ -130,6 +130,7 @@ class _End(asyncio.Protocol):
         self._loop = loop
         self.closed: asyncio.Future[None] = loop.create_future()
         self.transport: asyncio.Transport | None = None
+        self._early: list[bytes] = []  # heard before the other was there
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -138,11 +139,20 @@ class _End(asyncio.Protocol):
         elif self.other.transport is None:
             self.transport.pause_reading()  # until there is somebody to say it to
         else:
+            self.other.tell(self.transport)
             self.other.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self.other.transport is not None:
             self.other.transport.write(data)
+        else:  # Python 3.11.2 goes on reading what was paused in connection_made()
+            self._early.append(data)
+
+    def tell(self, listener: asyncio.Transport) -> None:
+        """Says what it has heard so far."""
+        for data in self._early:
+            listener.write(data)
+        self._early.clear()
 
     def pause_writing(self) -> None:
         if self.other.transport is not None:
