@@ -21,7 +21,7 @@ uint32_t realtime_s() {
 // Room is made ahead for batches that are no more than this part of the pool.
 constexpr uint64_t kAheadDivisor = 256;
 
-constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed: measured, docs/design.md §11
+constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed, as in a look-up (docs/design.md §11)
 
 // Scores are divided by 2^kRebaseExponent once uses count for more than that.
 constexpr double kRebaseExponent = 512;

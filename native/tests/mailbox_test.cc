@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -214,18 +215,42 @@ TEST(puts_and_gets_of_many_clients_are_right_by_whatever_way_they_went) {
   std::printf("     %lu of %d requests by mailboxes\n", mailed.load(), 3 * kClients * kRounds);
 }
 
-TEST(a_request_in_a_mailbox_that_is_no_longer_looked_into_is_served_on_a_knock) {
+// A peer that posts while nobody looks: only its knock can say so.
+TEST(a_request_in_a_mailbox_that_is_not_looked_into_is_served_on_a_knock_and_once) {
   Daemon daemon;
-  auto client = daemon.client();
-  for (int round = 0; round < 20; ++round) {
-    CHECK(eventually([&] { return stream(*client, 10) > 0; }));
-    const uint64_t before = client->mailed();
-    // Pauses around the moment at which the daemon goes to sleep: 2 ms after the last message.
-    const timespec pause{0, 1'900'000 + 20'000 * round};
-    ::nanosleep(&pause, nullptr);
-    for (int i = 0; i < 3; ++i) client->touch(std::vector<Key>{key(1)});
-    CHECK(client->mailed() >= before);
+  const Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::copy(daemon.path.begin(), daemon.path.end(), address.sun_path);
+  CHECK(::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  protocol::Attach attach{};
+  attach.version = protocol::kVersion, attach.max_pins = 64;
+  std::memcpy(attach.name, "test", 4);
+  std::vector<uint8_t> body;
+  protocol::append(body, attach);
+  std::vector<Fd> descriptors;
+  exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
+  if (!CHECK_EQ(descriptors.size(), 4u)) return;
+  const Mapping page(descriptors[3].get(), kPinsOffset, true);
+  Mailbox& box = *page.at<Mailbox>(kMailboxOffset);
+  CHECK_EQ(box.attended.load(), 0u);
+  for (uint32_t number = 1; number <= 3; ++number) {
+    const auto request = request_of(protocol::Op::Stats, 0, number);
+    std::memcpy(box.bytes, &request, sizeof request);
+    box.request_bytes.store(sizeof request);
+    box.asked.store(number);
+    const protocol::Knock knock;
+    for (int i = 0; i < 2; ++i) CHECK(::send(socket.get(), &knock, sizeof knock, MSG_NOSIGNAL) == sizeof knock);
+    CHECK(eventually([&] { return box.answered.load() == number; }));
   }
+  const auto served = [&] {  // counted after the answer
+    uint64_t count = 0;
+    for (const auto& one : daemon.server->latencies())
+      if (one.operation == "stats") count += std::accumulate(one.counts.buckets.begin(), one.counts.buckets.end(), uint64_t{0});
+    return count;
+  };
+  CHECK(eventually([&] { return served() >= 3; }));
+  CHECK_EQ(served(), 3u);
 }
 
 // The client's half against a daemon's half that the test plays.
@@ -330,8 +355,12 @@ TEST(a_daemon_that_ended_is_told_of) {
   Daemon daemon;
   auto client = daemon.client();
   CHECK(eventually([&] { return stream(*client, 10) > 0; }));
+  Mailbox& box = client->attachment()->board->mailbox();
   daemon.stop();
+  CHECK_EQ(box.attended.load(), 0u);
+  box.attended.store(1);  // as a daemon that was killed leaves it
   CHECK(thrown([&] { client->touch(std::vector<Key>{key(2)}); }) == Code::Detached);
+  CHECK_EQ(box.attended.load(), 0u);  // for a daemon that knows nothing of mailboxes
 }
 
 TEST(a_new_daemon_takes_over_the_session_and_its_mailbox) {
