@@ -12,6 +12,7 @@
 #include "core/connect.h"
 #include "core/error.h"
 #include "core/exchange.h"
+#include "core/processor.h"
 
 namespace kv {
 namespace {
@@ -53,6 +54,7 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
   if (!socket_) throw Error(Code::Detached, "the session is not attached");
   try {
     const protocol::Request request = request_of(op, count, ++tag_);
+    board->mailbox().processor.store(this_processor(), std::memory_order_relaxed);
     std::optional<std::vector<uint8_t>> mailed = exchange_by_mailbox(board->mailbox(), socket_.get(), request, body, meanwhile);
     mailed_.fetch_add(mailed ? 1 : 0, std::memory_order_relaxed);
     std::vector<uint8_t> answer = mailed ? *std::move(mailed) : exchange(socket_.get(), request, body, nullptr, meanwhile);

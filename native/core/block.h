@@ -249,8 +249,9 @@ inline constexpr size_t kMailboxBytes = 3840;
 struct Mailbox {
   alignas(kLineBytes) std::atomic<uint32_t> asked;  // number of the request that lies here; 0: none
   std::atomic<uint32_t> request_bytes;
-  std::atomic<uint32_t> asleep;  // number of the request whose answer its client sleeps for
-  uint32_t reserved_asking[13];
+  std::atomic<uint32_t> asleep;     // number of the request whose answer its client sleeps for
+  std::atomic<uint32_t> processor;  // hint: that its client asks from, plus 1; 0: not said
+  uint32_t reserved_asking[12];
   std::atomic<uint32_t> answered;      // number of the request last answered
   std::atomic<uint32_t> answer_bytes;  // 0: the answer went through the socket
   std::atomic<uint32_t> attended;      // 1 while the daemon looks here

@@ -32,8 +32,9 @@ class DaemonMailbox {
   // Answers request `number`, here or (too long for here, false) by saying that the answer lies in the socket.
   bool answer(uint32_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);
   void answered_by_socket(uint32_t number);
-  bool asleep(uint32_t number) const;                                // does its client sleep? To be asked after the answer
-  void attend(bool looks);                                           // whoever says no looks once more
+  bool asleep(uint32_t number) const;  // does its client sleep? To be asked after the answer
+  void attend(bool looks);             // whoever says no looks once more
+  uint32_t asked_from() const { return box().processor.load(std::memory_order_relaxed); }  // core/processor.h
   bool cut() const { return cut_.load(std::memory_order_acquire); }  // by its client: nothing will be asked here any more
 
  private:

@@ -65,6 +65,14 @@ bool SessionServer::leave(int socket) {
   return serve_mailbox(connection);
 }
 
+bool SessionServer::step_aside() {
+  const auto last = connections_.find(last_served_);
+  if (last == connections_.end() || !last->second->mailbox) return false;
+  if (!own_processor_.leave_to(last->second->mailbox->asked_from(), monotonic_ns())) return false;
+  steps_aside_.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
 bool SessionServer::leave_all() {
   bool served = false;
   while (!attended_.empty()) served |= leave(attended_.back());

@@ -132,7 +132,7 @@ void SessionServer::run() {
         ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
     if (count > 0)
       messages.note(monotonic_ns());
-    else if (polling && !served)
+    else if (polling && !served && !step_aside())
       pace.give_way();
     bool knock = false;
     for (int i = 0; i < count; ++i) {

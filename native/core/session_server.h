@@ -14,6 +14,7 @@
 
 #include "core/latency.h"
 #include "core/mailbox.h"
+#include "core/processor.h"
 #include "core/protocol.h"
 #include "core/segment.h"
 #include "core/session_access.h"
@@ -42,6 +43,7 @@ class SessionServer {
   // What a gRPC call that shows this token may do; nothing if no living session has it.
   std::optional<Tokens::Grant> token(std::span<const uint8_t> shown) const { return tokens_.check(shown); }
   uint64_t refused() const { return refused_.load(); }
+  uint64_t steps_aside() const { return steps_aside_.load(std::memory_order_relaxed); }
   double thread_cpu_s() const;
   struct Latency {
     std::string name, operation;
@@ -74,6 +76,7 @@ class SessionServer {
   bool attend(int socket);
   bool leave(int socket);
   bool leave_all();
+  bool step_aside();  // from who asked last; false: no need, or nowhere to go
   void close(int socket);
   void handle(Connection& connection, std::span<const uint8_t> message);
   std::vector<uint8_t> answer(Connection& connection, const protocol::Request& request, protocol::Reader body);
@@ -102,6 +105,8 @@ class SessionServer {
   int last_served_ = -1;       // looked at first while messages stream
   std::vector<int> attended_;  // whose mailboxes are looked into: those that asked lately, the longest there first
   size_t next_mailbox_ = 0;    // of attended_: the first to be looked into, so that each has its turn
+  OwnProcessor own_processor_;
+  std::atomic<uint64_t> steps_aside_{0};
   const Connection* asked_by_mailbox_ = nullptr;  // while such a request is handled
   Tokens tokens_;
   std::mutex tenants_mutex_;

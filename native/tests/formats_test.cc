@@ -75,6 +75,7 @@ constexpr Field kFields[] = {
     FIELD(Mailbox, asked),
     FIELD(Mailbox, request_bytes),
     FIELD(Mailbox, asleep),
+    FIELD(Mailbox, processor),
     FIELD(Mailbox, reserved_asking),
     FIELD(Mailbox, answered),
     FIELD(Mailbox, answer_bytes),
