@@ -27,8 +27,9 @@ uint64_t Arena::geometry_words(uint64_t capacity_bytes) { return capacity_bytes 
 
 void Arena::set_frontier(uint64_t bytes) {
   const auto ready = static_cast<uint32_t>(std::min<uint64_t>(bytes / unit_, unit_slab_.size()));
-  units_ready_ = std::max(units_ready_, ready);
-  hopeless_run_ = kNobody;
+  if (ready <= units_ready_) return;
+  give_units(units_ready_, ready - units_ready_);
+  units_ready_ = ready;
 }
 
 // Sixteen classes to a doubling, at least a page apart: at most 6 % of a block is lost to rounding.
@@ -59,13 +60,35 @@ Extent Arena::slot_extent(const Slab& slab, uint32_t slot) const {
 
 std::optional<uint32_t> Arena::find_units(uint32_t count) {
   if (count >= hopeless_run_) return std::nullopt;
-  uint32_t run = 0;
-  for (uint32_t unit = 0; unit < units_ready_; ++unit) {
-    run = unit_slab_[unit] == kNobody ? run + 1 : 0;
-    if (run == count) return unit + 1 - count;
-  }
+  for (const auto& [first, length] : free_runs_)
+    if (length >= count) return first;
   hopeless_run_ = count;
   return std::nullopt;
+}
+
+void Arena::take_units(uint32_t first, uint32_t count) {
+  const auto after = free_runs_.upper_bound(first);
+  KV_INVARIANT(after != free_runs_.begin());
+  const auto run = std::prev(after);
+  const uint32_t begin = run->first, end = begin + run->second;
+  KV_INVARIANT(begin <= first && first + count <= end);
+  free_runs_.erase(run);
+  if (begin < first) free_runs_.emplace(begin, first - begin);
+  if (first + count < end) free_runs_.emplace(first + count, end - first - count);
+}
+
+void Arena::give_units(uint32_t first, uint32_t count) {
+  const auto above = free_runs_.lower_bound(first);
+  if (above != free_runs_.end() && above->first == first + count) {
+    count += above->second;
+    free_runs_.erase(above);
+  }
+  const auto below = free_runs_.lower_bound(first);
+  if (below != free_runs_.begin() && std::prev(below)->first + std::prev(below)->second == first)
+    std::prev(below)->second += count;
+  else
+    free_runs_.emplace(first, count);
+  hopeless_run_ = kNobody;
 }
 
 uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes) {
@@ -83,6 +106,7 @@ uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_byte
   slab.slots.assign(normal + (tail ? 1 : 0), kNobody);
   for (uint32_t i = normal; i-- > 0;) slab.free.push_back(i);
   std::fill_n(unit_slab_.begin() + first_unit, units, id);
+  take_units(first_unit, units);
   if (geometry_)
     geometry_[first_unit].store(uint64_t{units} << kSlotPagesBits | slot_bytes / kPageBytes, std::memory_order_relaxed);
   return id;
@@ -99,9 +123,11 @@ bool Arena::has_room(uint64_t length) {
 
 size_t Arena::room(uint64_t length, size_t most) {
   const uint64_t slot = size_class(length);
-  if (find_units(static_cast<uint32_t>((slot + unit_ - 1) / unit_))) return most;
-  const auto found = classes_.find(slot);
+  const uint64_t slab = slab_bytes_for(length) / unit_, shortest = (slot + unit_ - 1) / unit_;
   size_t count = 0;
+  for (auto run = free_runs_.begin(); run != free_runs_.end() && count < most; ++run)
+    count += run->second / slab * (slab * unit_ / slot) + run->second % slab / shortest * (shortest * unit_ / slot);
+  const auto found = classes_.find(slot);
   if (found != classes_.end())
     for (auto id = found->second.rbegin(); id != found->second.rend() && count < most; ++id) count += slabs_[*id].free.size();
   return std::min(count, most);
@@ -191,8 +217,8 @@ void Arena::dissolve_if_empty(uint32_t id) {
     if (peers.empty()) classes_.erase(slab.slot_bytes);
   }
   std::fill_n(unit_slab_.begin() + slab.first_unit, slab.units, kNobody);
+  give_units(slab.first_unit, slab.units);
   if (geometry_) geometry_[slab.first_unit].store(0, std::memory_order_relaxed);
-  hopeless_run_ = kNobody;
   slab = Slab{};
   unused_slabs_.push_back(id);
 }
@@ -285,6 +311,13 @@ void Arena::check_integrity() const {
     KV_INVARIANT(slab.free.empty() || slab.listed);
     for (uint32_t unit = slab.first_unit; unit < slab.first_unit + slab.units; ++unit) KV_INVARIANT(unit_slab_[unit] == id);
   }
+  uint32_t unit = 0;
+  for (const auto& [first, length] : free_runs_) {
+    for (; unit < first; ++unit) KV_INVARIANT(unit_slab_[unit] != kNobody);
+    KV_INVARIANT(length > 0 && first + length <= units_ready_ && (first == 0 || unit_slab_[first - 1] != kNobody));
+    for (; unit < first + length; ++unit) KV_INVARIANT(unit_slab_[unit] == kNobody);
+  }
+  for (; unit < units_ready_; ++unit) KV_INVARIANT(unit_slab_[unit] != kNobody);
 }
 
 }  // namespace kv

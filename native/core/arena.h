@@ -74,15 +74,18 @@ class Arena {
   uint32_t add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes);
   void list(uint32_t slab);
   void dissolve_if_empty(uint32_t slab);
-  std::optional<uint32_t> find_units(uint32_t count);
+  std::optional<uint32_t> find_units(uint32_t count);  // the first of the lowest free run of so many
+  void take_units(uint32_t first, uint32_t count);     // which are free
+  void give_units(uint32_t first, uint32_t count);
   template <class F>
   void each_slot(Extent extent, F&& f);
 
   uint64_t unit_;
   std::atomic<uint64_t>* geometry_;  // per unit: units:24 | slot pages:40 where a slab begins, else 0
   uint32_t units_ready_ = 0;
-  uint32_t hopeless_run_ = kNobody;  // no run of so many free units exists
-  std::vector<uint32_t> unit_slab_;  // slab of a unit, or kNobody
+  uint32_t hopeless_run_ = kNobody;         // no run of so many free units exists
+  std::vector<uint32_t> unit_slab_;         // slab of a unit, or kNobody
+  std::map<uint32_t, uint32_t> free_runs_;  // of units below units_ready_: first unit -> count; never two that touch
   std::vector<Slab> slabs_;
   std::vector<uint32_t> unused_slabs_;
   std::map<uint64_t, std::vector<uint32_t>> classes_;  // class -> slabs with a free slot

@@ -18,8 +18,8 @@ uint32_t realtime_s() {
   return static_cast<uint32_t>(now.tv_sec);
 }
 
-// Room is made ahead for batches that are no more than this part of the pool.
-constexpr uint64_t kAheadDivisor = 256;
+// Room is made ahead for batches that are no more than this part of the pool: 16 MiB of 2 GiB.
+constexpr uint64_t kAheadDivisor = 128;
 
 constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed, as in a look-up (docs/design.md §11)
 

@@ -1,5 +1,5 @@
-// Goal: extents never overlap, memory comes back whole, has_room tells what allocate does, and an adopted arena is cut as the old
-// one was. Method: random sequences against an interval map, check_integrity after each step.
+// Goal: extents never overlap, memory comes back whole, has_room and room tell what allocate does, and an adopted arena is cut as
+// the old one was. Method: random sequences against an interval map, check_integrity after each step.
 #include "core/arena.h"
 
 #include <algorithm>
@@ -25,6 +25,20 @@ struct Model {
 };
 
 uint64_t pages(uint64_t n) { return n * kPageBytes; }
+
+// room() says how many allocate() will grant.
+void check_room(Arena& arena, uint64_t length) {
+  constexpr size_t kMost = 60;
+  const size_t told = arena.room(length, kMost);
+  std::vector<uint64_t> granted;
+  while (granted.size() < kMost)
+    if (const auto at = arena.allocate(length, 0))
+      granted.push_back(*at);
+    else
+      break;
+  CHECK_EQ(told, granted.size());
+  for (uint64_t at : granted) arena.release({at, length}, 0);
+}
 
 // All slots of all pieces, in order, tile the pool without a hole.
 void check_tiles(const Arena& arena, uint64_t frontier, bool by_slab) {
@@ -110,6 +124,7 @@ TEST(any_sequence_keeps_extents_apart_and_gives_all_memory_back) {
         arena.release({victim->first, victim->second.first}, victim->second.second);
         model.extents.erase(victim);
       }
+      if (step % 20 == 0) check_room(arena, pages(1 + random() % (step % 3 ? 40 : 1500)));
       if (step % 8 == 0) arena.check_integrity();
       if (step % 500 == 0) check_tiles(arena, kPool, false), check_tiles(arena, kPool, true);
     }

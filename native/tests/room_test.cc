@@ -72,10 +72,10 @@ TEST(room_is_made_ahead_for_a_batch_like_the_last_and_for_no_more) {
   CHECK_EQ(evictions() - before, at_once + 8);  // the next finds its room
   rig.store->make_room_ahead();
   before = evictions();
-  put_batch(300'000, 9);  // more than 1/256 of the pool
-  CHECK_EQ(evictions() - before, 1u);
+  put_batch(300'000, 17);  // more than 1/128 of the pool
+  CHECK_EQ(evictions() - before, 9u);
   rig.store->make_room_ahead();
-  CHECK_EQ(evictions() - before, 1u);
+  CHECK_EQ(evictions() - before, 9u);
   rig.store->check_integrity();
 }
 
