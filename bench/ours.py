@@ -187,9 +187,9 @@ class Ours:
 
         return Call(run, before, note=f"evicting 64 each time, pool turned over {TURNOVERS} times")
 
-    def put(self, params, fill):
+    def put(self, params, fill, shape=-1):
         layout, batch = self.client.register_layout(layout_of(params["bytes"])), params["batch"]
-        source = self.rng.integers(0, 256, params["bytes"], dtype=np.uint8)
+        source = self.rng.integers(0, 256, params["bytes"], dtype=np.uint8).reshape(shape)
         create, clock, chain = self.client.create, time.perf_counter_ns, None
 
         def before(i):
@@ -223,11 +223,13 @@ class Ours:
         return ""
 
     def op_put_numpy(self, params):
-        def fill(block, source):
-            layer = block.layer(0)
-            layer[...] = source.reshape(layer.shape)
+        layout = layout_of(params["bytes"])
+        shape = (2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
 
-        return self.put(params, fill)
+        def fill(block, source):
+            block.layer(0)[...] = source
+
+        return self.put(params, fill, shape)
 
     def op_put_copy_into(self, params):
         copy_into = kvclient.copy_into

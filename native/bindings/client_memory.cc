@@ -36,40 +36,49 @@ struct Shape4 {
   size_t count;
 };
 
+// Of a layer; layers of unequal width, and those under a codec, are bytes.
 Shape4 shape_of(const Layout& layout, uint64_t length, uint32_t tokens) {
-  if (layout.codec != 0) return {{length, 0, 0, 0}, 1};
+  const uint64_t elements = uint64_t{layout.kv_per_layer} * layout.num_kv_heads * tokens * layout.head_dim;
+  if (layout.codec != 0 || elements * dtype_bytes(layout.dtype) != length) return {{length, 0, 0, 0}, 1};
   return {{layout.kv_per_layer, layout.num_kv_heads, tokens, layout.head_dim}, 4};
 }
 
-bool fits(const Layout& layout, uint64_t length, const Shape4& s) {
-  if (s.count == 1) return true;
-  return uint64_t{s.dims[0]} * s.dims[1] * s.dims[2] * s.dims[3] * dtype_bytes(layout.dtype) == length;
+// NumPy's array type and its types of elements, looked up once.
+struct Numpy {
+  nb::object array = nb::module_::import_("numpy").attr("ndarray");
+  nb::object float32 = type("float32"), float16 = type("float16"), uint16 = type("uint16"), int8 = type("int8"),
+             uint8 = type("uint8");
+
+  static nb::object type(const char* name) { return nb::module_::import_("numpy").attr("dtype")(name); }
+  PyObject* element(const Layout& layout, size_t dimensions) const {
+    if (dimensions == 1) return uint8.ptr();
+    switch (layout.dtype) {
+      case Dtype::Float32: return float32.ptr();
+      case Dtype::Float16: return float16.ptr();
+      case Dtype::Bfloat16: return uint16.ptr();  // NumPy does not know it
+      case Dtype::Int8: return int8.ptr();
+      case Dtype::Uint8: break;
+    }
+    return uint8.ptr();
+  }
+};
+
+const Numpy& numpy() {
+  static const Numpy* known = nullptr;  // no guarded static: an import lets other threads run
+  if (!known) known = new Numpy;
+  return *known;
 }
 
-nb::dlpack::dtype element(const Layout& layout, bool as_uint16) {
-  if (layout.codec != 0) return nb::dtype<uint8_t>();
+nb::dlpack::dtype element(const Layout& layout, size_t dimensions) {
+  if (dimensions == 1) return nb::dtype<uint8_t>();
   switch (layout.dtype) {
     case Dtype::Float32: return nb::dtype<float>();
     case Dtype::Float16: return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-    case Dtype::Bfloat16:
-      return as_uint16 ? nb::dtype<uint16_t>() : nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+    case Dtype::Bfloat16: return {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
     case Dtype::Int8: return nb::dtype<int8_t>();
     case Dtype::Uint8: break;
   }
   return nb::dtype<uint8_t>();
-}
-
-template <class Array>
-nb::object export_layer(Memory&& memory, const Layout& layout, uint32_t tokens, bool numpy) {
-  Shape4 shape = shape_of(layout, memory.length, tokens);
-  if (!fits(layout, memory.length, shape)) shape = {{memory.length, 0, 0, 0}, 1};  // layers of unequal width are bytes
-  const nb::dlpack::dtype type =
-      shape.count == 1 && layout.codec == 0 && !fits(layout, memory.length, shape_of(layout, memory.length, tokens))
-          ? nb::dtype<uint8_t>()
-          : element(layout, numpy);
-  void* data = memory.data;
-  nb::object owner = nb::cast(std::move(memory));
-  return nb::cast(Array(data, shape.count, shape.dims, owner, nullptr, type));
 }
 
 std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
@@ -150,13 +159,24 @@ nb::object as_memoryview(Memory&& memory) {
 }
 
 nb::object as_array(Memory&& memory, const Layout& layout, uint32_t tokens) {
-  if (memory.batch) return export_layer<nb::ndarray<nb::numpy, nb::ro>>(std::move(memory), layout, tokens, true);
-  return export_layer<nb::ndarray<nb::numpy>>(std::move(memory), layout, tokens, true);
+  const Shape4 shape = shape_of(layout, memory.length, tokens);
+  const Numpy& known = numpy();
+  const nb::object dims = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.count)));
+  for (size_t i = 0; i < shape.count; ++i)
+    PyTuple_SET_ITEM(dims.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSize_t(shape.dims[i]));
+  const nb::object owner = nb::cast(std::move(memory));  // the array is read-only if its buffer is
+  PyObject* const arguments[] = {dims.ptr(), known.element(layout, shape.count), owner.ptr()};
+  PyObject* array = PyObject_Vectorcall(known.array.ptr(), arguments, 3, nullptr);
+  if (!array) throw nb::python_error();
+  return nb::steal(array);
 }
 
 // torch knows no read-only tensors: what protects a reader's block is that its mapping cannot be written.
 nb::object as_tensor(Memory&& memory, const Layout& layout, uint32_t tokens) {
-  return export_layer<nb::ndarray<nb::pytorch>>(std::move(memory), layout, tokens, false);
+  const Shape4 shape = shape_of(layout, memory.length, tokens);
+  void* data = memory.data;
+  const nb::object owner = nb::cast(std::move(memory));
+  return nb::cast(nb::ndarray<nb::pytorch>(data, shape.count, shape.dims, owner, nullptr, element(layout, shape.count)));
 }
 
 void bind_memory(nb::module_& m) {
