@@ -86,7 +86,7 @@ def run_session(
                 read = read or run_readers(together, up, chosen.rounds, chosen.quick)
                 cells = read[row.id]
             elif row.session == "first_pass":
-                cells = run_first_pass(row, up, 2 if chosen.quick else 3)
+                cells = run_first_pass(row, up, chosen.rounds)
             else:
                 cells = run_row(row, up, chosen.rounds, budget_s, yardstick)
             run["rows"].append(
