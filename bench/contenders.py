@@ -76,7 +76,8 @@ class Contenders:
         shutil.rmtree(self.shm, ignore_errors=True)
 
     def _environment(self, column: str, variant: str) -> dict[str, str]:
-        env = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        # More threads of NumPy's library would spin for a tenth of a second beside what a new client does.
+        env = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
         if column == "mooncake":
             env.update(
                 LD_LIBRARY_PATH=self.installed.library_path,

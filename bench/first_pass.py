@@ -28,7 +28,8 @@ def run_first_pass(row: Row, up: Contenders, rounds: int) -> list[dict]:
             if absent[column]:
                 continue
             try:
-                passes = _two_passes(row, up, column, method, f"{number}{variant[:3]}", calls)
+                with up.alone(column):
+                    passes = _two_passes(row, up, column, method, f"{number}{variant[:3]}", calls)
                 results.setdefault((column, variant), []).append(passes)
             except DriverFailed as failure:
                 absent[column] = str(failure)

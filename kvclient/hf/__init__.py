@@ -19,6 +19,11 @@ import importlib.util
 from typing import Any
 
 if importlib.util.find_spec("kvclient._core") is not None:
+    for _needed in ("torch", "transformers"):
+        if importlib.util.find_spec(_needed) is None:
+            hint = f"kvclient.hf needs {_needed}: pip install 'kvstored[hf]'"
+            raise ModuleNotFoundError(hint, name=_needed)
+
     from kvclient.hf.attach import Attachment, attach
     from kvclient.hf.conversation import Conversation, Turn
     from kvclient.hf.engine import Engine, Result, Warmed

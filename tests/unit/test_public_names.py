@@ -145,6 +145,22 @@ def test_importing_loads_nothing_heavy():
     assert not heavy.intersection(loaded)
 
 
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_the_hook_says_what_to_install(missing):
+    pytest.importorskip(missing)
+    said = in_fresh_interpreter(f"""
+import importlib.util, json
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == {missing!r} else find(name, *more)
+import kvclient
+try:
+    kvclient.hf
+except ModuleNotFoundError as error:
+    print(json.dumps([str(error), error.name]))
+""")
+    assert said == [f"kvclient.hf needs {missing}: pip install 'kvstored[hf]'", missing]
+
+
 def test_the_fake_does_not_load_torch():
     use = "kvclient.InMemoryClient(1 << 20).stats()"
     code = f"import json, sys, kvclient; {use}; print(json.dumps(list(sys.modules)))"
