@@ -47,7 +47,7 @@ def put(area: memoryview, meta: Meta) -> None:
 
 
 def of_chunk(chain: Any, index: int) -> Meta:
-    """What the native writer says of that chunk of a chain (native/core/grants.cc)."""
+    """What the native writer says of that chunk of a chain (native/core/client/block_writer.cc)."""
     count = chain.token_counts[index]
     start = chain.start_tokens[index] - chain.start_token
     ids = bytes(memoryview(chain.token_ids).cast("B")[4 * start : 4 * (start + count)])

@@ -1,4 +1,4 @@
-"""Where the parts of one block lie inside its extent: the Python side of native/core/layout.h.
+"""Where the parts of one block lie inside its extent: the Python side of native/core/format/layout.h.
 
 Owns the arithmetic and the layout blob's format; never touches memory. Invariant: for every layout and token
 count these offsets equal those of the native parser (tests/unit/test_layout.py compares them).

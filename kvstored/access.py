@@ -1,7 +1,8 @@
 """Who may use which namespace on this host: names become ids, salts become bytes, sockets get their modes.
 
 Owns what is asked of the host's user and group tables and the salts' files. Never decides about a connection:
-that is the session server's (native/core/session_access.cc) and, on gRPC, its tokens'. Invariant: a salt or a
+that is the session server's (native/core/session/session_access.cc) and, on gRPC, its tokens'. Invariant: a
+salt or a
 part of one is never in an error, a log line or a message to anybody but the namespace's own clients.
 """
 

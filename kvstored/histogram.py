@@ -1,5 +1,5 @@
 """How long something takes: counts in buckets whose bounds double from 1 µs to 1 s, as in the native half
-(native/core/latency.h).
+(native/core/base/latency.h).
 
 Owns counts, nothing else. Not thread-safe: one histogram belongs to one thread, here the event loop's.
 """

@@ -1,5 +1,5 @@
 /* The best plain copy a machine has: non-temporal stores, one or four interleaved streams, no checksum.
- * Only a limit to compare with; the library's own copy is native/core/copy.cc. Sizes and addresses are multiples of 4096. */
+ * Only a limit to compare with; the library's own copy is native/core/base/copy.cc. Sizes and addresses are multiples of 4096. */
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>

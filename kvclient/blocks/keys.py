@@ -1,6 +1,7 @@
 """The text side of a prompt: its chunks' keys.
 
-Owns the public `chain()`; the hashing itself is native (native/core/keys.h defines every byte of it, and
+Owns the public `chain()`; the hashing itself is native (native/core/format/keys.h defines every byte of it,
+and
 tests/golden/reference_keys.py says the same in Python). Invariant: equal arguments give equal keys in every
 process and on every machine, and any difference in identity, tokens or extra ids changes the key of that
 chunk and, for prefix keys, of all chunks behind it.

@@ -18,11 +18,11 @@
 #include <deque>
 #include <vector>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
 #include "core/disk/block_file.h"
 #include "core/disk/engine.h"
 #include "core/disk/files.h"
-#include "core/error.h"
 
 using namespace kv;
 

@@ -9,7 +9,7 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace nb = nanobind;
 
@@ -17,16 +17,16 @@ namespace kv {
 namespace {
 
 struct Blocks {
-  std::shared_ptr<Batch> batch;
+  std::shared_ptr<BlockBatch> batch;
 };
 
 // Keeps the Blocks it came from: a count under the GIL is cheaper than a shared pointer's, a hundred times a get.
 struct BlockView {
   nb::object owner;
-  const std::shared_ptr<Batch>& batch;  // the owner's
+  const std::shared_ptr<BlockBatch>& batch;  // the owner's
   size_t index;
 
-  Batch::Item& item() const { return batch->item(index); }
+  BlockBatch::Item& item() const { return batch->item(index); }
   const Layout& layout() const { return *item().layout; }
   uint32_t tokens() const { return item().at.shape.tokens; }
 
@@ -46,7 +46,7 @@ struct BlockView {
   }
 };
 
-double timeout_of(const std::optional<double>& timeout_s, const Batch& batch) {
+double timeout_of(const std::optional<double>& timeout_s, const BlockBatch& batch) {
   return timeout_s ? *timeout_s : batch.attachment().options().timeout_s;
 }
 
@@ -117,13 +117,13 @@ nb::object get_item(nb::handle_t<Blocks> self, nb::handle index) {
   return list_of(self, start, step, count);
 }
 
-uint32_t layer_of(const Batch::Item& item, long long layer) {
+uint32_t layer_of(const BlockBatch::Item& item, long long layer) {
   check_range("layer", layer, 0, item.layout->num_layers() - 1);
   return static_cast<uint32_t>(layer);
 }
 
 void wait_all(const Blocks& blocks, long long number, std::optional<double> timeout_s) {
-  Batch& batch = *blocks.batch;
+  BlockBatch& batch = *blocks.batch;
   uint32_t layer = 0;
   for (size_t i = 0; i < batch.size(); ++i)
     if (batch.item(i).state == ItemState::Hit) layer = layer_of(batch.item(i), number);
@@ -196,7 +196,7 @@ void bind_view(nb::module_& m) {
 
 }  // namespace
 
-nb::object make_blocks(std::shared_ptr<Batch> batch) { return nb::cast(Blocks{std::move(batch)}); }
+nb::object make_blocks(std::shared_ptr<BlockBatch> batch) { return nb::cast(Blocks{std::move(batch)}); }
 
 void bind_blocks(nb::module_& m) {
   nb::class_<Blocks>(m, "Blocks", "What get answers: per key a BlockView, or None for a miss. Leaving the context releases all.")

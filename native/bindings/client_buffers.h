@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/block.h"
+#include "core/format/block.h"
 
 namespace kv {
 

@@ -10,15 +10,15 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace nb = nanobind;
 
 namespace kv {
 
-nb::object make_blocks(std::shared_ptr<Batch> batch);    // client_blocks.cc
-nb::object make_writer(std::shared_ptr<Grants> grants);  // client_writer.cc
-Grants* grants_of(nb::handle writer);
+nb::object make_blocks(std::shared_ptr<BlockBatch> batch);    // client_blocks.cc
+nb::object make_writer(std::shared_ptr<BlockWriter> grants);  // client_writer.cc
+BlockWriter* grants_of(nb::handle writer);
 
 namespace {
 
@@ -63,7 +63,7 @@ Lookup lookup(Client& client, nb::handle source) {
 nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bool verify) {
   const KeysArgument keys(source);
   if (client.door() == Client::Door::SharedMemory && wait_s <= 0 && !verify) return make_blocks(client.get(keys.keys(), follow));
-  std::shared_ptr<Batch> batch;
+  std::shared_ptr<BlockBatch> batch;
   {
     const WithoutGil released;
     batch = client.get(keys.keys(), follow);
@@ -120,7 +120,7 @@ nb::object create(Client& client, nb::handle source, long long layout_id, long l
     request.token_counts = counts;
   }
   if (!sealing.is_none()) request.sealing = grants_of(sealing);
-  std::shared_ptr<Grants> grants;
+  std::shared_ptr<BlockWriter> grants;
   {
     const WithoutGil released;
     grants = client.create(request);

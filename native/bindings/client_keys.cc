@@ -10,9 +10,9 @@
 #include "bindings/client_buffers.h"
 #include "bindings/client_errors.h"
 #include "bindings/without_gil.h"
-#include "core/checksum.h"
-#include "core/copy.h"
-#include "core/keys.h"
+#include "core/base/checksum.h"
+#include "core/base/copy.h"
+#include "core/format/keys.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -9,7 +9,7 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace nb = nanobind;
 
@@ -137,7 +137,7 @@ void wait_with_signals(double timeout_s, const std::function<void(const timespec
   }
 }
 
-Memory::Memory(std::shared_ptr<Batch> from, size_t block, const std::byte* at, uint64_t bytes)
+Memory::Memory(std::shared_ptr<BlockBatch> from, size_t block, const std::byte* at, uint64_t bytes)
     : batch(std::move(from)), index(block), data(const_cast<std::byte*>(at)), length(bytes) {
   batch->hold(index);
 }

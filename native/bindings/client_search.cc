@@ -5,7 +5,7 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
-#include "core/search.h"
+#include "core/client/search.h"
 
 namespace nb = nanobind;
 

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "core/client.h"
+#include "core/client/client.h"
 
 namespace kv {
 
@@ -32,14 +32,15 @@ void wait_with_signals(double timeout_s, const std::function<void(const timespec
 // A stretch of the pool for Python: the buffer's exporter and the owner of arrays over it. What it keeps, a pin or a
 // writer's grants, stays as long as anything still points here.
 struct Memory {
-  std::shared_ptr<Batch> batch;  // with a pin of this block, given back at the end
+  std::shared_ptr<BlockBatch> batch;  // with a pin of this block, given back at the end
   size_t index = 0;
-  std::shared_ptr<Grants> grants;
+  std::shared_ptr<BlockWriter> grants;
   std::byte* data = nullptr;
   uint64_t length = 0;
 
-  Memory(std::shared_ptr<Batch> from, size_t block, const std::byte* data, uint64_t length);  // raises Closed
-  Memory(std::shared_ptr<Grants> from, std::byte* data, uint64_t length) : grants(std::move(from)), data(data), length(length) {}
+  Memory(std::shared_ptr<BlockBatch> from, size_t block, const std::byte* data, uint64_t length);  // raises Closed
+  Memory(std::shared_ptr<BlockWriter> from, std::byte* data, uint64_t length)
+      : grants(std::move(from)), data(data), length(length) {}
   Memory(Memory&& other) noexcept;
   ~Memory();
 };

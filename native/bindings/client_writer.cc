@@ -9,14 +9,14 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace nb = nanobind;
 
 namespace kv {
 
 struct Writer {
-  std::shared_ptr<Grants> grants;
+  std::shared_ptr<BlockWriter> grants;
 };
 
 namespace {
@@ -24,11 +24,11 @@ namespace {
 constexpr uint64_t kReleaseBytes = 1 << 20;  // copies from here on let other threads run
 
 struct GrantedBlock {
-  std::shared_ptr<Grants> grants;
+  std::shared_ptr<BlockWriter> grants;
   size_t index;
 
-  Grants::Item& item() const {
-    Grants::Item& it = grants->item(index);
+  BlockWriter::Item& item() const {
+    BlockWriter::Item& it = grants->item(index);
     if (!it.open || grants->closed()) raise("Closed", "this block was sealed or aborted, or its client closed");
     return it;
   }
@@ -163,8 +163,8 @@ void bind_granted(nb::module_& m) {
 
 }  // namespace
 
-nb::object make_writer(std::shared_ptr<Grants> grants) { return nb::cast(Writer{std::move(grants)}); }
-Grants* grants_of(nb::handle writer) {
+nb::object make_writer(std::shared_ptr<BlockWriter> grants) { return nb::cast(Writer{std::move(grants)}); }
+BlockWriter* grants_of(nb::handle writer) {
   if (!nb::isinstance<Writer>(writer))
     raise("InvalidArgument", "sealing is of type " + std::string(Py_TYPE(writer.ptr())->tp_name) + "; it must be a Writer");
   return nb::cast<Writer&>(writer).grants.get();

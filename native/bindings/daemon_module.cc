@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
-#include "core/session_server.h"
+#include "core/session/session_server.h"
 
 namespace nb = nanobind;
 

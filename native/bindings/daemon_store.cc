@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
-#include "core/store.h"
+#include "core/store/store.h"
 
 namespace nb = nanobind;
 

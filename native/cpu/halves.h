@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #if defined(KVK_EMULATED)
-#include "cpu/emulation/halves.h"
+#include "tests/emulation/cpu/halves.h"
 #else
 namespace kvk {
 namespace {

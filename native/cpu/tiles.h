@@ -32,7 +32,7 @@ inline TileShapes shapes_for(uint32_t depth_bytes) {
 }  // namespace kvk
 
 #if defined(KVK_EMULATED)
-#include "cpu/emulation/tiles.h"
+#include "tests/emulation/cpu/tiles.h"
 #else
 #include "cpu/tile_instructions.h"
 #endif

@@ -14,7 +14,7 @@
 #define KVK_DEVICE_FN inline
 #include <cmath>
 
-#include "cuda/emulation/lanes.h"
+#include "tests/emulation/cuda/lanes.h"
 #endif
 
 #include "cuda/numbers.h"

@@ -3,10 +3,10 @@
 #include <cstring>
 #include <memory>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
 #include "core/disk/block_file.h"
-#include "core/error.h"
-#include "core/layout.h"
+#include "core/format/layout.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static_assert(kv::kBlockFileHeaderBytes == sizeof(kv::FileHeader));

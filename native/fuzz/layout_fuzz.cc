@@ -2,9 +2,9 @@
 // the tokens, and a file's header made from it is one that decode() accepts and finds equal.
 #include <cstring>
 
+#include "core/base/error.h"
 #include "core/disk/block_file.h"
-#include "core/error.h"
-#include "core/layout.h"
+#include "core/format/layout.h"
 
 namespace {
 

@@ -1,12 +1,12 @@
 // Goal: extents never overlap, memory comes back whole, has_room and room tell what allocate does, and an adopted arena is cut as
 // the old one was. Method: random sequences against an interval map, check_integrity after each step.
-#include "core/arena.h"
+#include "core/store/arena.h"
 
 #include <algorithm>
 #include <map>
 #include <random>
 
-#include "core/layout.h"
+#include "core/format/layout.h"
 #include "tests/check.h"
 
 using namespace kv;

@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include "core/sha256.h"
+#include "core/format/sha256.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 

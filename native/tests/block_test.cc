@@ -1,11 +1,11 @@
 // Goal: the transition table is the picture of design §4, words survive packing at their limits, and a block costs at most 160
 // bytes of index. Method: exhaustive over states and events; limits packed and unpacked; a store filled to its last record and
 // counted.
-#include "core/block.h"
+#include "core/format/block.h"
 
 #include <set>
 
-#include "core/arena.h"
+#include "core/store/arena.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

@@ -1,5 +1,5 @@
 // CRC32C: every path against a bitwise one, at all sizes and alignments around the boundaries of the code.
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 
 #include <cstring>
 #include <string>

@@ -1,6 +1,6 @@
 // Goal: a client that comes while a daemon opens its socket gets in, and one that is shut out is told so. Method: connect() in
 // libc's place, which refuses as often as the test wants.
-#include "core/connect.h"
+#include "core/client/connect.h"
 
 #include <sys/socket.h>
 #include <sys/syscall.h>

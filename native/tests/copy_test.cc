@@ -1,9 +1,9 @@
 // Copies: the right bytes and nothing around them, at all alignments of both ends, on every checksum path.
-#include "core/copy.h"
+#include "core/base/copy.h"
 
 #include <cstring>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "tests/check.h"
 
 using namespace kv;

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
 #include "core/disk/block_file.h"
 #include "core/disk/engine.h"
-#include "core/error.h"
-#include "core/layout.h"
+#include "core/format/layout.h"
 
 namespace kv::test {
 

@@ -5,7 +5,7 @@
 #include <cstdio>
 
 #include "check.h"
-#include "core/polling.h"
+#include "core/base/polling.h"
 #include "tier_fixture.h"
 
 namespace kv {

@@ -5,8 +5,8 @@
 //
 // Proven against the tier as it was: all fail.
 #include "check.h"
+#include "core/base/polling.h"
 #include "core/disk/fsck.h"
-#include "core/polling.h"
 #include "disk_hooks.h"
 
 namespace kv {

@@ -13,7 +13,7 @@
 #include <fstream>
 
 #include "check.h"
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "tier_fixture.h"
 
 namespace kv {

@@ -1,6 +1,6 @@
 // Goal: the policy names victims by value, in O(log n). Method: properties against a sorted model; comparisons are counted by the
 // moves of places, because time is no measure on a shared machine.
-#include "core/eviction.h"
+#include "core/store/eviction.h"
 
 #include <algorithm>
 #include <optional>

@@ -1,15 +1,15 @@
 // Goal: a block is found by its fingerprint and by its parent as long as it is indexed, at any offset of a prompt, after an
 // adoption too; the finder loses entries only when it is full, and never names what is not there.
 // Method: the bare table against a map; a store filled with blocks of chains; prompts that hold them at random offsets.
-#include "core/finder.h"
+#include "core/format/finder.h"
 
 #include <map>
 #include <memory>
 #include <random>
 #include <set>
 
-#include "core/keys.h"
-#include "core/search.h"
+#include "core/client/search.h"
+#include "core/format/keys.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

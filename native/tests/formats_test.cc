@@ -3,9 +3,9 @@
 // checks that no structure has a hole: a compiler that put one there would make another format.
 #include <cstdio>
 
-#include "core/block.h"
 #include "core/disk/block_file.h"
-#include "core/protocol.h"
+#include "core/format/block.h"
+#include "core/format/protocol.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 //   the probe does not compare the bucket's sequence behind its reads: 1,167 misses in a_key_that_is_there_is_never_missed;
 //   read_record does not compare the record's sequence: 263 torn records in a_record_is_read_whole;
 //   insert does not mark the buckets it passed: 1,750 in the tests of the full table, the chain and the small table.
-#include "core/index.h"
+#include "core/format/index.h"
 
 #include <sys/mman.h>
 
@@ -14,7 +14,7 @@
 #include <set>
 #include <thread>
 
-#include "core/error.h"
+#include "core/base/error.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

@@ -7,9 +7,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "cpu/emulation/half_fma.h"
 #include "cpu/numbers.h"
 #include "cpu/tiles.h"
+#include "tests/emulation/cpu/half_fma.h"
 #define Tiles RealTiles
 #include "cpu/tile_instructions.h"
 #undef Tiles

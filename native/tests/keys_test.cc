@@ -1,12 +1,12 @@
 // Keys: SHA-256 on both paths against the published vectors, chains and fingerprints against a plain re-statement.
 // The golden vectors of the key scheme are tests/unit/test_keys.py's.
-#include "core/keys.h"
+#include "core/format/keys.h"
 
 #include <cstring>
 #include <string>
 #include <thread>
 
-#include "core/sha256.h"
+#include "core/format/sha256.h"
 #include "tests/check.h"
 
 using namespace kv;

@@ -1,6 +1,6 @@
 // Latency histograms: the bounds double from 2^10 to 2^30 ns and hold what is at most that long; the session server counts every
 // request of an attached client once, under its operation, also one that is refused.
-#include "core/latency.h"
+#include "core/base/latency.h"
 
 #include <numeric>
 

@@ -15,8 +15,8 @@
 #include <random>
 #include <thread>
 
-#include "core/exchange.h"
-#include "core/mailbox.h"
+#include "core/client/exchange.h"
+#include "core/session/mailbox.h"
 #include "tests/session_fixture.h"
 
 using namespace kv;

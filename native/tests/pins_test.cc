@@ -11,7 +11,7 @@
 
 #include <thread>
 
-#include "core/atomics.h"
+#include "core/base/atomics.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

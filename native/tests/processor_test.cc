@@ -3,13 +3,13 @@
 //
 // Rules proven by removal (failed checks of one run): to another processor: 2; seldom: 100; the affinity put back: 1; the look at
 // where the thread is: 201; the hint in the client's page: 1.
-#include "core/processor.h"
+#include "core/base/processor.h"
 
 #include <sched.h>
 
 #include <cstdio>
 
-#include "core/polling.h"
+#include "core/base/polling.h"
 #include "tests/session_fixture.h"
 
 using namespace kv;

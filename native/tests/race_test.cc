@@ -10,7 +10,7 @@
 #include <cstring>
 #include <thread>
 
-#include "core/atomics.h"
+#include "core/base/atomics.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

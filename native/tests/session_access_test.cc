@@ -1,13 +1,13 @@
 // Goal: the rule of who may attach to a namespace, and the tokens that stand for a session. Method: every kind of user against
 // one pair of lists; tokens right, altered at each byte, cut, ended.
-#include "core/session_access.h"
+#include "core/session/session_access.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 
-#include "core/session_tokens.h"
+#include "core/session/session_tokens.h"
 #include "tests/check.h"
 
 using namespace kv;

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
-#include "core/client.h"
-#include "core/session_server.h"
+#include "core/client/client.h"
+#include "core/session/session_server.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 
@@ -44,7 +44,7 @@ struct Daemon {
   std::unique_ptr<SessionServer> server;
 };
 
-inline std::shared_ptr<Grants> create(Client& client, std::span<const Key> keys, uint32_t tokens = 1) {
+inline std::shared_ptr<BlockWriter> create(Client& client, std::span<const Key> keys, uint32_t tokens = 1) {
   const std::vector<uint32_t> counts(keys.size(), tokens);
   return client.create({.keys = keys, .token_counts = counts, .layout = 0});
 }
@@ -55,6 +55,6 @@ inline void put(Client& client, const Key& k, uint8_t stamp, uint32_t tokens = 1
   const size_t all[] = {0};
   grants->seal(all);
 }
-inline std::shared_ptr<Batch> get(Client& client, const Key& k, bool follow = false) { return client.get({&k, 1}, follow); }
+inline std::shared_ptr<BlockBatch> get(Client& client, const Key& k, bool follow = false) { return client.get({&k, 1}, follow); }
 
 }  // namespace kv::test

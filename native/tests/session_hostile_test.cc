@@ -12,7 +12,7 @@
 #include <random>
 #include <thread>
 
-#include "core/protocol.h"
+#include "core/format/protocol.h"
 #include "tests/session_fixture.h"
 
 using namespace kv;

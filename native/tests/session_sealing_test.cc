@@ -9,13 +9,13 @@ using namespace kv;
 using namespace kv::test;
 
 namespace {
-std::shared_ptr<Grants> create_sealing(Client& client, const Key& k, Grants& earlier) {
+std::shared_ptr<BlockWriter> create_sealing(Client& client, const Key& k, BlockWriter& earlier) {
   const uint32_t one[] = {1};
   return client.create({.keys = {&k, 1}, .token_counts = one, .layout = 0, .sealing = &earlier});
 }
 
 // As KVClient does it: once more after the session was found to be over.
-std::optional<Code> after_reattaching(Client& client, const Key& k, Grants& earlier) {
+std::optional<Code> after_reattaching(Client& client, const Key& k, BlockWriter& earlier) {
   const auto ask = [&] { return thrown([&] { create_sealing(client, k, earlier); }); };
   const std::optional<Code> first = ask();
   if (first != Code::Detached) return first;

@@ -134,7 +134,7 @@ TEST(who_waits_for_another_writer_waits_for_no_other_block) {
   const uint32_t record = mine->item(0).handle.record;
   const size_t first[] = {0};
   mine->abort(first);
-  std::vector<std::shared_ptr<Grants>> others;
+  std::vector<std::shared_ptr<BlockWriter>> others;
   do {
     const Key next[] = {key(2 + others.size())};
     others.push_back(create(*a, next));

@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
-#include "core/index.h"
-#include "core/session_file.h"
-#include "core/store.h"
+#include "core/base/error.h"
+#include "core/format/index.h"
+#include "core/format/session_file.h"
+#include "core/store/store.h"
 
 namespace kv {
 

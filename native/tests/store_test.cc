@@ -1,10 +1,10 @@
 // Goal: what clients ask of a store, one operation after another: create, seal, abort, delete, look up, layouts, time to live,
 // bytes, checksums, broken memory. Method: a store on memfds; check_integrity and the sum of memory after each test.
-#include "core/store.h"
+#include "core/store/store.h"
 
 #include <thread>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

@@ -1,6 +1,6 @@
 // Streams of requests: two that come close behind each other begin one, silence ends it, and what sessions send is noted with the
 // store that they use and with no other.
-#include "core/polling.h"
+#include "core/base/polling.h"
 #include "tests/session_fixture.h"
 
 using namespace kv;

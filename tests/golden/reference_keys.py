@@ -1,4 +1,5 @@
-"""The key scheme in plain Python, slow and obvious: a second opinion on native/core/keys.cc for the tests.
+"""The key scheme in plain Python, slow and obvious: a second opinion on native/core/format/keys.cc for the
+tests.
 
 Goal: someone who ports the scheme to another language can read it here in a minute.
 `python tests/golden/reference_keys.py` writes tests/golden/keys.json anew. Its vectors are a promise: once

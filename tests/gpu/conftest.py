@@ -1,8 +1,8 @@
 """The device that the tests of this folder run on: a GPU, and without one its emulation.
 
 Owns the choice. `cuda` is marked gpu and skipped, with the reason, where there is none; `emulated` is the
-same library built by g++ (native/cuda/emulation), the same Python and the same tests over host memory, so
-that what first meets a GPU has run before. Invariant: a test asks for its device here and nowhere else.
+same library built by g++ (native/tests/emulation/cuda), the same Python and the same tests over host memory,
+so that what first meets a GPU has run before. Invariant: a test asks for its device here and nowhere else.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A session spoken by hand: packets of native/core/protocol.h built and read without the library.
+"""A session spoken by hand: packets of native/core/format/protocol.h built and read without the library.
 
 Owns one socket and the descriptors that came with it. Never checks what it sends: that is what it is for.
 """

@@ -1,6 +1,7 @@
 """The CPU library's paths as tests run them: by instruction, or by emulation where this CPU lacks it.
 
-Owns the choice. native/cpu/emulation has AVX512-FP16 and AMX only: all else that such a path does runs as it
+Owns the choice. native/tests/emulation/cpu has AVX512-FP16 and AMX only: all else that such a path does runs
+as it
 is built, so the CPU must have AVX-512 VNNI and BF16 itself. Elsewhere a test is skipped, with the reason.
 """
 

@@ -1,4 +1,5 @@
-"""The CUDA kernels run on the CPU, thread by thread, for the tests: native/cuda/emulation by its C interface.
+"""The CUDA kernels run on the CPU, thread by thread, for the tests: native/tests/emulation/cuda by its C
+interface.
 
 Owns the loading of that library and one call of it. What stands for device memory is host memory; the
 workspace has exactly the bytes that were asked for.

@@ -1,6 +1,6 @@
 """Goal: Layout says what lies where in a block, refuses what the daemon would refuse, and agrees with the
 native parser. Method: the arithmetic against a second, naive computation over generated layouts; the blob
-byte by byte; the bounds of native/core/layout.cc read from its source.
+byte by byte; the bounds of native/core/format/layout.cc read from its source.
 """
 
 import re
@@ -112,7 +112,8 @@ def test_errors_name_the_value_and_the_limit(wrong, says):
 
 
 def test_the_bounds_are_those_of_the_native_parser():
-    source = (ROOT / "native/core/layout.cc").read_text() + (ROOT / "native/core/block.h").read_text()
+    shapes = ROOT / "native/core/format"
+    source = (shapes / "layout.cc").read_text() + (shapes / "block.h").read_text()
 
     def bound(field: str) -> str:
         return re.search(rf'bound\("{field}", layout\.\w+, \w+, ([^)]+)\)', source)[1]

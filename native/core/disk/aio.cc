@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <fstream>
 
+#include "core/base/error.h"
 #include "core/disk/engine.h"
-#include "core/error.h"
 
 namespace kv {
 namespace {

@@ -4,9 +4,9 @@
 #include <bit>
 #include <cstring>
 
-#include "core/checksum.h"
-#include "core/error.h"
-#include "core/sha256.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/format/sha256.h"
 
 namespace kv {
 namespace {

@@ -12,8 +12,8 @@
 #include <string>
 #include <string_view>
 
-#include "core/block.h"
-#include "core/layout.h"
+#include "core/format/block.h"
+#include "core/format/layout.h"
 
 namespace kv {
 

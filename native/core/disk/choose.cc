@@ -11,10 +11,10 @@
 #include <cstring>
 #include <optional>
 
-#include "core/block.h"
+#include "core/base/error.h"
 #include "core/disk/engine.h"
 #include "core/disk/files.h"
-#include "core/error.h"
+#include "core/format/block.h"
 
 namespace kv {
 namespace {

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/format/segment.h"
 
 namespace kv {
 

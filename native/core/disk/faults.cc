@@ -11,8 +11,8 @@
 #include <optional>
 #include <string_view>
 
-#include "core/block.h"
-#include "core/error.h"
+#include "core/base/error.h"
+#include "core/format/block.h"
 
 namespace kv {
 namespace {

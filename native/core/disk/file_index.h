@@ -8,7 +8,7 @@
 #include <deque>
 #include <vector>
 
-#include "core/block.h"
+#include "core/format/block.h"
 
 namespace kv {
 

@@ -12,7 +12,7 @@
 #include <charconv>
 #include <cstdio>
 
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace kv {
 namespace {

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "core/disk/block_file.h"
-#include "core/segment.h"
+#include "core/format/segment.h"
 
 namespace kv {
 

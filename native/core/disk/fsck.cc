@@ -13,11 +13,11 @@
 #include <optional>
 #include <unordered_set>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
 #include "core/disk/block_file.h"
 #include "core/disk/files.h"
 #include "core/disk/scan.h"
-#include "core/error.h"
 
 namespace kv {
 namespace {

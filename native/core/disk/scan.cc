@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
+#include "core/base/error.h"
 #include "core/disk/files.h"
-#include "core/error.h"
-#include "core/segment.h"
+#include "core/format/segment.h"
 
 namespace kv {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "core/error.h"
+#include "core/base/error.h"
 
 namespace kv {
 namespace {

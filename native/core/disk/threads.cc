@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "core/base/error.h"
 #include "core/disk/engine.h"
-#include "core/error.h"
 
 namespace kv {
 namespace {

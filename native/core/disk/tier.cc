@@ -6,9 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/disk/tier_steps.h"
-#include "core/error.h"
-#include "core/polling.h"
 
 namespace kv {
 namespace {

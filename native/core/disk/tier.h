@@ -23,6 +23,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/base/latency.h"
 #include "core/disk/block_file.h"
 #include "core/disk/engine.h"
 #include "core/disk/file_index.h"
@@ -30,8 +31,7 @@
 #include "core/disk/scan.h"
 #include "core/disk/speed.h"
 #include "core/disk/staging.h"
-#include "core/latency.h"
-#include "core/store.h"
+#include "core/store/store.h"
 
 namespace kv {
 

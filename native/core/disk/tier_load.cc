@@ -9,10 +9,10 @@
 #include <iterator>
 #include <utility>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/disk/tier_steps.h"
-#include "core/error.h"
-#include "core/polling.h"
 
 namespace kv {
 namespace {

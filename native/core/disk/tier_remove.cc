@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
+#include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/disk/tier_steps.h"
-#include "core/error.h"
-#include "core/polling.h"
 
 namespace kv {
 namespace {

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/disk/scan.h"
 #include "core/disk/tier_steps.h"
-#include "core/error.h"
-#include "core/polling.h"
 
 namespace kv {
 namespace {

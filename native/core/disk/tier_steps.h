@@ -3,8 +3,8 @@
 
 #include <list>
 
+#include "core/base/error.h"
 #include "core/disk/tier.h"
-#include "core/error.h"
 
 namespace kv {
 

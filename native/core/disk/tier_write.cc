@@ -6,11 +6,11 @@
 
 #include <algorithm>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/disk/tier_steps.h"
-#include "core/error.h"
-#include "core/meta.h"
-#include "core/polling.h"
+#include "core/format/meta.h"
 
 namespace kv {
 namespace {

@@ -1,0 +1,326 @@
+#include "core/client/attachment.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/base/error.h"
+#include "core/base/processor.h"
+#include "core/client/connect.h"
+#include "core/client/exchange.h"
+
+namespace kv {
+namespace {
+
+constexpr uint64_t kPopulateStep = 16ull << 20;  // small, so that close() is prompt
+
+std::atomic<uint64_t>* token_page() {
+  static auto* word = [] {
+    void* page = ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    KV_INVARIANT(page != MAP_FAILED && ::madvise(page, kPageBytes, MADV_WIPEONFORK) == 0);
+    return new (page) std::atomic<uint64_t>(0);
+  }();
+  return word;
+}
+
+uint64_t next_number() {
+  static std::atomic<uint64_t> made{0};
+  return ++made;
+}
+
+}  // namespace
+
+uint64_t process_token() {
+  std::atomic<uint64_t>* word = token_page();
+  uint64_t token = word->load(std::memory_order_relaxed);
+  if (token) return token;
+  uint64_t fresh = 0;
+  while (fresh == 0) KV_INVARIANT(::getrandom(&fresh, sizeof fresh, 0) == sizeof fresh);
+  return word->compare_exchange_strong(token, fresh) ? fresh : token;
+}
+
+// ---------------------------------------------------------------- the socket
+
+std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
+                                     const std::function<void()>& meanwhile,
+                                     const std::function<void(std::span<const uint8_t>)>& taken) {
+  if (foreign()) throw Error(Code::Detached, "this process was forked: its copy of the session is the parent's");
+  std::lock_guard lock(socket_mutex_);
+  if (!socket_) throw Error(Code::Detached, "the session is not attached");
+  try {
+    const protocol::Request request = request_of(op, count, ++tag_);
+    board->mailbox().processor.store(this_processor(), std::memory_order_relaxed);
+    std::optional<std::vector<uint8_t>> mailed = exchange_by_mailbox(board->mailbox(), socket_.get(), request, body, meanwhile);
+    mailed_.fetch_add(mailed ? 1 : 0, std::memory_order_relaxed);
+    std::vector<uint8_t> answer = mailed ? *std::move(mailed) : exchange(socket_.get(), request, body, nullptr, meanwhile);
+    if (taken) taken(answer);
+    return answer;
+  } catch (const Error& error) {
+    if (error.code != Code::Detached && error.code != Code::DeadlineExceeded) throw;
+    hang_up();
+    throw;
+  } catch (...) {  // of `meanwhile`: the reply that is on its way would be taken for another's
+    hang_up();
+    throw;
+  }
+}
+
+std::array<uint8_t, 32> Attachment::salt() {
+  if (foreign()) return salt_;  // nobody writes it here, and the lock may be held by a thread of the parent's
+  std::lock_guard lock(socket_mutex_);
+  return salt_;
+}
+
+void Attachment::opened(const void* writer, std::span<const Handle> blocks) {
+  if (foreign()) return;  // the parent's, and the lock may be held by a thread of the parent's
+  std::lock_guard lock(open_mutex_);
+  std::vector<Handle>& open = open_[writer];
+  open.insert(open.end(), blocks.begin(), blocks.end());
+}
+
+void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> blocks) {
+  if (foreign()) return;
+  std::lock_guard lock(open_mutex_);
+  const auto found = open_.find(writer);
+  if (found == open_.end()) return;
+  if (blocks.size() < found->second.size()) {
+    for (const protocol::BlockItem& block : blocks) std::erase(found->second, Handle{block.record, block.generation});
+  } else {  // all that it had
+    open_.erase(found);
+  }
+}
+
+// The caller holds open_mutex_.
+std::vector<protocol::BlockItem> Attachment::open_items() const {
+  std::vector<protocol::BlockItem> out;
+  for (const auto& [writer, blocks] : open_)
+    for (const Handle& block : blocks) out.push_back({block.record, 0, block.generation});
+  return out;
+}
+
+// To a daemon that has just resumed the session. The caller holds socket_mutex_: no answer is being read, none is read before.
+void Attachment::tell_open(int socket) {
+  std::unique_lock lock(open_mutex_);
+  const std::vector<protocol::BlockItem> open = open_items();
+  lock.unlock();
+  size_t at = 0;
+  do {
+    const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::KeepHead{at + count < open.size(), 0});
+    for (const auto& block : std::span(open).subspan(at, count)) protocol::append(body, block);
+    exchange(socket, request_of(protocol::Op::Keep, static_cast<uint32_t>(count), ++tag_), body, nullptr);
+    at += count;
+  } while (at < open.size());
+}
+
+// A second call ends a session that was resumed while the first one ran.
+void Attachment::close() {
+  stop_.store(true);
+  if (foreign()) return;
+  if (!closed_.exchange(true)) {
+    {
+      std::unique_lock copies(copying_mutex_);
+    }  // none begins from here on
+    give_up_open();
+  }
+  populator_->wanted.notify_all();
+  std::lock_guard lock(socket_mutex_);
+  hang_up();
+}
+
+// Not by closing alone: a forked child may have the descriptor too, and the daemon would wait for its end. The caller holds
+// socket_mutex_.
+void Attachment::hang_up() {
+  connected_.store(false, std::memory_order_release);
+  if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
+  socket_.reset();
+  if (board) board->mailbox().attended.store(0, std::memory_order_relaxed);  // the next daemon says for itself that it looks
+}
+
+std::shared_lock<std::shared_mutex> Attachment::copying() {
+  std::shared_lock lock(copying_mutex_);
+  if (closed()) throw Error(Code::Closed, "the client was closed");
+  return lock;
+}
+
+void Attachment::give_up_open() {
+  std::vector<protocol::BlockItem> open;
+  {
+    std::lock_guard lock(open_mutex_);
+    open = open_items();
+    open_.clear();
+  }
+  try {
+    for (size_t at = 0; at < open.size(); at += kMaxKeysPerMessage) {
+      const size_t count = std::min<size_t>(kMaxKeysPerMessage, open.size() - at);
+      ask(protocol::Op::Abort, static_cast<uint32_t>(count),
+          {reinterpret_cast<const uint8_t*>(&open[at]), count * sizeof open[0]});
+    }
+  } catch (const Error&) {
+    // Then the session's end gives them up.
+  }
+}
+
+// ---------------------------------------------------------------- attaching
+
+std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors) {
+  protocol::Attach attach{};
+  attach.version = protocol::kVersion;
+  attach.read_only = options_.read_only;
+  attach.max_pins = options_.max_pins;
+  if (options_.name.size() > protocol::kMaxNamespace)
+    throw Error(Code::InvalidArgument, "the namespace's name has " + std::to_string(options_.name.size()) +
+                                           " bytes, the limit is " + std::to_string(protocol::kMaxNamespace));
+  std::copy(options_.name.begin(), options_.name.end(), attach.name);
+  if (previous && !previous->foreign()) {
+    attach.resume_session = previous->session_;
+    std::copy_n(previous->board->page().token, sizeof attach.resume_token, attach.resume_token);
+  }
+  std::vector<uint8_t> body;
+  protocol::append(body, attach);
+  return exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
+}
+
+Attachment::Attachment() : number_(next_number()) {}
+
+std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const std::shared_ptr<Attachment>& previous) {
+  std::shared_ptr<Attachment> fresh(new Attachment());
+  fresh->options_ = options;
+  fresh->token_ = process_token();
+  if (previous && !previous->foreign()) {  // nobody asks by its page while another daemon takes it over
+    std::lock_guard lock(previous->socket_mutex_);
+    previous->hang_up();
+  }
+  Fd socket = connect_to(options.socket_path, options.timeout_s, previous != nullptr);
+  std::vector<Fd> descriptors;
+  std::vector<uint8_t> body;
+  try {
+    body = fresh->handshake(socket, previous.get(), descriptors);
+  } catch (const Error& error) {
+    if (error.code == Code::Detached)
+      throw Error(Code::Unavailable, std::string("the daemon refused the session: ") + error.what());
+    throw;
+  }
+  protocol::Reader reader(body);
+  const auto reply = reader.take<protocol::Attached>();
+  if (!reader.at_end() || descriptors.size() != (reply.resumed ? 3u : 4u))
+    throw Error(Code::IncompatibleVersion, "the daemon's answer to attach cannot be read");
+  if (reply.resumed) {
+    Attachment& kept = *previous;
+    std::lock_guard lock(kept.socket_mutex_);
+    if (!options.read_only) kept.tell_open(socket.get());
+    kept.socket_ = std::move(socket);
+    std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
+    kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
+    kept.connected_.store(true, std::memory_order_release);
+    return previous;
+  }
+  fresh->map(reply, descriptors);
+  fresh->socket_ = std::move(socket);
+  std::copy(std::begin(reply.salt), std::end(reply.salt), fresh->salt_.begin());
+  fresh->connected_.store(true);
+  fresh->wanted(fresh->index.header().frontier.load(std::memory_order_relaxed));
+  return fresh;
+}
+
+void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descriptors) {
+  session_ = reply.session;
+  epoch_.store(reply.epoch);
+  std::copy(std::begin(reply.pool_id), std::end(reply.pool_id), pool_id_.begin());
+  board = std::make_unique<PinBoard>(Mapping(descriptors[3].get(), reply.page_bytes, true));
+  table_ = Mapping(descriptors[0].get(), reply.table_bytes, false);
+  progress_ = Mapping(descriptors[1].get(), reply.progress_bytes, !options_.read_only);
+  progress_words_ = progress_.at<std::atomic<uint64_t>>(0);
+  // Views are read through a mapping that cannot be written, whoever they are passed to.
+  pool_ = Mapping(descriptors[2].get(), reply.pool_bytes, false);
+  if (!options_.read_only) writable_ = Mapping(descriptors[2].get(), reply.pool_bytes, true);
+  const auto* header = table_.at<TableHeader>(0);
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
+      header->total_bytes > table_.size())
+    throw Error(Code::IncompatibleVersion, "the block table is of another version");
+  index = Index(table_.data());
+}
+
+Attachment::~Attachment() {
+  stop_.store(true);
+  if (foreign()) {
+    // The thread exists only in the parent, and the fork may have copied its mutex and its wait half-way: neither can be
+    // destroyed here.
+    static_cast<void>(populator_.release());
+    return;
+  }
+  hang_up();
+  if (!populator_->thread.joinable()) return;
+  {
+    std::lock_guard lock(populator_->mutex);
+  }
+  populator_->wanted.notify_all();
+  populator_->thread.join();
+}
+
+// ---------------------------------------------------------------- what the memory holds
+
+const Layout& Attachment::layout(uint32_t id) {
+  std::lock_guard lock(layouts_mutex_);
+  if (id < layouts_.size() && layouts_[id]) return *layouts_[id];
+  const TableHeader& header = index.header();
+  if (id >= header.layouts.load(std::memory_order_acquire) || id >= kMaxLayouts)
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  const auto* slot = table_.at<uint8_t>(header.layouts_offset + id * kLayoutSlotBytes);
+  uint32_t length;
+  std::memcpy(&length, slot, 4);
+  layouts_.resize(std::max<size_t>(layouts_.size(), id + 1));
+  layouts_[id] = std::make_unique<Layout>(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
+  return *layouts_[id];
+}
+
+// A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.
+void Attachment::wanted(uint64_t end) {
+  if (end <= populated_.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(populator_->mutex);
+  if (end <= populator_->to) return;
+  populator_->to = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
+  if (!populator_->thread.joinable()) populator_->thread = std::thread([this] { populate(); });
+  populator_->wanted.notify_one();
+}
+
+// About to be written, perhaps ahead of the thread: one call for the extent costs a fifth of a fault for each of its pages.
+void Attachment::wanted_for_writing(Extent extent) {
+  wanted(extent.end());
+  if (extent.end() <= writable_populated_.load(std::memory_order_relaxed) || !writable_) return;
+  ::madvise(writable_.data() + extent.offset, extent.length, MADV_POPULATE_WRITE);  // what fails here, touching will tell
+}
+
+// The read-only mapping first: its readers come at once and in any order, while a writer sees to its own extents.
+void Attachment::populate() {
+  ::pthread_setname_np(::pthread_self(), "kv-populate");
+  uint64_t read = 0, written = 0;
+  for (;;) {
+    const uint64_t size = pool_.size();
+    uint64_t to;
+    {
+      std::unique_lock lock(populator_->mutex);
+      populator_->wanted.wait(lock, [&] { return stop_.load() || (writable_ ? written : read) < populator_->to; });
+      to = std::min(populator_->to, size);
+    }
+    if (stop_.load()) return;
+    const bool reading = read < to;
+    uint64_t& at = reading ? read : written;
+    const uint64_t step = std::min(kPopulateStep, to - at);
+    const Mapping& mapping = reading ? pool_ : writable_;
+    if (::madvise(mapping.data() + at, step, reading ? MADV_POPULATE_READ : MADV_POPULATE_WRITE) != 0)
+      return;  // cut by another client: touching it will tell
+    at += step;
+    if (!reading) writable_populated_.store(written, std::memory_order_relaxed);
+    populated_.store(writable_ ? std::min(read, written) : read, std::memory_order_relaxed);
+    if ((writable_ ? written : read) == size) return;
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,138 @@
+// One attachment of a client to a daemon: the session socket and the memory it handed out. Immutable once made; shared by
+// every view, pin and writer that came from it, and gone with the last of them.
+//
+// The session page is mapped before the pool and unmapped after it (member order), so that as long as a byte of the pool can be
+// touched the session's lock is held. After a fork the child's copy is foreign: it clears no pins and sends nothing.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/format/index.h"
+#include "core/format/layout.h"
+#include "core/format/protocol.h"
+#include "core/format/segment.h"
+#include "core/format/session_file.h"
+#include "core/format/store_types.h"
+
+namespace kv {
+
+// A word that differs in every process, and in a forked child from its parent, at the cost of a load: its page is wiped by fork.
+uint64_t process_token();
+
+struct AttachOptions {
+  std::string socket_path;
+  std::string name;
+  bool read_only = false;
+  uint32_t max_pins = 65536;
+  double timeout_s = 5;
+};
+
+class Attachment : public std::enable_shared_from_this<Attachment> {
+ public:
+  // Connects and maps. With `previous`, resumes its session if the daemon still has it in the same pool; then the answer is
+  // `previous` itself with a new socket. Throws Unavailable, NotPermitted, NotFound, IncompatibleVersion, DeadlineExceeded.
+  static std::shared_ptr<Attachment> make(const AttachOptions& options, const std::shared_ptr<Attachment>& previous);
+  ~Attachment();
+
+  bool foreign() const { return token_ != process_token(); }
+  // Nothing changes in memory while no daemon mutates it, so reads go on until the epoch says that one has taken over.
+  bool current() const { return index.header().epoch.load(std::memory_order_acquire) == epoch_.load(std::memory_order_relaxed); }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  bool connected() const { return connected_.load(std::memory_order_acquire); }
+
+  // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
+  // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
+  // `meanwhile` runs between the two: work that does not depend on the answer. `taken` runs with the answer, before the session
+  // can be resumed: a block granted in it is either known as open by then, or given up.
+  std::vector<uint8_t> ask(protocol::Op op, uint32_t count, std::span<const uint8_t> body,
+                           const std::function<void()>& meanwhile = {},
+                           const std::function<void(std::span<const uint8_t>)>& taken = {});
+  void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
+
+  // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
+  const Layout& layout(uint32_t id);
+  const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
+  std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
+  void wanted(uint64_t end);  // memory up to here is about to be used: populate it in the background
+  void wanted_for_writing(Extent extent);
+  uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
+
+  // Held while memory is written that close() would give up. Throws Closed.
+  std::shared_lock<std::shared_mutex> copying();
+
+  // What each of this session's writers has open: a daemon that resumes the session is told, close() gives it up.
+  void opened(const void* writer, std::span<const Handle> blocks);
+  void ended(const void* writer, std::span<const protocol::BlockItem> blocks);
+
+  std::array<uint8_t, 32> salt();              // of the namespace, as the daemon last attached to said it; zeros: none
+  uint64_t number() const { return number_; }  // of this process's attachments, from 1; a resumed one keeps it
+  uint32_t session() const { return session_; }
+  uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
+  uint64_t pool_bytes() const { return pool_.size(); }
+  const AttachOptions& options() const { return options_; }
+  uint64_t mailed() const { return mailed_.load(std::memory_order_relaxed); }  // requests that went by the mailbox
+  std::atomic<uint64_t>& progress(uint32_t record) const { return progress_words_[record]; }
+
+ private:
+  Attachment();
+  std::vector<uint8_t> handshake(Fd& socket, const Attachment* previous, std::vector<Fd>& descriptors);
+  std::vector<protocol::BlockItem> open_items() const;
+  void give_up_open();
+  void hang_up();
+  void tell_open(int socket);
+  void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
+  void populate();
+
+  const uint64_t number_;
+  AttachOptions options_;
+  uint64_t token_ = 0;
+  uint32_t session_ = 0;
+  Id pool_id_{};
+  std::atomic<uint64_t> epoch_{0};
+  std::atomic<bool> connected_{false};
+  std::atomic<bool> closed_{false};
+
+  std::mutex socket_mutex_;
+  Fd socket_;
+  std::array<uint8_t, 32> salt_{};
+  uint32_t tag_ = 0;
+  std::atomic<uint64_t> mailed_{0};
+
+  std::shared_mutex copying_mutex_;
+
+  std::mutex open_mutex_;
+  std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer
+
+ public:
+  std::unique_ptr<PinBoard> board;  // before the pool
+ private:
+  Mapping table_, progress_, pool_, writable_;
+  std::atomic<uint64_t>* progress_words_ = nullptr;
+  std::mutex layouts_mutex_;
+  std::vector<std::unique_ptr<Layout>> layouts_;
+
+  std::atomic<uint64_t> populated_{0};  // of both mappings
+  std::atomic<uint64_t> writable_populated_{0};
+  std::atomic<bool> stop_{false};
+  struct Populator {
+    std::mutex mutex;
+    std::condition_variable wanted;
+    uint64_t to = 0;
+    std::thread thread;
+  };
+  std::unique_ptr<Populator> populator_ = std::make_unique<Populator>();
+
+ public:
+  Index index;
+};
+
+}  // namespace kv

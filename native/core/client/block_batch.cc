@@ -1,0 +1,101 @@
+// The blocks one get pinned: who still holds them, and waiting for the layers of those that are being written.
+
+#include <time.h>
+
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/client/client.h"
+
+namespace kv {
+
+size_t BlockBatch::hits() const {
+  size_t count = 0;
+  for (const Item& item : items_) count += item.state == ItemState::Hit;
+  return count;
+}
+
+void BlockBatch::close() {
+  if (closed_.exchange(true)) return;
+  thread_local std::vector<uint32_t> slots;
+  slots.clear();
+  for (Item& item : items_)
+    if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) &&
+        item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      slots.push_back(item.slot);
+  if (!slots.empty() && !attachment_->foreign()) attachment_->board->clear(slots);
+}
+
+void BlockBatch::hold(size_t i) {
+  uint32_t holders = items_[i].holders.load(std::memory_order_relaxed);
+  do
+    if (holders == 0 || closed()) throw Error(Code::Closed, "the blocks this view belongs to were released");
+  while (!items_[i].holders.compare_exchange_weak(holders, holders + 1, std::memory_order_acq_rel));
+}
+
+// A child's copy must not clear its parent's pins.
+void BlockBatch::let_go(size_t i) {
+  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign())
+    attachment_->board->clear({&items_[i].slot, 1});
+}
+
+void BlockBatch::give_up(size_t i) {
+  let_go(i);
+  items_[i].state = ItemState::Miss;
+}
+
+bool BlockBatch::sealed(size_t i) const {
+  const Snapshot& at = items_[i].at;
+  if (at.control.state() == State::Sealed || items_[i].complete.load(std::memory_order_relaxed)) return true;
+  const Control now = attachment_->index.control(at.record);
+  if (now.generation() != at.control.generation() || now.state() != State::Sealed) return false;
+  items_[i].complete.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+// The record decides: while it has our generation, the progress word is about our block.
+uint32_t BlockBatch::layers_ready(size_t i) const {
+  const Item& item = items_[i];
+  if (sealed(i)) return item.layout->num_layers();
+  const uint64_t word = attachment_->progress(item.at.record).load(std::memory_order_acquire);
+  const uint64_t generation = item.at.control.generation();
+  if (progress_generation(word) != generation || attachment_->index.control(item.at.record).generation() != generation) return 0;
+  return std::min(progress_layers(word), item.layout->num_layers());
+}
+
+void BlockBatch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const {
+  const Item& item = items_[i];
+  if (!item.layout) throw Error(Code::InvalidArgument, "the block was not found");
+  if (layer >= item.layout->num_layers())
+    throw Error(Code::InvalidArgument,
+                "layer is " + std::to_string(layer) + ", must be 0 to " + std::to_string(item.layout->num_layers() - 1));
+  std::atomic<uint64_t>& word = attachment_->progress(item.at.record);
+  const PinBoard::Waiting waiting(*attachment_->board);
+  for (;;) {
+    const uint64_t seen = word.load(std::memory_order_acquire);
+    if (layers_ready(i) > layer) return;
+    if (attachment_->index.control(item.at.record).generation() != item.at.control.generation())
+      throw Error(Code::BlockLost, "the block's writer ended before layer " + std::to_string(layer) + " was there");
+    timespec now;
+    ::clock_gettime(CLOCK_MONOTONIC, &now);
+    if (now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec >= deadline.tv_nsec))
+      throw Error(Code::DeadlineExceeded,
+                  "layer " + std::to_string(layer) + " did not come in time; " + std::to_string(layers_ready(i)) + " are there");
+    futex_wait(word, static_cast<uint32_t>(seen), deadline);
+  }
+}
+
+bool BlockBatch::verify(size_t i) const {
+  const Item& item = items_[i];
+  // A block that goes while it is pinned loses the flag; one that is followed gets it at its seal.
+  const uint8_t flags = item.at.control.flags() | attachment_->index.control(item.at.record).flags();
+  if (!(flags & kFlagChecksummed)) return true;
+  const uint32_t tokens = item.at.shape.tokens;
+  const auto* stored = reinterpret_cast<const uint32_t*>(bytes(i) + item.layout->checksums_offset(tokens));
+  for (uint32_t layer = 0; layer < item.layout->num_layers(); ++layer)
+    if (crc32c(bytes(i) + item.layout->layer_offset(layer, tokens), item.layout->layer_bytes(layer, tokens)) != stored[layer])
+      return false;
+  return true;
+}
+
+}  // namespace kv

@@ -1,0 +1,185 @@
+// The client of one namespace: look up and get by reading shared memory, everything else by one message. Python's Client, Blocks
+// and Writer are thin faces of these. Thread-safe; nothing here knows Python.
+//
+// BlockBatch: the blocks one `get` pinned. A block's pin is counted: the context holds it once, every exported view once more;
+// whoever lets go last clears it. BlockWriter: the blocks one `create` granted, until they are sealed or aborted.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/client/attachment.h"
+#include "core/format/keys.h"
+
+namespace kv {
+
+enum class ItemState : uint8_t { Miss, Hit, Exhausted };
+
+// Deadlines are CLOCK_MONOTONIC.
+timespec deadline_in(double seconds);
+
+class BlockBatch {
+ public:
+  struct Item {
+    Snapshot at;
+    const Layout* layout = nullptr;
+    ItemState state = ItemState::Miss;
+    uint32_t slot = PinBoard::kNoSlot;
+    std::atomic<uint32_t> holders{0};           // the context and the exports
+    mutable std::atomic<bool> complete{false};  // once seen sealed: stays true when the block is deleted under our pin
+  };
+
+  BlockBatch(std::shared_ptr<Attachment> attachment, size_t count) : attachment_(std::move(attachment)), items_(count) {}
+  ~BlockBatch() { close(); }
+
+  size_t size() const { return items_.size(); }
+  Item& item(size_t i) { return items_[i]; }
+  size_t hits() const;
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  void close();  // the context lets go. Idempotent
+
+  void hold(size_t i);  // throws Closed if the context has let go
+  void let_go(size_t i);
+  void give_up(size_t i);  // of a batch nobody else has seen yet: block i is a miss after all
+
+  const std::byte* bytes(size_t i) const { return attachment_->readable(items_[i].at.extent.offset); }
+  bool sealed(size_t i) const;
+  uint32_t layers_ready(size_t i) const;
+  // Waits until `layer` of block i is there. Throws BlockLost, DeadlineExceeded, InvalidArgument.
+  void wait_layer(size_t i, uint32_t layer, const timespec& deadline) const;
+  // Compares the layers with the checksums behind them. True if there are none to compare with.
+  bool verify(size_t i) const;
+
+  Attachment& attachment() const { return *attachment_; }
+
+ private:
+  const std::shared_ptr<Attachment> attachment_;
+  std::vector<Item> items_;
+  std::atomic<bool> closed_{false};
+};
+
+class BlockWriter {
+ public:
+  struct Item {
+    Item() {}  // or each is filled with zeros first, which is half of what a create of many takes here
+    CreateItem wanted;
+    Grant status = Grant::NoSpace;
+    Handle handle{0, 0};
+    Extent extent{0, 0};
+    bool open = false;      // granted, neither sealed nor aborted
+    bool given_up = false;  // aborted by this writer: nothing is left to seal
+    uint32_t layers_marked = 0;
+    std::vector<bool> checksummed;  // per layer, by copy_layer
+  };
+
+  BlockWriter(std::shared_ptr<Attachment> attachment, const Layout& layout, uint32_t layout_id, uint32_t priority, uint32_t ttl_s)
+      : attachment_(std::move(attachment)), layout_(layout), layout_id_(layout_id), priority_(priority), ttl_s_(ttl_s) {}
+
+  ~BlockWriter();
+
+  size_t size() const { return items_.size(); }
+  Item& item(size_t i) { return items_[i]; }
+  const Layout& layout() const { return layout_; }
+  double timeout_s() const { return attachment_->options().timeout_s; }
+  bool closed() const { return attachment_->closed(); }
+  std::byte* bytes(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
+
+  void mark_layer(size_t i, uint32_t layer);
+  // Copies one layer in, past the caches, and keeps its checksum.
+  void copy_layer(size_t i, uint32_t layer, const void* source);
+
+  // Ends the open ones among these blocks. Throws BlockLost, after the others, if some were aborted or the store no longer knew
+  // them as ours.
+  void seal(std::span<const size_t> which);
+  void abort(std::span<const size_t> which);
+  std::vector<size_t> open_items() const;
+  // Waits for the blocks others write: each turns into Exists or Granted. False if some are still pending at the deadline.
+  bool wait_pending(const timespec& deadline);
+
+ private:
+  friend class Client;
+  void claim(std::span<const size_t> which, BlockWriter* sealing, const Chain* chain);
+  std::vector<protocol::BlockItem> block_items(std::span<const size_t> which, bool seal) const;
+  std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
+  void seal_apart(std::span<const size_t> which);
+  void take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants);
+  void prepare(size_t i, const Chain* chain);
+  void write_meta(size_t i, const Chain* chain, std::span<std::byte> meta) const;
+  void give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers);
+  void settle_seals(size_t wanted, std::span<const uint8_t> answers);
+
+  const std::shared_ptr<Attachment> attachment_;
+  const Layout layout_;
+  const uint32_t layout_id_, priority_, ttl_s_;
+  std::vector<Item> items_;
+  std::optional<Chain> chain_;
+};
+
+struct Create {
+  std::span<const Key> keys;
+  const Chain* chain = nullptr;  // then it gives token counts, positions, fingerprints and the meta areas
+  std::span<const uint32_t> token_counts;
+  uint32_t layout = 0, priority = kDefaultPriority, ttl_s = 0;
+  std::optional<uint64_t> attachment{};  // whose number `layout` is: Detached in any other
+  BlockWriter* sealing = nullptr;
+};
+
+class Client {
+ public:
+  enum class Door { SharedMemory, Socket };  // where look-ups go
+
+  Client(AttachOptions options, Door door)
+      : options_(std::move(options)), door_(door), attachment_(Attachment::make(options_, nullptr)) {}
+  ~Client() { close(); }
+
+  void reattach();
+  void close();
+  // In a forked child, before anything else: a thread that the child does not have may have held it at the fork.
+  void renew_lock() { std::construct_at(&mutex_); }
+
+  std::vector<uint8_t> lookup(std::span<const Key> keys);  // a Presence each
+  std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
+  // Asks the daemon to load what lies on disk. Waits for nothing.
+  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
+  // Turns the batch's misses into hits as their blocks are loaded, or sealed by who writes them. False: the deadline came first.
+  bool await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline);
+  void verify(BlockBatch& batch, std::span<const Key> keys);
+  // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
+  double load_estimate_s(uint64_t bytes) const;
+  std::shared_ptr<BlockWriter> create(const Create& request);
+  uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
+  uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }
+  uint64_t mailed() { return usable()->mailed(); }
+  uint32_t register_layout(std::span<const uint8_t> blob);
+  std::string stats();
+  std::vector<uint8_t> token();  // what this session shows on the gRPC socket for other users
+  std::array<uint8_t, 32> salt() const { return attachment()->salt(); }
+
+  Door door() const { return door_; }
+  bool closed() const { return closed_.load(); }
+  std::shared_ptr<Attachment> attachment() const;  // throws Closed
+  std::shared_ptr<Attachment> usable() const;      // throws Detached when it must be taken up anew
+  bool attached() const;
+
+ private:
+  Find pin_one(const std::shared_ptr<Attachment>& at, BlockBatch& batch, std::span<const Key> keys, size_t i, bool follow,
+               Snapshot& there);
+  uint32_t count_over(protocol::Op op, std::span<const Key> keys);
+  void find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where);
+  void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,
+                 std::vector<Snapshot>& where);
+  void pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
+               std::vector<Snapshot>& where);
+
+  const AttachOptions options_;
+  const Door door_;
+  mutable std::mutex mutex_;  // guards the pointer, not what it points to
+  std::shared_ptr<Attachment> attachment_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace kv

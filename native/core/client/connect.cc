@@ -1,0 +1,57 @@
+#include "core/client/connect.h"
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "core/base/error.h"
+#include "core/base/polling.h"
+
+namespace kv {
+namespace {
+
+constexpr double kOpeningS = 0.5;
+constexpr std::chrono::milliseconds kLook{5};
+
+// What EACCES means: the daemon is another user's.
+std::string closed_to_us(const std::string& socket) {
+  struct stat found;
+  const bool seen = ::stat(socket.c_str(), &found) == 0;
+  return "user " + std::to_string(::geteuid()) + " may not " +
+         (seen ? "connect to " + socket + ", which is user " + std::to_string(found.st_uid) + "'s"
+               : "enter " + socket.substr(0, socket.rfind('/'))) +
+         ": the daemon's operator can name the user, or a group of it, as reader or writer of a namespace";
+}
+
+}  // namespace
+
+Fd connect_to(const std::string& path, double timeout_s, bool known) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path)
+    throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(path.size()) + " bytes, the limit is " +
+                                           std::to_string(sizeof address.sun_path - 1));
+  std::copy(path.begin(), path.end(), address.sun_path);
+  const uint64_t opened_ns = monotonic_ns() + static_cast<uint64_t>(1e9 * std::min(timeout_s, kOpeningS));
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const double whole = std::floor(timeout_s);
+  timeval limit{static_cast<time_t>(whole), static_cast<suseconds_t>((timeout_s - whole) * 1e6)};
+  if (limit.tv_sec == 0 && limit.tv_usec == 0) limit.tv_usec = 1;  // zero would mean for ever
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  // A daemon that starts makes its socket before it opens it to others. A client that was served before comes back later anyhow.
+  for (;; std::this_thread::sleep_for(kLook)) {
+    if (socket && ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return socket;
+    if (!socket || errno != EACCES || known || monotonic_ns() >= opened_ns) break;
+  }
+  if (socket && errno == EACCES && !known) throw Error(Code::NotPermitted, closed_to_us(path));
+  throw Error(Code::Unavailable, errno_text("no daemon at " + path));
+}
+
+}  // namespace kv

@@ -1,0 +1,81 @@
+// Waiting for blocks that lie below memory: asking the daemon to load them, and sleeping until it has.
+
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/client/client.h"
+
+namespace kv {
+std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority) {
+  const std::shared_ptr<Attachment> at = usable();
+  std::vector<protocol::PromiseItem> out;
+  for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
+    const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::PromoteHead{priority, 0});
+    body.insert(body.end(), reinterpret_cast<const uint8_t*>(part.data()),
+                reinterpret_cast<const uint8_t*>(part.data()) + part.size_bytes());
+    const std::vector<uint8_t> answer = at->ask(protocol::Op::Promote, static_cast<uint32_t>(part.size()), body);
+    protocol::Reader reader(answer);
+    for (const auto& item : reader.take<protocol::PromiseItem>(part.size())) out.push_back(item);
+    if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to a promotion cannot be read");
+  }
+  return out;
+}
+
+// Each key in turn: the others are being loaded meanwhile. A load that ends in vain leaves no record; then the daemon is asked
+// again, and says so.
+bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline) {
+  std::vector<Key> wanted;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < keys.size(); ++i)
+    if (batch.item(i).state == ItemState::Miss) wanted.push_back(keys[i]), places.push_back(i);
+  if (wanted.empty()) return true;
+  const std::vector<protocol::PromiseItem> promises = promote(wanted, kDefaultPriority);
+  const std::shared_ptr<Attachment> at = usable();
+  if (at.get() != &batch.attachment()) throw Error(Code::Detached, "attached anew while a batch of before was waited for");
+  const std::atomic<uint64_t>& ended = at->progress(at->index.max_blocks());
+  const PinBoard::Waiting waiting(*at->board);
+  for (size_t k = 0; k < wanted.size(); ++k) {
+    bool hopeful = promises[k].presence != static_cast<uint32_t>(Presence::Missing);
+    while (hopeful) {
+      const uint64_t seen = ended.load(std::memory_order_acquire);
+      Snapshot there;
+      const Find found = pin_one(at, batch, keys, places[k], follow, there);
+      if (batch.item(places[k]).state == ItemState::Hit) at->board->touched({&there.record, 1}), at->board->count(1, 0);
+      if (batch.item(places[k]).state != ItemState::Miss) break;
+      if (passed(deadline)) return false;
+      if (found == Find::Hit && there.control.state() == State::Created) {
+        const std::atomic<uint64_t>& word = at->progress(there.record);
+        const uint64_t progress = word.load(std::memory_order_acquire);
+        if (at->index.control(there.record).word == there.control.word)
+          futex_wait(word, static_cast<uint32_t>(progress), deadline);
+        continue;
+      }
+      const auto presence = static_cast<Presence>(promote({&wanted[k], 1}, kDefaultPriority)[0].presence);
+      hopeful = presence != Presence::Missing;
+      if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), deadline);
+    }
+  }
+  return true;
+}
+
+// Compares blocks with their checksums; one that does not match is a miss, and the daemon is told to look at it itself.
+void Client::verify(BlockBatch& batch, std::span<const Key> keys) {
+  std::vector<Key> suspects;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (batch.item(i).state != ItemState::Hit || !batch.sealed(i) || batch.verify(i)) continue;
+    suspects.push_back(keys[i]);
+    batch.give_up(i);
+  }
+  if (!suspects.empty()) count_over(protocol::Op::Suspect, suspects);
+}
+
+double Client::load_estimate_s(uint64_t bytes) const {
+  const TableHeader& header = usable()->index.header();
+  const auto speed = static_cast<double>(header.load_bytes_per_s.load(std::memory_order_relaxed));
+  const auto waiting = static_cast<double>(header.load_waiting_bytes.load(std::memory_order_relaxed) + bytes);
+  if (speed == 0) return -1;
+  return static_cast<double>(header.load_latency_us.load(std::memory_order_relaxed)) * 1e-6 + waiting / speed;
+}
+
+}  // namespace kv

@@ -1,0 +1,268 @@
+// The shapes that the daemon and its clients share in memory: block states, the block table, a session's page,
+// a namespace's progress words. Everything here is plain data with fixed offsets; the code that reads and writes it
+// lives in index.h (readers), pins.h (hazard pins) and store.h (the one mutator).
+//
+// Invariant: all words that another process may read while they change are accessed as atomics; the mailbox's bytes are their
+// reader's alone once its words say so.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace kv {
+
+// ---------------------------------------------------------------- block states
+
+enum class State : uint8_t {
+  Free = 0,         // the record is unused
+  Created = 1,      // granted to a writer, being filled
+  Sealed = 2,       // immutable, found by every door
+  Zombie = 3,       // found by nobody, its extent still pinned or read by the daemon
+  Quarantined = 4,  // its writer's session ended; the writer may still touch the memory
+  Disk = 5,         // lies only on disk: a record without an extent
+};
+
+enum class Event : uint8_t { Create, Seal, Evict, Delete, Abort, SessionEnd, SessionLockFree, LastPinGone, Indexed, Demote };
+
+struct Transition {
+  State from;
+  Event event;
+  State to;
+};
+
+// The whole life of a block. The store asserts every change of state against this table, and docs/design.md's
+// picture is generated from it (kvstored._core.transitions()).
+inline constexpr std::array<Transition, 13> kTransitions{{
+    {State::Free, Event::Create, State::Created},
+    {State::Created, Event::Seal, State::Sealed},
+    {State::Created, Event::Abort, State::Zombie},
+    {State::Created, Event::SessionEnd, State::Quarantined},
+    {State::Quarantined, Event::Abort, State::Zombie},
+    {State::Quarantined, Event::SessionLockFree, State::Zombie},
+    {State::Sealed, Event::Evict, State::Zombie},
+    {State::Sealed, Event::Delete, State::Zombie},
+    {State::Zombie, Event::LastPinGone, State::Free},
+    {State::Free, Event::Indexed, State::Disk},
+    {State::Zombie, Event::Demote, State::Disk},
+    {State::Disk, Event::Delete, State::Free},
+    {State::Disk, Event::Evict, State::Free},
+}};
+
+constexpr bool allowed(State from, Event event, State to) {
+  for (const Transition& t : kTransitions)
+    if (t.from == from && t.event == event && t.to == to) return true;
+  return false;
+}
+
+std::string_view name(State state);
+std::string_view name(Event event);
+
+// ---------------------------------------------------------------- limits of the format
+
+inline constexpr uint32_t kFormatVersion = 3;
+inline constexpr size_t kKeyBytes = 32;
+inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
+inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
+inline constexpr uint32_t kMaxKeysPerMessage = 1024;
+inline constexpr uint32_t kMaxPins = 1u << 20;      // of one session
+inline constexpr uint32_t kMaxLayouts = 48;         // of a namespace: they lie in its table, 4 KiB each
+inline constexpr uint64_t kLayoutSlotBytes = 4096;  // one registered layout in the table segment: u32 length, blob
+inline constexpr uint32_t kMaxLayers = 512;
+inline constexpr uint32_t kTouchRing = 1024;  // entries of the lossy hit ring in a session page
+inline constexpr uint32_t kProbeTries = 64;   // torn reads before a reader asks the socket
+inline constexpr uint64_t kLayerAlign = 512;  // layers start on multiples of this in extent and file
+inline constexpr uint64_t kLineBytes = 64;
+inline constexpr uint64_t kPageBytes = 4096;
+inline constexpr uint64_t kGrowStep = 64ull << 20;  // the pool grows by this much at a time
+
+struct Key {
+  std::array<uint64_t, 4> words;
+  friend bool operator==(const Key&, const Key&) = default;
+};
+static_assert(sizeof(Key) == kKeyBytes);
+
+// For tables of this process alone. Keys are digests, but a client may choose others: a seed of this process keeps them from
+// meeting in one place. Murmur3's finaliser.
+uint64_t key_hash_seed();
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    static const uint64_t seed = key_hash_seed();
+    uint64_t h = key.words[0] ^ key.words[3] ^ seed;
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdull;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return h ^ h >> 33;
+  }
+};
+
+// ---------------------------------------------------------------- control word of a record
+
+// generation:40 | unused:8 | flags:8 | state:8. One release store of this word commits a transition; a reader that
+// finds the generation unchanged after its fence holds the block.
+struct Control {
+  uint64_t word;
+  static constexpr Control make(uint64_t generation, State state, uint8_t flags = 0) {
+    return {generation << 24 | uint64_t{flags} << 8 | static_cast<uint64_t>(state)};
+  }
+  constexpr uint64_t generation() const { return word >> 24; }
+  constexpr State state() const { return static_cast<State>(word & 0xff); }
+  constexpr uint8_t flags() const { return static_cast<uint8_t>(word >> 8); }
+};
+
+inline constexpr uint8_t kFlagChecksummed = 1;  // the per-layer checksums behind the layers are valid
+inline constexpr uint8_t kFlagOnDisk = 2;       // a copy lies on disk as well
+inline constexpr uint8_t kFlagQuarantined = 4;  // a zombie that was quarantined: its readers hold the generation before the last
+inline constexpr uint8_t kFlagQueued = 8;       // waits to be written to disk, or is being written
+inline constexpr uint8_t kFlagDeleted = 16;     // a zombie that was deleted: a file of it must not stay
+
+// A pin: record in the high 24 bits, generation in the low 40. Generations start at 1, so 0 is "no pin".
+constexpr uint64_t pin_word(uint32_t record, uint64_t generation) { return uint64_t{record} << 40 | generation; }
+constexpr uint32_t pin_record(uint64_t pin) { return static_cast<uint32_t>(pin >> 40); }
+constexpr uint64_t pin_generation(uint64_t pin) { return pin & kMaxGeneration; }
+
+// A progress word: generation:40 | layers ready:16 | phase:8. Its low 32 bits are the futex word.
+enum class Phase : uint8_t { Writing = 0, Sealed = 1, Ended = 2 };
+constexpr uint64_t progress_word(uint64_t generation, uint32_t layers, Phase phase) {
+  return generation << 24 | uint64_t{layers & 0xffff} << 8 | static_cast<uint64_t>(phase);
+}
+constexpr uint64_t progress_generation(uint64_t word) { return word >> 24; }
+constexpr uint32_t progress_layers(uint64_t word) { return static_cast<uint32_t>(word >> 8) & 0xffff; }
+constexpr Phase progress_phase(uint64_t word) { return static_cast<Phase>(word & 0xff); }
+
+// ---------------------------------------------------------------- the block table (segment "table")
+
+// One record per block: what look-ups read, in one cache line. Every word but `control` is covered by `sequence`, which is odd
+// while the payload changes; so are the words of its upkeep but `rank` and `link`.
+struct alignas(64) Record {
+  std::atomic<uint64_t> control;  // Control
+  std::atomic<uint32_t> sequence;
+  std::atomic<uint32_t> expiry_s;  // CLOCK_REALTIME seconds, 0: never
+  std::atomic<uint64_t> key[4];
+  std::atomic<uint64_t> extent;  // Extent
+  std::atomic<uint64_t> shape;   // Shape
+};
+static_assert(sizeof(Record) == 64);
+
+// The rest of what is known of the block of that number, for the store and for searches.
+struct alignas(32) Upkeep {
+  std::atomic<uint64_t> fingerprint;
+  std::atomic<uint64_t> rank;       // bits of the eviction policy's double; a hint, kept over restarts
+  std::atomic<uint32_t> owner;      // session that created the block
+  std::atomic<uint32_t> created_s;  // CLOCK_REALTIME seconds
+  std::atomic<uint32_t> link;       // FREE: the next free record; unsealed: its place in its session's list. Derived
+  std::atomic<uint32_t> parent;     // low word of the parent's prefix key, 0 if none: leads to a block's children
+};
+static_assert(sizeof(Upkeep) == 32);
+
+// Where a block lies in the pool: first page:36 | pages:28.
+struct Extent {
+  uint64_t offset;
+  uint64_t length;
+  static constexpr Extent unpack(uint64_t word) { return {(word >> 28) * kPageBytes, (word & ((1ull << 28) - 1)) * kPageBytes}; }
+  constexpr uint64_t pack() const { return offset / kPageBytes << 28 | length / kPageBytes; }
+  constexpr uint64_t end() const { return offset + length; }
+};
+
+// What a block holds: layout:8 | priority:8 | tokens:20 | base position:28.
+struct Shape {
+  uint32_t layout;
+  uint32_t priority;
+  uint32_t tokens;
+  uint32_t base_position;
+  static constexpr Shape unpack(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 56), static_cast<uint32_t>(word >> 48 & 0xff),
+            static_cast<uint32_t>(word >> 28 & 0xfffff), static_cast<uint32_t>(word & 0xfffffff)};
+  }
+  constexpr uint64_t pack() const {
+    return uint64_t{layout} << 56 | uint64_t{priority} << 48 | uint64_t{tokens} << 28 | base_position;
+  }
+};
+inline constexpr uint32_t kMaxTokens = 0xfffff;
+inline constexpr uint32_t kMaxBasePosition = 0xfffffff;
+inline constexpr uint32_t kMaxPriority = 100;
+inline constexpr uint32_t kDefaultPriority = 35;
+
+// Hash buckets of one cache line. A slot is tag << 32 | record + 1, 0 if empty. An entry never moves between buckets;
+// `overflow` counts the entries whose probe passed through this bucket. `sequence` is odd while a slot changes.
+inline constexpr uint32_t kBucketSlots = 7;
+struct alignas(64) Bucket {
+  std::atomic<uint32_t> sequence;
+  std::atomic<uint32_t> overflow;
+  std::atomic<uint64_t> slot[kBucketSlots];
+};
+static_assert(sizeof(Bucket) == 64);
+
+inline constexpr char kTableMagic[8] = {'K', 'V', 'T', 'A', 'B', 'L', 'E', '1'};
+struct TableHeader {
+  char magic[8];
+  uint32_t version;
+  uint32_t max_blocks;
+  uint32_t buckets;
+  uint32_t header_bytes;
+  uint64_t capacity_bytes;
+  uint64_t records_offset;
+  uint64_t upkeep_offset;
+  uint64_t buckets_offset;
+  uint64_t layouts_offset;
+  uint64_t geometry_offset;  // Arena's words: where its slabs were cut
+  uint64_t total_bytes;
+  uint8_t pool_id[16];             // random, the same in all segments of one pool
+  std::atomic<uint64_t> epoch;     // odd while a daemon adopts; the pool is retired at ~0
+  std::atomic<uint64_t> frontier;  // bytes of the pool that exist
+  std::atomic<uint64_t> faulted;   // bytes of the pool the daemon has faulted in
+  std::atomic<uint64_t> origin_s;  // CLOCK_REALTIME second that eviction scores count from
+  std::atomic<uint32_t> layouts;   // registered
+  uint32_t finder_buckets;
+  uint64_t finder_offset;
+  // How soon a block on disk would be in memory: bytes the disk tier loads a second (0: not known), bytes that wait, and
+  // what one load takes by itself.
+  std::atomic<uint64_t> load_bytes_per_s;
+  std::atomic<uint64_t> load_waiting_bytes;
+  std::atomic<uint64_t> load_latency_us;
+};
+inline constexpr uint64_t kEpochRetired = ~0ull;
+
+// ---------------------------------------------------------------- a session's page file
+
+inline constexpr char kSessionMagic[8] = {'K', 'V', 'S', 'E', 'S', 'S', '0', '1'};
+struct SessionPage {
+  char magic[8];
+  uint32_t version;
+  uint32_t max_pins;
+  uint32_t session;  // owner number, unique among living sessions of the pool
+  uint32_t reserved;
+  uint8_t pool_id[16];
+  uint8_t token[16];                // who knows it may resume the session
+  std::atomic<uint64_t> pins_high;  // hint: pins above this are 0. Only its own client suffers if it lies
+  std::atomic<uint64_t> ring_head;  // entries ever appended to the ring
+  std::atomic<uint64_t> hits;       // blocks this session got, and asked for in vain
+  std::atomic<uint64_t> misses;
+  std::atomic<uint64_t> waiting;  // threads of this session asleep on a progress word, or about to be
+  std::atomic<uint32_t> ring[kTouchRing];
+  // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
+};
+inline constexpr size_t kPinsOffset = 8192;
+
+// One small request, and in its place its answer (core/mailbox.h). A line that the client writes, one that the daemon writes.
+inline constexpr size_t kMailboxBytes = 3840;
+struct Mailbox {
+  alignas(kLineBytes) std::atomic<uint32_t> asked;  // number of the request that lies here; 0: none
+  std::atomic<uint32_t> request_bytes;
+  std::atomic<uint32_t> asleep;     // number of the request whose answer its client sleeps for
+  std::atomic<uint32_t> processor;  // hint: that its client asks from, plus 1; 0: not said
+  uint32_t reserved_asking[12];
+  std::atomic<uint32_t> answered;      // number of the request last answered
+  std::atomic<uint32_t> answer_bytes;  // 0: the answer went through the socket
+  std::atomic<uint32_t> attended;      // 1 while the daemon looks here
+  uint32_t reserved_answering[13];
+  uint8_t bytes[kMailboxBytes];
+};
+static_assert(offsetof(Mailbox, answered) == kLineBytes && offsetof(Mailbox, bytes) == 2 * kLineBytes);
+inline constexpr size_t kMailboxOffset = 4224;
+static_assert(sizeof(SessionPage) <= kMailboxOffset && kMailboxOffset % kLineBytes == 0 &&
+              kMailboxOffset + sizeof(Mailbox) <= kPinsOffset);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+}  // namespace kv

@@ -1,0 +1,206 @@
+// The session socket's messages: SOCK_SEQPACKET, one message a packet, little-endian, fixed structures, nothing nested.
+// A request is a Request and `count` items of its kind; a reply is a Reply and `count` items, or with a status other than
+// kOk the error's text. Replies come in the order of the requests. docs/formats.md has the byte table.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "core/format/block.h"
+
+namespace kv::protocol {
+
+inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
+inline constexpr uint32_t kVersion = 2;
+inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
+inline constexpr size_t kMaxNamespace = 63;
+inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
+
+enum class Op : uint16_t {
+  Attach = 1,
+  RegisterLayout,
+  Create,
+  Seal,
+  Abort,
+  LookUp,
+  Delete,
+  Touch,
+  Stats,
+  Token,
+  Promote,
+  Suspect,
+  Keep,
+  kLast = Keep
+};
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",    "abort",   "lookup", "delete",
+                                           "touch",  "stats",           "token",  "promote", "suspect", "keep"};
+static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
+
+struct Request {
+  uint32_t magic;
+  uint16_t op;
+  uint16_t reserved;
+  uint32_t count;  // items that follow
+  uint32_t tag;    // comes back in the reply
+};
+struct Reply {
+  uint32_t magic;
+  uint16_t op;
+  uint16_t status;
+  uint32_t count;
+  uint32_t tag;
+};
+// In either direction: something lies in the session's mailbox. Has no reply.
+inline constexpr uint64_t kKnockMagic = 0x314b434f4e4b564bull;  // "KVKNOCK1"
+struct Knock {
+  uint64_t magic = kKnockMagic;
+};
+
+// Attach: count is 1. Descriptors with the reply: table, progress, pool, and the session's locked page unless it was resumed.
+struct Attach {
+  uint32_t version;
+  uint32_t read_only;
+  uint32_t max_pins;
+  uint32_t resume_session;  // 0: a new session
+  uint8_t resume_token[16];
+  char name[kMaxNamespace + 1];
+};
+struct Attached {
+  uint32_t session;
+  uint32_t resumed;
+  uint64_t epoch;
+  uint64_t table_bytes;
+  uint64_t progress_bytes;
+  uint64_t pool_bytes;
+  uint64_t page_bytes;
+  uint8_t pool_id[16];
+  uint8_t salt[32];  // of the namespace, digested; zeros: none
+};
+
+// Token: count is 0; the reply is what this session shows on the gRPC socket for other users.
+
+// Seal, Abort: the reply has a Done byte per item.
+struct BlockItem {
+  uint32_t record;
+  uint32_t checksummed;
+  uint64_t generation;
+};
+
+// Create: a CreateHead, `seals` BlockItems sealed first, then `count` CreateItems. The reply: `seals` Done bytes padded to 8,
+// then `count` GrantItems.
+struct CreateHead {
+  uint32_t layout;
+  uint32_t priority;
+  uint32_t ttl_s;
+  uint32_t seals;
+};
+struct CreateItem {
+  Key key;
+  uint64_t fingerprint;
+  uint32_t tokens;
+  uint32_t base_position;
+  uint32_t parent;
+  uint32_t reserved;
+};
+struct GrantItem {
+  uint32_t record;
+  uint32_t status;  // Grant
+  uint64_t generation;
+  uint64_t offset;
+  uint64_t length;
+};
+
+// LookUp: count keys; the reply has a LookUpItem each. Delete, Touch: count keys; a byte each, 1 if it was there.
+struct LookUpItem {
+  uint32_t presence;
+  uint32_t record;
+  uint64_t control;
+  uint64_t extent;
+  uint64_t shape;
+};
+
+// Promote: a PromoteHead and count keys; the reply has a PromiseItem each. Loads nothing before it answers.
+struct PromoteHead {
+  uint32_t priority;
+  uint32_t reserved;
+};
+struct PromiseItem {
+  uint32_t presence;  // pending: it is being loaded. On disk: too many loads wait. Missing: there is nothing to wait for
+  uint32_t reserved;  // 0. Without it the item had another size, and the protocol another version
+};
+
+// Suspect: count keys of blocks whose checksums did not match in the client's memory. The daemon looks itself; the reply has a
+// byte each, 1 if it dropped the block.
+
+// Keep: a KeepHead and `count` BlockItems, all that the writers of a resumed session still have open. What else of it is
+// quarantined was granted in a reply that never arrived, or its writer has stopped: it is given up. The reply is empty.
+struct KeepHead {
+  uint32_t more;  // 1: the list goes on in the next message
+  uint32_t reserved;
+};
+
+static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8);
+static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
+static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
+              sizeof(LookUpItem) == 32);
+static_assert(sizeof(Request) + sizeof(CreateHead) + kMaxKeysPerMessage * (sizeof(CreateItem) + sizeof(BlockItem)) <=
+              kMaxMessage);
+
+// Reads structures off the front of a message. Throws nothing: `ok` turns false for good when the message is too short.
+class Reader {
+ public:
+  explicit Reader(std::span<const uint8_t> bytes) : bytes_(bytes) {}
+  template <class T>
+  T take() {
+    static_assert(std::is_trivially_copyable_v<T>);
+    T value{};
+    if (bytes_.size() < sizeof(T)) return ok_ = false, value;
+    std::memcpy(&value, bytes_.data(), sizeof(T));
+    bytes_ = bytes_.subspan(sizeof(T));
+    return value;
+  }
+  template <class T>
+  std::vector<T> take(size_t count) {
+    std::vector<T> values;
+    if (bytes_.size() / sizeof(T) < count) return ok_ = false, values;
+    values.resize(count);
+    if (count) std::memcpy(values.data(), bytes_.data(), count * sizeof(T));
+    bytes_ = bytes_.subspan(count * sizeof(T));
+    return values;
+  }
+  void skip(size_t bytes) { bytes_.size() < bytes ? (void)(ok_ = false) : (void)(bytes_ = bytes_.subspan(bytes)); }
+  std::span<const uint8_t> rest() const { return bytes_; }
+  bool ok() const { return ok_; }
+  bool at_end() const { return ok_ && bytes_.empty(); }
+
+ private:
+  std::span<const uint8_t> bytes_;
+  bool ok_ = true;
+};
+
+inline bool is_knock(std::span<const uint8_t> message) {
+  Reader reader(message);
+  return reader.take<Knock>().magic == kKnockMagic && reader.at_end();
+}
+
+inline void append_bytes(std::vector<uint8_t>& out, const void* bytes, size_t n) {
+  const size_t at = out.size();
+  out.resize(at + n);
+  if (n) std::memcpy(out.data() + at, bytes, n);
+}
+template <class T>
+void append(std::vector<uint8_t>& out, const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  append_bytes(out, &value, sizeof value);
+}
+template <class T>
+void append(std::vector<uint8_t>& out, const std::vector<T>& values) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  append_bytes(out, values.data(), values.size() * sizeof(T));
+}
+
+}  // namespace kv::protocol

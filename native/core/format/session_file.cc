@@ -1,0 +1,140 @@
+#include "core/format/session_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/base/error.h"
+
+namespace kv {
+
+Id random_id() {
+  Id id;
+  KV_INVARIANT(::getrandom(id.data(), id.size(), 0) == static_cast<ssize_t>(id.size()));
+  return id;
+}
+
+std::string hex(const Id& id) {
+  static constexpr char digits[] = "0123456789abcdef";
+  std::string out;
+  for (uint8_t byte : id) out += {digits[byte >> 4], digits[byte & 15]};
+  return out;
+}
+
+SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
+                                uint32_t max_pins) {
+  SessionFile file;
+  char number[10];
+  std::snprintf(number, sizeof number, "%08x.", session);
+  file.path_ = directory + "/" + prefix + ".s." + number + hex(random_id());
+  file.locked_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
+  const uint64_t bytes = session_file_bytes(max_pins);
+  try {
+    if (int error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(bytes)))
+      throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(bytes) + " bytes", error));
+    if (::flock(file.locked_.get(), LOCK_EX | LOCK_NB) != 0) throw Error(Code::Unavailable, errno_text("locking " + file.path_));
+    file.own_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    if (!file.own_) throw Error(Code::Unavailable, errno_text("opening " + file.path_));
+    file.mapping_ = Mapping(file.own_.get(), bytes, true);
+  } catch (...) {
+    ::unlink(file.path_.c_str());
+    throw;
+  }
+  file.token_ = random_id();
+  file.max_pins_ = max_pins;
+  auto* page = file.mapping_.at<SessionPage>(0);
+  page->version = kFormatVersion;
+  page->max_pins = max_pins;
+  page->session = session;
+  std::copy(pool_id.begin(), pool_id.end(), page->pool_id);
+  std::copy(file.token_.begin(), file.token_.end(), page->token);
+  std::memcpy(page->magic, kSessionMagic, sizeof page->magic);  // last: a page without it was never finished
+  return file;
+}
+
+SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
+  SessionFile file;
+  file.path_ = path;
+  file.own_ = Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  if (!file.own_)
+    throw Error(errno == ELOOP || errno == EACCES ? Code::InvalidArgument : Code::Unavailable, errno_text("opening " + path));
+  struct stat st;
+  if (::fstat(file.own_.get(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_uid != ::geteuid() || (st.st_mode & 07777) != 0600 ||
+      st.st_size < static_cast<off_t>(session_file_bytes(1)))
+    throw Error(Code::InvalidArgument, path + " is not a session file of this user with mode 0600");
+  // Where fs.protected_hardlinks is 0, anybody can link it. Which name bears its session's number cannot be told, and its pins
+  // count all the same: nothing is taken over rather than too much given away.
+  if (st.st_nlink > 1) throw Error(Code::Unavailable, path + " has " + std::to_string(st.st_nlink) + " links");
+  file.mapping_ = Mapping(file.own_.get(), std::min<size_t>(static_cast<size_t>(st.st_size), session_file_bytes(kMaxPins)), true);
+  // By a call, not through the mapping: its client may cut the file at this moment.
+  SessionPage page;
+  if (::pread(file.own_.get(), static_cast<void*>(&page), sizeof page, 0) != sizeof page)
+    throw Error(Code::InvalidArgument, path + " was cut short");
+  // The file's size bounds the pins, and where its client has stretched it, the limit of all; the word in the page is not
+  // believed.
+  file.max_pins_ = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8, kMaxPins));
+  std::copy(std::begin(page.token), std::end(page.token), file.token_.begin());
+  if (std::memcmp(page.magic, kSessionMagic, sizeof page.magic) != 0 || page.version != kFormatVersion ||
+      !std::equal(pool_id.begin(), pool_id.end(), page.pool_id))
+    throw Error(Code::InvalidArgument, path + " is not a session of this pool");
+  return file;
+}
+
+uint32_t SessionFile::number_in(const std::string& name) {
+  char* end = nullptr;
+  const unsigned long number = std::strtoul(name.c_str(), &end, 16);
+  return end == name.c_str() + 8 && *end == '.' ? static_cast<uint32_t>(number) : ~0u;
+}
+
+bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) == 0; }
+
+void SessionFile::unlink() { ::unlink(path_.c_str()); }
+
+PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
+  const auto slots = static_cast<uint32_t>((mapping_.size() - kPinsOffset) / 8);
+  free_.resize(slots);
+  for (uint32_t i = 0; i < slots; ++i) free_[i] = slots - 1 - i;
+}
+
+size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots) {
+  std::lock_guard lock(mutex_);
+  auto& high = mapping_.at<SessionPage>(0)->pins_high;
+  const size_t count = std::min(wanted.size(), free_.size());
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t slot = free_.back();
+    if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
+    uint64_t empty = 0;
+    KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, wanted[i], std::memory_order_acq_rel));
+    free_.pop_back();
+    slots[i] = slot;
+  }
+  return count;
+}
+
+void PinBoard::clear(std::span<const uint32_t> slots) {
+  for (uint32_t slot : slots) pins()[slot].store(0, std::memory_order_release);
+  std::lock_guard lock(mutex_);
+  free_.insert(free_.end(), slots.rbegin(), slots.rend());
+}
+
+void PinBoard::touched(std::span<const uint32_t> records) {
+  auto* page = mapping_.at<SessionPage>(0);
+  const uint64_t at = page->ring_head.fetch_add(records.size(), std::memory_order_relaxed);
+  for (size_t i = 0; i < records.size(); ++i) page->ring[(at + i) % kTouchRing].store(records[i], std::memory_order_release);
+}
+
+void PinBoard::count(uint64_t hits, uint64_t misses) {
+  auto* page = mapping_.at<SessionPage>(0);
+  if (hits) page->hits.fetch_add(hits, std::memory_order_relaxed);
+  if (misses) page->misses.fetch_add(misses, std::memory_order_relaxed);
+}
+
+}  // namespace kv

@@ -1,0 +1,110 @@
+// A session's page file, both ends of it. The daemon makes the file, takes flock(LOCK_EX) on one open file description and
+// hands that description to the client; the kernel drops the lock when the last descriptor and the last mapping of that
+// description are gone, forks included. So "can I take the lock on a description of my own" is the question "can anybody still
+// touch the memory".
+//
+// Daemon: SessionFile. Client: PinBoard, which takes and clears pins by the hazard protocol.
+// Invariant: a pin is written into a word that was 0, never moves, and is cleared only by the process that wrote it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/base/atomics.h"
+#include "core/format/block.h"
+#include "core/format/segment.h"
+
+namespace kv {
+
+using Id = std::array<uint8_t, 16>;
+Id random_id();
+std::string hex(const Id& id);
+
+constexpr uint64_t session_file_bytes(uint32_t max_pins) { return kPinsOffset + uint64_t{8} * max_pins; }
+
+class SessionFile {
+ public:
+  // Makes "<directory>/<prefix>.s.<session>.<random>", 0600, filled and locked; the locked descriptor is taken by take_locked().
+  static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
+                            uint32_t max_pins);
+  // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.
+  static uint32_t number_in(const std::string& name);
+  // Opens one left by an earlier daemon. Throws InvalidArgument if it is not a page of this pool, of this user, 0600, one link.
+  static SessionFile open(const std::string& path, const Id& pool_id);
+
+  Fd take_locked() { return std::move(locked_); }
+  // True once nobody holds the client's description any more. From then on the lock is ours.
+  bool lock_free();
+  void unlink();
+
+  const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
+  const Id& token() const { return token_; }
+  uint32_t max_pins() const { return max_pins_; }
+  uint64_t bytes() const { return mapping_.size(); }
+  const Mapping& mapping() const { return mapping_; }
+  Mapping head_again() const {
+    return Mapping(own_.get(), kPinsOffset, true);
+  }  // another mapping, of what stands before the pins
+
+  // Calls f(pin word) for every pin.
+  template <class F>
+  void each_pin(F&& f) const {
+    const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
+    const uint64_t high = page().pins_high.load(std::memory_order_acquire);
+    for (uint64_t i = 0; i < high && i < max_pins_; ++i)
+      if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);  // what the reader read is over when it is 0
+  }
+
+ private:
+  std::string path_;
+  Fd own_;     // the daemon's description: not locked while the client lives
+  Fd locked_;  // the client's
+  Mapping mapping_;
+  Id token_{};
+  uint32_t max_pins_ = 0;  // of the daemon's making; the client's copy in the page is not believed
+};
+
+// The client's side of its page. Thread-safe.
+class PinBoard {
+ public:
+  static constexpr uint32_t kNoSlot = ~0u;
+
+  explicit PinBoard(Mapping page);
+
+  // Writes pins into free words, as many as there are. Returns how many, their places in `slots`. The caller fences and verifies.
+  size_t take(std::span<const uint64_t> pins, uint32_t* slots);
+  void clear(std::span<const uint32_t> slots);
+  void touched(std::span<const uint32_t> records);
+  void count(uint64_t hits, uint64_t misses);
+
+  // While one lives, the daemon wakes this session's sleepers. Made before the last look at the record (see
+  // Store::anybody_waits).
+  class Waiting {
+   public:
+    explicit Waiting(PinBoard& board) : count_(board.mapping_.at<SessionPage>(0)->waiting) {
+      count_.fetch_add(1, std::memory_order_relaxed);
+      fence_full();
+    }
+    ~Waiting() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    Waiting(const Waiting&) = delete;
+
+   private:
+    std::atomic<uint64_t>& count_;
+  };
+
+  const SessionPage& page() const { return *mapping_.at<SessionPage>(0); }
+  Mailbox& mailbox() const { return *mapping_.at<Mailbox>(kMailboxOffset); }
+
+ private:
+  std::atomic<uint64_t>* pins() const { return mapping_.at<std::atomic<uint64_t>>(kPinsOffset); }
+
+  Mapping mapping_;
+  std::mutex mutex_;
+  std::vector<uint32_t> free_;  // low slots on top, so that scans stay short
+};
+
+}  // namespace kv

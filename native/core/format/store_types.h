@@ -1,0 +1,99 @@
+// What goes into the store and comes out of it: requests, answers and figures, plain values that own nothing of the store.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/format/block.h"
+#include "core/format/index.h"
+
+namespace kv {
+
+struct Handle {
+  uint32_t record;
+  uint64_t generation;
+  friend bool operator==(const Handle&, const Handle&) = default;
+};
+
+struct Seal {
+  Handle handle;
+  bool checksummed = false;  // the writer left the layers' checksums behind them
+};
+
+struct CreateItem {
+  Key key;
+  uint64_t fingerprint = 0;
+  uint32_t tokens = 0;
+  uint32_t base_position = 0;
+  uint32_t parent = 0;
+};
+
+enum class Grant : uint8_t { Granted = 0, Exists = 1, Pending = 2, NoSpace = 3 };
+
+struct Granted {
+  Grant status = Grant::NoSpace;
+  Handle handle{0, 0};
+  Extent extent{0, 0};
+};
+
+struct CreateRequest {
+  uint32_t owner, layout;
+  uint32_t priority = kDefaultPriority;
+  uint32_t ttl_s = 0;
+  std::span<const CreateItem> items;
+  bool loaded = false;  // from the file there is
+};
+
+enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block
+
+enum class Presence : uint8_t { Missing = 0, Pending = 1, Resident = 2, OnDisk = 3 };
+
+struct Found {
+  Presence presence = Presence::Missing;
+  Snapshot snapshot;
+};
+
+struct Description {
+  Key key;
+  uint32_t record;
+  State state;
+  Snapshot snapshot;
+  uint32_t created_s;
+  double score;
+};
+
+#define KV_STORE_COUNTERS(X) \
+  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped)
+
+struct Stats {
+  uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
+  uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
+#define X(name) uint64_t name;
+  KV_STORE_COUNTERS(X)
+#undef X
+};
+
+// A block about to be written to disk: all that its file says, and where its bytes lie. Pinned until end_write.
+struct WriteJob {
+  Handle handle;
+  Key key;
+  Extent extent;
+  Shape shape;
+  uint64_t fingerprint;
+  uint32_t created_s, expiry_s, parent;
+  bool checksummed;
+};
+
+struct Deleted {  // which files must go: those of deleted blocks, or all
+  std::vector<Key> keys;
+  bool all = false;
+};
+
+struct ScrubResult {
+  uint64_t verified = 0, computed = 0, corrupt = 0, bytes = 0;
+  uint32_t next = 0;  // the record to go on from
+  bool done = false;  // there is none
+};
+
+}  // namespace kv

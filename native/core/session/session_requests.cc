@@ -1,0 +1,277 @@
+// What a session's requests mean: decode, call the store, encode. No policy of its own.
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/base/error.h"
+#include "core/base/polling.h"
+#include "core/session/session_server.h"
+
+namespace kv {
+namespace {
+
+using protocol::append;
+using protocol::Op;
+
+void need_end(const protocol::Reader& body) {
+  if (!body.at_end()) throw Error(Code::InvalidArgument, "the message's length does not fit its count");
+}
+
+// A description of the same file without the right to write.
+Fd read_only_copy(int fd) {
+  Fd copy(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC));
+  if (!copy) throw Error(Code::Unavailable, errno_text("opening a segment read-only"));
+  return copy;
+}
+
+std::vector<uint8_t> seal_all(Store& store, uint32_t session, const std::vector<protocol::BlockItem>& items) {
+  std::vector<Seal> blocks;
+  for (const auto& item : items) blocks.push_back({{item.record, item.generation}, item.checksummed != 0});
+  std::vector<uint8_t> out;
+  for (const Done done : store.seal(session, blocks)) out.push_back(static_cast<uint8_t>(done));
+  return out;
+}
+
+std::vector<uint8_t> seal_or_abort(Store& store, uint32_t session, bool seal, uint32_t count, protocol::Reader body) {
+  const auto items = body.take<protocol::BlockItem>(count);
+  need_end(body);
+  if (seal) return seal_all(store, session, items);
+  std::vector<uint8_t> out;
+  for (const auto& item : items) out.push_back(static_cast<uint8_t>(store.abort(session, {item.record, item.generation})));
+  store.settle();
+  return out;
+}
+
+std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
+  std::vector<uint8_t> out;
+  for (const Key& key : keys) {
+    const Found found = store.lookup(key);
+    append(out, protocol::LookUpItem{static_cast<uint32_t>(found.presence), found.snapshot.record, found.snapshot.control.word,
+                                     found.snapshot.extent.pack(), found.snapshot.shape.pack()});
+  }
+  return out;
+}
+
+std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
+  std::vector<uint8_t> out;
+  LowerTier* lower = store.lower();
+  for (const Key& key : keys) {
+    Presence presence = store.lookup(key).presence;
+    if (presence == Presence::Missing || presence == Presence::OnDisk)
+      presence = lower ? lower->promote(key, priority) : Presence::Missing;
+    append(out, protocol::PromiseItem{static_cast<uint32_t>(presence), 0});
+  }
+  return out;
+}
+
+// Reading, and what makes reading faster.
+bool reader_may(Op op) {
+  switch (op) {
+    case Op::LookUp:
+    case Op::Touch:
+    case Op::Stats:
+    case Op::Token:
+    case Op::Promote:
+    case Op::Suspect: return true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+std::string stats_json(Store& store) {
+  const Stats s = store.stats();
+  std::string out = "{";
+  auto field = [&](const char* name, uint64_t value) {
+    out += std::string(out.size() > 1 ? ", \"" : "\"") + name + "\": " + std::to_string(value);
+  };
+#define X(name) field(#name, s.name);
+  // clang-format off
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created)
+  X(zombies) X(quarantined) X(on_disk) X(pending_writes) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
+  KV_STORE_COUNTERS(X);
+  // clang-format on
+#undef X
+  LowerTier* lower = store.lower();
+  const LowerTier::Figures disk = lower != nullptr ? lower->figures() : LowerTier::Figures{};
+#define X(name) field("disk_" #name, disk.name);
+  X(files) X(bytes) X(quota_bytes) X(loaded) X(written);
+#undef X
+  return out + "}";
+}
+
+std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  Store& store = *connection.store;
+  const auto op = static_cast<Op>(request.op);
+  if (connection.read_only && !reader_may(op))
+    throw Error(Code::NotPermitted, "the session of namespace " + store.name() + " is read-only");
+  switch (op) {
+    case Op::RegisterLayout: {
+      std::vector<uint8_t> out;
+      append(out, store.register_layout(body.rest()));
+      return out;
+    }
+    case Op::Create: return create(connection, request, body);
+    case Op::Seal: return seal_or_abort(store, connection.session, true, request.count, body);
+    case Op::Abort: return seal_or_abort(store, connection.session, false, request.count, body);
+    case Op::LookUp:
+    case Op::Delete:
+    case Op::Touch:
+    case Op::Suspect: {
+      const auto keys = body.take<Key>(request.count);
+      need_end(body);
+      if (op == Op::LookUp) return look_up(store, keys);
+      if (op == Op::Touch) {
+        const std::vector<bool> touched = store.touch(keys);
+        return {touched.begin(), touched.end()};
+      }
+      std::vector<uint8_t> out;
+      for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.drop_if_corrupt(key));
+      store.settle();
+      return out;
+    }
+    case Op::Promote: {
+      const auto head = body.take<protocol::PromoteHead>();
+      const auto keys = body.take<Key>(request.count);
+      need_end(body);
+      if (head.priority > kMaxPriority)
+        throw Error(Code::InvalidArgument,
+                    "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
+      return promote(store, head.priority, keys);
+    }
+    case Op::Stats: {
+      const std::string text = stats_json(store);
+      return {text.begin(), text.end()};
+    }
+    case Op::Token: return token_of(connection);
+    case Op::Keep: return keep(connection, request, body);
+    case Op::Attach: break;
+  }
+  throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
+}
+
+std::vector<uint8_t> SessionServer::create(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto head = body.take<protocol::CreateHead>();
+  if (head.seals > kMaxKeysPerMessage)
+    throw Error(Code::InvalidArgument, "the message carries " + std::to_string(head.seals) + " seals, the limit is " +
+                                           std::to_string(kMaxKeysPerMessage));
+  const auto seals = body.take<protocol::BlockItem>(head.seals);
+  const auto wanted = body.take<protocol::CreateItem>(request.count);
+  need_end(body);
+  // Both lists field by field: a copy of what was just written in parts waits for the parts.
+  std::vector<CreateItem> items(wanted.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i].key = wanted[i].key, items[i].fingerprint = wanted[i].fingerprint;
+    items[i].tokens = wanted[i].tokens, items[i].base_position = wanted[i].base_position, items[i].parent = wanted[i].parent;
+  }
+
+  std::vector<uint8_t> out = seal_all(*connection.store, connection.session, seals);
+  out.reserve(round_up(out.size(), 8) + items.size() * sizeof(protocol::GrantItem));
+  out.resize(round_up(out.size(), 8));
+  const std::vector<Granted> granted =
+      connection.store->create({connection.session, head.layout, head.priority, head.ttl_s, items});
+  std::vector<protocol::GrantItem> grants(granted.size());
+  for (size_t i = 0; i < grants.size(); ++i) {
+    const Granted& from = granted[i];
+    grants[i].record = from.handle.record, grants[i].status = static_cast<uint32_t>(from.status);
+    grants[i].generation = from.handle.generation, grants[i].offset = from.extent.offset, grants[i].length = from.extent.length;
+  }
+  append(out, grants);
+  return out;
+}
+
+// A list may take several messages. What is remembered of it is no more than what the session has.
+std::vector<uint8_t> SessionServer::keep(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto head = body.take<protocol::KeepHead>();
+  const auto items = body.take<protocol::BlockItem>(request.count);
+  need_end(body);
+  std::vector<Handle> open;
+  for (const auto& item : items) open.push_back({item.record, item.generation});
+  const size_t most = connection.store->keepable(connection.session, open);
+  if (connection.kept.size() + open.size() > most)
+    throw Error(Code::InvalidArgument, "a session keeps more than the " + std::to_string(most) + " blocks that it has open");
+  connection.kept.insert(connection.kept.end(), open.begin(), open.end());
+  if (!head.more) connection.store->keep_only(connection.session, std::exchange(connection.kept, {}));
+  return {};
+}
+
+// The same token however often it is asked for: a session has one at most.
+std::vector<uint8_t> SessionServer::token_of(Connection& connection) {
+  if (!connection.token) connection.token = tokens_.issue({connection.store->name(), connection.read_only, connection.who.uid});
+  return {connection.token->begin(), connection.token->end()};
+}
+
+// The number of the store of that name, if this peer may see it. What it may not see takes the same way as what does not exist.
+size_t SessionServer::visible_store(const Connection& connection, const std::string& name) const {
+  size_t found = stores_.size();
+  for (size_t i = 0; i < stores_.size(); ++i)
+    if ((stores_[i]->name() == name) & (connection.rights[i] != Right::None)) found = i;
+  if (found == stores_.size()) throw Error(Code::NotFound, "no namespace " + name);
+  return found;
+}
+
+void SessionServer::attach(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  const auto wanted = body.take<protocol::Attach>();
+  const uint64_t began_ns = monotonic_ns();
+  need_end(body);
+  if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
+  if (wanted.version != protocol::kVersion)
+    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(wanted.version) +
+                                               " of the session protocol, the daemon " + std::to_string(protocol::kVersion));
+  if (wanted.max_pins == 0 || wanted.max_pins > options_.max_pins)
+    throw Error(Code::InvalidArgument,
+                "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
+  const std::string name(wanted.name, ::strnlen(wanted.name, sizeof wanted.name));
+  const size_t number = visible_store(connection, name);
+  if (!wanted.read_only && connection.rights[number] != Right::Write)
+    throw Error(Code::NotPermitted, "this user may read namespace " + name + " and not write it: attach read-only");
+  Store& store = *stores_[number];
+  const Store::Options& segments = store.options();
+  Fd table = read_only_copy(segments.table_fd);
+  Fd progress, pool;
+  if (wanted.read_only) progress = read_only_copy(segments.progress_fd), pool = read_only_copy(segments.pool_fd);
+
+  Id token;
+  std::copy(std::begin(wanted.resume_token), std::end(wanted.resume_token), token.begin());
+  protocol::Attached reply{};
+  Fd page;
+  reply.resumed =
+      wanted.resume_session && store.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
+  if (reply.resumed) {
+    reply.session = wanted.resume_session;
+  } else {
+    // A session costs memory and a guard until nobody maps its page any more, also one whose connection was closed.
+    size_t left = 0;
+    for (Store* one : stores_) left += one->left_sessions(connection.who.uid);
+    if (left >= most_sessions(connection.who.uid))
+      throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(connection.who.uid) +
+                                     " have ended while their processes still map them, the limit is " +
+                                     std::to_string(most_sessions(connection.who.uid)));
+    std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid);
+  }
+  connection.store = &store;
+  connection.session = reply.session;
+  connection.read_only = wanted.read_only != 0;
+  connection.mailbox = std::make_unique<DaemonMailbox>(store.session_page_head(reply.session));
+  const TableHeader& header = store.header();
+  reply.epoch = header.epoch.load(std::memory_order_acquire);
+  reply.table_bytes = header.total_bytes;
+  reply.progress_bytes = round_up(Store::progress_bytes(header.max_blocks), kPageBytes);
+  reply.pool_bytes = header.capacity_bytes;
+  reply.page_bytes = store.session_page_bytes(reply.session);
+  std::copy(segments.pool_id.begin(), segments.pool_id.end(), reply.pool_id);
+  std::copy(options_.tenants[number].salt.begin(), options_.tenants[number].salt.end(), reply.salt);
+
+  std::vector<uint8_t> bytes;
+  append(bytes, reply);
+  std::vector<int> descriptors{table.get(), wanted.read_only ? progress.get() : segments.progress_fd,
+                               wanted.read_only ? pool.get() : segments.pool_fd};
+  if (page) descriptors.push_back(page.get());
+  if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
+  measure(&store, request.op, began_ns);
+}
+
+}  // namespace kv

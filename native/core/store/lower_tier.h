@@ -1,0 +1,25 @@
+// The tier below a store, as the store and its doors see it: what may be asked of it without waiting for a disk.
+#pragma once
+
+#include <cstdint>
+
+#include "core/format/store_types.h"
+
+namespace kv {
+
+// The tier below, as the doors see it. Calls are made without the store's lock, take microseconds and do no I/O, but for one.
+class LowerTier {
+ public:
+  struct Figures {  // for clients: its files now, and blocks since the daemon began
+    uint64_t files = 0, bytes = 0, quota_bytes = 0, loaded = 0, written = 0;
+  };
+  virtual ~LowerTier() = default;
+  virtual Presence promote(const Key& key, uint32_t priority) = 0;
+  enum class Below { Nothing, Unsure, Known };  // whether there was a file. Unsure: told once of each key
+  virtual Below forget(const Key& key) = 0;
+  virtual void forget_all() = 0;
+  virtual void remember_flush() = 0;  // does I/O, before a flush is answered: it outlives memory. Throws Unavailable
+  virtual Figures figures() = 0;
+};
+
+}  // namespace kv

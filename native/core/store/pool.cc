@@ -1,0 +1,96 @@
+#include "core/store/pool.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/format/block.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kFaultStep = 8ull << 20;  // small, so that stop() is prompt
+}
+
+Pool::Pool(int fd, uint64_t capacity, uint64_t frontier)
+    : fd_(::fcntl(fd, F_DUPFD_CLOEXEC, 3)), capacity_(capacity), mapping_(fd, capacity, true), frontier_(frontier) {}
+
+Pool::~Pool() { stop(); }
+
+void Pool::start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted) {
+  grown_ = std::move(grown);
+  thread_ = std::thread([this, faulted = std::move(faulted)] { run(faulted); });
+}
+
+void Pool::stop() {
+  stop_.store(true);
+  if (thread_.joinable()) thread_.join();
+}
+
+bool Pool::grow() {
+  // Held over the callback: steps are told in their order, and who finds nothing left to grow finds all of it told.
+  std::lock_guard one_at_a_time(grow_mutex_);
+  const uint64_t before = frontier_.load(std::memory_order_relaxed);
+  if (before >= capacity_ || full_.load(std::memory_order_relaxed)) return false;
+  const uint64_t step = std::min(kGrowStep, capacity_ - before);
+  if (::fallocate(fd_.get(), 0, static_cast<off_t>(before), static_cast<off_t>(step)) != 0) {
+    std::lock_guard lock(mutex_);
+    problem_ = errno_text("the pool stays at " + std::to_string(before) + " of " + std::to_string(capacity_) + " bytes");
+    full_.store(true, std::memory_order_relaxed);
+    return false;
+  }
+  frontier_.store(before + step, std::memory_order_release);
+  if (grown_) grown_(before + step);
+  return true;
+}
+
+// MADV_POPULATE_WRITE answers an error where touching would be a SIGBUS.
+void Pool::run(std::function<void(uint64_t)> faulted) {
+  ::pthread_setname_np(::pthread_self(), "kv-fault");
+  uint64_t at = 0;
+  while (!stop_.load(std::memory_order_relaxed)) {
+    if (at >= frontier() && !grow() && at >= frontier()) return;  // a create may have taken the last step
+    const uint64_t step = std::min(kFaultStep, frontier() - at);
+    if (::madvise(mapping_.data() + at, step, MADV_POPULATE_WRITE) != 0) {
+      std::lock_guard lock(mutex_);
+      problem_ = errno_text("faulting in at " + std::to_string(at));
+      return;
+    }
+    // The pages stay; only this process's page table entries go. With a million of them the daemon's end would take
+    // 100 ms longer per 4 GiB, and it reads and writes the pool rarely.
+    ::madvise(mapping_.data() + at, step, MADV_DONTNEED);
+    at += step;
+    faulted_.store(at, std::memory_order_release);
+    faulted(at);
+  }
+}
+
+std::string Pool::problem() const {
+  std::lock_guard lock(mutex_);
+  return problem_;
+}
+
+bool Pool::truncated() const {
+  const uint64_t exists = frontier();  // before the size: a step may be added between the two looks
+  struct stat st;
+  return ::fstat(fd_.get(), &st) != 0 || static_cast<uint64_t>(st.st_size) < exists;
+}
+
+bool Pool::read(uint64_t offset, void* out, size_t length) const {
+  iovec local{out, length};
+  iovec remote{mapping_.data() + offset, length};
+  return ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(length);
+}
+
+bool Pool::write(uint64_t offset, const void* data, size_t length) const {
+  iovec local{const_cast<void*>(data), length};
+  iovec remote{mapping_.data() + offset, length};
+  return ::process_vm_writev(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(length);
+}
+
+}  // namespace kv

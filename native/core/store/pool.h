@@ -1,0 +1,58 @@
+// The pool's memory in the daemon: grows the file by fallocate in steps behind the daemon's back, faults it in, and reads and
+// writes its bytes only through calls that answer EFAULT where a client has truncated the file. Knows offsets, not blocks.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "core/format/segment.h"
+
+namespace kv {
+
+class Pool {
+ public:
+  Pool(int fd, uint64_t capacity, uint64_t frontier);
+  ~Pool();
+
+  // Starts the thread that grows and faults in to the capacity. `grown(frontier)` is called after each step, in order.
+  void start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted);
+  void stop();
+
+  // Adds one step now. False if the pool has its full size, or the file system has no room (then problem() says so).
+  bool grow();
+
+  uint64_t capacity() const { return capacity_; }
+  uint64_t frontier() const { return frontier_.load(std::memory_order_acquire); }
+  uint64_t faulted() const { return faulted_.load(std::memory_order_acquire); }
+  std::string problem() const;
+  bool truncated() const;  // the file is shorter than the frontier: a client cut it
+
+  // False if the memory is not there any more.
+  bool read(uint64_t offset, void* out, size_t length) const;
+  bool write(uint64_t offset, const void* data, size_t length) const;
+
+  int fd() const { return fd_.get(); }
+
+ private:
+  void run(std::function<void(uint64_t)> faulted);
+
+  Fd fd_;
+  const uint64_t capacity_;
+  Mapping mapping_;
+  std::atomic<uint64_t> frontier_;
+  std::atomic<uint64_t> faulted_{0};
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> full_{false};  // fallocate refused: no further growth
+  std::mutex grow_mutex_;          // one grower at a time; taken before the store's lock, never inside it
+  mutable std::mutex mutex_;       // guards problem_
+  std::string problem_;
+  std::function<void(uint64_t)> grown_;
+  std::thread thread_;
+};
+
+}  // namespace kv

@@ -1,0 +1,371 @@
+#include "core/store/store.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/base/atomics.h"
+#include "core/base/error.h"
+#include "core/base/futex.h"
+
+namespace kv {
+namespace {
+
+uint32_t realtime_s() {
+  timespec now;
+  ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
+  return static_cast<uint32_t>(now.tv_sec);
+}
+
+// Room is made ahead for batches that are no more than this part of the pool: 16 MiB of 2 GiB.
+constexpr uint64_t kAheadDivisor = 128;
+
+constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed, as in a look-up (docs/design.md §11)
+
+// Scores are divided by 2^kRebaseExponent once uses count for more than that.
+constexpr double kRebaseExponent = 512;
+
+std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
+  return std::string(what) + " is " + std::to_string(value) + ", the limit is " + std::to_string(limit);
+}
+
+}  // namespace
+
+Store::Lock Store::enter() {
+  Lock lock(mutex_);
+  list_contents();
+  check_memory();
+  if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
+  return lock;
+}
+
+// ---------------------------------------------------------------- records
+
+Key Store::key_of(uint32_t record) const {
+  Key key;
+  for (size_t i = 0; i < 4; ++i) key.words[i] = index_.record(record).key[i].load(std::memory_order_relaxed);
+  return key;
+}
+
+Extent Store::extent_of(uint32_t record) const {
+  return Extent::unpack(index_.record(record).extent.load(std::memory_order_relaxed));
+}
+
+Shape Store::shape_of(uint32_t record) const {
+  return Shape::unpack(index_.record(record).shape.load(std::memory_order_relaxed));
+}
+
+bool Store::expired(uint32_t expiry_s) const { return expiry_s != 0 && realtime_s() >= expiry_s; }
+
+// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, nothing else does.
+void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
+  const Control now = control(record);
+  KV_INVARIANT(allowed(now.state(), event, to));
+  const bool retire = to == State::Zombie || to == State::Quarantined;
+  index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word,
+                                      std::memory_order_release);
+}
+
+// The record decides; this word only tells those who wait. Whoever calls this wakes them.
+void Store::publish_progress(uint32_t record, Phase phase) {
+  const uint32_t layers = phase == Phase::Sealed ? layout_of(shape_of(record).layout).num_layers() : 0;
+  progress_[record].store(progress_word(control(record).generation(), layers, phase), std::memory_order_release);
+}
+
+// Does a reader sleep on any progress word, or is it about to? It says so in its page, fences, and looks at the record again
+// before it sleeps; we changed the record and fence before we read the page. One of the two sees the other, so no wake is lost.
+bool Store::anybody_waits() const {
+  fence_full();
+  if (waiting_here_.load(std::memory_order_relaxed)) return true;
+  for (auto& [id, session] : sessions_)
+    if (session->file && session->file->page().waiting.load(std::memory_order_relaxed)) return true;
+  return false;
+}
+
+// What a use counts for in this request, relative to one at the origin: the same for all blocks of the request, so that their
+// places in the prompt decide among them, and more than in any request before, also when the clock is put back.
+double Store::use_now() {
+  timespec now;
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  auto& origin = index_.header().origin_s;
+  auto since = [&] {
+    const auto whole = now.tv_sec - static_cast<int64_t>(origin.load(std::memory_order_relaxed));
+    return std::max(0.0, static_cast<double>(whole) + static_cast<double>(now.tv_nsec) * 1e-9);
+  };
+  while (since() / kHalfLifeSeconds > kRebaseExponent) {
+    const double factor = std::exp2(-kRebaseExponent);
+    for (uint32_t r = 0; r < index_.max_blocks(); ++r)
+      index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
+    policy_.scale(factor);
+    on_disk_.scale(factor);
+    use_value_ *= factor;
+    std::set<std::pair<double, uint32_t>> wishes;
+    for (auto& [score, record] : wishes_) wishes.emplace(rank(record), record);
+    wishes_ = std::move(wishes);
+    origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
+  }
+  return use_value_ = std::max(use_value(since()), use_value_ * (1 + 0x1p-40));
+}
+
+// Counts a use in the record and returns its new score.
+double Store::add_use(uint32_t record, double now) {
+  const Shape shape = shape_of(record);
+  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
+  const double score = rank(record) + weight * now;
+  index_.upkeep(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
+  return score;
+}
+
+void Store::use(uint32_t record, double now) {
+  KV_INVARIANT(control(record).state() == State::Sealed);
+  if (options_.disk) forget_wish(record);  // its score changes
+  policy_.moved(class_of(record), record, add_use(record, now));
+  if (options_.disk) wish_to_write(record, true);  // at least its second use: it was used when it was sealed
+}
+
+// ---------------------------------------------------------------- layouts
+
+const Layout& Store::layout_of(uint32_t id) const {
+  if (id >= layouts_.size() || !layouts_[id])
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  return *layouts_[id];
+}
+
+uint32_t Store::register_layout(std::span<const uint8_t> blob) {
+  Layout layout = Layout::parse(blob);
+  Lock lock = enter();
+  for (uint32_t id = 0; id < layouts_.size(); ++id)
+    if (layouts_[id]->blob == layout.blob) return id;
+  const auto id = static_cast<uint32_t>(layouts_.size());
+  if (id == kMaxLayouts)
+    throw Error(Code::NoSpace, "all " + std::to_string(kMaxLayouts) + " layouts of this namespace are taken");
+  std::byte* slot = table_.data() + index_.header().layouts_offset + id * kLayoutSlotBytes;
+  const auto length = static_cast<uint32_t>(blob.size());
+  std::memcpy(slot + 4, blob.data(), length);
+  std::memcpy(slot, &length, 4);
+  index_.header().layouts.store(id + 1, std::memory_order_release);
+  layouts_.push_back(std::move(layout));
+  return id;
+}
+
+std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
+  Lock lock(mutex_);
+  std::vector<std::pair<uint32_t, Layout>> out;
+  for (uint32_t id = 0; id < layouts_.size(); ++id) out.emplace_back(id, *layouts_[id]);
+  return out;
+}
+
+// ---------------------------------------------------------------- create, seal, abort
+
+// One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
+// claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
+void Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out) {
+  uint32_t found = index_.find_exclusive(item.key);
+  if (found != Index::kAbsent && control(found).state() != State::Disk) {
+    if (control(found).state() == State::Created) {
+      out.status = Grant::Pending;
+      out.handle = {found, control(found).generation()};
+      return;
+    }
+    if (!expired(index_.record(found).expiry_s.load(std::memory_order_relaxed))) {
+      use(found, now);
+      out.status = Grant::Exists;
+      return;
+    }
+    to_zombie(found, Event::Evict);
+    counters_.expired += 1;
+    found = Index::kAbsent;
+    scan_zombies();
+  }
+  if (draining_) return;
+  // A file says until when its block lives: one that says longer than is asked for now goes.
+  const uint32_t until_s = found == Index::kAbsent ? 1 : index_.record(found).expiry_s.load(std::memory_order_relaxed);
+  if (request.ttl_s && !request.loaded && (!until_s || until_s > uint64_t{realtime_s()} + request.ttl_s))
+    delete_disk_record(found), found = Index::kAbsent;
+  const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
+  if (free_head_ == Index::kAbsent && spare_records()) {
+    if (on_disk_.size() && on_disk_.least().record == found) found = Index::kAbsent;
+    free_spare_record();
+  }
+  if (free_head_ == Index::kAbsent) return;
+  const uint64_t length = layout.extent_bytes(item.tokens);
+  const uint32_t record = free_head_;
+  std::optional<uint64_t> offset = arena_.allocate(length, record);
+  if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
+  if (!offset) return;
+  Record& r = index_.record(record);
+  Upkeep& u = index_.upkeep(record);
+  free_head_ = u.link.load(std::memory_order_relaxed);
+  const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
+  if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
+  const Extent extent{*offset, length};
+  {
+    Writing writing(r.sequence);
+    u.owner.store(request.owner, std::memory_order_relaxed);
+    for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
+    r.extent.store(extent.pack(), std::memory_order_relaxed);
+    r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
+    u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
+    const uint32_t created_s = realtime_s();
+    u.created_s.store(created_s, std::memory_order_relaxed);
+    const uint64_t expiry = uint64_t{created_s} + request.ttl_s + 1;
+    r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
+                     std::memory_order_relaxed);
+    u.parent.store(item.parent, std::memory_order_relaxed);
+    u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
+  }
+  add_use(record, now);
+  transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
+  if (!index_.insert_key(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
+    transition(record, Event::Abort, State::Zombie, 0);
+    zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
+    scan_zombies();
+    return;
+  }
+  publish_progress(record, Phase::Writing);
+  records_used_ += 1, created_ += 1, used_bytes_ += length;
+  counters_.creates += 1;
+  out = {Grant::Granted, {record, control(record).generation()}, extent};
+  unlisted_.emplace_back(record, out.handle.generation);  // not a copy of what was just written in parts: it would wait
+}
+
+std::vector<Granted> Store::create(const CreateRequest& request) {
+  if (request.items.size() > kMaxKeysPerMessage)
+    throw Error(Code::InvalidArgument, limit_text("the number of keys", request.items.size(), kMaxKeysPerMessage));
+  if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
+  Lock lock = enter();
+  check_pool();
+  auto owner_of_request = [&]() -> Session& {
+    const auto found = sessions_.find(request.owner);
+    if (found == sessions_.end() || found->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+    return *found->second;
+  };
+  Session* owner = &owner_of_request();
+  const Layout& layout = layout_of(request.layout);
+  for (const CreateItem& item : request.items) {
+    if (item.tokens == 0 || item.tokens > layout.block_tokens)
+      throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
+    if (item.base_position > kMaxBasePosition)
+      throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
+  }
+  std::vector<Granted> out(request.items.size());
+  const double now = use_now();
+  auto attempt = [&] {
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < std::min(kAhead, out.size()); ++i) index_.prefetch_bucket(request.items[i].key);
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (i + kAhead < out.size()) index_.prefetch_bucket(request.items[i + kAhead].key);
+      if (out[i].status != Grant::NoSpace) continue;
+      grant(request, request.items[i], layout, now, out[i]);
+      if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
+      if (out[i].status == Grant::NoSpace) missing.push_back(i);
+    }
+    return missing;
+  };
+  std::vector<size_t> missing = attempt();
+  // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
+  while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
+    lock.unlock();
+    const bool more = pool_.grow();
+    lock.lock();
+    owner = &owner_of_request();  // it may have ended meanwhile: its end has taken what was granted to it
+    missing = attempt();
+    if (!more) break;
+  }
+  // Twice: a victim pinned at the last moment stays a zombie and frees nothing.
+  for (int round = 0; round < 2 && !missing.empty() && !draining_; ++round) {
+    make_room(layout.extent_bytes(request.items[missing[0]].tokens), missing.size());
+    missing = attempt();
+  }
+  for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_;
+       --tries) {  // blocks of other lengths in the batch
+    const size_t before = missing.size();
+    make_room(layout.extent_bytes(request.items[missing.back()].tokens), 1);
+    missing = attempt();
+    if (missing.size() == before) break;
+  }
+  if (const uint64_t length = out.empty() ? 0 : layout.extent_bytes(request.items[0].tokens);
+      out.size() * length <= pool_.capacity() / kAheadDivisor && out.size() <= index_.max_blocks() / kAheadDivisor)
+    ahead_ = {length, out.size()};
+  reserved_.reset();
+  counters_.no_space += missing.size();
+  return out;
+}
+
+// A claimed block is found by its key at once, which is what its writer and other claims wait for. By its contents only what is
+// sealed is found, so the finder learns of it after the answer, at the latest when the store is entered again. What was given
+// up meanwhile is passed over.
+void Store::list_contents() {
+  std::erase_if(unlisted_, [this](Handle claimed) { return control(claimed.record).generation() != claimed.generation; });
+  for (size_t i = 0; i < std::min(kAhead, unlisted_.size()); ++i) index_.prefetch_contents(unlisted_[i].record);
+  for (size_t i = 0; i < unlisted_.size(); ++i) {
+    if (i + kAhead < unlisted_.size()) index_.prefetch_contents(unlisted_[i + kAhead].record);
+    index_.insert_contents(unlisted_[i].record);
+  }
+  unlisted_.clear();
+}
+
+void Store::finish_claims() {
+  Lock lock(mutex_);
+  list_contents();
+}
+
+Done Store::seal_one(uint32_t owner, const Seal& block) {
+  const auto [handle, checksummed] = block;
+  if (handle.record >= index_.max_blocks()) return Done::Stale;
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
+  if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
+  transition(handle.record, Event::Seal, State::Sealed, flags);
+  created_ -= 1;
+  counters_.seals += 1;
+  drop_unsealed(*sessions_.at(owner), handle.record);
+  policy_.insert(class_of(handle.record), handle.record, rank(handle.record));
+  remember_expiry(handle.record);
+  publish_progress(handle.record, Phase::Sealed);
+  if (options_.disk) wish_to_write(handle.record, shape_of(handle.record).priority >= options_.write_at_once_priority);
+  return Done::Ok;
+}
+
+std::vector<Done> Store::seal(uint32_t owner, std::span<const Seal> blocks) {
+  Lock lock = enter();
+  std::vector<Done> out;
+  out.reserve(blocks.size());
+  for (const Seal& block : blocks) out.push_back(seal_one(owner, block));
+  if (anybody_waits())
+    for (size_t i = 0; i < out.size(); ++i)
+      if (out[i] == Done::Ok) futex_wake_all(progress_[blocks[i].handle.record]);
+  return out;
+}
+
+// Also takes a block that was quarantined while its writer could not reach us: the writer says it has stopped.
+Done Store::abort(uint32_t owner, Handle handle) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) return Done::Stale;
+  const Control now = control(handle.record);
+  const bool created = now.state() == State::Created && now.generation() == handle.generation;
+  const bool quarantined = now.state() == State::Quarantined && now.generation() == handle.generation + 1;
+  if (!created && !quarantined) return Done::Stale;
+  if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  if (quarantined) quarantined_ -= 1;
+  drop_unsealed(*sessions_.at(owner), handle.record);
+  to_zombie(handle.record, Event::Abort);
+  counters_.aborts += 1;
+  return Done::Ok;
+}
+
+void Store::mark_layer(Handle handle, uint32_t layers) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created)
+    throw Error(Code::BlockLost, "the block is not being written");
+  const uint32_t limit = layout_of(shape_of(handle.record).layout).num_layers();
+  if (layers > limit) throw Error(Code::InvalidArgument, limit_text("layers ready", layers, limit));
+  progress_[handle.record].store(progress_word(handle.generation, layers, Phase::Writing), std::memory_order_release);
+  futex_wake_all(progress_[handle.record]);
+}
+
+}  // namespace kv

@@ -1,0 +1,306 @@
+// The store: the one mutator of a namespace. Index, arena, sessions' claims and eviction change here and nowhere else, under one
+// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` may let go of the lock between
+// two attempts to let the pool grow.)
+//
+// Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
+// arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
+//
+// store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room,
+// pins, zombies. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon
+// that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics, integrity.
+#pragma once
+
+#include <bit>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/base/polling.h"
+#include "core/format/block.h"
+#include "core/format/index.h"
+#include "core/format/layout.h"
+#include "core/format/session_file.h"
+#include "core/format/store_types.h"
+#include "core/store/arena.h"
+#include "core/store/eviction.h"
+#include "core/store/lower_tier.h"
+#include "core/store/pool.h"
+
+namespace kv {
+
+class Store {
+ public:
+  struct Options {
+    std::string name;
+    int table_fd, progress_fd, pool_fd;  // duplicated; the caller keeps its own
+    uint64_t capacity_bytes;
+    uint32_t max_blocks;
+    Id pool_id;
+    std::string session_directory, session_prefix;
+    bool adopt;
+    bool disk = false;                               // a disk tier will be attached: blocks on disk keep a record
+    uint32_t write_at_once_priority = kMaxPriority;  // from this priority on a block is written at once, else at its second use
+    uint32_t max_pending_writes = 1024;
+  };
+  explicit Store(const Options& options);
+  ~Store();
+
+  static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes);
+  // A word per record, and one more that counts the ends of loads.
+  static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * (uint64_t{max_blocks} + 1); }
+  static void retire(int table_fd);
+
+  // Stops growing, leaves the segments to the next daemon.
+  void close();
+
+  // ---- blocks
+  uint32_t register_layout(std::span<const uint8_t> blob);
+  std::vector<Granted> create(const CreateRequest& request);
+  // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
+  std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
+  Done abort(uint32_t owner, Handle handle);
+  void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
+  Found lookup(const Key& key);
+  bool remove(const Key& key);
+  std::vector<bool> touch(std::span<const Key> keys);
+  uint64_t flush();
+  void settle();
+  void drain(bool on);
+
+  // ---- bytes, for those without shared memory. False or nothing: a miss.
+  std::optional<std::vector<uint8_t>> read(const Key& key, uint64_t offset, uint64_t length);
+  // The same of one block found earlier, sealed or still being written; counts no use. Nothing: it is another block by now.
+  std::optional<std::vector<uint8_t>> read_at(Handle handle, uint64_t offset, uint64_t length);
+  // Waits until so many layers are ready. Returns how many are: fewer after the time. Throws BlockLost if the writer gave it up.
+  std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
+  uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
+  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
+  ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
+  bool drop_if_corrupt(const Key& key);                    // true if its bytes did not match their checksums
+
+  // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
+  void attach_disk(int wake, LowerTier* tier);
+  void detach_disk();
+  LowerTier* lower() const { return lower_.load(std::memory_order_acquire); }
+  std::optional<WriteJob> begin_write();  // of the blocks that wait, the most valuable
+  // True: the file stays. False: the block was deleted meanwhile, the file must go before anybody can find the key again.
+  bool end_write(Handle handle, bool written);
+  Deleted take_deleted();
+  // Records a block that lies only on disk. False: no record is free, or the key is known.
+  bool add_disk(const Key& key, uint32_t expiry_s);
+  void drop_disk(const Key& key);                                // its file is gone
+  void file_gone(const Key& key);                                // of a block that was deleted
+  std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
+  void load_ended();                                             // wakes those who wait for loads
+  void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
+  bool remove_here(const Key& key);                              // remove(), without asking the tier below
+  // True while creates and seals (no look-ups) come close behind each other: what need not be done now can wait a moment.
+  bool streaming() const { return puts_.runs(monotonic_ns()); }
+  void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
+
+  // ---- sessions
+  struct SessionInfo {
+    uint32_t session, pid, uid;
+    uint64_t pins, unsealed;
+    double attached_s;  // since it was opened, resumed or adopted
+    bool attached, resumed;
+  };
+  size_t left_sessions(uint32_t uid);  // a user's that have ended while a client still locks them
+  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);  // a client's, and its locked page
+  // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
+  bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
+  size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
+  void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
+  uint32_t open_owner();                                         // a writer inside this process, without pins
+  void end_session(uint32_t session);
+  uint64_t session_page_bytes(uint32_t session);
+  Mapping session_page_head(uint32_t session);  // for its mailbox
+  std::vector<SessionInfo> sessions();
+
+  void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
+  // Frees what has become free. Returns in how many milliseconds to call again.
+  int tick();
+  // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
+  void finish_claims();
+  void make_room_ahead();
+
+  // ---- looking at it
+  Stats stats();
+  std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);
+  std::optional<Description> describe(const Key& key);
+  std::vector<std::pair<uint32_t, Layout>> layouts();
+  void check_integrity();
+  std::string problem();  // empty if all is well
+
+  const std::string& name() const { return options_.name; }
+  const Options& options() const { return options_; }
+  const TableHeader& header() const { return index_.header(); }
+
+ private:
+  struct Session {
+    uint32_t id = 0;
+    std::optional<SessionFile> file;  // none: an owner inside this process
+    std::atomic<bool> truncated{false};
+    Guard guard;
+    bool attached = false, ended = false, resumed = false;
+    uint32_t pid = 0, uid = 0;
+    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
+    uint64_t drained = 0;            // entries of its ring seen
+    std::vector<uint32_t> unsealed;  // records; Upkeep::link of each says where it stands here
+  };
+
+  struct IoPin {
+    uint64_t generation = 0;
+    uint32_t count = 0;
+  };
+
+  // Where a record stands in its eviction queue: beside each other, because every step of a queue moves a dozen.
+  struct Places {
+    std::vector<uint32_t>* places;
+    uint32_t place(uint32_t record) const { return (*places)[record]; }
+    void set_place(uint32_t record, uint32_t place) { (*places)[record] = place; }
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+
+  // store.cc
+  void list_contents();
+  Lock enter();  // takes the lock; throws Fenced
+  void grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out);
+  const Layout& layout_of(uint32_t id) const;
+  void transition(uint32_t record, Event event, State to, uint8_t flags);
+  void publish_progress(uint32_t record, Phase phase);
+  bool anybody_waits() const;
+  Control control(uint32_t record) const { return index_.control(record); }
+  Key key_of(uint32_t record) const;
+  Extent extent_of(uint32_t record) const;
+  Shape shape_of(uint32_t record) const;
+  uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
+  bool expired(uint32_t expiry_s) const;
+  Done seal_one(uint32_t owner, const Seal& block);
+  double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
+  double use_now();
+  double add_use(uint32_t record, double now);
+  void use(uint32_t record, double now);
+
+  // store_disk.cc
+  void wish_to_write(uint32_t record, bool worth_it);
+  void forget_wish(uint32_t record);
+  void set_flags(uint32_t record, uint8_t on, uint8_t off);
+  void wake_disk();
+  void file_must_go(const Key& key);
+  void remember_file(uint32_t record, const Key& key);
+  void remember_unknown(const Key& key, bool sure);
+  uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags);
+  size_t spare_records() const { return on_disk_.size() + tombstones_.size(); }
+  void free_spare_record();
+  void drop_disk_record(uint32_t record, Event event);
+  void drop_tombstone(uint32_t record);
+  void delete_disk_record(uint32_t record);
+  bool demote(uint32_t record);
+  bool adopt_disk_record(uint32_t record);
+
+  // store_reclaim.cc
+  void make_room(uint64_t length, size_t count);
+  void evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned);
+  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
+                                           const std::vector<uint32_t>& pinned);
+  void to_zombie(uint32_t record, Event event);
+  void free_zombie(uint32_t record);
+  void scan_zombies();
+  std::vector<uint32_t> pinned_records();
+  struct Fresh {
+    Handle block;
+    uint64_t bytes, since_ns;
+  };
+  template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
+  void each_pin(F&& f) {
+    for (auto& [id, session] : sessions_)
+      if (session->file)
+        session->file->each_pin([&](uint64_t pin) {
+          if (pin_record(pin) < index_.max_blocks()) f(pin_record(pin), pin_generation(pin));
+        });
+    for (auto& [record, pin] : io_pins_) f(record, pin.generation);
+  }
+  void drain_rings();
+  uint32_t new_session_id();
+  void reap_sessions();
+  void expire();
+  bool expires_at(uint32_t record, uint32_t second) const;
+  void remember_expiry(uint32_t record);
+  void end_session_locked(Session& session);
+  void add_unsealed(Session& session, uint32_t record);
+  void drop_unsealed(Session& session, uint32_t record);
+  void check_memory();
+  void check_pool();
+
+  // store_bytes.cc
+  class Reading;
+  struct Verdict {
+    uint64_t bytes;
+    bool known, corrupt;  // there were checksums to compare with; they did not match
+  };
+  Verdict verify_one(Lock& lock, uint32_t record);
+  std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
+
+  // store_adopt.cc
+  void lay_out_new_table();
+  void adopt();
+  void adopt_sessions();
+  bool adopt_record(uint32_t record);
+  void index_layouts();
+
+  Options options_;
+  Fd table_fd_, progress_fd_;
+  Mapping table_, progress_map_;
+  std::atomic<bool> progress_truncated_{false};
+  Guard progress_guard_;
+  Pool pool_;
+  Index index_;
+  std::atomic<uint64_t>* progress_ = nullptr;
+  Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
+  std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
+
+  mutable std::mutex mutex_;  // guards all that follows
+  Arena arena_;
+  std::vector<uint32_t> places_;
+  EvictionPolicy<Places> policy_;
+  std::vector<std::optional<Layout>> layouts_;
+  std::map<uint32_t, std::unique_ptr<Session>> sessions_;
+  std::vector<uint32_t> zombies_;
+  std::unordered_map<uint32_t, IoPin> io_pins_;  // record -> the daemon's own reads in flight
+  std::deque<Fresh> fresh_;                      // blocks just loaded, the oldest first
+  uint64_t fresh_bytes_ = 0;
+  EvictionPolicy<Places> on_disk_;                    // the DISK records, in one queue: the least valuable goes first
+  std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written
+  Deleted deleted_;                                   // files the disk tier has not yet been told to remove
+  std::unordered_map<Key, uint32_t, KeyHash> going_;  // files that must go, and the DISK record that remembers each, if one does
+  EvictionPolicy<Places> tombstones_;                 // of those, the ones with a record: the oldest is given up first
+  int wake_disk_ = -1;
+  std::atomic<LowerTier*> lower_{nullptr};
+  std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
+  std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
+  std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks
+  std::vector<Handle> unlisted_;                         // claimed, and not yet in the finder
+  uint32_t free_head_ = Index::kAbsent;
+  uint64_t used_bytes_ = 0, records_used_ = 0, created_ = 0, quarantined_ = 0;
+  uint32_t next_session_ = 1;
+  uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
+  bool draining_ = false;
+  double use_value_ = 0;  // what use_now() said last
+  std::string fence_;     // why this namespace is fenced, or empty
+  Stats counters_{};
+
+  friend class StoreTest;
+};
+
+}  // namespace kv

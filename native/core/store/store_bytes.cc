@@ -1,0 +1,238 @@
+// Bytes copied in and out for those without shared memory, and the checksums' upkeep. A read in flight counts as a pin; the pool
+// is touched only through Pool::read and Pool::write, which answer false where a client has truncated it.
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/base/atomics.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/store/store.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kPiece = 1ull << 20;
+constexpr uint64_t kSuspectBytesPerS = 64ull << 20;
+}  // namespace
+
+// Holds a block against reuse while the daemon itself reads it, outside the lock.
+class Store::Reading {
+ public:
+  Reading(Store& store, Lock& lock, uint32_t record) : store_(store), lock_(lock), record_(record) {
+    IoPin& pin = store_.io_pins_[record];
+    pin.generation = store_.control(record).generation();
+    pin.count += 1;
+    lock_.unlock();
+  }
+  ~Reading() {
+    lock_.lock();
+    if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
+    store_.scan_zombies();
+  }
+  Reading(const Reading&) = delete;
+
+ private:
+  Store& store_;
+  Lock& lock_;
+  const uint32_t record_;
+};
+
+std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset, uint64_t length) {
+  Lock lock = enter();
+  Snapshot found;
+  if (index_.find(key, found) != Find::Hit || found.control.state() != State::Sealed || expired(found.expiry_s)) {
+    counters_.misses += 1;
+    return std::nullopt;
+  }
+  counters_.hits += 1;
+  use(found.record, use_now());
+  const uint64_t layers = layout_of(found.shape.layout).layers_bytes(found.shape.tokens);
+  if (offset > layers)
+    throw Error(Code::InvalidArgument,
+                "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  std::vector<uint8_t> out;
+  bool good;
+  {
+    Reading reading(*this, lock, found.record);
+    out.resize(std::min(length, layers - offset));  // zeroed outside the lock
+    good = pool_.read(found.extent.offset + offset, out.data(), out.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
+  return out;
+}
+
+std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offset, uint64_t length) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
+    return std::nullopt;
+  const Shape shape = shape_of(handle.record);
+  const uint64_t layers = layout_of(shape.layout).layers_bytes(shape.tokens);
+  if (offset > layers)
+    throw Error(Code::InvalidArgument,
+                "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
+  const uint64_t at = extent_of(handle.record).offset + offset;
+  std::vector<uint8_t> out;
+  bool good;
+  {
+    Reading reading(*this, lock, handle.record);
+    out.resize(std::min(length, layers - offset));
+    good = pool_.read(at, out.data(), out.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
+  // A quarantined writer may have changed the bytes under the copy.
+  if (control(handle.record).generation() != handle.generation) return std::nullopt;
+  return out;
+}
+
+uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms) {
+  timespec deadline;
+  ::clock_gettime(CLOCK_MONOTONIC, &deadline);
+  const uint64_t end_ns =
+      static_cast<uint64_t>(deadline.tv_sec) * 1'000'000'000 + deadline.tv_nsec + uint64_t{timeout_ms} * 1'000'000;
+  deadline = {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const std::atomic<uint64_t>& progress = progress_[handle.record];
+  struct Waiting {  // counted before the last look at the record, as in a client's page
+    explicit Waiting(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1), fence_full(); }
+    ~Waiting() { count.fetch_sub(1); }
+    std::atomic<uint32_t>& count;
+  } waiting(waiting_here_);
+  for (;;) {
+    // The word before the record: what changes behind this load wakes the wait below. The record decides, the word only hints.
+    const uint64_t word = progress.load(std::memory_order_acquire);
+    uint32_t limit;
+    {
+      Lock lock = enter();
+      const Control now = control(handle.record);
+      if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
+        throw Error(Code::BlockLost, "its writer gave the block up");
+      limit = layout_of(shape_of(handle.record).layout).num_layers();
+      if (now.state() == State::Sealed) return limit;
+    }
+    const uint32_t ready = progress_generation(word) == handle.generation ? std::min(progress_layers(word), limit) : 0;
+    timespec now;
+    ::clock_gettime(CLOCK_MONOTONIC, &now);
+    const uint64_t now_ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+    if (ready >= layers || now_ns >= end_ns) return ready;
+    futex_wait(progress, static_cast<uint32_t>(word), deadline);
+  }
+}
+
+void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data) {
+  Lock lock = enter();
+  if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || now.state() != State::Created)
+    throw Error(Code::BlockLost, "the block is not being written");
+  const Shape shape = shape_of(handle.record);
+  const Layout& layout = layout_of(shape.layout);
+  const uint64_t limit = layout.meta_offset(shape.tokens) + layout.meta_bytes(shape.tokens);
+  if (offset > limit || data.size() > limit - offset)
+    throw Error(Code::InvalidArgument, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + data.size()) +
+                                           " of a block of " + std::to_string(limit));
+  // Its owner is inside this process and does not seal or abort while it writes: the extent stays.
+  const uint64_t at = extent_of(handle.record).offset + offset;
+  bool good;
+  {
+    Reading writing(*this, lock, handle.record);
+    good = pool_.write(at, data.data(), data.size());
+  }
+  if (!good) check_pool();
+  if (!good) throw Error(Code::Fenced, "the pool's memory cannot be written");
+}
+
+// The checksums of a block's layers as its bytes are now. Empty if they cannot be read. Called without the lock.
+std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const {
+  std::vector<uint32_t> sums(layout.num_layers());
+  std::vector<uint8_t> buffer(kPiece);
+  for (uint32_t layer = 0; layer < sums.size(); ++layer) {
+    const uint64_t begin = extent.offset + layout.layer_offset(layer, tokens);
+    const uint64_t bytes = layout.layer_bytes(layer, tokens);
+    for (uint64_t done = 0; done < bytes;) {
+      const uint64_t piece = std::min(kPiece, bytes - done);
+      if (!pool_.read(begin + done, buffer.data(), piece)) return {};
+      sums[layer] = crc32c(buffer.data(), piece, sums[layer]);
+      done += piece;
+    }
+  }
+  return sums;
+}
+
+// Verifies a sealed block, or computes its checksums where the writer did not; drops it if its bytes do not match. The lock is
+// let go meanwhile.
+Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
+  const Control before = control(record);
+  const Shape shape = shape_of(record);
+  const Extent extent = extent_of(record);
+  const Layout layout = layout_of(shape.layout);
+  const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
+  const bool known = before.flags() & kFlagChecksummed;
+  bool good = true;
+  std::vector<uint32_t> sums;
+  {
+    Reading reading(*this, lock, record);
+    sums = layer_checksums(layout, extent, shape.tokens);
+    std::vector<uint32_t> stored(sums.size());
+    if (sums.empty())
+      good = false;
+    else if (known)
+      good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
+  }
+  const Verdict verdict{layout.layers_bytes(shape.tokens), known, false};
+  if (control(record).generation() != before.generation()) return verdict;  // it went meanwhile
+  // Under the lock, and not behind the back of a write that has begun meanwhile: the file's header has a checksum of these bytes.
+  if (good && !known && !(control(record).flags() & kFlagQueued)) {
+    good = pool_.write(where, sums.data(), 4 * sums.size());
+    if (good) set_flags(record, kFlagChecksummed, 0);
+  }
+  if (good) return verdict;
+  check_pool();
+  to_zombie(record, Event::Delete);  // and with it the file: every tier forgets it
+  counters_.corrupt += 1;
+  return {verdict.bytes, known, true};
+}
+
+ScrubResult Store::scrub(uint32_t from, uint64_t limit_bytes) {
+  ScrubResult result{.next = from};
+  Lock lock = enter();
+  while (result.bytes < limit_bytes) {
+    if (result.next >= index_.max_blocks()) {
+      result.done = true;
+      return result;
+    }
+    const uint32_t record = result.next++;
+    const Control now = control(record);
+    // A block on its way to disk is passed over this time: its file says what is behind its layers.
+    if (now.state() != State::Sealed || (!(now.flags() & kFlagChecksummed) && now.flags() & kFlagQueued)) continue;
+    const Verdict verdict = verify_one(lock, record);
+    result.bytes += verdict.bytes;
+    (verdict.known ? result.verified : result.computed) += 1;
+    result.corrupt += verdict.corrupt;
+    if (verdict.corrupt) scan_zombies();
+  }
+  return result;
+}
+
+// A client found a block's checksums wrong. It is not believed: this looks itself. At most so many bytes a second, because it is
+// the session thread that looks, and others wait for it; what is more is left to `scrub`.
+bool Store::drop_if_corrupt(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent || control(record).state() != State::Sealed || !(control(record).flags() & kFlagChecksummed))
+    return false;
+  const auto second = static_cast<uint64_t>(::time(nullptr));
+  if (std::exchange(suspects_second_, second) != second) suspects_bytes_ = 0;
+  if (suspects_bytes_ > kSuspectBytesPerS) return false;
+  const Verdict verdict = verify_one(lock, record);
+  suspects_bytes_ += verdict.bytes;
+  return verdict.corrupt;
+}
+
+}  // namespace kv

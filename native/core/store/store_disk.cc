@@ -1,0 +1,347 @@
+// What the disk tier asks of a store and is told by it. The tier has a thread of its own and does the I/O; here are only changes
+// of the table: which blocks wait to be written, which lie on disk, whose files must go.
+//
+// A block that lies only on disk keeps a record without an extent (DISK), so that a look-up says so without a call. Such records
+// are the first to go when the table is full: the tier finds the file by its path all the same.
+
+#include <sys/eventfd.h>
+#include <time.h>
+
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/base/polling.h"
+#include "core/store/store.h"
+
+namespace kv {
+namespace {
+constexpr uint64_t kOneQueue = 0;         // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
+constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
+constexpr size_t kMostFresh = 256;        // blocks just loaded that are passed over by eviction
+static_assert(kUnknownLayout >= kMaxLayouts);
+constexpr std::chrono::milliseconds kWaitSlice{50};
+}  // namespace
+
+void Store::attach_disk(int wake, LowerTier* tier) {
+  Lock lock(mutex_);
+  wake_disk_ = wake;
+  lower_.store(tier, std::memory_order_release);
+  if (!wishes_.empty() || !deleted_.keys.empty() || deleted_.all) wake_disk();
+}
+
+void Store::detach_disk() {
+  Lock lock(mutex_);
+  wake_disk_ = -1;
+  lower_.store(nullptr, std::memory_order_release);
+}
+
+void Store::wake_disk() {
+  if (wake_disk_ >= 0) ::eventfd_write(wake_disk_, 1);
+}
+
+// Changes flags and nothing else: state and generation stay, so readers do not notice.
+void Store::set_flags(uint32_t record, uint8_t on, uint8_t off) {
+  const Control now = control(record);
+  const auto flags = static_cast<uint8_t>((now.flags() & ~off) | on);
+  index_.record(record).control.store(Control::make(now.generation(), now.state(), flags).word, std::memory_order_release);
+}
+
+// ---------------------------------------------------------------- writing behind
+
+// A block is worth writing when it proved useful (its second use), or at once if its priority says so. Of too many that wait the
+// least valuable is dropped: writing never slows a create.
+void Store::wish_to_write(uint32_t record, bool worth_it) {
+  if (!worth_it || control(record).flags() & (kFlagOnDisk | kFlagQueued)) return;
+  set_flags(record, kFlagQueued, 0);
+  wishes_.emplace(rank(record), record);
+  if (wishes_.size() == 1) wake_disk();
+  if (wishes_.size() <= options_.max_pending_writes) return;
+  set_flags(wishes_.begin()->second, 0, kFlagQueued);
+  wishes_.erase(wishes_.begin());
+  counters_.writes_dropped += 1;
+}
+
+void Store::forget_wish(uint32_t record) {
+  if (control(record).flags() & kFlagQueued && wishes_.erase({rank(record), record})) set_flags(record, 0, kFlagQueued);
+}
+
+std::optional<WriteJob> Store::begin_write() {
+  Lock lock = enter();
+  // What was deleted goes first: told later, the tier would take it for the deletion of a block put since.
+  if (wishes_.empty() || !deleted_.keys.empty() || deleted_.all) return std::nullopt;
+  const uint32_t record = std::prev(wishes_.end())->second;
+  wishes_.erase(std::prev(wishes_.end()));
+  const Control now = control(record);
+  KV_INVARIANT(now.state() == State::Sealed && now.flags() & kFlagQueued);
+  IoPin& pin = io_pins_[record];
+  pin.generation = now.generation();
+  pin.count += 1;
+  const Record& r = index_.record(record);
+  const Upkeep& u = index_.upkeep(record);
+  return WriteJob{{record, now.generation()},
+                  key_of(record),
+                  extent_of(record),
+                  shape_of(record),
+                  u.fingerprint.load(std::memory_order_relaxed),
+                  u.created_s.load(std::memory_order_relaxed),
+                  r.expiry_s.load(std::memory_order_relaxed),
+                  u.parent.load(std::memory_order_relaxed),
+                  (now.flags() & kFlagChecksummed) != 0};
+}
+
+bool Store::end_write(Handle handle, bool written) {
+  Lock lock(mutex_);
+  const auto pin = io_pins_.find(handle.record);
+  KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  if (--pin->second.count == 0) io_pins_.erase(pin);
+  const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
+  if (now.flags() & kFlagDeleted) written = false;
+  set_flags(handle.record, written ? kFlagOnDisk : 0, kFlagQueued);
+  if (now.state() == State::Zombie) scan_zombies();
+  return written;
+}
+
+// ---------------------------------------------------------------- files that must go
+
+// Until the file is gone a record remembers it (a DISK record that nobody finds), so that the next daemon does not take what was
+// deleted for a block. At most one key per file there is; the tier takes them whenever it wakes. On a disk that removes nothing
+// (read-only, say) they would fill the table: what is to be stored goes before what is only remembered for the next daemon.
+void Store::file_must_go(const Key& key) {
+  if (!options_.disk) return;
+  going_.try_emplace(key, Index::kAbsent);
+  deleted_.keys.push_back(key);
+  wake_disk();
+}
+
+void Store::remember_file(uint32_t record, const Key& key) {
+  set_flags(record, kFlagDeleted, kFlagOnDisk | kFlagQueued);
+  going_[key] = record;
+  tombstones_.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
+}
+
+// Of a deleted block whose file the tier knew, or cannot know of yet, and the table did not: it has fewer records than there are
+// files. What there may be no file of takes no other's record.
+void Store::remember_unknown(const Key& key, bool sure) {
+  Lock lock(mutex_);
+  if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
+  if (!sure && free_head_ == Index::kAbsent) return;
+  if (free_head_ == Index::kAbsent && on_disk_.size()) free_spare_record();
+  file_must_go(key);
+  if (const uint32_t record = new_disk_record(key, 0, kFlagDeleted); record != Index::kAbsent) remember_file(record, key);
+}
+
+// What lies only on disk first: the tier finds it by its path all the same.
+void Store::free_spare_record() {
+  if (on_disk_.size()) return drop_disk_record(on_disk_.least().record, Event::Evict);
+  const uint32_t record = tombstones_.least().record;
+  going_[key_of(record)] = Index::kAbsent;
+  drop_tombstone(record);
+}
+
+void Store::file_gone(const Key& key) {
+  Lock lock(mutex_);
+  const auto going = going_.find(key);
+  if (going == going_.end()) return;
+  const uint32_t record = going->second;
+  going_.erase(going);
+  if (record != Index::kAbsent) drop_tombstone(record);
+}
+
+void Store::drop_tombstone(uint32_t record) {
+  tombstones_.remove(kOneQueue, record);
+  transition(record, Event::Delete, State::Free, 0);
+  records_used_ -= 1;
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
+}
+
+Deleted Store::take_deleted() {
+  Lock lock(mutex_);
+  return std::exchange(deleted_, {});
+}
+
+// ---------------------------------------------------------------- blocks that lie only on disk
+
+bool Store::add_disk(const Key& key, uint32_t expiry_s) {
+  Lock lock = enter();
+  if (const uint32_t found = index_.find_exclusive(key); found != Index::kAbsent) {
+    if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0);
+    return true;
+  }
+  const uint32_t record = new_disk_record(key, expiry_s, 0);
+  if (record == Index::kAbsent) return false;
+  on_disk_.insert(kOneQueue, record, 0);
+  remember_expiry(record);
+  return true;
+}
+
+// A record for a file of which the key is known and nothing else. None: no record is free, or the index has no room.
+uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags) {
+  if (free_head_ == Index::kAbsent) return Index::kAbsent;
+  const uint32_t record = free_head_;
+  Record& r = index_.record(record);
+  Upkeep& u = index_.upkeep(record);
+  {
+    Writing writing(r.sequence);
+    for (size_t i = 0; i < 4; ++i) r.key[i].store(key.words[i], std::memory_order_relaxed);
+    u.owner.store(0, std::memory_order_relaxed);
+    r.extent.store(0, std::memory_order_relaxed);
+    r.shape.store(Shape{kUnknownLayout, kDefaultPriority, 0, 0}.pack(), std::memory_order_relaxed);
+    u.fingerprint.store(0, std::memory_order_relaxed);
+    u.created_s.store(static_cast<uint32_t>(::time(nullptr)), std::memory_order_relaxed);
+    r.expiry_s.store(expiry_s, std::memory_order_relaxed);
+    u.parent.store(0, std::memory_order_relaxed);
+    u.rank.store(0, std::memory_order_relaxed);
+  }
+  if (!(flags & kFlagDeleted) && !index_.insert(key, record)) return Index::kAbsent;
+  free_head_ = u.link.load(std::memory_order_relaxed);
+  transition(record, Event::Indexed, State::Disk, flags);
+  records_used_ += 1;
+  return record;
+}
+
+void Store::drop_disk(const Key& key) {
+  Lock lock(mutex_);
+  for (const uint32_t zombie : zombies_)  // whose record would outlive the file
+    if (control(zombie).flags() & kFlagOnDisk && key_of(zombie) == key) set_flags(zombie, 0, kFlagOnDisk);
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent) return;
+  if (control(record).state() == State::Disk)
+    drop_disk_record(record, Event::Evict);
+  else
+    set_flags(record, 0, kFlagOnDisk);
+}
+
+void Store::drop_disk_record(uint32_t record, Event event) {
+  on_disk_.remove(kOneQueue, record);
+  index_.erase(key_of(record), record);
+  transition(record, event, State::Free, 0);
+  records_used_ -= 1;
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
+}
+
+// A DISK record whose file must go: found by nobody from here on.
+void Store::delete_disk_record(uint32_t record) {
+  const Key key = key_of(record);
+  on_disk_.remove(kOneQueue, record);
+  index_.erase(key, record);
+  file_must_go(key);
+  remember_file(record, key);
+}
+
+// A zombie whose memory is free and whose bytes lie on disk, or must go from there: its record stays. False if there is no such
+// thing to keep.
+bool Store::demote(uint32_t record) {
+  const Control now = control(record);
+  Record& r = index_.record(record);
+  const Key key = key_of(record);
+  if (const auto going = going_.find(key);
+      now.flags() & kFlagDeleted && going != going_.end() && going->second == Index::kAbsent) {
+    transition(record, Event::Demote, State::Disk, kFlagDeleted);  // first: killed after it, the file still goes
+    {
+      Writing writing(r.sequence);
+      r.extent.store(0, std::memory_order_relaxed);
+    }
+    remember_file(record, key);
+    return true;
+  }
+  if (!options_.disk || !(now.flags() & kFlagOnDisk) || expired(r.expiry_s.load(std::memory_order_relaxed)) ||
+      index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record))
+    return false;
+  {
+    Writing writing(r.sequence);
+    r.extent.store(0, std::memory_order_relaxed);
+  }
+  transition(record, Event::Demote, State::Disk, 0);
+  on_disk_.insert(kOneQueue, record, rank(record));
+  return true;
+}
+
+// The file is looked at when the block is asked for, and when the tier has listed its directories.
+bool Store::adopt_disk_record(uint32_t record) {
+  const Key key = key_of(record);
+  index_.record(record).extent.store(0, std::memory_order_relaxed);
+  if (!options_.disk) return false;
+  if (control(record).flags() & kFlagDeleted) {
+    if (going_.contains(key)) return false;
+    file_must_go(key);
+    remember_file(record, key);
+    records_used_ += 1;
+    return true;
+  }
+  if (index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
+  if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.upkeep(record).rank.store(0);
+  on_disk_.insert(kOneQueue, record, rank(record));
+  remember_expiry(record);
+  records_used_ += 1;
+  return true;
+}
+
+std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
+  Lock lock = enter();
+  std::vector<Key> out;
+  for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked) {
+    const Control now = control(record);
+    if (now.flags() & kFlagDeleted) continue;
+    if (now.state() == State::Disk || (now.state() == State::Sealed && now.flags() & kFlagOnDisk)) out.push_back(key_of(record));
+  }
+  return out;
+}
+
+void Store::tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us) {
+  TableHeader& header = index_.header();
+  header.load_bytes_per_s.store(bytes_per_s, std::memory_order_relaxed);
+  header.load_waiting_bytes.store(waiting_bytes, std::memory_order_relaxed);
+  header.load_latency_us.store(latency_us, std::memory_order_relaxed);
+}
+
+// Has what lies below loaded, and waits until every key is in memory, or hopeless, or the time is over. A Presence each.
+std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
+  auto look = [&](const Key& key) {
+    const Presence here = lookup(key).presence;
+    LowerTier* below = lower();
+    if (here == Presence::Resident || here == Presence::Pending || !below) return here;
+    return below->promote(key, priority);
+  };
+  std::vector<uint8_t> out;
+  for (const Key& key : keys) out.push_back(static_cast<uint8_t>(look(key)));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    for (;;) {
+      const uint64_t seen = ended.load(std::memory_order_acquire);
+      const Presence now = look(keys[i]);
+      out[i] = static_cast<uint8_t>(now);
+      const auto left = end - std::chrono::steady_clock::now();
+      if (now == Presence::Resident || now == Presence::Missing || left <= left.zero()) break;
+      // In slices: the seal of somebody's block wakes its own progress word, not this one.
+      const auto slice = std::chrono::duration_cast<std::chrono::nanoseconds>(std::min<decltype(left)>(left, kWaitSlice));
+      timespec until;
+      ::clock_gettime(CLOCK_MONOTONIC, &until);
+      const uint64_t ns = static_cast<uint64_t>(until.tv_nsec) + static_cast<uint64_t>(slice.count());
+      until.tv_sec += static_cast<time_t>(ns / 1'000'000'000), until.tv_nsec = static_cast<long>(ns % 1'000'000'000);
+      futex_wait(ended, static_cast<uint32_t>(seen), until);
+    }
+  }
+  return out;
+}
+
+// Somebody asked for it and has not pinned it yet. In a pool full of blocks that were used more often each load would push out
+// the one before, over and over.
+void Store::keep_loaded(Handle handle) {
+  Lock lock(mutex_);
+  fresh_.push_back({handle, extent_of(handle.record).length, monotonic_ns()});
+  fresh_bytes_ += fresh_.back().bytes;
+  for (; fresh_.size() > kMostFresh || fresh_bytes_ > options_.capacity_bytes / 2; fresh_.pop_front())
+    fresh_bytes_ -= fresh_.front().bytes;
+}
+
+void Store::load_ended() {
+  std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
+  ended.fetch_add(1, std::memory_order_release);
+  futex_wake_all(ended);
+}
+
+}  // namespace kv

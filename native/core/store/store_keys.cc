@@ -1,0 +1,95 @@
+// What is asked by key: look up, delete, touch; and the namespace as a whole: flush, drain.
+
+#include <time.h>
+
+#include "core/base/error.h"
+#include "core/store/store.h"
+
+namespace kv {
+
+Found Store::lookup(const Key& key) {
+  Lock lock = enter();
+  Found out;
+  if (index_.find(key, out.snapshot) != Find::Hit) return out;
+  const State state = out.snapshot.control.state();
+  if (state == State::Created) out.presence = Presence::Pending;
+  if (state == State::Disk && !expired(out.snapshot.expiry_s)) out.presence = Presence::OnDisk;
+  if (state == State::Sealed && !expired(out.snapshot.expiry_s)) out.presence = Presence::Resident;
+  return out;
+}
+
+// Below first: from then on no load of it begins, and a write that is on its way comes to nothing.
+bool Store::remove(const Key& key) {
+  LowerTier* lower = this->lower();
+  using enum LowerTier::Below;
+  auto below = lower ? lower->forget(key) : Nothing;
+  const bool here = remove_here(key);
+  while (here && lower && lower->forget(key) == Known) {  // it was written between the two
+    below = Known;
+    remove_here(key);  // and may have been loaded from there
+  }
+  if (below != Nothing) remember_unknown(key, below == Known);
+  return here || below == Known;
+}
+
+bool Store::remove_here(const Key& key) {
+  Lock lock = enter();
+  const uint32_t record = index_.find_exclusive(key);
+  if (record == Index::kAbsent) return false;
+  const State state = control(record).state();
+  if (state != State::Sealed && state != State::Disk) return false;
+  const bool late = expired(index_.record(record).expiry_s.load(std::memory_order_relaxed));
+  if (state == State::Disk) {
+    delete_disk_record(record);
+  } else {
+    to_zombie(record, late ? Event::Evict : Event::Delete);
+  }
+  (late ? counters_.expired : counters_.deletes) += 1;
+  return !late;
+}
+
+std::vector<bool> Store::touch(std::span<const Key> keys) {
+  Lock lock = enter();
+  const double now = use_now();
+  std::vector<bool> out;
+  for (const Key& key : keys) {
+    const uint32_t record = index_.find_exclusive(key);
+    out.push_back(record != Index::kAbsent && control(record).state() == State::Sealed &&
+                  !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)));
+    if (out.back()) use(record, now);
+  }
+  return out;
+}
+
+uint64_t Store::flush() {
+  LowerTier* lower = this->lower();
+  if (lower) lower->forget_all();
+  uint64_t count = 0;
+  {
+    Lock lock = enter();
+    for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
+      if (control(record).state() != State::Sealed) continue;
+      to_zombie(record, Event::Delete);
+      ++count;
+    }
+    count += on_disk_.size();
+    while (on_disk_.size()) delete_disk_record(on_disk_.least().record);
+    deleted_.all = true;
+    wake_disk();
+    counters_.deletes += count;
+  }
+  if (lower) lower->remember_flush();
+  return count;
+}
+
+void Store::settle() {
+  Lock lock(mutex_);
+  scan_zombies();
+}
+
+void Store::drain(bool on) {
+  Lock lock(mutex_);
+  draining_ = on;
+}
+
+}  // namespace kv

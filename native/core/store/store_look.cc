@@ -1,0 +1,134 @@
+// Looking at a store: statistics, listings, and the check that everything derived agrees with the block table.
+
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/store/store.h"
+
+namespace kv {
+
+Stats Store::stats() {
+  Lock lock(mutex_);
+  reap_sessions();
+  scan_zombies();
+  Stats s = counters_;
+  s.used_bytes = used_bytes_;
+  s.capacity_bytes = options_.capacity_bytes;
+  s.frontier_bytes = pool_.frontier();
+  s.faulted_bytes = pool_.faulted();
+  s.slack_bytes = arena_.slack_bytes();
+  s.zombies = zombies_.size();
+  s.created = created_;
+  s.quarantined = quarantined_;
+  s.on_disk = on_disk_.size();
+  s.pending_writes = wishes_.size();
+  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_.size();
+  s.max_blocks = options_.max_blocks;
+  s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
+  s.fenced = !fence_.empty();
+  s.draining = draining_;
+  s.pins = 0, s.sessions = 0;
+  each_pin([&](uint32_t, uint64_t) { s.pins += 1; });
+  for (auto& [id, session] : sessions_) {
+    if (!session->file) continue;
+    s.sessions += session->attached;
+    s.hits += session->file->page().hits.load(std::memory_order_relaxed);
+    s.misses += session->file->page().misses.load(std::memory_order_relaxed);
+  }
+  return s;
+}
+
+std::string Store::problem() {
+  Lock lock(mutex_);
+  return fence_.empty() ? pool_.problem() : "fenced: " + fence_;
+}
+
+std::optional<Description> Store::describe(const Key& key) {
+  Lock lock(mutex_);
+  Snapshot snapshot;
+  if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
+  const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
+  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record)};
+}
+
+std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
+  Lock lock(mutex_);
+  std::vector<Description> out;
+  for (uint64_t i = uint64_t{after} + 1; i <= index_.max_blocks() && out.size() < limit; ++i) {
+    const auto record = static_cast<uint32_t>(i - 1);
+    const Control c = control(record);
+    if (c.state() == State::Free || (c.state() == State::Disk && c.flags() & kFlagDeleted)) continue;
+    const Key key = key_of(record);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&key);
+    if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
+    const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
+    const Snapshot snapshot{record, c, extent_of(record), shape_of(record), expiry_s};
+    out.push_back(
+        {key, record, c.state(), snapshot, index_.upkeep(record).created_s.load(std::memory_order_relaxed), rank(record)});
+  }
+  return out;
+}
+
+void Store::check_integrity() {
+  Lock lock(mutex_);
+  reap_sessions();
+  scan_zombies();
+  arena_.check_integrity();
+  auto expect = [](bool good, const std::string& what) {
+    if (!good) throw Error(Code::Integrity, what);
+  };
+  uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0,
+           tombstones = 0;
+  std::vector<Extent> extents;
+  for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
+    const State state = control(record).state();
+    const std::string here = "record " + std::to_string(record) + " (" + std::string(kv::name(state)) + ")";
+    expect((index_.record(record).sequence.load() & 1) == 0, here + " has an odd sequence");
+    const bool tombstone = state == State::Disk && control(record).flags() & kFlagDeleted;
+    const uint32_t indexed = state == State::Free ? Index::kAbsent : index_.find_exclusive(key_of(record));
+    expect((indexed == record) == (state == State::Sealed || state == State::Created || (state == State::Disk && !tombstone)),
+           here + " is wrongly indexed");
+    if (state == State::Free) continue;
+    records += 1;
+    if (tombstone) {
+      tombstones += 1;
+      const auto going = going_.find(key_of(record));
+      expect(going != going_.end() && going->second == record && tombstones_.contains(0, record), here + " remembers no file");
+      continue;
+    }
+    if (state == State::Disk) {
+      on_disk += 1;
+      expect(on_disk_.contains(0, record), here + " is in no queue");
+      continue;
+    }
+    const bool queued = control(record).flags() & kFlagQueued;
+    expect(queued == (wishes_.contains({rank(record), record}) || io_pins_.contains(record)) || io_pins_.contains(record),
+           here + " is wrongly queued for the disk");
+    used += extent_of(record).length;
+    extents.push_back(extent_of(record));
+    sealed += state == State::Sealed, created += state == State::Created;
+    quarantined += state == State::Quarantined, zombies += state == State::Zombie;
+    expect(state != State::Sealed || policy_.contains(class_of(record), record), here + " is in no eviction queue");
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < extents.size(); ++i)
+    expect(extents[i - 1].end() <= extents[i].offset, "extents overlap at " + std::to_string(extents[i].offset));
+  expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
+  for (auto& [id, session] : sessions_) {
+    for (size_t i = 0; i < session->unsealed.size(); ++i) {
+      const uint32_t record = session->unsealed[i];
+      expect(index_.upkeep(record).link.load() == i && index_.upkeep(record).owner.load() == id,
+             "record " + std::to_string(record) + " stands in another place of its session");
+    }
+    unsealed += session->unsealed.size();
+  }
+  expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
+  expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_.size() && created == created_ &&
+             quarantined == quarantined_ && zombies == zombies_.size(),
+         "a count of records is wrong");
+  expect(policy_.size() == sealed,
+         "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");
+  expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
+}
+
+}  // namespace kv

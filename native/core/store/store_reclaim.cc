@@ -1,0 +1,312 @@
+// Making room: what goes, and when its memory may be used again.
+
+#include <time.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "core/base/atomics.h"
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/base/polling.h"
+#include "core/store/store.h"
+
+namespace kv {
+namespace {
+
+constexpr int kTickBusyMs = 50;  // while something waits to become free
+constexpr int kTickIdleMs = 1000;
+constexpr uint64_t kFreshNs = 1'000'000'000;
+
+bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
+  return std::binary_search(sorted.begin(), sorted.end(), value);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- pins
+
+// Records whose block is pinned at this moment, or was loaded for somebody who has had no time to pin it: poor victims. Sorted.
+std::vector<uint32_t> Store::pinned_records() {
+  std::vector<uint32_t> out;
+  auto add = [&](uint32_t record, uint64_t generation) {
+    if (control(record).generation() == generation) out.push_back(record);
+  };
+  each_pin(add);
+  const uint64_t now = monotonic_ns();
+  for (; !fresh_.empty() && now - fresh_.front().since_ns > kFreshNs; fresh_.pop_front()) fresh_bytes_ -= fresh_.front().bytes;
+  for (const Fresh& one : fresh_) add(one.block.record, one.block.generation);
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+// Unlinked first, then the state: a reader that still found it will see the generation changed, or be seen by the scan.
+void Store::to_zombie(uint32_t record, Event event) {
+  forget_wish(record);
+  const Control before = control(record);
+  const uint8_t below = before.flags() & (kFlagOnDisk | kFlagQueued);
+  uint8_t flags = 0;
+  if (event != Event::Delete && !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)))
+    flags = below;
+  else if (below)
+    flags = kFlagDeleted, file_must_go(key_of(record));
+  if (before.state() == State::Sealed && policy_.contains(class_of(record), record)) policy_.remove(class_of(record), record);
+  if (before.state() == State::Created) created_ -= 1;
+  if (before.state() == State::Quarantined)
+    flags |= kFlagQuarantined;
+  else
+    index_.erase(key_of(record), record);
+  transition(record, event, State::Zombie, flags);
+  if (before.state() == State::Created) {
+    publish_progress(record, Phase::Ended);
+    futex_wake_all(progress_[record]);
+  }
+  zombies_.push_back(record);
+}
+
+void Store::free_zombie(uint32_t record) {
+  const Extent extent = extent_of(record);
+  arena_.release(extent, record);
+  used_bytes_ -= extent.length;
+  if (demote(record)) return;
+  records_used_ -= 1;
+  transition(record, Event::LastPinGone, State::Free, 0);
+  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
+  free_head_ = record;
+}
+
+// The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
+// between the writing of its pins and the reading of the generations.
+void Store::scan_zombies() {
+  if (zombies_.empty()) return;
+  fence_full();
+  std::vector<uint32_t> held;
+  each_pin([&](uint32_t record, uint64_t generation) {
+    const Control now = control(record);
+    const uint64_t back = now.flags() & kFlagQuarantined ? 2 : 1;
+    if (now.state() == State::Zombie && generation + back == now.generation()) held.push_back(record);
+  });
+  std::sort(held.begin(), held.end());
+  std::vector<uint32_t> still;
+  for (uint32_t record : zombies_) {
+    if (contains(held, record))
+      still.push_back(record);
+    else
+      free_zombie(record);
+  }
+  zombies_ = std::move(still);
+}
+
+// What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a
+// block that is gone is passed over.
+void Store::drain_rings() {
+  const double now = use_now();
+  for (auto& [id, session] : sessions_) {
+    if (!session->file) continue;
+    const SessionPage& page = session->file->page();
+    const uint64_t head = page.ring_head.load(std::memory_order_acquire);
+    const uint64_t fresh = std::min<uint64_t>(head - session->drained, kTouchRing);
+    for (uint64_t i = head - fresh; i != head; ++i) {
+      const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
+      if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record, now);
+    }
+    session->drained = head;
+  }
+}
+
+// ---------------------------------------------------------------- eviction
+
+// Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more; then, whichever is
+// worth less for the room it makes, the least valuable blocks of the same class or a slab of another class; then, when the class
+// has nothing left, the cheapest slab anywhere, and at last the cheapest run of slots just long enough.
+void Store::make_room(uint64_t length, size_t count) {
+  reap_sessions();
+  scan_zombies();
+  auto room = [&] { return (free_head_ != Index::kAbsent || spare_records()) && arena_.has_room(length); };
+  if (room()) return;
+  drain_rings();
+  const std::vector<uint32_t> pinned = pinned_records();
+  if (free_head_ == Index::kAbsent && !spare_records()) {
+    evict_least(std::nullopt, count, pinned);
+    scan_zombies();
+    if (room()) return;
+  }
+  const uint64_t size_class = Arena::size_class(length);
+  const uint64_t slab = arena_.slab_bytes_for(length);
+  const auto own = policy_.least(size_class);
+  const auto any = policy_.least();
+  bool taken = false;
+  if (own.record == policy_.kNone) {
+    taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY, pinned).has_value();
+  } else if (any.score < own.score) {
+    // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
+    // slabs.
+    const uint64_t at = extent_of(any.record).offset;
+    const double worth = own.score * static_cast<double>(slab / size_class * size_class);
+    taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth, pinned).has_value();
+  }
+  if (!taken) evict_least(size_class, count, pinned);
+  scan_zombies();
+  if (arena_.has_room(length)) return;
+  reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY, pinned);
+  scan_zombies();
+  if (reserved_ || fresh_.empty()) return;
+  fresh_.clear(), fresh_bytes_ = 0;  // better than no room
+  make_room(length, count);
+}
+
+// The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
+// small part of the pool or the table, and nothing as long as they have room of their own.
+void Store::make_room_ahead() {
+  Lock lock(mutex_);
+  const auto [length, count] = std::exchange(ahead_, {});
+  if (count == 0 || draining_ || !fence_.empty()) return;
+  if (const size_t records = index_.max_blocks() - records_used_ + spare_records(); records < count) {
+    drain_rings();
+    evict_least(std::nullopt, count - records, pinned_records());
+    scan_zombies();
+  }
+  if (pool_.frontier() < pool_.capacity()) return;
+  const size_t there = arena_.room(length, count);
+  const uint64_t size_class = Arena::size_class(length);
+  const auto own = policy_.least(size_class);
+  // Where another class has the least valuable block, make_room() weighs the two.
+  if (there == count || free_head_ == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score) return;
+  drain_rings();
+  evict_least(size_class, count - there, pinned_records());
+  scan_zombies();
+}
+
+// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.
+void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned) {
+  std::vector<std::pair<uint32_t, double>> passed;
+  std::vector<uint32_t> victims;
+  while (victims.size() < count) {
+    const auto [victim, score] = policy_.pop_least(size_class);
+    if (victim == policy_.kNone) break;
+    if (contains(pinned, victim))
+      passed.emplace_back(victim, score);
+    else
+      victims.push_back(victim);
+    index_.prefetch_whole(victim);
+  }
+  // Each step touches memory that is not in any cache: all misses of a step together.
+  for (uint32_t victim : victims) {
+    index_.prefetch_erase(victim);
+    arena_.prefetch(extent_of(victim));
+    __builtin_prefetch(&progress_[victim], 1);
+  }
+  for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
+  counters_.evictions += victims.size();
+  for (auto [record, score] : passed) policy_.insert(class_of(record), record, score);
+}
+
+// Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
+// blocks are worth least together, and less than `limit`. A free run counts as worth nothing.
+std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
+                                                const std::vector<uint32_t>& pinned) {
+  std::vector<double> costs;
+  for (const Arena::Piece& piece : pieces) {
+    double cost = 0;
+    for (uint32_t record : piece.records) {
+      const bool evictable = control(record).state() == State::Sealed && !contains(pinned, record);
+      cost += evictable ? rank(record) * static_cast<double>(extent_of(record).length) : INFINITY;
+    }
+    costs.push_back(cost);
+  }
+  double best = limit;
+  std::pair<size_t, size_t> run{0, 0};
+  // The window's cost is a sum from its left end to `middle` and one from there on. Not a running difference: scores differ by so
+  // many orders of magnitude that it would keep nothing but rounding errors.
+  std::vector<double> older;
+  double newer = 0;
+  size_t begin = 0, middle = 0;
+  for (size_t left = 0, right = 0; right < pieces.size(); ++right) {
+    if (std::isinf(costs[right])) {
+      left = middle = right + 1, newer = 0;
+      continue;
+    }
+    auto length_from = [&](size_t from) { return pieces[right].extent.end() - pieces[from].extent.offset; };
+    newer += costs[right];
+    while (left < right && length_from(left + 1) >= need_bytes) ++left;
+    if (length_from(left) < need_bytes) continue;
+    if (left >= middle) {  // all of the older part has left the window: the newer becomes it
+      older.assign(right + 1 - left, 0);
+      double sum = 0;
+      for (size_t i = right + 1; i-- > left;) older[i - left] = sum += costs[i];
+      begin = left, middle = right + 1, newer = 0;
+    }
+    if (const double cost = older[left - begin] + newer; cost < best) best = cost, run = {left, right + 1};
+  }
+  if (run.second == 0) return std::nullopt;
+  for (size_t i = run.first; i < run.second; ++i)
+    for (uint32_t record : pieces[i].records)
+      if (control(record).state() == State::Sealed) {  // one that spans two pieces has gone with the first
+        to_zombie(record, Event::Evict);
+        counters_.evictions += 1;
+      }
+  return Extent{pieces[run.first].extent.offset, need_bytes};
+}
+
+// True if this entry of the heap is about the block that lies in the record now.
+bool Store::expires_at(uint32_t record, uint32_t second) const {
+  const Control now = control(record);
+  const bool kept = now.state() == State::Disk && !(now.flags() & kFlagDeleted);  // a deleted one only waits for its file to go
+  return (now.state() == State::Sealed || kept) && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
+}
+
+// Entries outlive their blocks: what has piled up is thrown out when there are a quarter more than there can be blocks.
+void Store::remember_expiry(uint32_t record) {
+  const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
+  if (second == 0) return;
+  if (expiries_.size() >= index_.max_blocks() + index_.max_blocks() / 4) {
+    std::erase_if(expiries_, [this](const auto& entry) { return !expires_at(entry.second, entry.first); });
+    std::sort(expiries_.begin(), expiries_.end());
+    expiries_.erase(std::unique(expiries_.begin(), expiries_.end()), expiries_.end());  // sorted is a heap
+  }
+  expiries_.emplace_back(second, record);
+  std::push_heap(expiries_.begin(), expiries_.end(), std::greater<>());
+}
+
+void Store::expire() {
+  while (!expiries_.empty() && expired(expiries_.front().first)) {
+    const auto [second, record] = expiries_.front();
+    std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
+    expiries_.pop_back();
+    if (!expires_at(record, second)) continue;
+    if (control(record).state() == State::Disk)
+      delete_disk_record(record);
+    else
+      to_zombie(record, Event::Evict);
+    counters_.expired += 1;
+  }
+}
+
+// ---------------------------------------------------------------- the clock, and broken memory
+
+void Store::check_memory() {
+  if (fence_.empty() && progress_truncated_.load(std::memory_order_acquire)) fence_ = "a client truncated its progress words";
+}
+
+void Store::check_pool() {
+  if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
+  if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
+}
+
+int Store::tick() {
+  Lock lock(mutex_);
+  check_memory();
+  if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
+  for (auto& [id, session] : sessions_)
+    if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
+  reap_sessions();
+  expire();
+  scan_zombies();
+  drain_rings();
+  bool waiting = !zombies_.empty();
+  for (auto& [id, session] : sessions_) waiting |= session->ended;
+  return waiting ? kTickBusyMs : kTickIdleMs;
+}
+
+}  // namespace kv

@@ -1,0 +1,193 @@
+// Sessions: their page files, their ends, and what they leave behind.
+
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/base/futex.h"
+#include "core/store/store.h"
+
+namespace kv {
+
+// Never 0, which asks for a new session, and never one that lives.
+uint32_t Store::new_session_id() {
+  while (next_session_ == 0 || sessions_.contains(next_session_)) ++next_session_;
+  return next_session_++;
+}
+
+std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid) {
+  uint32_t id;
+  {
+    Lock lock = enter();
+    id = new_session_id();
+  }
+  if (max_pins == 0 || max_pins > kMaxPins)
+    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
+  // The file is made outside the lock: it takes system calls.
+  auto session = std::make_unique<Session>();
+  session->id = id;
+  session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins);
+  try {
+    session->guard = Guard(session->file->mapping(), &session->truncated);
+  } catch (...) {
+    session->file->unlink();
+    throw;
+  }
+  session->attached = true;
+  session->pid = pid, session->uid = uid;
+  Fd locked = session->file->take_locked();
+  Lock lock(mutex_);
+  sessions_.emplace(id, std::move(session));
+  return {id, std::move(locked)};
+}
+
+size_t Store::left_sessions(uint32_t uid) {
+  Lock lock(mutex_);
+  reap_sessions();
+  return static_cast<size_t>(std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& one) {
+    return one.second->ended && one.second->file && one.second->pid && one.second->uid == uid;
+  }));
+}
+
+bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
+  Lock lock = enter();
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return false;
+  Session& session = *found->second;
+  if (!session.file || session.attached || session.truncated || session.file->token() != token) return false;
+  session.attached = session.resumed = true;
+  session.since = std::chrono::steady_clock::now();
+  session.ended = false;
+  session.pid = pid, session.uid = uid;
+  return true;
+}
+
+size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
+  Lock lock = enter();
+  const auto found = sessions_.find(owner);
+  const std::vector<uint32_t> none, &unsealed = found == sessions_.end() ? none : found->second->unsealed;
+  std::erase_if(open, [&](const Handle& one) {
+    if (one.record >= index_.max_blocks()) return true;
+    const uint32_t place = index_.upkeep(one.record).link.load(std::memory_order_relaxed);
+    if (place >= unsealed.size() || unsealed[place] != one.record) return true;
+    const Control now = control(one.record);
+    return now.state() != State::Quarantined || one.generation + 1 != now.generation();
+  });
+  return unsealed.size();
+}
+
+// What a resumed session no longer knows of: nobody writes there any more.
+void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
+  std::sort(open.begin(), open.end(), [](const Handle& a, const Handle& b) { return a.record < b.record; });
+  Lock lock = enter();
+  const auto found = sessions_.find(owner);
+  if (found == sessions_.end()) return;
+  Session& session = *found->second;
+  for (uint32_t record : std::vector<uint32_t>(session.unsealed)) {
+    const Control now = control(record);
+    if (now.state() != State::Quarantined) continue;
+    const auto at = std::lower_bound(open.begin(), open.end(), record, [](const Handle& a, uint32_t b) { return a.record < b; });
+    if (at != open.end() && at->record == record && at->generation + 1 == now.generation()) continue;
+    quarantined_ -= 1;
+    drop_unsealed(session, record);
+    to_zombie(record, Event::Abort);
+    counters_.aborts += 1;
+  }
+  scan_zombies();
+}
+
+uint32_t Store::open_owner() {
+  Lock lock = enter();
+  const uint32_t id = new_session_id();
+  auto session = std::make_unique<Session>();
+  session->id = id;
+  session->attached = true;
+  sessions_.emplace(id, std::move(session));
+  return id;
+}
+
+// A list with its places kept in the records: one block comes and one goes all the time.
+void Store::add_unsealed(Session& session, uint32_t record) {
+  index_.upkeep(record).link.store(static_cast<uint32_t>(session.unsealed.size()), std::memory_order_relaxed);
+  session.unsealed.push_back(record);
+}
+
+void Store::drop_unsealed(Session& session, uint32_t record) {
+  const uint32_t place = index_.upkeep(record).link.load(std::memory_order_relaxed), last = session.unsealed.back();
+  KV_INVARIANT(place < session.unsealed.size() && session.unsealed[place] == record);
+  session.unsealed[place] = last;
+  index_.upkeep(last).link.store(place, std::memory_order_relaxed);
+  session.unsealed.pop_back();
+}
+
+// Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free.
+void Store::end_session_locked(Session& session) {
+  session.ended = true;
+  session.attached = false;
+  for (uint32_t record : session.unsealed) {
+    if (control(record).state() != State::Created) continue;
+    if (!session.file) {  // nobody but this process wrote here
+      to_zombie(record, Event::Abort);
+      continue;
+    }
+    index_.erase(key_of(record), record);
+    transition(record, Event::SessionEnd, State::Quarantined, control(record).flags() & kFlagOnDisk);
+    created_ -= 1, quarantined_ += 1;
+    publish_progress(record, Phase::Ended);
+    futex_wake_all(progress_[record]);
+  }
+}
+
+void Store::end_session(uint32_t id) {
+  Lock lock(mutex_);
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || found->second->ended) return;
+  end_session_locked(*found->second);
+  if (!found->second->file) sessions_.erase(found);
+  reap_sessions();
+  scan_zombies();
+}
+
+void Store::reap_sessions() {
+  for (auto it = sessions_.begin(); it != sessions_.end();) {
+    Session& session = *it->second;
+    if (!session.ended || !session.file->lock_free()) {
+      ++it;
+      continue;
+    }
+    for (uint32_t record : session.unsealed) {
+      if (control(record).state() != State::Quarantined) continue;
+      quarantined_ -= 1;
+      to_zombie(record, Event::SessionLockFree);
+    }
+    counters_.hits += session.file->page().hits.load(std::memory_order_relaxed);
+    counters_.misses += session.file->page().misses.load(std::memory_order_relaxed);
+    session.file->unlink();
+    it = sessions_.erase(it);
+  }
+}
+
+Mapping Store::session_page_head(uint32_t id) {
+  Lock lock(mutex_);
+  return sessions_.at(id)->file->head_again();
+}
+
+uint64_t Store::session_page_bytes(uint32_t id) {
+  Lock lock(mutex_);
+  const auto found = sessions_.find(id);
+  return found == sessions_.end() || !found->second->file ? 0 : found->second->file->bytes();
+}
+
+std::vector<Store::SessionInfo> Store::sessions() {
+  Lock lock(mutex_);
+  std::vector<SessionInfo> out;
+  for (auto& [id, s] : sessions_) {
+    if (!s->file) continue;
+    uint64_t pins = 0;
+    s->file->each_pin([&](uint64_t) { ++pins; });
+    const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
+    out.push_back({id, s->pid, s->uid, pins, s->unsealed.size(), attached.count(), s->attached, s->resumed});
+  }
+  return out;
+}
+
+}  // namespace kv
