@@ -26,7 +26,7 @@ $(VENV)/.python: | .ci/system
 	@PYTHON="$(PYTHON)" .ci/system
 	@$(LOCK) sh -ec 'test -x $(PY) || "$(PYTHON)" -m venv $(VENV)'
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvstored-checkout.pth
-	@printf '#!%s\nimport sys\n\nfrom kvstored.cli import main\n\nsys.exit(main())\n' "$(CURDIR)/$(PY)" > $(VENV)/bin/kvstored
+	@printf '#!%s\nimport sys\n\nfrom kvstored.cli.main import main\n\nsys.exit(main())\n' "$(CURDIR)/$(PY)" > $(VENV)/bin/kvstored
 	@chmod +x $(VENV)/bin/kvstored
 	@touch $@
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvstored.cli import main
+from kvstored.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

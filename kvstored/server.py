@@ -17,27 +17,29 @@ from typing import Any
 
 import grpc
 
-from kvstored import __version__, _core, access, gate, log, rundir
-from kvstored.admin import AdminService
-from kvstored.admission import Admission
-from kvstored.calls import CallCounts, Threads
-from kvstored.config import Config
-from kvstored.doors import Door, GuestsDoor, OwnersDoor
+from kvstored import __version__, _core, log
+from kvstored.access import peer_proxy, tenants
+from kvstored.access.authorization import Door, GuestsDoor, OwnersDoor
+from kvstored.config.config import Config
+from kvstored.config.sources import Sourced
 from kvstored.errors import ConfigError, StartupError, StoreError
-from kvstored.events import Event, Events
-from kvstored.exposition import Figures, render
-from kvstored.leases import Leases
-from kvstored.metrics import MetricsServer
-from kvstored.notify import notify
-from kvstored.places import SHM_DIR
-from kvstored.process import connections_within, cpu_seconds, end_within, own_memory_bytes
-from kvstored.reflection import LazyReflection
-from kvstored.reload import Reload
-from kvstored.segments import Geometry, Pool, Segments
-from kvstored.service import StoreService
-from kvstored.sources import Sourced
-from kvstored.tiers import Tiers
-from kvstored.transfer import TransferService
+from kvstored.process import runtime_dir
+from kvstored.process.limits import connections_within, cpu_seconds, end_within, own_memory_bytes
+from kvstored.process.notify import notify
+from kvstored.process.reload import Reload
+from kvstored.rpc.admin import AdminService
+from kvstored.rpc.admission import Admission
+from kvstored.rpc.calls import CallCounts, Threads
+from kvstored.rpc.leases import Leases
+from kvstored.rpc.reflection import LazyReflection
+from kvstored.rpc.store import StoreService
+from kvstored.rpc.transfer import TransferService
+from kvstored.telemetry.events import Event, Events
+from kvstored.telemetry.metrics_server import MetricsServer
+from kvstored.telemetry.prometheus import Figures, render
+from kvstored.tiers.disk import Tiers
+from kvstored.tiers.pool_files import SHM_DIR
+from kvstored.tiers.pools import Geometry, Pool, Segments
 from kvstored.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -57,8 +59,8 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     config = sourced.config
     log.set_level(config.log_level)
     os.umask(0o077)
-    made = rundir.prepare(config.dir)
-    lock = rundir.Lock(config.dir)
+    made = runtime_dir.prepare(config.dir)
+    lock = runtime_dir.Lock(config.dir)
     try:
         daemon = Daemon(sourced, made, fresh, discard, started_ns)
         try:
@@ -76,10 +78,10 @@ class Daemon:
         """`made`: the runtime directory."""
         self._started_ns, self._discard = started_ns, discard
         config = sourced.config
-        self._tenants = self._next_tenants = access.tenants(config)
+        self._tenants = self._next_tenants = tenants.tenants(config)
         self._made_directory = made
-        self._opening = access.openness(config, self._tenants)
-        access.open_directory(config.dir, self._opening, made)
+        self._opening = tenants.openness(config, self._tenants)
+        tenants.open_directory(config.dir, self._opening, made)
         self._segments = Segments(
             config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
         )
@@ -123,7 +125,7 @@ class Daemon:
             self._watch.degraded,
         )
         self._metrics: MetricsServer | None = None
-        self._gate: gate.Gate | None = None
+        self._gate: peer_proxy.Gate | None = None
 
     async def run(self) -> None:
         stopped = asyncio.Event()
@@ -173,8 +175,8 @@ class Daemon:
 
     def _resolve_lists(self, before: Any, after: Any) -> Any:
         try:
-            namespaces = access.with_lists(before, after)
-            self._next_tenants = access.relisted(self._tenants, namespaces)
+            namespaces = tenants.with_lists(before, after)
+            self._next_tenants = tenants.relisted(self._tenants, namespaces)
         except StartupError as error:
             raise ConfigError(str(error)) from error
         return namespaces
@@ -182,11 +184,11 @@ class Daemon:
     def _use_lists(self, config: Config) -> None:
         self._tenants = self._next_tenants
         self._sessions.set_tenants(self._tenants)
-        self._opening = access.openness(config, self._tenants)
+        self._opening = tenants.openness(config, self._tenants)
         # What is gone was removed by somebody, or by gRPC as the daemon stops: a right that was taken ends
         # all the same.
         try:
-            access.open_directory(config.dir, self._opening, self._made_directory)
+            tenants.open_directory(config.dir, self._opening, self._made_directory)
         except StartupError as error:
             log.warning("directory_left_as_it_is", why=str(error))
         for name in ("kvstored.sock", "guests.sock"):
@@ -233,7 +235,8 @@ class Daemon:
         owners.add_generic_rpc_handlers((LazyReflection(),))
         servers = [(owners, config.in_dir("grpc.sock"))]
         if config.open_to_others:
-            guests = self._new_grpc(config, GuestsDoor(self._stores, self._sessions), gate.bounds(config))
+            door = GuestsDoor(self._stores, self._sessions)
+            guests = self._new_grpc(config, door, peer_proxy.bounds(config))
             servers.append((guests, config.in_dir("guarded.sock")))
         for name in ("guests.sock", "guarded.sock"):  # also where no other user is configured any more
             with contextlib.suppress(FileNotFoundError):
@@ -242,7 +245,7 @@ class Daemon:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # a dead daemon's: the lock says that no other lives
-                server.add_insecure_port(rundir.grpc_address(path))
+                server.add_insecure_port(runtime_dir.grpc_address(path))
                 os.chmod(path, 0o600)
             except (RuntimeError, OSError) as error:
                 await server.stop(None)
@@ -250,8 +253,8 @@ class Daemon:
             await server.start()
         if config.open_to_others:
             path = config.in_dir("guests.sock")
-            self._gate = gate.Gate(
-                path, config.in_dir("guarded.sock"), connections_within(config, gate.DESCRIPTORS),
+            self._gate = peer_proxy.Gate(
+                path, config.in_dir("guarded.sock"), connections_within(config, peer_proxy.DESCRIPTORS),
                 lambda socket: _core.peer(socket, self._tenants),
             )  # fmt: skip
             self._gate.start()
@@ -276,7 +279,7 @@ class Daemon:
 
     async def _start_metrics(self, port: int) -> None:
         self._metrics = MetricsServer(
-            self._metrics_text, self._watch.health.answers, access.metrics_token(self._reload.config)
+            self._metrics_text, self._watch.health.answers, tenants.metrics_token(self._reload.config)
         )
         try:
             log.info("metrics", address="127.0.0.1", port=await self._metrics.start(port))

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstored import log
-from kvstored.calls import Threads
-from kvstored.degraded import Degraded, Entry
 from kvstored.errors import Fenced
-from kvstored.events import Event, Events
-from kvstored.health import Health
-from kvstored.notify import notify, watchdog_interval_s
-from kvstored.tiers import Tiers
+from kvstored.process.notify import notify, watchdog_interval_s
+from kvstored.rpc.calls import Threads
+from kvstored.telemetry.events import Event, Events
+from kvstored.telemetry.health import Health
+from kvstored.telemetry.problems import Degraded, Entry
+from kvstored.tiers.disk import Tiers
 
 PROBLEM_LOOK_S = 1.0
 PROBE_S = 5.0

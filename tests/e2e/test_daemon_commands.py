@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.cli import main
+from kvstored.cli.main import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
 from tests.e2e.grpc_calls import BLOCK_BYTES, Calls, key

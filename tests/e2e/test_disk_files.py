@@ -7,7 +7,7 @@ from hashlib import sha256
 
 import kvclient
 from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
-from kvstored.cli import main
+from kvstored.cli.main import main
 from kvstored.errors import Exit
 from tests.fault.disk import BLOCK
 from tests.golden import reference_block_file as reference

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstored import exposition
-from kvstored.config import Config
-from kvstored.degraded import STATES
+from kvstored.config.config import Config
+from kvstored.telemetry import prometheus
+from kvstored.telemetry.problems import STATES
 from tests.e2e.grpc_calls import CALL_S, Calls
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def scraped(daemon, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     args = ["--metrics-port", str(port)]
-    if exposition.DISK_METRICS:
+    if prometheus.DISK_METRICS:
         args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
     one = daemon("64MiB", args)
     with Calls(one.dir) as calls:

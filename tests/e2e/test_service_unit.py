@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvclient.conformance.case import SMALL, fill, new_keys
-from kvstored.cli import parser
-from kvstored.places import HUGE_DIR
-from kvstored.sources import load
+from kvstored.cli.main import parser
+from kvstored.config.sources import load
+from kvstored.tiers.pool_files import HUGE_DIR
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls, content
 

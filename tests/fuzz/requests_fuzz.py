@@ -11,12 +11,12 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["kvstored.service", "kvstored.calls", "kvstored.leases", "kvstored.layouts"]
+    include=["kvstored.service", "kvstored.rpc.calls", "kvstored.rpc.leases", "kvstored.rpc.layouts"]
 ):
-    from kvstored.calls import CallCounts, Threads
-    from kvstored.doors import OwnersDoor
-    from kvstored.leases import Leases
-    from kvstored.service import StoreService
+    from kvstored.access.authorization import OwnersDoor
+    from kvstored.rpc.calls import CallCounts, Threads
+    from kvstored.rpc.leases import Leases
+    from kvstored.rpc.store import StoreService
 
 import grpc
 from google.protobuf import message_factory

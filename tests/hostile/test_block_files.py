@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstored import _core
-from kvstored.cli import main
+from kvstored.cli.main import main
 from kvstored.errors import Exit
 from tests.golden import reference_block_file as reference
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages

@@ -20,7 +20,7 @@ import pytest
 from kvclient.conformance.case import SMALL, fill, new_keys
 from kvclient.connecting import default_directory
 from kvclient.errors import NotPermitted
-from kvstored import cli
+from kvstored.cli import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import DaemonFailed
@@ -116,7 +116,7 @@ def test_a_command_of_another_user_says_whose_the_daemon_is(daemon, fork, kind, 
 
         def work(_steps) -> None:
             with contextlib.redirect_stderr(said):
-                print(cli.main([command, "--dir", str(one.dir)]), file=sys.stderr, flush=True)
+                print(main.main([command, "--dir", str(one.dir)]), file=sys.stderr, flush=True)
 
         fork(as_user(STRANGER, work)).finish()
         said.seek(0)

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from kvclient.conformance.case import SMALL, new_keys
-from kvstored.calls import MAX_FOLLOWERS, MAX_WAITS
-from kvstored.doors import NO_TOKEN
-from kvstored.gate import MAX_CALLS
+from kvstored.access.authorization import NO_TOKEN
+from kvstored.access.peer_proxy import MAX_CALLS
+from kvstored.rpc.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
 from tests.hostile.conftest import GROWTH_BYTES, private_bytes

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstored import commands, render
-from kvstored.cli import main, parser
-from kvstored.completion import script
+from kvstored.cli import commands, render
+from kvstored.cli.completion import script
+from kvstored.cli.main import main, parser
 from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ def test_the_daemon_refuses_to_run_without_assertions(tmp_path):
 def test_help_and_completion_do_not_import_grpc():
     """They must be quick: a shell calls them while somebody types."""
     code = (
-        "import sys; from kvstored.cli import main; main(['completion', 'bash']); "
+        "import sys; from kvstored.cli.main import main; main(['completion', 'bash']); "
         "sys.exit('grpc' in sys.modules or 'asyncio' in sys.modules)"
     )
     assert (

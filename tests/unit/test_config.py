@@ -8,11 +8,11 @@ import os
 
 import pytest
 
-from kvstored import access
-from kvstored.config import MAX_DIR_BYTES, Config
+from kvstored.access import tenants
+from kvstored.config.config import MAX_DIR_BYTES, Config
+from kvstored.config.sources import MAX_FILE_BYTES, default_dir, load
+from kvstored.config.units import approximate_size, format_duration, format_size, parse_size
 from kvstored.errors import ConfigError, StartupError
-from kvstored.sources import MAX_FILE_BYTES, default_dir, load
-from kvstored.units import approximate_size, format_duration, format_size, parse_size
 
 
 def loaded(flags=None, environ=None, file=None):
@@ -372,7 +372,7 @@ def test_a_pipe_is_no_file(tmp_path):
             load({"dir": "/tmp/x"}, {}, str(path))
         salted = load({"dir": "/tmp/x", "namespaces": f"default:salt=file:{path}"}, {}, None).config
         with pytest.raises(StartupError, match=r"the salt of 'default': .* is a pipe"):
-            access.tenants(salted)
+            tenants.tenants(salted)
     finally:
         os.close(opened)
 

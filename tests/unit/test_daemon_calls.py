@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from kvstored.admission import Admission
-from kvstored.calls import CallCounts, Threads, answered, streamed
-from kvstored.doors import NO_TOKEN, GuestsDoor
-from kvstored.service import DISK, MISSING, PENDING, RESIDENT, StoreService
+from kvstored.access.authorization import NO_TOKEN, GuestsDoor
+from kvstored.rpc.admission import Admission
+from kvstored.rpc.calls import CallCounts, Threads, answered, streamed
+from kvstored.rpc.store import DISK, MISSING, PENDING, RESIDENT, StoreService
 
 A, B = b"a" * 32, b"b" * 32
 

@@ -10,15 +10,16 @@ import threading
 
 import pytest
 
-from kvstored import errors, log, rundir
+from kvstored import errors, log
 from kvstored.errors import LeaseEnded, NoSpace, NotFound, StartupError
-from kvstored.events import Event, Events, Sampler
-from kvstored.exposition import STORE_METRICS, Figures, render
-from kvstored.histogram import BOUNDS_S, Histogram
-from kvstored.keeper import Keeper
-from kvstored.leases import Held, Leases
-from kvstored.metrics import MAX_REQUEST_BYTES, MetricsServer
-from kvstored.notify import notify, watchdog_interval_s
+from kvstored.process import runtime_dir
+from kvstored.process.fd_store import Keeper
+from kvstored.process.notify import notify, watchdog_interval_s
+from kvstored.rpc.leases import Held, Leases
+from kvstored.telemetry.events import Event, Events, Sampler
+from kvstored.telemetry.histogram import BOUNDS_S, Histogram
+from kvstored.telemetry.metrics_server import MAX_REQUEST_BYTES, MetricsServer
+from kvstored.telemetry.prometheus import STORE_METRICS, Figures, render
 
 
 class Recorder:
@@ -269,13 +270,13 @@ def test_a_supervisor_that_does_not_listen_keeps_nothing(tmp_path, monkeypatch):
 
 
 def test_one_daemon_a_directory(tmp_path):
-    lock = rundir.Lock(str(tmp_path))
-    assert rundir.running_pid(str(tmp_path)) == os.getpid()
+    lock = runtime_dir.Lock(str(tmp_path))
+    assert runtime_dir.running_pid(str(tmp_path)) == os.getpid()
     with pytest.raises(StartupError, match=f"pid {os.getpid()}"):
-        rundir.Lock(str(tmp_path))
+        runtime_dir.Lock(str(tmp_path))
     lock.close()
-    assert rundir.running_pid(str(tmp_path)) is None
-    rundir.Lock(str(tmp_path)).close()
+    assert runtime_dir.running_pid(str(tmp_path)) is None
+    runtime_dir.Lock(str(tmp_path)).close()
 
 
 def test_a_directory_that_others_may_write_is_refused(tmp_path):
@@ -283,31 +284,31 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path):
     shared.mkdir()
     shared.chmod(0o770)
     with pytest.raises(StartupError, match="mode 0770"):
-        rundir.prepare(str(shared))
+        runtime_dir.prepare(str(shared))
     shared.chmod(0o755)
-    rundir.prepare(str(shared))
+    runtime_dir.prepare(str(shared))
     link = tmp_path / "link"
     link.symlink_to(shared)
     with pytest.raises(StartupError, match="no directory"):
-        rundir.prepare(str(link))
+        runtime_dir.prepare(str(link))
 
 
 def test_a_small_file_is_read_only_if_it_is_ours_alone(tmp_path):
     path = str(tmp_path / "state.json")
-    assert rundir.read_json(path) == (None, "absent")
-    rundir.write_whole(path, b'{"a": 1}')
-    assert rundir.read_json(path) == ({"a": 1}, "")
+    assert runtime_dir.read_json(path) == (None, "absent")
+    runtime_dir.write_whole(path, b'{"a": 1}')
+    assert runtime_dir.read_json(path) == ({"a": 1}, "")
     os.link(path, path + ".2")
-    assert "2 links" in rundir.read_json(path)[1]
+    assert "2 links" in runtime_dir.read_json(path)[1]
     os.unlink(path + ".2")
     os.chmod(path, 0o644)
-    assert "0644" in rundir.read_json(path)[1]
+    assert "0644" in runtime_dir.read_json(path)[1]
     os.chmod(path, 0o600)
-    rundir.write_whole(path, b"[" * 100_000)
-    assert "no JSON" in rundir.read_json(path)[1]
+    runtime_dir.write_whole(path, b"[" * 100_000)
+    assert "no JSON" in runtime_dir.read_json(path)[1]
     os.unlink(path)
     os.mkfifo(path, 0o600)
-    assert "foreign" in rundir.read_json(path)[1], "a pipe must not block the start"
+    assert "foreign" in runtime_dir.read_json(path)[1], "a pipe must not block the start"
 
 
 # ---- metrics
@@ -367,7 +368,7 @@ def test_the_metrics_server_answers_only_its_two_paths(request_bytes, status):
 
 
 def test_who_does_not_read_the_metrics_is_cut_off(monkeypatch):
-    monkeypatch.setattr("kvstored.metrics.REQUEST_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstored.telemetry.metrics_server.REQUEST_TIMEOUT_S", 0.01)
 
     async def scenario():
         asked = asyncio.Event()

@@ -6,10 +6,10 @@ Method: the watch is driven alone; a store is a recorder of the calls it gets.
 import asyncio
 
 from kvstored import watch
-from kvstored.admin import AdminService
-from kvstored.calls import CallCounts, Threads
 from kvstored.errors import Fenced
-from kvstored.events import Events
+from kvstored.rpc.admin import AdminService
+from kvstored.rpc.calls import CallCounts, Threads
+from kvstored.telemetry.events import Events
 from kvstored.v1 import admin_pb2
 from kvstored.watch import Watch
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvstored.disk import Directories, left_over
+from kvstored.tiers.disk_directories import Directories, left_over
 
 
 def test_what_is_kept_aside_is_counted(tmp_path):

@@ -46,7 +46,7 @@ def test_every_struct_has_its_table(compiled: dict[str, list[tuple[str, int, int
 
 def words(enum: str, header: str) -> list[str]:
     """The values of an enumeration of the native headers, in words: RegisterLayout is "register layout"."""
-    text = (ROOT / "native/core" / header).read_text()
+    text = next((ROOT / "native/core").rglob(header)).read_text()
     body = re.search(rf"enum class {enum}[^{{]*\{{(.*?)\}}", text, re.DOTALL)
     assert body
     names = re.findall(r"\b([A-Z]\w*)(?: = \d+)?,", body[1])
@@ -54,7 +54,7 @@ def words(enum: str, header: str) -> list[str]:
 
 
 def constant(name: str, header: str) -> int:
-    found = re.search(rf"\b{name} = (\d+);", (ROOT / "native/core" / header).read_text())
+    found = re.search(rf"\b{name} = (\d+);", next((ROOT / "native/core").rglob(header)).read_text())
     assert found, name
     return int(found[1])
 

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvstored.cli import main
+from kvstored.cli.fsck import trees
+from kvstored.cli.main import main
 from kvstored.errors import Exit
-from kvstored.fsck import trees
 from tests.golden import reference_block_file as reference
 
 ROOT = Path(__file__).resolve().parents[2]

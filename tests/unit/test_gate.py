@@ -3,7 +3,7 @@ that note what they are told, in the orders that Python's releases have."""
 
 import asyncio
 
-from kvstored.gate import _End
+from kvstored.access.peer_proxy import _End
 
 
 class Noted(asyncio.Transport):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstored import health
-from kvstored.degraded import STATES, Degraded
 from kvstored.errors import Fenced
-from kvstored.health import Health
+from kvstored.telemetry import health
+from kvstored.telemetry.health import Health
+from kvstored.telemetry.problems import STATES, Degraded
 from tests.fault.children import eventually
 
 

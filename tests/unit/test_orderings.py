@@ -86,7 +86,7 @@ def missing(text: str, steps: tuple[str, ...]) -> str | None:
 
 @pytest.mark.parametrize(("file", "start", "steps"), ORDERINGS, ids=lambda value: str(value)[:40])
 def test_the_steps_stand_in_order(file, start, steps):
-    text = body((CORE / file).read_text(), start)
+    text = body(next(CORE.rglob(file)).read_text(), start)
     assert (step := missing(text, steps)) is None, f"{file}: {start} lacks {step!r} where it has to stand"
     for step in steps:
         assert missing(text.replace(step, ""), steps) is not None, f"{step!r} could be taken out unseen"

@@ -5,9 +5,9 @@ Method: the real loader and plan on a file; nothing is applied to a daemon.
 
 import pytest
 
-from kvstored.degraded import Degraded
-from kvstored.reload import Reload
-from kvstored.sources import load
+from kvstored.config.sources import load
+from kvstored.process.reload import Reload
+from kvstored.telemetry.problems import Degraded
 
 BEFORE = 'memory = "1GiB"\ndisk = ["/a"]\ndisk_quota = "8GiB"\n'
 

@@ -10,23 +10,23 @@ import subprocess
 
 import pytest
 
-from kvstored import rundir
-from kvstored.cli import main
+from kvstored.cli.main import main
 from kvstored.errors import Exit, StartupError
+from kvstored.process import runtime_dir
 
 
 def test_a_command_that_looks_does_not_keep_a_daemon_from_starting(tmp_path, monkeypatch):
     looking = os.open(tmp_path / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(rundir.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-    rundir.Lock(str(tmp_path)).close()
+    monkeypatch.setattr(runtime_dir.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    runtime_dir.Lock(str(tmp_path)).close()
     os.close(looking)
 
 
 def test_a_file_is_written_whole_in_pieces_or_not_at_all(tmp_path, monkeypatch):
     path, write = str(tmp_path / "state.json"), os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-    rundir.write_whole(path, b"0123456789")
+    runtime_dir.write_whole(path, b"0123456789")
     assert (tmp_path / "state.json").read_bytes() == b"0123456789"
 
     def full(fd, data):
@@ -36,8 +36,8 @@ def test_a_file_is_written_whole_in_pieces_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StartupError, match="No space left"):
-        rundir.write_whole(path, b"new")  # fits: the first piece is all of it
-        rundir.write_whole(path, b"newer")
+        runtime_dir.write_whole(path, b"new")  # fits: the first piece is all of it
+        runtime_dir.write_whole(path, b"newer")
     assert (tmp_path / "state.json").read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["state.json"]
 
@@ -45,14 +45,14 @@ def test_a_file_is_written_whole_in_pieces_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["0", "-1", "4194305", "99999999999999999999", "x", ""])
 def test_a_pid_that_no_process_has_is_none(tmp_path, text):
     (tmp_path / "pid").write_text(text)
-    assert rundir.read_pid(str(tmp_path)) is None
+    assert runtime_dir.read_pid(str(tmp_path)) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("given", ["", "daemon.lock"])
 def test_stop_signals_no_process_of_another_user_than_the_directorys(tmp_path, capsys, given):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as victim:
-        lock = rundir.Lock(str(tmp_path))
+        lock = runtime_dir.Lock(str(tmp_path))
         (tmp_path / "pid").write_text(str(victim.pid))
         os.chown(tmp_path / given, 4321, -1)
         try:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstored import places, rundir
-from kvstored import segments as segments_module
-from kvstored.config import Config
+from kvstored.config.config import Config
 from kvstored.errors import StartupError
-from kvstored.places import ROLES, SHM_DIR, Named, file_system, has_huge_pages
-from kvstored.segments import Geometry, Segments
+from kvstored.process import runtime_dir
+from kvstored.tiers import pool_files
+from kvstored.tiers import pools as segments_module
+from kvstored.tiers.pool_files import ROLES, SHM_DIR, Named, file_system, has_huge_pages
+from kvstored.tiers.pools import Geometry, Segments
 from tests.fault.devices import huge_memory
 
 GEOMETRY = Geometry("default", 8 << 20, 64, 16384, 4096)
@@ -75,7 +76,7 @@ def test_what_was_made_is_found_again(world):
     assert (found.pool_id, found.prefix) == (made.pool_id, made.prefix)
     for role, fd in zip(ROLES, found.fds, strict=True):
         status = os.fstat(fd)
-        assert os.stat(path_of(found, role)).st_ino == status.st_ino and rundir.is_own(status)
+        assert os.stat(path_of(found, role)).st_ino == status.st_ino and runtime_dir.is_own(status)
         assert not os.get_inheritable(fd)
     assert os.fstat(found.table_fd).st_blocks * 512 >= GEOMETRY.table_bytes, (
         "the table's memory is not reserved"
@@ -246,7 +247,7 @@ def huge(tmp_path, monkeypatch):
     place = tmp_path / "huge"
     place.mkdir()
     with huge_memory(place, 64):
-        monkeypatch.setattr(places, "HUGE_DIR", str(place))
+        monkeypatch.setattr(pool_files, "HUGE_DIR", str(place))
         monkeypatch.setattr(segments_module, "HUGE_DIR", str(place))
         yield place
 
@@ -273,7 +274,7 @@ def test_a_tmpfs_with_huge_pages_that_is_too_small_is_not_used(world, huge):
 
 def test_a_pool_is_adopted_where_it_lies_though_a_new_one_would_lie_elsewhere(world, huge, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(places, "HUGE_DIR", "/absent")
+        before.setattr(pool_files, "HUGE_DIR", "/absent")
         _, (old,) = world.open()
     assert old.place == SHM_DIR and not old.huge_pages
     _, (found,) = world.open()

@@ -16,16 +16,16 @@ from typing import Any
 import grpc
 
 from kvstored import __version__, log
-from kvstored.calls import CallCounts, Threads, answered, named, one_key, streamed
-from kvstored.degraded import Degraded
 from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvstored.events import Event, Events, Sampler
-from kvstored.leases import Leases
-from kvstored.process import own_memory_bytes
-from kvstored.reload import Reload
-from kvstored.segments import Pool
-from kvstored.service import block_message
-from kvstored.tiers import Tiers
+from kvstored.process.limits import own_memory_bytes
+from kvstored.process.reload import Reload
+from kvstored.rpc.calls import CallCounts, Threads, answered, named, one_key, streamed
+from kvstored.rpc.leases import Leases
+from kvstored.rpc.store import block_message
+from kvstored.telemetry.events import Event, Events, Sampler
+from kvstored.telemetry.problems import Degraded
+from kvstored.tiers.disk import Tiers
+from kvstored.tiers.pools import Pool
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_PAGE = 1000

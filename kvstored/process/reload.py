@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstored import log
-from kvstored.config import Config
-from kvstored.degraded import Degraded
+from kvstored.config.config import Config
+from kvstored.config.sources import Sourced, load
 from kvstored.errors import ConfigError, FailedPrecondition
-from kvstored.notify import notify
-from kvstored.sources import Sourced, load
+from kvstored.process.notify import notify
+from kvstored.telemetry.problems import Degraded
 
 Apply = Callable[[Config], None]
 Part = Callable[[Any, Any], Any]

@@ -11,18 +11,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from kvstored.config.fields import described as _field
+from kvstored.config.fields import directories as _directories
+from kvstored.config.fields import path as _path
+from kvstored.config.fields import seconds as _seconds
+from kvstored.config.fields import text as _text
+from kvstored.config.fields import whole as _whole
+from kvstored.config.fields import yes as _yes
+from kvstored.config.namespaces import Namespace
+from kvstored.config.namespaces import parse as parse_namespaces
+from kvstored.config.units import format_size, parse_size
 from kvstored.errors import ConfigError
-from kvstored.fields import described as _field
-from kvstored.fields import directories as _directories
-from kvstored.fields import path as _path
-from kvstored.fields import seconds as _seconds
-from kvstored.fields import text as _text
-from kvstored.fields import whole as _whole
-from kvstored.fields import yes as _yes
 from kvstored.log import LEVELS
-from kvstored.namespaces import Namespace
-from kvstored.namespaces import parse as parse_namespaces
-from kvstored.units import format_size, parse_size
 
 MIN_PART_BYTES = 2 << 20  # of a namespace, in memory and on disk
 # A Unix socket's address holds 107 bytes; the longest name in the directory is "kvstored.sock".

@@ -16,11 +16,12 @@ import pwd
 import secrets
 from dataclasses import dataclass, replace
 
-from kvstored import log, rundir
-from kvstored.config import Config
+from kvstored import log
+from kvstored.config.config import Config
+from kvstored.config.namespaces import MAX_SALT_BYTES, MIN_SALT_BYTES, UNMAPPED_ID, Namespace
+from kvstored.config.sources import no_pipe
 from kvstored.errors import StartupError
-from kvstored.namespaces import MAX_SALT_BYTES, MIN_SALT_BYTES, UNMAPPED_ID, Namespace
-from kvstored.sources import no_pipe
+from kvstored.process import runtime_dir
 
 SALT_DOMAIN = b"kvs1"
 GENERATED_SALT_BYTES = 32
@@ -193,13 +194,13 @@ def _read_secret(path: str, what: str) -> bytes:
 def _generated_salt(config: Config, name: str) -> bytes:
     """The one made at the first start with this state directory: another would hide what lies on disk."""
     directory = os.path.realpath(config.state_dir or config.dir)
-    rundir.prepare(directory, "state directory")
+    runtime_dir.prepare(directory, "state directory")
     path = os.path.join(directory, f"{name}.salt")
     with contextlib.suppress(FileNotFoundError):
-        if not rundir.is_own(os.lstat(path)):
-            found = rundir.described(os.lstat(path))
+        if not runtime_dir.is_own(os.lstat(path)):
+            found = runtime_dir.described(os.lstat(path))
             raise StartupError(f"namespaces: the salt of {name!r}: {path} is foreign: {found}")
         return _read_secret(path, f"namespaces: the salt of {name!r}")
-    rundir.write_whole(path, secrets.token_hex(GENERATED_SALT_BYTES).encode())
+    runtime_dir.write_whole(path, secrets.token_hex(GENERATED_SALT_BYTES).encode())
     log.info("salt_generated", namespace=name, path=path)
     return _read_secret(path, f"namespaces: the salt of {name!r}")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstored.config import Config
+from kvstored.config.config import Config
+from kvstored.config.fields import path as _path
 from kvstored.errors import ConfigError
-from kvstored.fields import path as _path
 
 ENVIRONMENT_PREFIX = "KVSTORED_"
 NO_FIELDS = {"KVSTORED_CONFIG", "KVSTORED_FAULTS"}  # ours all the same: the file, and tiers.FAULTS

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvstored.calls import CallCounts, refuse
-from kvstored.doors import Door
+from kvstored.access.authorization import Door
+from kvstored.access.quota import Bound
 from kvstored.errors import InvalidArgument, StoreError
-from kvstored.shares import Bound
+from kvstored.rpc.calls import CallCounts, refuse
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 NO_MESSAGE = "the request's bytes are no message of this method"

@@ -11,9 +11,10 @@ import os
 import sys
 from typing import Any, TextIO
 
-from kvstored import _core, render
+from kvstored import _core
+from kvstored.cli import render
+from kvstored.config.units import approximate_size
 from kvstored.errors import Exit, StoreError
-from kvstored.units import approximate_size
 
 IDENTITIES = 8  # named in the line of one directory; the JSON has all
 MAX_LISTED = 10_000  # findings in the JSON of one directory; the counts count all

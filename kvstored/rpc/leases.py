@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstored.access.quota import Bound
 from kvstored.errors import LeaseEnded, NotFound
-from kvstored.shares import Bound
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import field
 from itertools import permutations
 from typing import Any
 
-from kvstored.units import MAX_NUMBER, TOO_LARGE
+from kvstored.config.units import MAX_NUMBER, TOO_LARGE
 
 MAX_DISK_DIRS = 16
 

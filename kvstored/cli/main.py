@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstored import __version__, fields, log
-from kvstored.config import Config
+from kvstored import __version__, log
+from kvstored.config import fields
+from kvstored.config.config import Config
+from kvstored.config.sources import default_dir
 from kvstored.errors import ConfigError, Exit, StartupError
-from kvstored.sources import default_dir
 
 _EXIT_HELP = """exit codes:
   0 done   1 the answer is no   2 wrong arguments or configuration   3 no daemon answers
@@ -311,15 +312,15 @@ def _run(given: argparse.Namespace, started_ns: int) -> int:
     if given.command == "serve":
         return _serve(given, started_ns)
     if given.command == "completion":
-        from kvstored.completion import script
+        from kvstored.cli.completion import script
 
         print(script(parser(), given.shell))
         return Exit.DONE
     if given.command == "fsck":
-        from kvstored import fsck
+        from kvstored.cli import fsck
 
         return fsck.run(given)
-    from kvstored import commands
+    from kvstored.cli import commands
 
     return commands.run(given, fields.path(given.dir or "") or default_dir(os.environ))
 
@@ -330,7 +331,7 @@ def _drop_output() -> None:
 
 
 def _serve(given: argparse.Namespace, started_ns: int) -> int:
-    from kvstored.sources import load
+    from kvstored.config.sources import load
 
     flags = {
         about.name: value
@@ -341,7 +342,7 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
     for name in sourced.unread:
         log.warning("environment_unread", name=name)
     if given.print_config:
-        from kvstored.render import config_text
+        from kvstored.cli.render import config_text
 
         print(config_text(sourced.entries(), as_json=given.json))
         return Exit.DONE
@@ -350,7 +351,7 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
             "python -O removes the assertions that guard the store's invariants: start without it"
         )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from kvstored.process import need_descriptors
+    from kvstored.process.limits import need_descriptors
 
     need_descriptors(sourced.config)
     try:

@@ -16,9 +16,9 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-from kvstored.config import Config
+from kvstored.access.quota import Bound
+from kvstored.config.config import Config
 from kvstored.errors import NoSpace, StartupError
-from kvstored.shares import Bound
 
 MAX_CALLS = 16_384  # of all connections, also refused ones: some 20 KB each until that is read
 HANDSHAKE_MS = 5_000

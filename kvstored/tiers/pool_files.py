@@ -17,9 +17,9 @@ from typing import Protocol
 
 import posix_ipc
 
-from kvstored import rundir
 from kvstored.errors import StartupError
-from kvstored.keeper import Keeper
+from kvstored.process import runtime_dir
+from kvstored.process.fd_store import Keeper
 
 SHM_DIR = "/dev/shm"
 HUGE_DIR = "/run/kvstored-pool"  # where deploy/systemd mounts a tmpfs with huge pages
@@ -75,8 +75,8 @@ class Named:
         found = os.fstat(fd)
         # A pool may be smaller than its capacity: it grows while it is used.
         fits = found.st_size <= size_bytes if role == "pool" else found.st_size == size_bytes
-        if not rundir.is_own(found):
-            why_not = f"foreign: {rundir.described(found)}"
+        if not runtime_dir.is_own(found):
+            why_not = f"foreign: {runtime_dir.described(found)}"
         elif size_bytes and not fits:
             why_not = f"{found.st_size} bytes, {size_bytes} expected"
         else:
@@ -135,7 +135,7 @@ class Sealed:
             return -1, "no supervisor kept it"
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink:
-            why_not = f"foreign: {rundir.described(found)}"
+            why_not = f"foreign: {runtime_dir.described(found)}"
         elif not _is_sealed(fd):
             why_not = "it is not sealed"
         elif size_bytes and found.st_size != size_bytes:

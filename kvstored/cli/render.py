@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstored.units import approximate_size, format_duration
+from kvstored.config.units import approximate_size, format_duration
 
 
 def as_json(value: Any) -> str:

@@ -22,7 +22,7 @@ import grpc
 
 from kvstored import log
 from kvstored.errors import InvalidArgument, StoreError, status_name, unknown_namespace
-from kvstored.histogram import Histogram
+from kvstored.telemetry.histogram import Histogram
 
 CANCELLED = "CANCELLED"  # by the caller, by its deadline or by the daemon's end
 KEY_BYTES = 32

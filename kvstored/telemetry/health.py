@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstored.degraded import Degraded
 from kvstored.errors import Fenced, NoSpace, NotFound, StoreError
+from kvstored.telemetry.problems import Degraded
 
 PROBE_TIMEOUT_S = 2.0
 FRESH_S = 0.5  # an answer that is younger is not asked for again

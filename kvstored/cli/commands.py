@@ -18,8 +18,9 @@ from typing import Any
 
 import grpc
 
-from kvstored import render, rundir
+from kvstored.cli import render
 from kvstored.errors import ConfigError, Exit
+from kvstored.process import runtime_dir
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, block_pb2, store_pb2, store_pb2_grpc
 
 MAX_KEYS = 1024
@@ -32,7 +33,7 @@ class Connection:
     def __init__(self, directory: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._channel = grpc.insecure_channel(
-            rundir.grpc_address(os.path.join(os.path.abspath(directory), "grpc.sock")),
+            runtime_dir.grpc_address(os.path.join(os.path.abspath(directory), "grpc.sock")),
             options=[("grpc.enable_http_proxy", 0)],
         )
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -60,7 +61,7 @@ def run(given: argparse.Namespace, directory: str) -> int:
             return command(daemon, given)
     except grpc.RpcError as error:
         code = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE and rundir.running_pid(directory) is None:
+        if code is grpc.StatusCode.UNAVAILABLE and runtime_dir.running_pid(directory) is None:
             return _complain(f"no daemon answers in {directory}", Exit.UNREACHABLE)
         if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):  # the second: by ourselves
             return _complain(
@@ -343,7 +344,7 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
 
 
 def stop(given: argparse.Namespace, directory: str) -> int:
-    pid = rundir.running_pid(directory)
+    pid = runtime_dir.running_pid(directory)
     if pid is None:
         return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
     try:
@@ -353,11 +354,11 @@ def stop(given: argparse.Namespace, directory: str) -> int:
     try:
         # The descriptor names one process for ever, and that it holds the lock is checked after it is open:
         # no other pid can be hit.
-        if rundir.running_pid(directory) != pid:
+        if runtime_dir.running_pid(directory) != pid:
             return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
-        if not rundir.belongs(pid, directory):
+        if not runtime_dir.belongs(pid, directory):
             return _complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED)
-        if (found := rundir.listening_pid(directory)) not in (None, pid):
+        if (found := runtime_dir.listening_pid(directory)) not in (None, pid):
             where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
             return _complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED)
         signal.pidfd_send_signal(watched, signal.SIGTERM)

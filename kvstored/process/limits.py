@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from kvstored import log
-from kvstored.config import Config
+from kvstored.config.config import Config
 from kvstored.errors import StartupError
 
 SPARE_DESCRIPTORS = 16  # for a few clients and transfers

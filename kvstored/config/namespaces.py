@@ -1,8 +1,8 @@
 """What the configuration says of a namespace: its part of memory and disk, its readers, writers and salt.
 
 Owns the grammar, from a TOML table or from one line of text, and back. Never asks the host who a user is and
-never reads a salt's file (kvstored.access does). Invariant: a Namespace that exists is well formed, and its
-shown form has no secret in it.
+never reads a salt's file (kvstored.access.tenants does). Invariant: a Namespace that exists is well formed,
+and its shown form has no secret in it.
 
     [namespaces.batch]                       --namespaces default=0.75,batch:writers=alice+@llm:salt=generated
     memory = 0.25          # or "8GiB"; absent: what the others leave
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvstored.units import format_size, parse_size
+from kvstored.config.units import format_size, parse_size
 
 MAX_NAMESPACES = 16
 MAX_PRINCIPALS = 64

@@ -26,11 +26,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstored import log, rundir
-from kvstored.config import Config
+from kvstored import log
+from kvstored.config.config import Config
+from kvstored.config.units import approximate_size
 from kvstored.errors import StartupError
-from kvstored.keeper import Keeper
-from kvstored.places import (
+from kvstored.process import runtime_dir
+from kvstored.process.fd_store import Keeper
+from kvstored.tiers.pool_files import (
     HUGE_DIR,
     ROLES,
     SEALED,
@@ -42,7 +44,6 @@ from kvstored.places import (
     has_huge_pages,
     lying_about,
 )
-from kvstored.units import approximate_size
 
 STATE_VERSION = 1
 _PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
@@ -116,7 +117,7 @@ class Segments:
     def open(self, fresh: bool) -> list[Pool]:
         """Adopts what fits, makes the rest. With `fresh` nothing is adopted. Raises StartupError if the
         memory is too small."""
-        state, why = rundir.read_json(self._path)
+        state, why = runtime_dir.read_json(self._path)
         known = {} if state is None else _understood(state)
         if state is None and why != "absent":
             log.warning("state_ignored", path=self._path, why=why)
@@ -256,7 +257,7 @@ class Segments:
         entries = {
             name: _entry(p.geometry, p.prefix, p.pool_id, p.place, True) for name, p in self._pools.items()
         } | planned
-        rundir.write_whole(
+        runtime_dir.write_whole(
             self._path, json.dumps({"version": STATE_VERSION, "pools": entries}, indent=1).encode()
         )
 

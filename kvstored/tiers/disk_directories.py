@@ -15,8 +15,9 @@ from collections.abc import Collection, Sequence
 
 from aiofiles import os as files
 
-from kvstored import _core, rundir
+from kvstored import _core
 from kvstored.errors import StartupError, StoreError
+from kvstored.process import runtime_dir
 
 ASIDE = "aside"
 LOOK_S = 1.0  # a disk that takes longer to list what is kept aside is asked again later
@@ -39,7 +40,7 @@ class Directories:
         try:
             os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
             for one in (directory, path):
-                rundir.prepare(one, "disk directory")
+                runtime_dir.prepare(one, "disk directory")
             self._locks.append(_core.lock_directory(path))
         except (StoreError, OSError) as error:
             raise StartupError(f"disk: {error}") from error

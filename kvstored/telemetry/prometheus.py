@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstored.histogram import BOUNDS_S
+from kvstored.telemetry.histogram import BOUNDS_S
 
 About = tuple[str, str, str]  # metric, type, help
 Sample = tuple[Mapping[str, str], object]

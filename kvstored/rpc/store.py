@@ -14,7 +14,10 @@ from typing import Any
 
 import grpc
 
-from kvstored.calls import (
+from kvstored.access.authorization import Door
+from kvstored.access.quota import Bound
+from kvstored.errors import InvalidArgument, NotFound
+from kvstored.rpc.calls import (
     CHUNK_BYTES,
     KEY_BYTES,
     MAX_WAITS,
@@ -26,11 +29,8 @@ from kvstored.calls import (
     packed,
     streamed,
 )
-from kvstored.doors import Door
-from kvstored.errors import InvalidArgument, NotFound
-from kvstored.layouts import Layouts, layers_bytes
-from kvstored.leases import Held, Lease, Leases
-from kvstored.shares import Bound
+from kvstored.rpc.layouts import Layouts, layers_bytes
+from kvstored.rpc.leases import Held, Lease, Leases
 from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence

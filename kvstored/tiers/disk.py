@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstored import _core, log
-from kvstored.config import Config
-from kvstored.degraded import Degraded
-from kvstored.disk import Directories, left_over
+from kvstored.config.config import Config
 from kvstored.errors import StartupError, StoreError
+from kvstored.telemetry.problems import Degraded
+from kvstored.tiers.disk_directories import Directories, left_over
 
 # A schedule of failures for the file system below the tier (native/core/disk/faults.h): for tests only.
 FAULTS = "KVSTORED_FAULTS"

@@ -12,7 +12,10 @@ from typing import Any
 
 import grpc
 
-from kvstored.calls import (
+from kvstored.access.authorization import Door
+from kvstored.access.quota import Bound
+from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NotFound
+from kvstored.rpc.calls import (
     CHUNK_BYTES,
     MAX_FOLLOWERS,
     WAIT_SLICE_MS,
@@ -21,11 +24,8 @@ from kvstored.calls import (
     one_key,
     streamed,
 )
-from kvstored.doors import Door
-from kvstored.errors import BlockLost, DeadlineExceeded, InvalidArgument, NotFound
-from kvstored.layouts import Layouts, layer_ranges
-from kvstored.service import CREATED, SEALED, block_message, state_of
-from kvstored.shares import Bound
+from kvstored.rpc.layouts import Layouts, layer_ranges
+from kvstored.rpc.store import CREATED, SEALED, block_message, state_of
 from kvstored.v1 import transfer_pb2, transfer_pb2_grpc
 
 

@@ -11,7 +11,7 @@ import fcntl
 import os
 from collections.abc import Collection, Mapping, MutableMapping
 
-from kvstored.notify import notify
+from kvstored.process.notify import notify
 
 FIRST_FD = 3
 MAX_FDS = 1024
