@@ -38,7 +38,7 @@ def work(directory: str) -> dict[str, float]:
     """Reads and writes until standard input ends, and says when it has written as often as a line of it asks.
     Every block it has sealed must be found, with its bytes."""
     import kvclient
-    from kvclient.conformance.case import SMALL, check, fill, new_keys
+    from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
 
     seen = {"reads": 0, "writes": 0, "wrong": 0, "lost": 0, "read_gap_s": 0.0, "write_gap_s": 0.0}
     with kvclient.connect(dir=directory, on_error="miss") as client:

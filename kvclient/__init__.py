@@ -20,10 +20,10 @@ _HOME = {
     "Chain": "kvclient._core",
     "Closed": "kvclient.errors",
     "DeadlineExceeded": "kvclient.errors",
-    "InMemoryClient": "kvclient.testing",
+    "InMemoryClient": "kvclient.testing.in_memory",
     "IncompatibleVersion": "kvclient.errors",
     "InvalidArgument": "kvclient.errors",
-    "KVClient": "kvclient.client",
+    "KVClient": "kvclient.client.client",
     "KVClientError": "kvclient.errors",
     "Layout": "kvclient.blocks.layout",
     "NoSpace": "kvclient.errors",
@@ -32,10 +32,10 @@ _HOME = {
     "PinsExhausted": "kvclient.errors",
     "Unavailable": "kvclient.errors",
     "chain": "kvclient.blocks.keys",
-    "connect": "kvclient.connecting",
+    "connect": "kvclient.client.connect",
     "copy_into": "kvclient._core",
     "crc32c": "kvclient._core",
-    "metrics": "kvclient.client",
+    "metrics": "kvclient.client.client",
 }
 _MODULES = ("hf",)
 

@@ -6,9 +6,9 @@ from kvclient._core import copy_into as copy_into
 from kvclient._core import crc32c as crc32c
 from kvclient.blocks.keys import chain as chain
 from kvclient.blocks.layout import Layout as Layout
-from kvclient.client import KVClient as KVClient
-from kvclient.client import metrics as metrics
-from kvclient.connecting import connect as connect
+from kvclient.client.client import KVClient as KVClient
+from kvclient.client.client import metrics as metrics
+from kvclient.client.connect import connect as connect
 from kvclient.errors import BlockLost as BlockLost
 from kvclient.errors import Closed as Closed
 from kvclient.errors import DeadlineExceeded as DeadlineExceeded
@@ -20,4 +20,4 @@ from kvclient.errors import NotPermitted as NotPermitted
 from kvclient.errors import PagesExhausted as PagesExhausted
 from kvclient.errors import PinsExhausted as PinsExhausted
 from kvclient.errors import Unavailable as Unavailable
-from kvclient.testing import InMemoryClient as InMemoryClient
+from kvclient.testing.in_memory import InMemoryClient as InMemoryClient

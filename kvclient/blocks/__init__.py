@@ -11,7 +11,7 @@ def __getattr__(name: str) -> Any:
 
         return Evictions
     if name == "plan":  # loads NumPy and the native part: only for who asks
-        from kvclient.blocks.cover import plan
+        from kvclient.blocks.reuse_plan import plan
 
         return plan
     raise AttributeError(f"module 'kvclient.blocks' has no attribute {name!r}")

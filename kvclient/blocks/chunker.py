@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kvclient.blocks.layout import MAX_BLOCK_TOKENS
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
-from kvclient.segment import MAX_BLOCK_TOKENS, check_bounds
 
 SENTENCE_BLOCKS = 4  # tokens of a part cut at a sentence, in blocks
 SLIDE = 16  # tokens that such a cut may move

@@ -22,6 +22,7 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salt_of
+from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention, graph, trials
 from kvclient.hf.attention.adopt import Adopted
@@ -40,7 +41,6 @@ from kvclient.hf.structure import Refused, base_model
 from kvclient.hf.subject import AS_COMPUTED, Subject, codec_of
 from kvclient.hf.verify import Verification
 from kvclient.hf.warming import Stored, check_overlap, warm
-from kvclient.segment import check_bounds
 
 MOST_TOKENS = 1 << 24  # of a chain
 TRAINING = "a module is in training mode, and dropout makes KV random; call model.eval()"

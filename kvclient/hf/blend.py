@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvclient.blocks.cover import Segment
+from kvclient.blocks.reuse_plan import Segment
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.asked import Asked
 from kvclient.hf.attention.backends import NAMES

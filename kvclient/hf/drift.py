@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvclient.blocks.cover import Segment
+from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.rope import Rope
 
 REACHES = (4.0, 30.0, math.inf)  # tokens

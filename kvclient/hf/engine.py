@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.cover import plan
+from kvclient.blocks.reuse_plan import plan
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attach import Attachment, attach
 from kvclient.hf.conversation import Conversation

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvclient.blocks.chunker import Chunker
+from kvclient.checks import check_bounds, whole_seconds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.adopt import IN_PLACE_DEVICES, Reader
 from kvclient.hf.attention.device_layer import DeviceLayer, Positions
@@ -32,7 +33,6 @@ from kvclient.hf.prefix import Found, Prefix
 from kvclient.hf.prompt import Prompt
 from kvclient.hf.report import Report
 from kvclient.hf.staging import Staged
-from kvclient.segment import check_bounds, whole_seconds
 
 MAX_PRIORITY, MAX_FOLLOW_S = 100, 3600
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory

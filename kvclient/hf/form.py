@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.layout import Layout
+from kvclient.blocks.layout import CODEC_KIVI, Layout
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.cache import array_dtype, as_array
 from kvclient.hf.structure import DTYPE_NAMES, KVShape
 from kvclient.kernels import contract, cuda
-from kvclient.segment import CODEC_KIVI
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.blocks.cover import APPROXIMATE, Segment
-from kvclient.blocks.runs import Piece
+from kvclient.blocks.match import Piece
+from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
 from kvclient.hf.blend import Blend, BlendLayer, Interior, decoder_layers
 from kvclient.hf.cache import Shape, as_array, replace_layers
 from kvclient.hf.form import Form

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvclient.blocks.chunker import Chunker
-from kvclient.blocks.cover import Segment
+from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.cache import StoreLayer
 from kvclient.hf.prefix import Found
 from kvclient.hf.publish import Publisher

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvclient import meta
-from kvclient.blocks.runs import common_length, verified
+from kvclient.blocks import meta
+from kvclient.blocks.match import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache import as_array
 from kvclient.hf.form import Form

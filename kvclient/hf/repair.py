@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvclient.blocks.cover import MOST_TOKENS, Segment
+from kvclient.blocks.layout import MAX_LAYERS
+from kvclient.blocks.reuse_plan import MOST_TOKENS, Segment
+from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
-from kvclient.segment import MAX_LAYERS, check_bounds, check_real
 
 DEEP = 20  # layers
 METHODS = ("none", "selective", "cacheblend", "attention", "auto")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.blocks.cover import APPROXIMATE, Plan, Segment, plan
+from kvclient.blocks.reuse_plan import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.attention.layer import forget_pending
 from kvclient.hf.attention.static import Steps
 from kvclient.hf.blend import MOST_MASK_BYTES, Blend, mask_bytes

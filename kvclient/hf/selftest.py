@@ -100,7 +100,7 @@ class _Trial:
 
     def run(self) -> Verdict:
         from kvclient.hf.attach import attach
-        from kvclient.testing import InMemoryClient
+        from kvclient.testing.in_memory import InMemoryClient
 
         plain_a, cache = self._generate(self.a[None])
         plain_b, _ = self._generate(self.b[None])

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from kvclient import meta
+from kvclient.blocks import meta
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted

@@ -108,7 +108,7 @@ def _trial(
     kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]],
     repair: Repair | None, call: Callable[[], Any],
 ) -> Report:  # fmt: skip
-    from kvclient.testing import InMemoryClient
+    from kvclient.testing.in_memory import InMemoryClient
 
     size = block_tokens_for(prompts, kv.chunker.block_tokens)
     form = kv.form

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvclient.blocks.chunker import CHUNKERS, cuts
-from kvclient.blocks.cover import MOST_TOKENS
+from kvclient.blocks.reuse_plan import MOST_TOKENS
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.offer import tail_tokens
-from kvclient.segment import check_bounds
 
 if TYPE_CHECKING:
     from kvclient.hf.attach import Attachment

@@ -20,13 +20,13 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.cover import MOST_TOKENS
+from kvclient.blocks.reuse_plan import MOST_TOKENS
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.cache import array_dtype, as_array
 from kvclient.hf.rope import Rope, probe_rope, reaches, turned_tensor
 from kvclient.hf.structure import KVShape, Refused, check_structure
 from kvclient.kernels import NotQuantisable
-from kvclient.segment import check_bounds
 
 MOST_POSITIONS = 1 << 17  # where a model's angles, products in single precision, are right to a hundredth
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 from kvclient.kernels.codec import (
@@ -28,7 +29,6 @@ from kvclient.kernels.codec import (
     table_shape,
     writeable,
 )
-from kvclient.segment import check_bounds, check_real
 
 ALIGN = 64
 MOST = (1 << 32) - 1  # of what the structs hold in 32 bits

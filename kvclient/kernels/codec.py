@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
-from kvclient.segment import check_bounds
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 CODECS = {8: contract.INT8, 4: contract.INT4}

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from kvclient.blocks.layout import Geometry
 from kvclient.errors import BlockLost, DeadlineExceeded, InvalidArgument, Unavailable
-from kvclient.segment import Geometry
 from kvstored.v1 import store_pb2, transfer_pb2
 
 PIECE_BYTES = 1 << 20

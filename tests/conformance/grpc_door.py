@@ -13,14 +13,15 @@ from typing import Any
 
 import grpc
 
+from kvclient.blocks.layout import Geometry
+from kvclient.checks import whole_seconds
 from kvclient.errors import (
     BlockLost,
     Closed,
     InvalidArgument,
     NoSpace,
 )
-from kvclient.memory_blocks import Lookup, split_keys
-from kvclient.segment import Geometry, whole_seconds
+from kvclient.testing.in_memory_blocks import Lookup, split_keys
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from tests.conformance.grpc_blocks import CALL_S, Blocks, FollowedBlock, Granted, ReadBlock, typed
 

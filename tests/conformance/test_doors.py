@@ -5,7 +5,7 @@ against a real daemon of its own.
 
 import pytest
 
-from kvclient.conformance import StoreConformance
+from kvclient.testing.conformance import StoreConformance
 from kvstored.v1 import admin_pb2
 from tests.conformance.grpc_door import GrpcClient, GuestClient
 

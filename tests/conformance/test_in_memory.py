@@ -2,9 +2,9 @@
 the integrity of its pool checked after each case.
 """
 
-from kvclient.conformance import StoreConformance
-from kvclient.memory_store import InMemoryStore
-from kvclient.testing import InMemoryClient
+from kvclient.testing.conformance import StoreConformance
+from kvclient.testing.in_memory import InMemoryClient
+from kvclient.testing.in_memory_store import InMemoryStore
 
 
 class TestInMemory(StoreConformance):

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 
-from kvclient.conformance import StoreConformance, case
 from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.memory_blocks import Blocks
-from kvclient.memory_store import CREATED, SEALED, InMemoryStore
-from kvclient.testing import InMemoryClient, Writer
+from kvclient.testing.conformance import StoreConformance, case
+from kvclient.testing.in_memory import InMemoryClient, Writer
+from kvclient.testing.in_memory_blocks import Blocks
+from kvclient.testing.in_memory_store import CREATED, SEALED, InMemoryStore
 
 
 class PinsDoNotHold(InMemoryStore):
@@ -203,9 +203,9 @@ BREACHES = [
 def test_a_rule_taken_out_is_noticed(breach, name, monkeypatch):
     monkeypatch.setattr(case, "WAIT_S", 1.0)
     if issubclass(breach, Writer):
-        monkeypatch.setattr("kvclient.testing.Writer", breach)
+        monkeypatch.setattr("kvclient.testing.in_memory.Writer", breach)
     if issubclass(breach, Blocks):
-        monkeypatch.setattr("kvclient.testing.Blocks", breach)
+        monkeypatch.setattr("kvclient.testing.in_memory.Blocks", breach)
     kind = breach if issubclass(breach, InMemoryStore) else InMemoryStore
     store = kind(capacity_bytes=16 << 20)
 

@@ -6,7 +6,7 @@ the daemon runs and after it.
 from hashlib import sha256
 
 import kvclient
-from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
 from kvstored.cli.main import main
 from kvstored.errors import Exit
 from tests.fault.disk import BLOCK

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvclient.conformance.case import BIG, SMALL, check, fill, geometry, new_keys, pattern
 from kvclient.errors import BlockLost
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, geometry, new_keys, pattern
 from kvstored.v1 import admin_pb2, store_pb2
 from tests.e2e.grpc_calls import Calls
 from tests.fault.devices import huge_memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvclient.hf
-from kvclient.blocks.cover import APPROXIMATE, Segment
+from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
 from kvclient.hf.asked import Asked
 from kvclient.hf.attention import registered
 from kvclient.hf.attention.layer import tell

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 import kvclient.hf
+from kvclient.client.tolerant import TolerantWriter
 from kvclient.errors import DeadlineExceeded, Unavailable
 from kvclient.hf import dimensions, selftest
 from kvclient.hf.attention.layer import give_handle
 from kvclient.hf.blend import _Hook
 from kvclient.hf.request import Request
-from kvclient.testing import Writer
-from kvclient.tolerant import TolerantWriter
+from kvclient.testing.in_memory import Writer
 from tests.engines.zoo import build, generate, near, prompt
 
 BLOCK = 16

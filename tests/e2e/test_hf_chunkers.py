@@ -13,8 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import kvclient
 import kvclient.hf
-from kvclient import meta
-from kvclient.blocks import plan
+from kvclient.blocks import meta, plan
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
 from tests.engines.zoo import build, generate, prompt

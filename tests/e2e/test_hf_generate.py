@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import kvclient
 import kvclient.hf
-from kvclient import meta
+from kvclient.blocks import meta
 from kvclient.hf import attention
 from kvclient.hf.cache import Shape, StoreLayer
 from kvclient.hf.memory import Memory

@@ -12,9 +12,9 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient import meta
-from kvclient.blocks.cover import APPROXIMATE, Segment
-from kvclient.blocks.runs import Piece
+from kvclient.blocks import meta
+from kvclient.blocks.match import Piece
+from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
 from kvclient.hf.blend import Blend, Interior, decoder_layers
 from kvclient.hf.form import Form
 from kvclient.hf.prefix import Clock

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.conformance.case import SMALL, fill, new_keys
+from kvclient.testing.conformance.case import SMALL, fill, new_keys
 from kvstored.cli.main import parser
 from kvstored.config.sources import load
 from kvstored.tiers.pool_files import HUGE_DIR

@@ -12,7 +12,7 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attach, attention
 from kvclient.hf.attention import backends, plain, registered, trial
-from kvclient.testing import InMemoryClient
+from kvclient.testing.in_memory import InMemoryClient
 from tests.engines.zoo import known, near, prompt
 
 _SIZES = {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvclient.conformance.case import BIG, SMALL
+from kvclient.testing.conformance.case import BIG, SMALL
 from tests.fault.children import Children, eventually
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 
-from kvclient.conformance.case import check, fill, geometry, new_keys
 from kvclient.errors import KVClientError
+from kvclient.testing.conformance.case import check, fill, geometry, new_keys
 from tests.descriptors import descriptors
 from tests.fault.children import eventually
 

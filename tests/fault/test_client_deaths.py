@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
 from kvclient.errors import BlockLost, DeadlineExceeded
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
 from tests.fault.children import Steps, eventually
 
 LAYERS = SMALL.num_layers

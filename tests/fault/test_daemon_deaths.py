@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvclient.errors import BlockLost, KVClientError, Unavailable
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from tests.fault.children import Steps
 
 LOST = (BlockLost, Unavailable)

@@ -13,7 +13,7 @@ import pytest
 
 from kvclient.blocks.identity import reuse_identity
 from kvclient.blocks.keys import chain
-from kvclient.conformance.case import SMALL, fill
+from kvclient.testing.conformance.case import SMALL, fill
 from tests.fault.children import eventually
 from tests.fault.disk import BLOCK, PAGE, DiskRig, tolerated
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages

@@ -16,7 +16,7 @@ import threading
 import pytest
 
 import kvclient
-from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from tests.fault.children import Steps, eventually
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvclient
-from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.errors import KVClientError, NotPermitted, Unavailable
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
 from tests.descriptors import sockets
 from tests.fault.children import as_user
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.conformance.case import check, fill, new_keys
+from kvclient.testing.conformance.case import check, fill, new_keys
 from kvstored.v1 import admin_pb2
 from tests.e2e.grpc_calls import CALL_S, Calls
 from tests.fault.children import eventually

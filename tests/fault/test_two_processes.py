@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from kvclient.conformance.case import SMALL, check, fill, new_keys, pattern
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
 from tests.fault.children import Steps
 
 ROUNDS = 10_000

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 import kvclient
-from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvclient.errors import DeadlineExceeded, Detached, Unavailable
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from tests.fault.children import eventually
 
 

@@ -8,9 +8,9 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["kvclient.meta", "kvclient.blocks.layout", "kvclient.segment"]
+    include=["kvclient.blocks.meta", "kvclient.blocks.layout", "kvclient.blocks.layout"]
 ):
-    from kvclient import meta
+    from kvclient.blocks import meta
     from kvclient.blocks.layout import Layout
     from kvclient.errors import InvalidArgument
 

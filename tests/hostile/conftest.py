@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.conformance.case import SMALL, check, fill, new_keys
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
 from tests.fault.children import Children, eventually
 
 # What a daemon may grow by under attack: allocators keep some, but nothing may add up.

@@ -13,8 +13,8 @@ import struct
 
 import pytest
 
-from kvclient.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvclient.errors import KVClientError, PinsExhausted
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from tests.fault.children import eventually
 from tests.hostile.raw import PINS_OFFSET, RING_HEAD_OFFSET, RawSession
 

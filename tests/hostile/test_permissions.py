@@ -17,9 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvclient.conformance.case import SMALL, fill, new_keys
-from kvclient.connecting import default_directory
+from kvclient.client.connect import default_directory
 from kvclient.errors import NotPermitted
+from kvclient.testing.conformance.case import SMALL, fill, new_keys
 from kvstored.cli import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc

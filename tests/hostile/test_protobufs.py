@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf import message_factory
 
-from kvclient.conformance.case import SMALL, new_keys
+from kvclient.testing.conformance.case import SMALL, new_keys
 from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
 from tests.conformance.grpc_door import GrpcClient
 from tests.hostile.conftest import GROWTH_BYTES

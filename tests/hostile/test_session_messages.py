@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvclient.conformance.case import SMALL, check, fill, new_keys
-from kvclient.memory_store import MAX_LAYOUTS
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
+from kvclient.testing.in_memory_store import MAX_LAYOUTS
 from tests.fault.children import eventually
 from tests.hostile import raw
 from tests.hostile.conftest import private_bytes

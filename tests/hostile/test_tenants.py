@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.conformance.case import SMALL, check, fill, new_keys
 from kvclient.errors import NotPermitted, Unavailable
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
 from tests.fault.children import as_user, eventually
 from tests.hostile import raw
 from tests.hostile.raw import Dropped, RawSession, block_item, create_body, request

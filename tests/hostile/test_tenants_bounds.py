@@ -11,7 +11,7 @@ import threading
 import grpc
 import pytest
 
-from kvclient.conformance.case import SMALL, new_keys
+from kvclient.testing.conformance.case import SMALL, new_keys
 from kvstored.access.authorization import NO_TOKEN
 from kvstored.access.peer_proxy import MAX_CALLS
 from kvstored.rpc.calls import MAX_FOLLOWERS, MAX_WAITS

@@ -11,8 +11,8 @@ import stat
 
 import pytest
 
-from kvclient.conformance.case import SMALL, new_keys
 from kvclient.errors import NotPermitted, Unavailable
+from kvclient.testing.conformance.case import SMALL, new_keys
 from kvstored.errors import Exit
 from kvstored.v1 import store_pb2
 from tests.conformance.grpc_door import GrpcClient

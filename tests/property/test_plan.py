@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvclient
-from kvclient import meta
-from kvclient.blocks import plan, runs
+from kvclient.blocks import match, meta, plan
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
 
@@ -253,15 +252,15 @@ def test_a_block_of_the_same_tokens_with_other_extra_ids_is_no_match(client):
 def test_text_that_repeats_itself_is_searched_in_linear_work(client, monkeypatch, period):
     """Each of its blocks is sighted all over the prompt, and agrees from there to the ends of both."""
     text, compared = [at % period for at in range(2048)], []
-    counted = runs.common_length
-    monkeypatch.setattr(runs, "common_length", lambda *both: compared.append(both) or counted(*both))
+    counted = match.common_length
+    monkeypatch.setattr(match, "common_length", lambda *both: compared.append(both) or counted(*both))
     put(client, text, 16)
     prompt = [9999, *text]
     sightings = client.find(IDENTITY, prompt, 16)
     with plan(client, IDENTITY, prompt, 16) as segments:
         check(segments, prompt)
         assert [(s.start, s.stop, s.kind) for s in segments] == [(0, 1, "live"), (1, 2049, "approximate")]
-    assert len(compared) <= runs.FREE_BLOCKS + 3 * len(sightings)
+    assert len(compared) <= match.FREE_BLOCKS + 3 * len(sightings)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -277,8 +276,8 @@ def test_what_a_long_search_does_not_follow_lies_in_what_it_has(monkeypatch, see
         for text in texts:
             put(client, text, 16, partial=True)
         covers = []
-        for free in (runs.FREE_BLOCKS, 0):
-            monkeypatch.setattr(runs, "FREE_BLOCKS", free)
+        for free in (match.FREE_BLOCKS, 0):
+            monkeypatch.setattr(match, "FREE_BLOCKS", free)
             with plan(client, IDENTITY, prompt, 16) as segments:
                 check(segments, prompt)
                 covers.append([(s.start, s.stop, s.kind) for s in segments])

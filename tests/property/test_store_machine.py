@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvclient import Layout
-from kvclient.conformance.case import wait_until
 from kvclient.errors import BlockLost, KVClientError, Unavailable
+from kvclient.testing.conformance.case import wait_until
 from tests.property.in_process import InProcessDaemon
 
 LAYOUT = Layout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float16", block_tokens=32)

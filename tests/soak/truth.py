@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvclient.conformance.case import geometry
-from kvclient.segment import Geometry
+from kvclient.blocks.layout import Geometry
+from kvclient.testing.conformance.case import geometry
 
 MODELS = [
     geometry(layers=4, heads=2, dim=8, tokens=16),  # 8 KiB of pool a block

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 import kvclient
-from kvclient.breaker import FIRST_BACKOFF_S, HURRIED_BACKOFF_S, MAX_BACKOFF_S, Breaker
-from kvclient.client import ATTACH_TRIES, KVClient
-from kvclient.connecting import default_directory
+from kvclient.client.breaker import FIRST_BACKOFF_S, HURRIED_BACKOFF_S, MAX_BACKOFF_S, Breaker
+from kvclient.client.client import ATTACH_TRIES, KVClient
+from kvclient.client.connect import default_directory
+from kvclient.client.tolerant import TolerantClient
 from kvclient.errors import BlockLost, Closed, Detached, InvalidArgument, Unavailable
-from kvclient.tolerant import TolerantClient
 
 KEYS = [bytes(32), bytes([1]) * 32]
 BLOB = bytes(kvclient.Layout(1, 1, 8))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import meta
+from kvclient.blocks import meta
 from kvclient.blocks.identity import CONFIG_DENY_LIST, Dimensions, encode, reuse_identity, salted
 from kvclient.errors import InvalidArgument
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument, Layout
-from kvclient import segment as geometry_module
-from kvclient.segment import Geometry
+from kvclient.blocks import layout as geometry_module
+from kvclient.blocks.layout import Geometry
 
 ROOT = Path(__file__).resolve().parents[2]
 

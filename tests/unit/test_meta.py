@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvclient
-from kvclient import meta
+from kvclient.blocks import meta
 
 IDENTITY = bytes(range(32))
 

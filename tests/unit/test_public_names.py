@@ -75,7 +75,8 @@ def parameters(member: object) -> list[str] | None:
 
 def stand_ins() -> list[tuple[type, object]]:
     """A class of the library, and an object that stands for one of it."""
-    from kvclient import _core, breaker, tolerant
+    from kvclient import _core
+    from kvclient.client import breaker, tolerant
 
     def nobody_there():
         raise kvclient.Unavailable
@@ -139,7 +140,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_loads_nothing_heavy():
     loaded = in_fresh_interpreter(
-        "import json, sys, kvclient, kvclient.connecting; print(json.dumps(list(sys.modules)))"
+        "import json, sys, kvclient, kvclient.client.connect; print(json.dumps(list(sys.modules)))"
     )
     heavy = {"torch", "transformers", "numpy", "grpc", "kvclient._core", "kvclient.hf"}
     assert not heavy.intersection(loaded)

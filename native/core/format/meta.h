@@ -1,4 +1,4 @@
-// The head of what the library writes into a block's meta area (kvclient/meta.py). Token ids and extra ids follow, and the
+// The head of what the library writes into a block's meta area (kvclient/blocks/meta.py). Token ids and extra ids follow, and the
 // reuse identity where there is room left for it. The daemon reads nothing of it but the content key and the identity, for the
 // header of a block's file, and believes nothing of that.
 #pragma once

@@ -5,7 +5,7 @@
 
 Owns the handles (Blocks, BlockView, Writer, GrantedBlock) of the fake; the rules are memory_store's. Never
 connects to anything. Invariant: every answer is one KVClient could give; the conformance suite
-(kvclient.conformance) runs the same cases through both.
+(kvclient.testing.conformance) runs the same cases through both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kvclient import meta
+from kvclient.blocks import meta
+from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.checks import check_bounds, check_real, whole_seconds
 from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
-from kvclient.memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
-from kvclient.memory_store import (
+from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
+from kvclient.testing.in_memory_store import (
     CREATED,
     MISSING,
     PENDING,
@@ -32,7 +34,6 @@ from kvclient.memory_store import (
     Record,
     Session,
 )
-from kvclient.segment import MAX_LOAD_BYTES, check_bounds, check_real, layout_blob, whole_seconds
 
 MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
 

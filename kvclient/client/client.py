@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, TypeVar
 
-from kvclient.breaker import Breaker
+from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.checks import check_bounds, whole_seconds
+from kvclient.client.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
-from kvclient.segment import MAX_LOAD_BYTES, check_bounds, layout_blob, whole_seconds
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvclient.conformance.case import BIG, Case, check, fill, geometry, wait_until
+from kvclient.testing.conformance.case import BIG, Case, check, fill, geometry, wait_until
 
 MISSING, RESIDENT = 0, 2
 

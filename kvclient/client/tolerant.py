@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvclient.breaker import NoBlocks, NoLookup, NoWriter
-from kvclient.client import Answer, KVClient
+from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.checks import check_bounds, whole_seconds
+from kvclient.client.breaker import NoBlocks, NoLookup, NoWriter
+from kvclient.client.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
-from kvclient.segment import MAX_LOAD_BYTES, check_bounds, layout_blob, whole_seconds
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 PROMISED_FIGURES = (

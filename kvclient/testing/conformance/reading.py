@@ -7,9 +7,19 @@ import threading
 
 import numpy as np
 
-from kvclient.conformance.case import BIG, SMALL, Case, check, fill, new_keys, pattern, raises, wait_until
+from kvclient.blocks.layout import Geometry
 from kvclient.errors import Closed, InvalidArgument, PinsExhausted
-from kvclient.segment import Geometry
+from kvclient.testing.conformance.case import (
+    BIG,
+    SMALL,
+    Case,
+    check,
+    fill,
+    new_keys,
+    pattern,
+    raises,
+    wait_until,
+)
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvclient import meta
+from kvclient.blocks import meta
 from kvclient.blocks.keys import chain
 from kvclient.errors import PinsExhausted
 

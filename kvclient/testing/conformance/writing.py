@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from kvclient.conformance.case import SMALL, Case, check, fill, geometry, pattern, raises
 from kvclient.errors import BlockLost, Closed, InvalidArgument, KVClientError
+from kvclient.testing.conformance.case import SMALL, Case, check, fill, geometry, pattern, raises
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
 

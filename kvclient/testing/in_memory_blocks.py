@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvclient.checks import check_bounds
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
-from kvclient.memory_store import DISK, PENDING, RESIDENT, ZOMBIE, InMemoryStore, Pin, Record
-from kvclient.segment import check_bounds
+from kvclient.testing.in_memory_store import DISK, PENDING, RESIDENT, ZOMBIE, InMemoryStore, Pin, Record
 
 KEY_BYTES = 32
 _NUMPY = {

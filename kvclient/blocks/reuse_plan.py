@@ -2,7 +2,8 @@
 
 Owns the cover: exact prefix first, then the longest stretches anywhere, then what is left. Never trusts a key
 or a fingerprint: a stretch is verified by the token ids and the content keys of its blocks
-(kvclient.blocks.runs). Invariant: the segments tile the prompt, in order; every token of one that is not live
+(kvclient.blocks.match). Invariant: the segments tile the prompt, in order; every token of one that is not
+live
 equals the token its block was computed from, under the same reuse identity, and its blocks stay pinned until
 release().
 
@@ -22,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from kvclient.blocks.chunker import Chunker
-from kvclient.blocks.runs import Library, Patience, Piece, Run, find_runs
+from kvclient.blocks.match import Library, Patience, Piece, Run, find_runs
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
-from kvclient.segment import check_bounds
 
 MOST_TOKENS = (1 << 31) - 1
 EXACT, APPROXIMATE, LIVE = "exact", "approximate", "live"

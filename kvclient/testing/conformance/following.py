@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from kvclient.conformance.case import SMALL, WAIT_S, Case, check, fill, pattern, raises
 from kvclient.errors import BlockLost, DeadlineExceeded, InvalidArgument, KVClientError
+from kvclient.testing.conformance.case import SMALL, WAIT_S, Case, check, fill, pattern, raises
 
 LAYERS = SMALL.num_layers
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvclient.blocks.layout import Geometry
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument, NoSpace
-from kvclient.segment import Geometry, check_bounds
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # states a look-up answers per key
 CREATED, SEALED, ZOMBIE = "created", "sealed", "zombie"

@@ -1,6 +1,6 @@
 """The conformance suite: what every door into a store must do, as an abstract class of cases.
 
-    class TestMyStore(kvclient.conformance.StoreConformance):
+    class TestMyStore(kvclient.testing.conformance.StoreConformance):
         def connect(self, **options):       # a new client on the same, empty store of at least 64 MiB
             return ...
 
@@ -10,11 +10,11 @@ that the memory in use is exactly what it was before. A door without some abilit
 cases that need it are skipped. Never imports pytest, torch or a daemon.
 """
 
-from kvclient.conformance.following import FollowingCases
-from kvclient.conformance.pressure import PressureCases
-from kvclient.conformance.reading import ReadingCases
-from kvclient.conformance.searching import SearchingCases
-from kvclient.conformance.writing import WritingCases
+from kvclient.testing.conformance.following import FollowingCases
+from kvclient.testing.conformance.pressure import PressureCases
+from kvclient.testing.conformance.reading import ReadingCases
+from kvclient.testing.conformance.searching import SearchingCases
+from kvclient.testing.conformance.writing import WritingCases
 
 __all__ = ["StoreConformance"]
 

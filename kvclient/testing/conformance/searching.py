@@ -6,9 +6,9 @@ import random
 from itertools import pairwise
 
 import kvclient
-from kvclient import meta
-from kvclient.conformance.case import SMALL, Case, geometry, new_keys, raises
+from kvclient.blocks import meta
 from kvclient.errors import InvalidArgument
+from kvclient.testing.conformance.case import SMALL, Case, geometry, new_keys, raises
 
 
 class SearchingCases(Case):

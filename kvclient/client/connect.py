@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvclient.client import KVClient
+from kvclient.client.client import KVClient
+from kvclient.client.tolerant import TolerantClient
 from kvclient.errors import InvalidArgument
-from kvclient.tolerant import TolerantClient
 
 SOCKET_NAME = "kvstored.sock"
 MAX_TIMEOUT_S = 3600.0

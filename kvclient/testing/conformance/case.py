@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvclient.segment import Geometry
+from kvclient.blocks.layout import Geometry
 
 WAIT_S = 10.0  # how long anything that must happen may take on a busy machine
 
