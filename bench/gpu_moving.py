@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bench import gpu_clock
+from kvclient.hf import awq
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory, Transfer
 
@@ -170,7 +171,6 @@ def awq_few_rows(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def awq_many_rows(_ceilings: dict[str, float]) -> dict[str, Any]:
-    from kvclient.hf import awq  # needs transformers; the other rows do not
 
     (inputs, outputs), result = AWQ_SHAPES[0], {}
     before = awq.fallbacks()

@@ -263,7 +263,7 @@ def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
 
 def window(subject: Subject) -> Iterator[dict[str, Any]]:
     """A long text fed by turns of 200 tokens into bounded memory, against all of it in full."""
-    from kvclient.hf.window import Window, WindowCache
+    from kvclient.hf.engine.window import Window, WindowCache
 
     torch, text, turns = subject.torch, subject.texts[1][:1600], range(200, 1600, 200)
     with torch.no_grad():

@@ -83,7 +83,7 @@ def far(subject: Any) -> Iterator[dict[str, Any]]:
     """A text of 20,000 tokens in a window of 512 + 2,048. There is no cold run of more tokens than the model
     has positions: behind those, it is one of the last 7,680 tokens.
     """
-    from kvclient.hf.window import Window, WindowCache
+    from kvclient.hf.engine.window import Window, WindowCache
 
     torch = subject.torch
     text = [token for one in (*subject.texts, subject.code) for token in one]

@@ -49,7 +49,7 @@ PAIRS = (
     ("docs/formats.md", 800, "docs/design.md", 2500, "LICENSE"),
     ("docs/tour.md", 200, "docs/design.md", 300, "LICENSE"),
 )
-# The constants of kvclient.hf.drift and Repair.attended_ratio were found on those. Of these
+# The constants of kvclient.hf.reuse.drift and Repair.attended_ratio were found on those. Of these
 # the first five were looked at meanwhile, the last four when all was fixed.
 OTHERS = (
     ("LGPL-3", 300, "GPL-3", 1200, "LICENSE"),

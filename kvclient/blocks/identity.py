@@ -1,7 +1,8 @@
 """The reuse identity: 32 bytes that differ as soon as anything differs that KV depends on.
 
 Owns the list of dimensions, the deny-list of a model's configuration and the encoding that is hashed. Knows
-no tensor and no model: what computes the dimensions of a live model is kvclient.hf.dimensions. Invariant: two
+no tensor and no model: what computes the dimensions of a live model is kvclient.hf.model.identity.
+Invariant: two
 identities are equal only if every dimension is equal, because the encoding is injective: each value carries
 its type and its length, and mappings are sorted by the encoding of their keys.
 

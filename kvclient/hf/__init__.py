@@ -8,11 +8,10 @@
     kv.calibrate()                      # …and, if near enough, also reuse what stands inside a prompt
     kv.detach()
 
-The only package that imports transformers. Reading order: attach (the hooks) → request (the steps of one
-call) → prompt, prefix, filling, cache, publish (what the steps use) → structure, dimensions, selftest (what
-is known of a model). Inside a prompt: repair (which tokens) → blend (the pass) → rope (moving keys) → inside
-(the proof) → verify, trials, calibration (the numbers). Long conversations: window (the cache) →
-conversation_state (in the store) → conversation (the turns).
+The only package that imports transformers. Reading order: attachment (the hooks) → request (the steps of one
+call) → connector (look-up, claim, load, save) → cache (the layers) → attention (the kernels); model (what is
+known of a model), reuse (what is no prefix), engine (conversations, windows), awq (packed weights). call says
+what one call was asked for and what it did.
 """
 
 import importlib.util
@@ -24,15 +23,15 @@ if importlib.util.find_spec("kvclient._core") is not None:
             hint = f"kvclient.hf needs {_needed}: pip install 'kvstored[hf]'"
             raise ModuleNotFoundError(hint, name=_needed)
 
-    from kvclient.hf.attach import Attachment, attach
-    from kvclient.hf.conversation import Conversation, Turn
-    from kvclient.hf.engine import Engine, Result, Warmed
-    from kvclient.hf.repair import Repair
-    from kvclient.hf.report import Report
-    from kvclient.hf.selftest import Verdict, self_test
-    from kvclient.hf.structure import Refused
-    from kvclient.hf.verify import Outcome, Verification
-    from kvclient.hf.window import Held, Window
+    from kvclient.hf.attachment.attach import Attachment, attach, self_test
+    from kvclient.hf.attachment.self_test import Verdict
+    from kvclient.hf.call import Report
+    from kvclient.hf.engine.conversation import Conversation, Turn
+    from kvclient.hf.engine.engine import Engine, Result, Warmed
+    from kvclient.hf.engine.window import Held, Window
+    from kvclient.hf.model.structure import Refused
+    from kvclient.hf.reuse.repair import Repair
+    from kvclient.hf.reuse.verify import Outcome, Verification
 else:  # a bare checkout on a machine with a GPU: its attention and its AWQ layers need no store
 
     def __getattr__(name: str) -> Any:

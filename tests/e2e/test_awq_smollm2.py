@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from kvclient.hf import awq
+from kvclient.hf.awq.packing import LANES_OUTPUTS
 from tests.engines.awq_checkpoint import write_checkpoint
 from tests.engines.zoo import generate, near
 
@@ -36,7 +37,7 @@ def test_a_packed_checkpoint_of_smollm2(model, tmp_path):
     loaded = awq.from_pretrained(write_checkpoint(tmp_path, model, GROUP))
     packed = [module for module in loaded.modules() if isinstance(module, awq.AwqLinear)]
     assert len(packed) == LAYERS * 7
-    assert all(module.out_features % awq.LANES_OUTPUTS == 0 for module in packed)  # a GPU's kernels take them
+    assert all(module.out_features % LANES_OUTPUTS == 0 for module in packed)  # a GPU's kernels take them
     ids = torch.tensor([[1, 504, 260, 2240, 282, 253, 6400]])
     tokens, logits, _ = generate(model, ids, 3)
     found, values, _ = generate(loaded, ids, 3)

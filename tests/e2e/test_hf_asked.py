@@ -11,14 +11,14 @@ import torch
 
 import kvclient.hf
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.asked import Asked
 from kvclient.hf.attention import registered
-from kvclient.hf.attention.layer import tell
+from kvclient.hf.attention.handle import tell
 from kvclient.hf.attention.registered import without
-from kvclient.hf.blend import Blend
-from kvclient.hf.drift import ALIKE, MOST, NOISE, REACHES, Drift
-from kvclient.hf.repair import Repair
-from kvclient.hf.rope import Rope, Turning, rotated
+from kvclient.hf.model.rope import Rope, Turning, rotated
+from kvclient.hf.reuse.attention_scores import Asked
+from kvclient.hf.reuse.blend import Blend
+from kvclient.hf.reuse.drift import ALIKE, MOST, NOISE, REACHES, Drift
+from kvclient.hf.reuse.repair import Repair
 from tests.e2e.inside import BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.engines.zoo import build, generate, prompt
 

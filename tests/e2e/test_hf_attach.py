@@ -13,8 +13,9 @@ import transformers
 
 import kvclient
 import kvclient.hf
-from kvclient.hf import selftest, structure
-from kvclient.hf.cache import StoreLayer
+from kvclient.hf.attachment import self_test
+from kvclient.hf.cache.layer import StoreLayer
+from kvclient.hf.model import structure
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -195,7 +196,7 @@ def test_what_is_no_causal_model_is_refused(client):
 
 @pytest.fixture
 def fresh_self_test(monkeypatch):
-    monkeypatch.setattr(selftest, "_passed", {})
+    monkeypatch.setattr(self_test, "_passed", {})
 
 
 def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
@@ -238,8 +239,8 @@ def test_the_self_test_refuses_when_generate_goes_elsewhere(client, fresh_self_t
 
 def test_the_self_test_runs_once_per_kind_of_model(client, fresh_self_test, monkeypatch):
     runs = []
-    own = selftest._Trial.run
-    monkeypatch.setattr(selftest._Trial, "run", lambda self: runs.append(1) or own(self))
+    own = self_test._Trial.run
+    monkeypatch.setattr(self_test._Trial, "run", lambda self, attach: runs.append(1) or own(self, attach))
     for name in ("llama", "llama", "qwen2"):
         kvclient.hf.attach(build(name), client).detach()
     assert len(runs) == 2

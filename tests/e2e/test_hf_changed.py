@@ -14,10 +14,11 @@ import transformers
 import kvclient.hf
 from kvclient.client.tolerant import TolerantWriter
 from kvclient.errors import DeadlineExceeded, Unavailable
-from kvclient.hf import dimensions, selftest
-from kvclient.hf.attention.layer import give_handle
-from kvclient.hf.blend import _Hook
-from kvclient.hf.request import Request
+from kvclient.hf.attachment import self_test
+from kvclient.hf.attention.handle import give_handle
+from kvclient.hf.model import identity
+from kvclient.hf.request.request import Request
+from kvclient.hf.reuse.blend import _Hook
 from kvclient.testing.in_memory import Writer
 from tests.engines.zoo import build, generate, near, prompt
 
@@ -55,7 +56,7 @@ def test_an_examination_that_was_cut_off_is_made_again(model, kv, client, monkey
         if error is Unavailable:
             patch.setattr(client, "register_layout", fail)
         else:
-            patch.setattr(dimensions, "_digest_bytes", fail)
+            patch.setattr(identity, "_digest_bytes", fail)
         with pytest.raises(error):
             generate(model, prompt(70), 1)
     generate(model, prompt(70), 1)
@@ -239,7 +240,7 @@ def test_a_hook_that_is_called_without_keywords_lets_them_be():
 
 
 def test_each_module_keeps_its_mode(client, monkeypatch):
-    monkeypatch.setattr(selftest, "_passed", {})
+    monkeypatch.setattr(self_test, "_passed", {})
     model = build("llama", layers=2).train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]

@@ -16,7 +16,7 @@ import kvclient.hf
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
-from kvclient.hf.form import Form
+from kvclient.hf.connector.block_format import Form
 from kvclient.kernels import NotQuantisable
 from tests.engines.zoo import build, generate, prompt
 

@@ -16,7 +16,7 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.publish import Publisher
+from kvclient.hf.connector.save import Publisher
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16

@@ -9,8 +9,8 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.hf import pace as pace_module
-from kvclient.hf.pace import UNMEASURED_WAIT_S, Pace, Patience
+from kvclient.hf.request import load_or_compute as pace_module
+from kvclient.hf.request.load_or_compute import UNMEASURED_WAIT_S, Pace, Patience
 from tests.e2e.test_disk_tier import files
 from tests.engines.zoo import build, generate, prompt
 

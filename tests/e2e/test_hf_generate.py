@@ -15,8 +15,8 @@ import kvclient
 import kvclient.hf
 from kvclient.blocks import meta
 from kvclient.hf import attention
-from kvclient.hf.cache import Shape, StoreLayer
-from kvclient.hf.memory import Memory
+from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.cache.layer import Shape, StoreLayer
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16

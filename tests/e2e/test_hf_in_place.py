@@ -13,7 +13,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import attention
-from kvclient.hf.attention.layer import InPlaceLayer
+from kvclient.hf.cache.in_place import InPlaceLayer
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16

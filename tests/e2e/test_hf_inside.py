@@ -15,11 +15,11 @@ import kvclient.hf
 from kvclient.blocks import meta
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.blend import Blend, Interior, decoder_layers
-from kvclient.hf.form import Form
-from kvclient.hf.prefix import Clock
-from kvclient.hf.repair import Repair
-from kvclient.hf.rope import probe_rope
+from kvclient.hf.call import Clock
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.model.rope import probe_rope
+from kvclient.hf.reuse.blend import Blend, Interior, decoder_layers
+from kvclient.hf.reuse.repair import Repair
 from tests.e2e.inside import BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.engines.zoo import build, generate, prompt
 

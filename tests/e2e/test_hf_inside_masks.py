@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import kvclient.hf
-from kvclient.hf import attention, blend, request
+from kvclient.hf import attention
+from kvclient.hf.request import request
+from kvclient.hf.reuse import blend
 from tests.e2e.inside import BLOCK, COMPUTED, DOCUMENT
 from tests.engines.zoo import build, generate, near, prompt
 

@@ -10,8 +10,8 @@ import kvclient
 import kvclient.hf
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
-from kvclient.hf.repair import Repair
-from kvclient.hf.rope import rotated
+from kvclient.hf.model.rope import rotated
+from kvclient.hf.reuse.repair import Repair
 from tests.engines.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -44,7 +44,8 @@ def test_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(client, n
 
 def test_a_wrong_convention_is_refused(model, client, monkeypatch):
     """The proof at attach fails if keys are turned wrongly, or if rows see what they must not."""
-    from kvclient.hf import blend, rope
+    from kvclient.hf.model import rope
+    from kvclient.hf.reuse import blend
 
     turn = rope.Rope.turn
     with monkeypatch.context() as patched:

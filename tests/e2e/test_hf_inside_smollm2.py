@@ -80,12 +80,13 @@ def test_a_document_behind_another_preamble_stays_near(loaded, client, alone):
             assert report.approximate_tokens >= 0.95 * DOCUMENT
             assert report.recomputed_tokens <= 0.15 * DOCUMENT
             kls.append(kl)
-        turn = kvclient.hf.rope.Rope.turn
+        turn = kvclient.hf.model.rope.Rope.turn
         try:
-            kvclient.hf.rope.Rope.turn = lambda self, layer, keys, shift, out: out.__setitem__(..., keys)
+            rope = kvclient.hf.model.rope.Rope
+            rope.turn = lambda self, layer, keys, shift, out: out.__setitem__(..., keys)
             unmoved.append(divergence(model, kv, prompt, behind[QUESTION : QUESTION + POSITIONS])[0])
         finally:
-            kvclient.hf.rope.Rope.turn = turn
+            kvclient.hf.model.rope.Rope.turn = turn
     assert sum(kls) / len(kls) <= 5e-3, kls
     assert unmoved[0] > 1.2 * kls[-1], (unmoved, kls)  # the measure sees keys at the wrong place
 

@@ -10,9 +10,9 @@ import torch
 
 import kvclient.hf
 from kvclient.blocks.codec import Kivi
-from kvclient.hf.form import Form
-from kvclient.hf.prefix import Clock
-from kvclient.hf.publish import Publisher
+from kvclient.hf.call import Clock
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.save import Publisher
 from tests.engines.zoo import build, generate, near, prompt
 
 BLOCK, SEEN = 32, 3

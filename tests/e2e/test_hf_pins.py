@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvclient.errors import Unavailable
-from kvclient.hf import Engine, engine
+from kvclient.hf import Engine
+from kvclient.hf.engine import engine
 from tests.engines.zoo import generate, prompt
 
 BLOCK, DEADLINE_S = 16, 60

@@ -10,7 +10,7 @@ import pytest
 
 import kvclient
 from kvclient.hf import Engine, Window
-from kvclient.hf.conversation_state import Shelf
+from kvclient.hf.engine.saved_state import Shelf
 from tests.e2e.test_hf_window import Words, ids
 from tests.engines.zoo import build
 

@@ -14,9 +14,10 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf import calibration, trials, verify
-from kvclient.hf.repair import Repair
-from kvclient.hf.rope import Rope
+from kvclient.hf.attachment import measure
+from kvclient.hf.model.rope import Rope
+from kvclient.hf.reuse import calibration, verify
+from kvclient.hf.reuse.repair import Repair
 from tests.engines.zoo import build, generate, prompt
 
 PROMPTS = [prompt(200, seed=seed)[0].tolist() for seed in (1, 2)]
@@ -62,9 +63,9 @@ def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
 
 
 def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
-    from kvclient.hf import prefix
+    from kvclient.hf.connector import load
 
-    honest, in_place = prefix.Prefix.load, prefix.Prefix.arrays
+    honest, in_place = load.Prefix.load, load.Prefix.arrays
 
     def wrong(self, layer, storage):
         honest(self, layer, storage)
@@ -74,8 +75,8 @@ def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
         parts = in_place(self, layer)
         return [part._replace(block=(part.block[0], part.block[1] + np.float32(1))) for part in parts]
 
-    monkeypatch.setattr(prefix.Prefix, "load", wrong)
-    monkeypatch.setattr(prefix.Prefix, "arrays", wrong_in_place)
+    monkeypatch.setattr(load.Prefix, "load", wrong)
+    monkeypatch.setattr(load.Prefix, "arrays", wrong_in_place)
     assert not kv.verify(PROMPTS)["prefix"].passed
 
 
@@ -86,14 +87,14 @@ def test_keys_that_are_not_moved_are_seen(kv, monkeypatch):
     def still(self, layer, keys, shift, out):
         out[...] = keys
 
-    monkeypatch.setattr("kvclient.hf.trials.examine_interior", _without_proof)
+    monkeypatch.setattr("kvclient.hf.attachment.measure.examine_interior", _without_proof)
     monkeypatch.setattr(Rope, "turn", still)
     assert kv.verify(PROMPTS)["none"].mean_kl > right
 
 
 def _without_proof(model, kv, repair):
-    from kvclient.hf.blend import Interior, decoder_layers
-    from kvclient.hf.rope import probe_rope
+    from kvclient.hf.model.rope import probe_rope
+    from kvclient.hf.reuse.blend import Interior, decoder_layers
 
     return Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
 
@@ -244,7 +245,7 @@ def test_a_calls_codec_needs_a_calibration_of_its_own(model, client, monkeypatch
         assert kv.repair == Repair("selective") and approximate(kv) == (0, None)
     with kvclient.hf.attach(model, client, codec="int4", **options) as kv:
         assert kv.repair is None
-        monkeypatch.setattr(trials, "RATIOS", ())
+        monkeypatch.setattr(measure, "RATIOS", ())
         kv.calibrate(PROMPTS)
     with kvclient.hf.attach(model, client, **options) as kv:
         found, repair = approximate(kv)

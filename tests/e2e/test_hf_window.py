@@ -18,10 +18,12 @@ from transformers.cache_utils import DynamicCache
 import kvclient
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
-from kvclient.hf import Engine, Window, conversation_state, tokens
-from kvclient.hf.conversation_state import Shelf
-from kvclient.hf.structure import Refused
-from kvclient.hf.window import WindowCache
+from kvclient.hf import Engine, Window
+from kvclient.hf.engine import saved_state
+from kvclient.hf.engine.saved_state import Shelf
+from kvclient.hf.engine.window import WindowCache
+from kvclient.hf.model.structure import Refused
+from kvclient.hf.request import stopping
 from kvclient.kernels import NotQuantisable
 from tests.engines.zoo import REFUSED, SERVED, build, generate, prompt
 
@@ -163,7 +165,7 @@ SECOND = """
 import sys
 import torch
 import kvclient
-from kvclient.hf import Engine, Window, tokens
+from kvclient.hf import Engine, Window
 from tests.e2e.test_hf_window import SMALL, Words, ids
 from tests.engines.zoo import build
 with kvclient.connect(sys.argv[1]) as client:
@@ -216,7 +218,7 @@ def test_two_that_save_the_same_turn_both_go_on(engine, client, monkeypatch):
 
     writers = []
     monkeypatch.setattr(client, "create", never_done)
-    monkeypatch.setattr(conversation_state, "WAIT_S", 0.01)
+    monkeypatch.setattr(saved_state, "WAIT_S", 0.01)
     assert not one.say(ids(20, seed=3), 5).saved and one.turn == 2
     for writer in writers:
         writer.abort()
@@ -332,7 +334,7 @@ def test_sampling_stop_strings_and_soft_stops(engine, monkeypatch):
     stop = greedy.text[9:13]
     stopped = engine.conversation("stop", window=SMALL).say(ids(20), 12, stop=stop)
     assert stopped.finish == "stop" and stopped.text == greedy.text[: greedy.text.find(stop)]
-    monkeypatch.setattr(tokens, "SENTENCE", re.compile("$"))
+    monkeypatch.setattr(stopping, "SENTENCE", re.compile("$"))
     soft = engine.conversation("soft", window=SMALL).say(ids(20), 12, soft_stop=0.5)
     assert (soft.finish, soft.tokens) == ("sentence", greedy.tokens[:6])
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import transformers
 
-from kvclient.hf.inside import examine_interior
-from kvclient.hf.repair import Repair
-from kvclient.hf.structure import Refused, check_structure
+from kvclient.hf.model.structure import Refused, check_structure
+from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.repair import Repair
 from tests.engines.zoo import REFUSED, SERVED, build
 
 

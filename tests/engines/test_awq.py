@@ -13,6 +13,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
+from kvclient.hf.awq import linear
 from tests.engines.awq_checkpoint import write_checkpoint
 from tests.engines.zoo import build, generate, prompt
 
@@ -46,7 +47,7 @@ def test_a_layer_computes_with_its_weights(rows, dtype, monkeypatch):
     wanted = x.double() @ exact + layer.bias.double()
     bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * float(wanted.abs().max())
     assert float((layer(x).double() - wanted).abs().max()) <= bound
-    monkeypatch.setattr(awq, "STRIPE_BYTES", 4 * 64 * 24)  # three stripes
+    monkeypatch.setattr(linear, "STRIPE_BYTES", 4 * 64 * 24)  # three stripes
     assert float((layer(x).double() - wanted).abs().max()) <= bound
 
 

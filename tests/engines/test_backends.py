@@ -15,7 +15,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attention import backends, dense, fused, plain, registered
+from kvclient.hf.attention import backends, dense, registered, sdpa, torch_reference
 from kvclient.kernels import contract
 from tests.engines.zoo import REFUSED, SERVED, generate, known, prompt
 from tests.kernels.cpu_paths import provide
@@ -188,7 +188,7 @@ def test_rows_that_do_not_follow_each_other(backend, dtype, tokens, counts):
     seen = (torch.arange(200)[None] <= columns[:, None])[None, None]
     mask, module = registered.at(columns, 200, dtype), torch.nn.Module()
     found, _ = registered.attention(chosen, module, query, key, value, mask)
-    wanted = plain.attend(query.double(), key.double(), value.double(), seen, 0.25)
+    wanted = torch_reference.attend(query.double(), key.double(), value.double(), seen, 0.25)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert float((found - wanted).abs().max()) <= bound * float(wanted.abs().max())
     assert counts() == {}
@@ -197,7 +197,7 @@ def test_rows_that_do_not_follow_each_other(backend, dtype, tokens, counts):
     assert counts() == ({} if backend == "torch" else {"mask": 1})
 
 
-@pytest.mark.parametrize("name", fused.ORDER)
+@pytest.mark.parametrize("name", sdpa.ORDER)
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 9), (9, 9), (4, 9)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_fused_attention_means_the_same(name, tokens, keys, causal):
@@ -205,17 +205,17 @@ def test_torchs_fused_attention_means_the_same(name, tokens, keys, causal):
     generator = torch.Generator().manual_seed(tokens)
     query = torch.randn(2, 4, tokens, 16, generator=generator)
     key, value = torch.randn(2, 2, 2, keys, 16, generator=generator)
-    seen = plain.visible(tokens, keys, None, 0, causal, query.device)
-    wanted = plain.attend(query, key, value, seen, 0.3)
-    assert torch.allclose(fused.attend(name, query, key, value, 0.3, causal), wanted, atol=1e-5)
+    seen = torch_reference.visible(tokens, keys, None, 0, causal, query.device)
+    wanted = torch_reference.attend(query, key, value, seen, 0.3)
+    assert torch.allclose(sdpa.attend(name, query, key, value, 0.3, causal), wanted, atol=1e-5)
 
 
 def test_what_torchs_fused_attention_does_not_take_is_named():
-    assert fused.unfit(None, 0, 9, 0.0, None) is None and fused.unfit(None, 9, 9, 0.0, None) is None
-    assert fused.unfit(torch.zeros(1), 0, 9, 0.0, None) == "mask"
-    assert fused.unfit(None, 8, 9, 0.0, None) == "window"
-    assert fused.unfit(None, 0, 9, 1.0, None) == "softcap"
-    assert fused.unfit(None, 0, 9, 0.0, torch.zeros(4)) == "sinks"
+    assert sdpa.unfit(None, 0, 9, 0.0, None) is None and sdpa.unfit(None, 9, 9, 0.0, None) is None
+    assert sdpa.unfit(torch.zeros(1), 0, 9, 0.0, None) == "mask"
+    assert sdpa.unfit(None, 8, 9, 0.0, None) == "window"
+    assert sdpa.unfit(None, 0, 9, 1.0, None) == "softcap"
+    assert sdpa.unfit(None, 0, 9, 0.0, torch.zeros(4)) == "sinks"
 
 
 @pytest.mark.parametrize("sinks", [None, [-float("inf"), 1.5, 0.0, -3.0]])
@@ -227,7 +227,7 @@ def test_in_torch_a_query_without_keys_gives_zeros_and_a_nan_stays_one(sinks, so
     seen = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     seen[..., 0, :] = False
     own = None if sinks is None else torch.tensor(sinks)
-    found = plain.attend(query, key, key, seen, 0.25, softcap, own)
+    found = torch_reference.attend(query, key, key, seen, 0.25, softcap, own)
     assert bool((found[:, 0] == 0).all())
     assert bool(found[0, 2, 1].isnan().all()) and int(found.isnan().sum()) == 16
 

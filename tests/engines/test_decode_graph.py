@@ -14,8 +14,9 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf import attention, graph
-from kvclient.hf.attention.static import StaticLayer
+from kvclient.hf import attention
+from kvclient.hf.cache.static import StaticLayer
+from kvclient.hf.request import decode_step
 from tests.engines.zoo import generate, known, near, prompt
 
 BLOCK = 16
@@ -26,7 +27,7 @@ NAMES = ("llama", "qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "llama_yarn", "s
 def steps(monkeypatch):
     """How often a step was recorded and replayed."""
     counts = {"recorded": 0, "replayed": 0}
-    own = graph.record_nothing
+    own = decode_step.record_nothing
 
     def record(run):
         counts["recorded"] += 1
@@ -38,7 +39,7 @@ def steps(monkeypatch):
 
         return counted, out
 
-    monkeypatch.setattr(graph, "record_nothing", record)
+    monkeypatch.setattr(decode_step, "record_nothing", record)
     return counts
 
 
@@ -76,7 +77,7 @@ def test_nothing_the_host_knows_is_in_a_step(client, steps, monkeypatch):
     model, ids = known("llama"), prompt(61)
     attention.install(model, "torch")
     seen = []
-    own = graph.Step._run
+    own = decode_step.Step._run
 
     def run(self):
         before = [layer._storage.data_ptr() for layer in self._cache.layers]
@@ -84,7 +85,7 @@ def test_nothing_the_host_knows_is_in_a_step(client, steps, monkeypatch):
         seen.append((self._ids.data_ptr(), self._places.data_ptr(), *before))
         return out
 
-    monkeypatch.setattr(graph.Step, "_run", run)
+    monkeypatch.setattr(decode_step.Step, "_run", run)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv, kv.decode_graph():
         generate(model, ids, 30)
     assert len(seen) == 30 and len(set(seen)) == 1
@@ -95,8 +96,8 @@ def test_a_step_may_run_any_number_of_times(client, monkeypatch):
     model, ids = known("llama"), prompt(61)
     plain, *_ = generate(model, ids, 20)
     attention.install(model, "torch")
-    own = graph.Step._run
-    monkeypatch.setattr(graph.Step, "_run", lambda self: [own(self) for _ in range(3)][-1])
+    own = decode_step.Step._run
+    monkeypatch.setattr(decode_step.Step, "_run", lambda self: [own(self) for _ in range(3)][-1])
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv, kv.decode_graph():
         assert torch.equal(generate(model, ids, 20)[0], plain)
 

@@ -15,7 +15,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import attention
-from kvclient.hf.attention.pages import PAGE_TOKENS
+from kvclient.hf.cache.page_pool import PAGE_TOKENS
 from kvclient.kernels import contract
 from tests.engines.zoo import generate, known, prompt
 

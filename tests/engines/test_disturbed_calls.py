@@ -10,7 +10,7 @@ import torch
 
 import kvclient.hf
 from kvclient.hf import attention
-from kvclient.hf.rope import Rope, Turning
+from kvclient.hf.model.rope import Rope, Turning
 from tests.engines.zoo import generate, known, prompt
 
 BLOCK = 16

@@ -20,7 +20,7 @@ from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends
-from kvclient.hf.attention.layer import InPlaceLayer
+from kvclient.hf.cache.in_place import InPlaceLayer
 from tests.engines.zoo import SERVED, generate, known, near, prompt
 from tests.kernels.cpu_paths import provide
 

@@ -15,10 +15,11 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf import attention, selftest
+from kvclient.hf import attention
+from kvclient.hf.attachment import self_test
 from kvclient.hf.attention import backends
-from kvclient.hf.attention.layer import InPlaceLayer
-from kvclient.hf.prefix import Prefix
+from kvclient.hf.cache.in_place import InPlaceLayer
+from kvclient.hf.connector.load import Prefix
 from tests.engines.zoo import generate, known, near, prompt
 
 BLOCK = 16
@@ -48,7 +49,7 @@ def test_it_is_the_default_and_leaves_with_the_attachment(client, left):
 
 
 def refuse_self_test(monkeypatch):
-    monkeypatch.setattr(selftest, "_passed", {})
+    monkeypatch.setattr(self_test, "_passed", {})
     own = Prefix.arrays
 
     def wrong(self, layer):
@@ -119,7 +120,7 @@ def test_a_self_test_that_fails_in_place_leaves_the_dense_way(client, left, monk
 
 
 def test_kernels_that_say_something_else_than_the_model_are_refused(client, monkeypatch):
-    monkeypatch.setattr(selftest, "_passed", {})
+    monkeypatch.setattr(self_test, "_passed", {})
     registered, own = attention.registered, attention.registered.attention
 
     def wrong(*args, **kwargs):

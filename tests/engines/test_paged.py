@@ -18,8 +18,8 @@ import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument, PagesExhausted
 from kvclient.hf import attention
-from kvclient.hf.attention.paged import PagedLayer
-from kvclient.hf.attention.pages import NOTHING, PAGE_TOKENS, PagePool, PageTable
+from kvclient.hf.cache.page_pool import NOTHING, PAGE_TOKENS, PagePool, PageTable
+from kvclient.hf.cache.paged import PagedLayer
 from tests.engines.zoo import SERVED, generate, known, near, prompt
 
 BLOCK = 16

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf import attach, attention
-from kvclient.hf.attention import backends, plain, registered, trial
+from kvclient.hf import attention
+from kvclient.hf.attachment import attach
+from kvclient.hf.attention import backends, proof, registered, torch_reference
 from kvclient.testing.in_memory import InMemoryClient
 from tests.engines.zoo import known, near, prompt
 
@@ -40,7 +41,7 @@ OTHERS = {
 
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
-    monkeypatch.setattr(trial, "_same", set())
+    monkeypatch.setattr(proof, "_same", set())
 
 
 def other(name):
@@ -83,8 +84,8 @@ def test_a_mask_of_padding_that_was_copied_counts():
     query, key, value = (torch.randn(2, heads, 8, 16, generator=generator) for heads in (4, 2, 2))
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[0, :3] = 0
-    seen = plain.visible(8, 8, torch.tensor([3, 0]), 0, True, query.device)
-    wanted = plain.attend(query, key, value, seen, 0.25)
+    seen = torch_reference.visible(8, 8, torch.tensor([3, 0]), 0, True, query.device)
+    wanted = torch_reference.attend(query, key, value, seen, 0.25)
     chosen, module = backends.choose(torch.device("cpu"), torch.float32, 16), torch.nn.Module()
     found, _ = registered.attention(chosen, module, query, key, value, mask, scaling=0.25)
     assert near(found[0, 3:], wanted[0, 3:]) and near(found[1], wanted[1])

@@ -11,9 +11,10 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attention import backends, dense, plain, registered
-from kvclient.hf.attention.layer import InPlaceLayer, forget_pending
-from kvclient.hf.cache import Shape
+from kvclient.hf.attention import backends, dense, registered, torch_reference
+from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.cache.in_place import InPlaceLayer
+from kvclient.hf.cache.layer import Shape
 from kvclient.kernels import contract
 
 NONE_HERE = bool(attention.available_backends()["cpu_avx2"])
@@ -47,8 +48,8 @@ def attended(heads, kv_heads, head_dim, value_dim, dtype=torch.float32, **more):
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     backend = backends.backend("cpu_avx2")
     found, _ = registered.attention(backend, torch.nn.Module(), *tensors, None, scaling=0.25, **more)
-    seen = plain.visible(3, 9, None, 0, True, torch.device("cpu"))
-    return found, plain.attend(*tensors, seen, 0.25, bias=more.get("position_bias"))
+    seen = torch_reference.visible(3, 9, None, 0, True, torch.device("cpu"))
+    return found, torch_reference.attend(*tensors, seen, 0.25, bias=more.get("position_bias"))
 
 
 @pytest.mark.parametrize("case", UNFIT)
@@ -87,8 +88,8 @@ def test_values_of_another_dtype_are_torchs_and_counted(counts):
         found, _ = registered.attention(
             backends.backend("cpu_avx2"), torch.nn.Module(), *tensors, None, scaling=0.25
         )
-        seen = plain.visible(3, 9, None, 0, True, torch.device("cpu"))
-        wanted = plain.attend(*tensors, seen, 0.25)
+        seen = torch_reference.visible(3, 9, None, 0, True, torch.device("cpu"))
+        wanted = torch_reference.attend(*tensors, seen, 0.25)
     assert torch.equal(found, wanted)
     assert counts() == {"shape": 1}
 

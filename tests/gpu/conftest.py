@@ -60,8 +60,8 @@ def device(request, monkeypatch):
 def place(device, monkeypatch):
     """Where the models go; on the emulation a CPU that is treated as the GPU."""
     if device.type == "cpu":
-        from kvclient.hf import staging
-        from kvclient.hf.attention.device_layer import DeviceLayer
+        from kvclient.hf.cache import staging
+        from kvclient.hf.cache.device import DeviceLayer
         from kvclient.kernels import cuda
         from kvclient.kernels.transfer import HostMemory
 

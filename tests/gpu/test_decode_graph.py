@@ -18,8 +18,9 @@ from transformers import StoppingCriteriaList
 
 import kvclient
 import kvclient.hf
-from kvclient.hf import attention, graph
-from kvclient.hf.attention.static_device import StaticDeviceLayer
+from kvclient.hf import attention
+from kvclient.hf.cache.static import StaticDeviceLayer
+from kvclient.hf.request import decode_step
 from tests.engines.zoo import generate, known, near, prompt
 from tests.gpu.models import bound, model_on
 
@@ -35,13 +36,13 @@ def test_a_captured_step_says_what_the_model_says(name, dtype, gpu, monkeypatch)
     plain, logits, _ = generate(model, ids, 30)
     plain_rows, row_logits, _ = generate(model, rows, 30, attention_mask=mask)
     replayed = []
-    own = graph.record_cuda
+    own = decode_step.record_cuda
 
     def record(run):
         replay, out = own(run)
         return lambda: (replayed.append(1), replay()), out
 
-    monkeypatch.setattr(graph, "record_cuda", record)
+    monkeypatch.setattr(decode_step, "record_cuda", record)
     attention.install(model)
     exact, bound = dtype == torch.float32, 1e-4 if dtype == torch.float32 else 5e-2
     with (
@@ -66,7 +67,7 @@ def test_a_step_reads_the_stores_blocks_in_place(place, client, left, monkeypatc
     model, ids = model_on(place, "llama"), prompt(101).to(place)
     plain, logits, _ = generate(model, ids, 9)
     seen = []
-    own = graph.Step._run
+    own = decode_step.Step._run
 
     def run(self):
         out = own(self)
@@ -76,7 +77,7 @@ def test_a_step_reads_the_stores_blocks_in_place(place, client, left, monkeypatc
         seen.append((self._ids.data_ptr(), self._steps.workspace.memory.data_ptr(), *where, *known_lengths))
         return out
 
-    monkeypatch.setattr(graph.Step, "_run", run)
+    monkeypatch.setattr(decode_step.Step, "_run", run)
     options = {"block_tokens": 32, "codec": codec, "self_test": place.type != "cpu"}
     with kvclient.hf.attach(model, client, in_place=True, **options) as kv, kv.decode_graph():
         for reused in (0, 96):
@@ -120,7 +121,7 @@ def test_a_cache_that_was_copied_takes_no_further_step(place, client, monkeypatc
     model, ids = model_on(place, "llama"), prompt(61).to(place)
     plain, *_ = generate(model, ids, 12)
     ran, caches, copies = [], [], []
-    own = graph.Step._run
+    own = decode_step.Step._run
 
     def run(self):
         caches.append(self._cache)
@@ -132,7 +133,7 @@ def test_a_cache_that_was_copied_takes_no_further_step(place, client, monkeypatc
             ran.append(len(caches))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    monkeypatch.setattr(graph.Step, "_run", run)
+    monkeypatch.setattr(decode_step.Step, "_run", run)
     options = {"block_tokens": 16, "in_place": True, "self_test": place.type != "cpu"}
     with kvclient.hf.attach(model, client, **options) as kv, kv.decode_graph():
         tokens, _, cache = generate(model, ids, 12, stopping_criteria=StoppingCriteriaList([snapshot]))

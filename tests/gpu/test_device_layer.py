@@ -19,9 +19,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import kvclient.hf
 from kvclient.blocks.codec import Kivi
-from kvclient.hf import attention, blend, staging
-from kvclient.hf.attention.device_layer import DeviceLayer
-from kvclient.hf.form import Form
+from kvclient.hf import attention
+from kvclient.hf.cache import staging
+from kvclient.hf.cache.device import DeviceLayer
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.reuse import blend
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory
 from tests.engines.zoo import generate, near, prompt
@@ -99,7 +101,7 @@ def test_layers_come_beside_the_model(place, client, monkeypatch, readable):
     model, ids = model_on(place, "llama"), prompt(61).to(place)
     made = []
     monkeypatch.setattr(
-        "kvclient.hf.filling.Staged",
+        "kvclient.hf.request.cache_layers.Staged",
         lambda *args: made.append(staging.Staged(*args[:3], patient=True)) or made[-1],
     )
     _, logits, _ = generate(model, ids, 1)

@@ -94,7 +94,7 @@ def test_a_graph_without_a_break(device):
 
 @pytest.mark.parametrize("rows", [3, 70])
 def test_an_awq_layer_compiles(gpu, rows):
-    from kvclient.hf.awq import AwqLinear
+    from kvclient.hf.awq.linear import AwqLinear
 
     layer = AwqLinear(128, 32, 128, True, torch.float16).to(gpu)
     layer.qweight.random_(-(1 << 31), 1 << 31)

@@ -15,8 +15,8 @@ pytest.importorskip("kvclient._core", reason="the client's native module is not 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import kvclient.hf
-from kvclient.hf.attention.paged import PagedDeviceLayer
-from kvclient.hf.attention.pages import PagePool
+from kvclient.hf.cache.page_pool import PagePool
+from kvclient.hf.cache.paged import PagedDeviceLayer
 from kvclient.kernels import contract
 from tests.engines.zoo import generate, near, prompt
 from tests.gpu.models import bound, model_on

@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said():
 def test_a_model_under_the_backend():
     from kvclient.hf import attention
     from kvclient.hf.attention import backends, registered
-    from kvclient.hf.attention import plain as in_torch
+    from kvclient.hf.attention import torch_reference as in_torch
     from tests.engines.zoo import build, near, prompt
 
     assert attention.available_backends()["triton"] is None

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends, dense, fused, plain, trial, twin
+from kvclient.hf.attention import backends, dense, proof, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.layer import HANDLE, in_step, layer_of, tell
+from kvclient.hf.attention.handle import HANDLE, in_step, layer_of, tell
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -74,7 +74,7 @@ def fallbacks() -> dict[str, int]:
 
 
 def count_fallback(reason: str) -> None:
-    if trial.under_way():
+    if proof.under_way():
         return
     with _lock:
         _fallbacks[reason] += 1
@@ -102,7 +102,7 @@ def install(model: torch.nn.Module, backend: str | None = None) -> str:
         for name, part in _configured(model):
             if (own := part.config._attn_implementation) == register(chosen):
                 part.config._attn_implementation_internal = Name(own, before[name])
-        trial.prove(model, lambda: without(model), chosen.name)
+        proof.prove(model, lambda: without(model), chosen.name)
     except BaseException:
         uninstall(model)
         raise
@@ -188,9 +188,9 @@ def _mask_by_values(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     function = kwargs.get("mask_function", causal_mask_function)
     if not _known(function) or not _all_written(kwargs, keys):
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    if trial.wants_windows():
+    if proof.wants_windows():
         made = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-        setattr(made, trial.WINDOW, _window_of(function))
+        setattr(made, proof.WINDOW, _window_of(function))
         return made
     if padding is None:
         return None
@@ -262,13 +262,13 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     if not torch.compiler.is_compiling():
         tell(key, query, scale)
-        trial.check_call(attention_mask, int(sliding_window or 0), kwargs)
+        proof.check_call(attention_mask, int(sliding_window or 0), kwargs)
     window, cap = int(sliding_window or 0), float(softcap or 0.0)
     starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
     position = None if attention_mask is None else getattr(attention_mask, "_kvclient_positions", None)
     layer = layer_of(key)
     eager = layer is None and not torch.compiler.is_compiling()
-    rows = position is not None and eager and backend.name not in fused.ORDER
+    rows = position is not None and eager and backend.name not in sdpa.ORDER
     strange = attention_mask is not None and starts is None and not rows
     reason = _unfit(backend, query, key, value, strange, dropout, s_aux, position_bias, kwargs)
     if layer is not None:
@@ -276,12 +276,12 @@ def attention(
             return layer.attend(query, s_aux, scale, cap, window, backend.path), None
         layer.become_dense(reason or "not_causal")
         key, value = layer.keys, layer.values
-    elif reason is None and backend.name in fused.ORDER:
-        reason = fused.unfit(starts, window, key.shape[2], cap, s_aux)
+    elif reason is None and backend.name in sdpa.ORDER:
+        reason = sdpa.unfit(starts, window, key.shape[2], cap, s_aux)
         if reason is None:
-            return fused.attend(backend.name, query, key, value, scale, causal), None
+            return sdpa.attend(backend.name, query, key, value, scale, causal), None
     elif reason is None and backend.name == "triton":
-        return twin.attend(query, key, value, starts, s_aux, scale, cap, window, causal, position), None
+        return triton.attend(query, key, value, starts, s_aux, scale, cap, window, causal, position), None
     elif reason is None and rows:
         own = starts, s_aux, scale, cap, window, causal, backend.path, position
         return dense.attend(query, key, value, *own), None
@@ -292,16 +292,16 @@ def attention(
         count_fallback(reason)
     shape = query.shape[2], key.shape[2]
     if position is not None:
-        seen = plain.visible(*shape, None, window, causal, query.device, position[0])
+        seen = torch_reference.visible(*shape, None, window, causal, query.device, position[0])
     elif attention_mask is not None and attention_mask.ndim == 4:
         seen = attention_mask[..., : key.shape[2]]
     else:
-        seen = plain.visible(*shape, starts, window, causal, query.device)
+        seen = torch_reference.visible(*shape, starts, window, causal, query.device)
         if attention_mask is not None and starts is None:  # 2-D, from elsewhere or copied: its values count
             if attention_mask.ndim != 2 or attention_mask.shape[1] < shape[1]:
                 raise InvalidArgument(f"a mask {list(attention_mask.shape)} for {shape[1]} keys")
             seen = seen & (attention_mask[:, None, None, -shape[1] :] > 0)
-    return plain.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
+    return torch_reference.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
 
 
 _attention_outside = torch.compiler.disable(attention)

@@ -1,0 +1,368 @@
+"""attach(): a stock model.generate() that looks up, loads, generates and publishes.
+
+Owns the two methods it puts on the model instance (generate, and the _prefill step inside it) and takes them
+off again. Never changes the model's class, weights or configuration. Invariant: a call runs either wholly
+with what was found out about the model as it is now, or wholly without the store, and then `last.bypassed`
+says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.codec import Kivi
+from kvclient.blocks.identity import salt_of
+from kvclient.checks import check_bounds
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf import attention
+from kvclient.hf.attachment import decode_graph, measure
+from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
+from kvclient.hf.attachment.kernel_install import Adopted
+from kvclient.hf.attachment.model_state import CALIBRATED, Known
+from kvclient.hf.attachment.self_test import Verdict, prove, prove_model
+from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
+from kvclient.hf.attachment.warm import Stored, check_overlap, warm
+from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.cache.page_pool import PagedStats
+from kvclient.hf.call import Report, Totals
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.model.structure import Refused, base_model
+from kvclient.hf.request.load_or_compute import Pace
+from kvclient.hf.request.request import Options, Request
+from kvclient.hf.request.served_model import AS_COMPUTED, Subject, codec_of
+from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.verify import Verification
+
+MOST_TOKENS = 1 << 24  # of a chain
+TRAINING = "a module is in training mode, and dropout makes KV random; call model.eval()"
+
+
+def attach(
+    model: torch.nn.Module,
+    client: Any,
+    *,
+    block_tokens: int = 128,
+    salt: bytes | str | None = None,
+    priority: int = 35,
+    ttl_s: float | None = None,
+    follow: bool = True,
+    follow_timeout_s: float = 5.0,
+    publish_generated: bool = True,
+    repair: str | Repair | None = CALIBRATED,
+    codec: str | Kivi | None = None,
+    chunker: str = "fixed",
+    overlap_tokens: int = 0,
+    tokenizer: Any = None,
+    weights_digest: bytes | None = None,
+    self_test: bool = True,
+    in_place: bool | None = None,
+    paged: bool = False,
+    paged_tokens: int = 32768,
+) -> Attachment:
+    """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
+    served right, and InvalidArgument. block_tokens, priority, ttl_s: of the blocks it publishes, those of
+    answers too (publish_generated). self_test: first prove on this model that its answers stay the same.
+
+    salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
+    KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
+    this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
+    behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
+    "attention" or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes
+    only. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
+    "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
+    then is near what was computed. chunker: where prompts are cut into blocks (kvclient.blocks.chunker),
+    all but "fixed" by what `tokenizer` says. overlap_tokens: of true context before each part that warm()
+    computes for itself. in_place: attend to blocks where they lie, with the native kernels
+    (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
+    made. None: wherever the kernels fit and the model's attention is the one transformers chose; where not,
+    `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and tokens
+    that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams and
+    copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
+    models too large to be digested at every start (1.3 GB/s a core); until they change.
+
+    A model that is changed while attached is digested anew at its next call. Not noticed, nor part of the
+    identity: what kvclient.hf.model.watch says hides from it, as functions among a module's attributes.
+    """
+    model = base_model(model)
+    if model.__dict__.get(PLACE) is not None:
+        raise InvalidArgument("this model is attached already; detach() that one first")
+    if isinstance(client, type) or not all(hasattr(client, name) for name in ("salt", "get", "create")):
+        what = "kvclient.connect(), or kvclient.InMemoryClient(bytes) without a daemon"
+        raise InvalidArgument(f"client={client!r:.80} is no client; it must be one of {what}")
+    cut = Chunker(chunker, block_tokens, tokenizer)
+    codec = codec_of(codec, cut)
+    options = Options(
+        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model)
+    )  # fmt: skip
+    inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
+    adopted = Adopted(model, in_place, paged_tokens if paged else None)
+    try:
+        known = Known(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
+        attachment = Attachment(model, client, known)
+        attachment.overlap_tokens = check_overlap(overlap_tokens)
+        if self_test:
+            prove(attachment, model, attach)
+    except BaseException:
+        adopted.give_back(model)
+        raise
+    attachment._install(model)
+    return attachment
+
+
+def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = False) -> Verdict:
+    """What attach() proves of a model first: the same answers with the store as without. Raises Refused, with
+    the reason. in_place: with the attention that reads blocks where they lie.
+    """
+    return prove_model(model, attach, in_place, paged)
+
+
+class Attachment:
+    """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
+
+    def __init__(self, model: torch.nn.Module, client: Any, known: Known) -> None:
+        self.client = client
+        self.padded = True  # whether rows with left padding are served; the self-test decides
+        self.last: Report | None = None
+        self.decoding, self.overlap_tokens = 0, 0
+        self._known, self._local, self._lock = known, threading.local(), threading.Lock()
+        self._model: torch.nn.Module | None = model
+        self._totals, self._memory, self._pace = Totals(), Memory(), Pace()
+
+    # ---------------------------------------------------------------- what users call
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The sums of all reports since attach: requests, hits, tokens, seconds, and bypasses by reason."""
+        return self._totals.snapshot()
+
+    @property
+    def last_here(self) -> Report | None:
+        """The Report of this thread's last call, whatever others have asked meanwhile."""
+        return getattr(self._local, "last", None)
+
+    @property
+    def backend(self) -> str:
+        """What computes the model's attention: a name of kvclient.hf.attention, or the model's own."""
+        model = self._attached_model()
+        return attention.installed(model) or str(model.config._attn_implementation)
+
+    def paged_stats(self) -> PagedStats:
+        """Pages in use, shared and copied. Raises InvalidArgument without paged=True."""
+        if self._known.options.pool is None:
+            raise InvalidArgument("this attachment has no pages; attach with paged=True")
+        return self._known.options.pool.stats
+
+    @property
+    def identity(self) -> bytes:
+        """The reuse identity: 32 bytes that two processes share exactly if their KV is interchangeable."""
+        return self._chosen().identity
+
+    @property
+    def form(self) -> Form:
+        """How the blocks of this thread's calls hold K and V."""
+        return self._chosen().form
+
+    @property
+    def chunker(self) -> Chunker:
+        """The rule that prompts are cut into blocks by."""
+        return self._known.options.chunker
+
+    @property
+    def repair(self) -> Repair | None:
+        """How what is reused inside a prompt is made right; None while only prefixes are reused."""
+        return getattr(self._chosen().interior, "repair", None)
+
+    def verify(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+        """Measures each way of reuse against a cold run: KL, top-1 agreement, first divergence, TTFT.
+        prompts: token ids of texts as they will be asked, 96 at least each; without, the model writes some.
+        Takes a few dozen prefills, in an in-memory store.
+        """
+        return measure.verify(self, self._attached_model(), prompts)
+
+    def calibrate(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+        """Measures approximate reuse, and switches it on, here and for later attachments of this model on
+        this machine, with the least repair that passes; without one off, unless attach() was told a repair.
+        """
+        with self.coded(self._known.codec or AS_COMPUTED):
+            verification, passed = measure.calibrate(self, self._attached_model(), prompts)
+        self._known.calibrated(passed)
+        return verification
+
+    def warm(
+        self, token_ids: Sequence[int], before: Sequence[int] = (), *, chunker: str | None = None,
+        overlap_tokens: int | None = None,
+    ) -> Stored:  # fmt: skip
+        """Computes a text and leaves its KV in the store; see kvclient.hf.attachment.warm."""
+        overlap = self.overlap_tokens if overlap_tokens is None else overlap_tokens
+        return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
+
+    @contextlib.contextmanager
+    def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:
+        """Within it, this thread's calls do not read from the store, do not write to it, or neither."""
+        before = getattr(self._local, "bypass", (False, False))
+        self._local.bypass = (before[0] or read, before[1] or write)
+        try:
+            yield
+        finally:
+            self._local.bypass = before
+
+    def decode_graph(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, this thread's calls decode over memory that does not move: on a GPU, a CUDA graph."""
+        return decode_graph.decoding(self, self._attached_model())
+
+    @contextlib.contextmanager
+    def limited(self, inside: bool = True, publish_tokens: int | None = None) -> Iterator[None]:
+        """Within it, this thread's calls reuse nothing but prefixes (inside=False), and publish no more than
+        the first publish_tokens tokens of a prompt, and no generated text.
+        """
+        if publish_tokens is not None:
+            check_bounds("publish_tokens", publish_tokens, 0, MOST_TOKENS)
+        before = getattr(self._local, "limits", (True, None))
+        self._local.limits = (inside, publish_tokens)
+        try:
+            yield
+        finally:
+            self._local.limits = before
+
+    @contextlib.contextmanager
+    def coded(self, codec: str | Kivi) -> Iterator[None]:
+        """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
+        "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.
+        """
+        chosen = codec_of(codec, self._known.options.chunker)
+        if chosen is not None:
+            chosen.check(self._known.options.chunker.most, self.form.head_dim)
+        before = getattr(self._local, "codec", self._known.codec)
+        self._local.codec = chosen
+        try:
+            yield
+        finally:
+            self._local.codec = before
+
+    def refresh(self) -> None:
+        """Digests the model anew: needed only after its weights were written through `.data`."""
+        self._known.renew(self._attached_model())
+
+    def detach(self) -> None:
+        """Gives the model its own generate() back. Idempotent. Not while another thread computes with it."""
+        model, self._model = self._model, None
+        if model is not None and model.__dict__.get(PLACE) is self:
+            self._known.adopted.give_back(model)
+            del model.__dict__[PLACE]
+            for name, before in self._before.items():
+                if before is None:
+                    model.__dict__.pop(name, None)
+                else:
+                    model.__dict__[name] = before
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.detach()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copied or unpickled model is not attached
+
+    def _attached_model(self) -> torch.nn.Module:
+        if self._model is None:
+            raise Closed("this attachment was detached")
+        return self._model
+
+    # ---------------------------------------------------------------- what it knows about the model
+
+    def _current(self, model: torch.nn.Module) -> Subject | None:
+        """The model as it is now, or None if it was changed into one that is refused."""
+        return self._chosen() if self._known.current(model) else None
+
+    def _served(self, modes: bool = True) -> Subject:
+        """The model as it is now. Raises Refused where generate() would go without the store."""
+        subject = self._current(self._attached_model())
+        if subject is None:
+            raise Refused(str(self._known.refusal))
+        if modes and self._known.watch.training():
+            raise Refused(TRAINING)
+        return subject
+
+    def _chosen(self) -> Subject:
+        """That of the codec this thread's calls want."""
+        return self._known.of(getattr(self._local, "codec", self._known.codec))
+
+    # ---------------------------------------------------------------- inside generate()
+
+    def _install(self, model: torch.nn.Module) -> None:
+        for name, ours in HOOKS.items():
+            if getattr(model.__dict__.get(name), "__func__", None) is ours:
+                del model.__dict__[name]  # of the model that this one was copied from
+        self._before = {name: model.__dict__.get(name) for name in HOOKS}
+        for name, ours in HOOKS.items():
+            model.__dict__[name] = types.MethodType(ours, model)
+        model.__dict__[PLACE] = self
+
+    def _own(self, model: torch.nn.Module, name: str) -> Any:
+        before = self._before[name]
+        return before if before is not None else functools.partial(getattr(type(model), name), model)
+
+    def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started = time.perf_counter()
+        whole = getattr(self._local, "bypass", None) == (True, True)
+        if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
+            return self._run_without(reason, started, model, args, kwargs)
+        if not self._known.current(model):
+            return self._run_without("refused", started, model, args, kwargs, self._known.refusal)
+        watch = self._known.watch  # not after the subject: of one examined since, it would know the change
+        subject = self._chosen()
+        if watch.training():
+            return self._run_without("training", started, model, args, kwargs, TRAINING)
+        no_read, no_write = getattr(self._local, "bypass", (False, False))
+        trial = getattr(self._local, "trial", None)
+        inside, publish_tokens = getattr(self._local, "limits", (True, None))
+        limits = {"publish_tokens": publish_tokens, "search": inside}
+        limits["static"] = getattr(self._local, "static", False)
+        own = (self.client, subject, dataclasses.replace(self._known.options, **limits))
+        client, subject, options = own if trial is None else trial.on(subject)
+        request = Request(
+            client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
+            started, lambda: not (watch.training() or watch.changed()),
+        )  # fmt: skip
+        if trial is None and options.in_place is None:
+            request.report.dense = self._known.adopted.left
+        args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
+        outer, self._local.request = getattr(self._local, "request", None), request
+        try:
+            return self._own(model, "generate")(*args, **kwargs)
+        finally:
+            self._local.request = outer
+            try:
+                request.finish()
+            finally:
+                self._note(request.report, trial)
+
+    def _run_without(
+        self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
+        kwargs: dict[str, Any], detail: str | None = None,
+    ) -> Any:  # fmt: skip
+        outer, self._local.request = getattr(self._local, "request", None), None
+        try:
+            return self._own(model, "generate")(*args, **kwargs)
+        finally:
+            self._local.request = outer
+            seconds = time.perf_counter() - started
+            self._note(Report(bypassed=reason, bypass_detail=detail, total_s=seconds))
+
+    def _note(self, report: Report, trial: measure.Trial | None = None) -> None:
+        if trial is not None:
+            trial.report = report
+            return
+        self.last = self._local.last = report
+        self._totals.add(report)

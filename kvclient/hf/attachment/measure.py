@@ -1,0 +1,130 @@
+"""verify() and calibrate() of an attachment: its own generate(), on an in-memory store, one way of reuse at a
+time.
+
+Owns the trial that stands in the place of the user's store, for one thread and one call. Never counts in the
+attachment's figures. Invariant: the blocks of a trial are gone when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvclient.blocks.chunker import Chunker
+from kvclient.hf.attention.proof import evaluating
+from kvclient.hf.call import Report
+from kvclient.hf.model.structure import Refused
+from kvclient.hf.request.request import Options
+from kvclient.hf.request.served_model import AS_COMPUTED, Subject
+from kvclient.hf.reuse import calibration
+from kvclient.hf.reuse.blend import Interior
+from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.verify import Verification, block_tokens_for, own_text
+from kvclient.hf.reuse.verify import verify as measure
+
+if TYPE_CHECKING:
+    from kvclient.hf.attachment.attach import Attachment
+
+STRATEGIES = ("none", "selective", "cacheblend", "attention")
+RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective", before "attention": the cheapest first
+ROOM = 4  # prompts' worth of blocks a trial's store has room for
+
+
+class Trial:
+    """What a thread's calls use instead of the attachment's own client, options and interior."""
+
+    def __init__(self, client: Any, layout_id: int, options: Options, interior: Interior | None) -> None:
+        self._client, self._layout_id, self._options = client, layout_id, options
+        self._interior = interior
+        self.report = Report()
+
+    def on(self, subject: Subject) -> tuple[Any, Subject, Options]:
+        sinks = subject.sinks.elsewhere(self._client) if subject.sinks is not None else None
+        changed = {"layout_id": self._layout_id, "interior": self._interior, "sinks": sinks}
+        own = dataclasses.replace(subject, **changed)
+        return self._client, own, self._options
+
+
+def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None) -> Verification:
+    """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
+    kv._served(modes=False)
+    try:
+        interior = examine_interior(model, kv._known.kv, kv.repair or Repair())
+    except Refused:
+        return _measure(kv, model, None, {}, prompts)
+    repairs = {name: dataclasses.replace(interior.repair, method=name) for name in STRATEGIES}
+    return _measure(kv, model, interior, repairs, prompts)
+
+
+def calibrate(
+    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
+) -> tuple[Verification, Interior | None]:
+    """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused. Whatever the
+    attachment's own repair says, what is tried is what the kept file will stand for.
+    """
+    kv._served(modes=False)
+    interior = examine_interior(model, kv._known.kv, Repair())
+    repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
+        f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
+        for ratio in RATIOS
+    }
+    attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
+    repairs["attention"] = dataclasses.replace(interior.repair, **attended)
+    verification = _measure(kv, model, interior, repairs, prompts)
+    for name, repair in repairs.items():
+        if verification[name].passed:
+            outcome = verification[name]
+            _keep(functools.partial(calibration.save, kv._known.subjects.unsalted, repair, outcome))
+            return verification, dataclasses.replace(interior, repair=repair)
+    _keep(functools.partial(calibration.forget, kv._known.subjects.unsalted))
+    return verification, None
+
+
+def _keep(write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:  # what was measured holds all the same
+        warnings.warn(f"what calibration found holds here only, it cannot be kept: {error}", stacklevel=4)
+
+
+def _measure(
+    kv: Attachment, model: torch.nn.Module, interior: Interior | None, repairs: dict[str, Repair],
+    prompts: Sequence[Sequence[int]] | None,
+) -> Verification:  # fmt: skip
+    with evaluating(model):
+        codec = kv.form.codec
+        codec = AS_COMPUTED if codec is None else codec.name
+        prompts = own_text(model) if prompts is None else prompts
+        return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
+
+
+def _trial(
+    kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]],
+    repair: Repair | None, call: Callable[[], Any],
+) -> Report:  # fmt: skip
+    from kvclient.testing.in_memory import InMemoryClient
+
+    size = block_tokens_for(prompts, kv.chunker.block_tokens)
+    form = kv.form
+    if form.step > 1:
+        size = max(form.step, size // form.step * form.step)
+    layout = form.layout(size)
+    longest = max(map(len, prompts))
+    cut = Chunker("fixed", size)
+    options = dataclasses.replace(kv._known.options, chunker=cut, follow=False, publish_generated=False)
+    inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)
+    with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
+        trial = Trial(client, client.register_layout(layout), options, inside)
+        outer = getattr(kv._local, "bypass", (False, False))
+        kv._local.trial, kv._local.bypass = trial, (False, False)
+        try:
+            call()
+        finally:
+            kv._local.trial, kv._local.bypass = None, outer
+        return trial.report

@@ -1,0 +1,114 @@
+"""What an attachment knows about its model: structure, reuse identity, and how blocks hold its KV.
+
+Owns that knowledge and finds it out anew when the model, or the namespace's salt, has changed. Never runs the
+model. Invariant: an examination counts whole or not at all; a model that is refused stays refused, with the
+reason, until it changes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+
+from kvclient.blocks.codec import Kivi
+from kvclient.blocks.identity import salted
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attachment.kernel_install import Adopted
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.model.identity import read_dimensions
+from kvclient.hf.model.structure import DTYPE_NAMES, check_structure
+from kvclient.hf.model.watch import Watch
+from kvclient.hf.request.request import Options
+from kvclient.hf.request.served_model import Subject, Subjects
+from kvclient.hf.reuse import calibration
+from kvclient.hf.reuse.blend import Interior
+from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.repair import Repair
+
+CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
+
+
+class Known:
+    """wanted: the repair that attach() was told, or CALIBRATED. options: as it was told, with where blocks
+    are read as this model allows it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, client: Any, options: Options, salt: bytes,
+        weights_digest: bytes | None, wanted: Repair | str | None, codec: Kivi | None, adopted: Adopted,
+    ) -> None:  # fmt: skip
+        self.options, self.adopted, self.codec = options, adopted, codec
+        self._client, self._salt, self._weights_digest = client, salt, weights_digest
+        self._wanted, self._lock = wanted, threading.Lock()
+        self.refusal: str | None = None
+        self.examine(model, Watch(model))
+
+    def examine(self, model: torch.nn.Module, watch: Watch) -> None:
+        """Raises Refused, and knows what it knew before."""
+        kv = check_structure(model)
+        watch.settle()
+        in_place = self.adopted.in_place(model)
+        pool = self.adopted.pool(kv, model.device) if in_place else None
+        form, namespace_salt = Form.of(kv, self.codec), self._client.salt or b""
+        most = self.options.chunker.most
+        dimensions = read_dimensions(
+            model, watch.attributes, bytes(form.layout(most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
+            salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
+        )  # fmt: skip
+        subjects = Subjects(self._client, form, dimensions, most)
+        repair = calibration.load(subjects.unsalted) if self._wanted == CALIBRATED else self._wanted
+        interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
+        subject = subjects.of(self.codec, interior)
+        # All at once and last: whatever was raised until here, the next call examines again.
+        self.options = dataclasses.replace(self.options, in_place=in_place, pool=pool)
+        self.kv, self._namespace_salt, self.subjects, self.subject = kv, namespace_salt, subjects, subject
+        self.watch, self.refusal = watch, None
+
+    def renew(self, model: torch.nn.Module) -> None:
+        """Examines a changed model. A refusal is remembered until it changes again, and raised."""
+        with self._lock:
+            self._renew(model)
+
+    def _renew(self, model: torch.nn.Module) -> None:
+        self._weights_digest = None  # one that was given stands for the weights of then
+        watch = Watch(model)
+        try:
+            self.examine(model, watch)
+        except InvalidArgument as refused:
+            self.watch, self.refusal = watch, str(refused)
+            raise
+
+    def current(self, model: torch.nn.Module) -> bool:
+        """Looks whether the model was changed. False: into one that is refused."""
+        with self._lock:
+            if self.watch.changed():
+                with contextlib.suppress(InvalidArgument):
+                    self._renew(model)
+        return self.refusal is None
+
+    def of(self, codec: Kivi | None) -> Subject:
+        """The model as the store sees it with this codec."""
+        with self._lock:
+            self._follow_salt()
+            if codec == self.codec:
+                return self.subject
+            own = self.subjects.of(codec, self.subject.interior)
+            return own.calibrated() if self._wanted == CALIBRATED else own
+
+    def _follow_salt(self) -> None:
+        """A daemon attached to since then may have said the namespace's salt first, or another one."""
+        if (now := self._client.salt) is None or now == self._namespace_salt:
+            return
+        self._namespace_salt = now
+        self.subjects = self.subjects.salted(salted(now, self._salt))
+        self.subject = self.subjects.of(self.codec, self.subject.interior)
+
+    def calibrated(self, passed: Interior | None) -> None:
+        """Takes what calibration let pass; None, and no repair was asked for: prefixes only."""
+        if passed is not None or self._wanted == CALIBRATED:
+            self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
+            self.subject = dataclasses.replace(self.subject, interior=passed)

@@ -1,0 +1,195 @@
+"""The self-test: proof on a few tokens that this model gives the same answers with the store as without.
+
+Owns the comparisons and their tolerances. Never touches the user's store (it uses the in-memory fake), the
+random number generators or the model's state. Invariant: it runs the very code that attach() installs; a
+model class it has passed is not run again in this process.
+
+What must hold, for prompts A = prefix + a and B = prefix + b:
+  1. generating from A with the hooks, into an empty store, gives bitwise the logits of plain generate;
+  2. generating from B then takes the prefix from the store, and gives bitwise the logits of plain generate
+     handed the same KV in memory, and nearly those of plain generate on B: A's prefix knows nothing of a;
+  3. the same for rows with left padding; a model that fails only this is served, but not with padding;
+  4. where blocks are read in place, plain generate() under the kernels gives nearly the logits that the
+     model's own attention gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache
+
+from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
+from kvclient.hf.attention.proof import TOLERANCE, evaluating, tokens
+from kvclient.hf.attention.registered import without
+from kvclient.hf.model.identity import plain
+from kvclient.hf.model.structure import Refused, base_model, check_structure
+from kvclient.hf.model.watch import Watch
+
+if TYPE_CHECKING:
+    from kvclient.hf.attachment.attach import Attachment
+
+BLOCK_TOKENS = 8
+PREFIX_BLOCKS = 3
+SUFFIX_TOKENS = 5
+FAKE_BYTES = 256 << 20
+PAGED_TOKENS = 512
+_passed: dict[bytes, Verdict] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A model that passed. `padded`: also with left padding. `difference`: of reuse to full prefill,
+    relative.
+    """
+
+    padded: bool
+    difference: float
+
+
+def prove_model(
+    model: torch.nn.Module, attach: Callable[..., Any], in_place: bool = False, paged: bool = False
+) -> Verdict:
+    """attach: what is to be proven. Raises Refused, with the reason, if reuse would change what the model
+    says.
+
+    in_place: with the attention that reads blocks where they lie. It sums in another order over blocks than
+    over one tensor, so what would be bitwise then has to be equal to rounding.
+    """
+    model = base_model(model)
+    shape = check_structure(model)
+    facts = [
+        type(model).__qualname__,
+        plain(without_denied(model.config.to_dict())),
+        str(shape),
+        str(model.device),
+    ]
+    facts += [str(model.config._attn_implementation), str(in_place), str(paged)]
+    key = hashlib.sha256(encode(facts)).digest()
+    if key not in _passed:
+        with evaluating(model):
+            _passed[key] = _Trial(model, in_place, paged).run(attach)
+    return _passed[key]
+
+
+def prove(kv: Attachment, model: torch.nn.Module, attach: Callable[..., Any]) -> None:
+    """Tests the model as this attachment serves it; blocks are read in place only where that passes too."""
+    adopted = kv._known.adopted
+    if adopted.wanted and not adopted.asked:
+        try:
+            kv.padded = prove_model(model, attach, in_place=True).padded
+            return
+        except (Refused, RuntimeError):
+            adopted.give_up(model, "self_test")
+            kv._known.examine(model, Watch(model))
+    kv.padded = prove_model(model, attach, adopted.wanted, adopted.paged_tokens is not None).padded
+
+
+class _Trial:
+    def __init__(self, model: torch.nn.Module, in_place: bool, paged: bool) -> None:
+        self.model = model
+        self.in_place, self.paged = in_place, paged
+        self.name = type(model).__name__
+        self.prefix = tokens(model, BLOCK_TOKENS * PREFIX_BLOCKS, 1)
+        self.a, self.b = (torch.cat([self.prefix, tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
+        self.config = GenerationConfig(
+            do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+
+    def run(self, attach: Callable[..., Any]) -> Verdict:
+        from kvclient.testing.in_memory import InMemoryClient
+
+        plain_a, cache = self._generate(self.a[None])
+        plain_b, _ = self._generate(self.b[None])
+        if self.in_place:
+            with without(self.model):
+                own_a, _ = self._generate(self.a[None])
+            if not self._near(plain_a, own_a):
+                raise Refused(
+                    f"{self.name}: the kernels' attention is not the model's own: logits differ by "
+                    f"{self._difference(plain_a, own_a):.2g}"
+                )
+        given_b, _ = self._generate(self.b[None], past_key_values=self._hand_over(cache))
+        rows, mask = self._padded()
+        plain_rows, _ = self._generate(rows, attention_mask=mask)
+        with (
+            InMemoryClient(FAKE_BYTES) as client,
+            attach(
+                self.model,
+                client,
+                block_tokens=BLOCK_TOKENS,
+                self_test=False,
+                in_place=self.in_place,
+                paged=self.paged,
+                paged_tokens=PAGED_TOKENS,
+                weights_digest=bytes(DIGEST_BYTES),
+            ) as kv,
+        ):
+            cold_a, _ = self._generate(self.a[None])
+            if kv.last.bypassed:
+                raise Refused(f"{self.name}: generate() does not reach the store ({kv.last.bypassed})")
+            if kv.last.published_blocks != PREFIX_BLOCKS:
+                raise Refused(f"{self.name}: published {kv.last.published_blocks} of {PREFIX_BLOCKS} blocks")
+            rounded = self.paged or self.model.device.type != "cpu"  # a GPU cuts keys by where they lie
+            if not (self._near(cold_a, plain_a) if rounded else torch.equal(cold_a, plain_a)):
+                raise Refused(f"{self.name}: other logits with the store's cache in the place of its own")
+            warm_b, _ = self._generate(self.b[None])
+            if kv.last.reused_tokens != len(self.prefix):
+                raise Refused(f"{self.name}: reused {kv.last.reused_tokens} of {len(self.prefix)} tokens")
+            if not (self._near(warm_b, given_b) if self.in_place else torch.equal(warm_b, given_b)):
+                raise Refused(
+                    f"{self.name}: KV from the store gives other logits than the same KV from memory"
+                )
+            difference = self._difference(warm_b, plain_b)
+            if not self._near(warm_b, plain_b):
+                raise Refused(
+                    f"{self.name}: logits differ by {difference:.2g} if a prefix is reused, at most "
+                    f"{TOLERANCE[self.model_dtype]} is rounding: its KV depends on what follows it"
+                )
+            warm_rows, _ = self._generate(rows, attention_mask=mask)
+            padded = kv.last.reused_tokens > 0 and self._near(warm_rows, plain_rows)
+        return Verdict(padded, difference)
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        return self.model.dtype if self.model.dtype in TOLERANCE else torch.bfloat16
+
+    def _generate(self, ids: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
+        given.setdefault("attention_mask", torch.ones_like(ids))
+        out = self.model.generate(ids, generation_config=self.config, **given)
+        return out.logits[0].clone(), out.past_key_values
+
+    def _hand_over(self, cache: Any) -> DynamicCache:
+        handed = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        if cache is None or any(layer.keys is None for layer in cache.layers):
+            raise Refused(f"{self.name}: generate() does not fill the cache it was given")
+        count = len(self.prefix)
+        for index, layer in enumerate(cache.layers):
+            handed.update(layer.keys[:, :, :count].clone(), layer.values[:, :, :count].clone(), index)
+        return handed
+
+    def _padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two rows: B, and a shorter prompt with the same first block behind padding."""
+        short = torch.cat([self.prefix[: 2 * BLOCK_TOKENS], tokens(self.model, 3, 4)])
+        pad = len(self.b) - len(short)
+        rows = torch.stack(
+            [self.b, torch.cat([torch.zeros(pad, dtype=torch.int64, device=short.device), short])]
+        )
+        mask = torch.ones_like(rows)
+        mask[1, :pad] = 0
+        return rows, mask
+
+    def _near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return self._difference(one, other) <= TOLERANCE[self.model_dtype]
+
+    @staticmethod
+    def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+        scale = float(other.abs().max()) or 1.0
+        value = float((one.float() - other.float()).abs().max()) / scale
+        return value if value == value else float("inf")

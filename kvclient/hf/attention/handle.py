@@ -1,0 +1,75 @@
+"""The keys that a cache hands to attention, marked: attention must bring them back to the layer they are of.
+
+Owns the mark and, per thread, the layer whose attention has not been asked for yet. Never computes.
+Invariant: a
+handle that was lost on the way (a model that works on its keys after the cache) raises: the answer would be
+silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
+ASK = "_kvclient_ask"  # …of keys whose attention is to show its queries: a function
+_pending = threading.local()  # the layer whose attention has not been asked for yet
+
+
+def give_handle(keys: torch.Tensor, layer: Any) -> torch.Tensor:
+    """These keys, marked: the attention that is called next must bring them."""
+    keys = keys.view_as(keys)
+    setattr(keys, HANDLE, layer)
+    _pending.layer = layer
+    return keys
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """Within it, this thread computes one token a row of a cache that knows by itself what each sees."""
+    _pending.step = True
+    try:
+        yield
+    finally:
+        _pending.step = False
+
+
+def in_step() -> bool:
+    return getattr(_pending, "step", False)
+
+
+def layer_of(key: torch.Tensor) -> Any:
+    """The layer that these keys are a handle of, or None. Raises RuntimeError if one was lost on the way."""
+    layer, expected = getattr(key, HANDLE, None), getattr(_pending, "layer", None)
+    _pending.layer = None
+    if expected is not None and layer is not expected:
+        raise RuntimeError(
+            f"the model changed the keys of layer {expected.index} after its cache had them: attention would "
+            "miss what the store holds; attach with in_place=False"
+        )
+    return layer
+
+
+def expect_nothing() -> None:
+    """Raises RuntimeError if a handle was given out and never came back."""
+    expected, _pending.layer = getattr(_pending, "layer", None), None
+    if expected is not None:
+        raise RuntimeError(
+            f"the attention of layer {expected.index} was computed by none of the registered functions; "
+            "attach with in_place=False"
+        )
+
+
+def forget_pending() -> None:
+    """A call begins, or has ended: what an earlier one left behind is nobody's."""
+    _pending.layer = None
+
+
+def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
+    """The attention that these keys were handed to has its queries."""
+    if (ask := getattr(keys, ASK, None)) is not None:
+        ask(keys, query, scale)

@@ -1,0 +1,204 @@
+"""AwqLinear: a linear layer whose weights stay packed in four bits.
+
+On a CUDA device it multiplies with the kernels of native/cuda; fallbacks() counts the calls there that torch
+answered instead, by reason. Owns the layer and the moment its words change their order. Invariant: a weight
+is (q - z) * s, whatever computes with it.
+
+A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
+[in / group, out]; nibble i of word j is column 8j + ORDER[i].
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attention.backends import ENVIRONMENT
+from kvclient.hf.awq.packing import (
+    LANES_INPUTS,
+    LANES_OUTPUTS,
+    _check_shape,
+    from_lanes,
+    to_lanes,
+    unpack,
+)
+from kvclient.kernels import contract, cuda
+
+ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
+STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
+
+
+_fallbacks: Counter[str] = Counter()
+_reordering = threading.Lock()  # of the words of any layer
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls on a CUDA device that torch answered although there are kernels, by reason."""
+    return dict(_fallbacks)
+
+
+class AwqLinear(torch.nn.Module):
+    """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies.
+
+    On a CUDA device the first call puts `qweight` into the kernels' order; state_dict() is always the
+    checkpoint's.
+    """
+
+    def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        _check_shape(inputs, outputs, group)
+        self.in_features, self.out_features, self.group = inputs, outputs, group
+        self.register_buffer("qweight", torch.zeros((inputs, outputs // 8), dtype=torch.int32))
+        self.register_buffer("qzeros", torch.zeros((inputs // group, outputs // 8), dtype=torch.int32))
+        self.register_buffer("scales", torch.zeros((inputs // group, outputs), dtype=torch.float16))
+        own = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
+        self.bias = own if bias else None
+        self._in_lanes, self._done = False, _flag(False)
+
+    def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Columns start..stop, multiples of 8, as [in, stop - start]."""
+        words = slice(start // 8, stop // 8)
+        codes = unpack(self._words()[:, words]).reshape(-1, self.group, stop - start)
+        zeros, scales = unpack(self.qzeros[:, words]), self.scales[:, start:stop]
+        centred = codes.to(torch.int16) - zeros[:, None].to(torch.int16)
+        return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():  # weights of that type would be whole numbers
+            raise InvalidArgument(f"x is {x.dtype}; expected a floating point type")
+        if x.device.type in cuda.DEVICES:
+            if (reason := self._unfit(x)) is None:
+                return self._by_kernels(x)
+            _fallbacks[reason] += 1
+        return self._by_torch(x)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // max(1, self.in_features)
+        step = self.out_features
+        if rows <= ROWS_AT_ONCE:
+            step = max(8, min(step, STRIPE_BYTES // (4 * self.in_features) // 8 * 8))
+        parts = [
+            x @ self.weights(start, min(start + step, self.out_features), x.dtype)
+            for start in range(0, self.out_features, step)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return out if self.bias is None else out + self._bias(out.dtype)
+
+    def _bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
+
+    def _unfit(self, x: torch.Tensor) -> str | None:
+        """Why the kernels cannot take this layer on this x, as a word for counting."""
+        if os.environ.get(ENVIRONMENT) == "torch":
+            return "torch"
+        if (reason := _no_kernels(x.device.index or 0)) is not None:
+            return reason
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            return "dtype"
+        if x.dtype == torch.bfloat16 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+            return "dtype"
+        if self.group % LANES_INPUTS or self.out_features % LANES_OUTPUTS:
+            return "shape"
+        return "training" if torch.is_grad_enabled() and x.requires_grad else None
+
+    def _by_kernels(self, x: torch.Tensor) -> torch.Tensor:
+        compiling = torch.compiler.is_compiling()
+        if not self._in_lanes:
+            self._reorder(x.device, compiling)
+        packed = (self.qweight, self.qzeros, self.scales)
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] > cuda.AWQ_ROWS:
+            dequantise = cuda.awq_dequantise_op if compiling else cuda.awq_dequantise
+            weights = dequantise(*packed, self.group, x.dtype)
+            return torch.nn.functional.linear(x, weights, self._bias(x.dtype))
+        multiply = cuda.awq_multiply_op if compiling else cuda.awq_multiply
+        out = multiply(rows, *packed, self._bias(x.dtype), self.group)
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _reorder(self, device: torch.device, compiling: bool) -> None:
+        """Once, whatever threads call. Into other memory: a state_dict() taken before keeps the checkpoint's
+        words. A compiled graph writes in place, as its own memory may be that of the next replay; and asks
+        again as it runs, for two threads may be in it before one has changed `_in_lanes`.
+        """
+        if compiling:
+            _reorder_in_place(self.qweight, self._done, self.group)
+            self._in_lanes = True
+            return
+        with _reordering:
+            if self._in_lanes:
+                return
+            if not self._done:
+                if _capturing(device):
+                    raise InvalidArgument(
+                        "the first call of an AwqLinear puts its words into the kernels' order, which each "
+                        "replay of a CUDA graph would do again: call the model once before the capture"
+                    )
+                self.qweight, self._done = _settled(cuda.awq_repack(self.qweight, self.group)), _flag(True)
+            self._in_lanes = True
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AwqLinear:
+        """Moved as any module; but .to(dtype) is about what is computed in: the scales stay fp16."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
+
+    def _words(self) -> torch.Tensor:
+        return from_lanes(self.qweight) if self._in_lanes else self.qweight
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "qweight"] = self._words()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        words, in_lanes = self.qweight, self._in_lanes
+        if in_lanes:
+            words.copy_(self._words())
+            self._in_lanes, self._done = False, _flag(False)
+        super()._load_from_state_dict(*args, **kwargs)
+        if in_lanes and self.qweight is words:  # a graph that was captured reads it there, in that order
+            words.copy_(to_lanes(words))
+            self._in_lanes, self._done = True, _flag(True)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+def _flag(done: bool) -> torch.Tensor:
+    """Whether the words beside it are in the kernels' order, as a compiled graph can read and write it."""
+    return torch.full((), done, device="cpu")
+
+
+def _settled(words: torch.Tensor) -> torch.Tensor:
+    if words.is_cuda and not _capturing(words.device):  # other streams read it too
+        torch.cuda.current_stream(words.device).synchronize()
+    return words
+
+
+@torch.library.custom_op("kvclient::awq_reorder", mutates_args=("words", "done"))
+def _reorder_in_place(words: torch.Tensor, done: torch.Tensor, group: int) -> None:
+    with _reordering:
+        if not done:
+            _settled(words.copy_(cuda.awq_repack(words, group)))
+            done.fill_(True)
+
+
+@_reorder_in_place.register_fake
+def _(words: torch.Tensor, done: torch.Tensor, group: int) -> None:
+    return None
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _no_kernels(device: int) -> str | None:
+    return None if contract.cuda_lacks(device) is None else "kernels"

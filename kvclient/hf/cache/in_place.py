@@ -1,0 +1,298 @@
+"""A cache layer whose first tokens are attended to in the daemon's blocks, where they lie.
+
+Owns the arrays that map those blocks (each holds its block's pin for as long as this layer lives) and the
+memory of the tail: the tokens computed since. Never copies a block, unless somebody asks for what only one
+tensor can give (`keys`, reordering, cropping): then the layer becomes an ordinary StoreLayer, and that is
+counted. Invariant: update() hands out a handle, and the attention that follows must bring it back; whatever
+lost it on the way (a model that works on its keys after the cache) raises: it would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import addressof
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvclient import kernels
+from kvclient.hf.attention import dense
+from kvclient.hf.attention.handle import expect_nothing, give_handle
+from kvclient.hf.attention.registered import PREFIX
+from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, writable
+from kvclient.kernels import contract
+
+
+class Blocks(Protocol):
+    """Where the first tokens lie."""
+
+    columns: int
+
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]:
+        """(row, first column, K and V of a block, how many of its tokens, from which on), in order of
+        columns.
+        """
+
+
+class InPlaceLayer(StoreLayer):
+    """`pads`: per row, the columns of padding at its left. reader: whether the model's attention still reads
+    such layers. shape.capacity counts the tail's tokens only.
+    """
+
+    device_type = "cpu"  # whose memory it reads
+
+    def __init__(
+        self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
+        memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], reader: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
+        self._call: tuple[Any, ...] | None = None
+        self._args: tuple[Any, Any] | None = None  # of the last call, and what it is right for
+        self._dense, self._in_call = False, True
+        self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        super().__init__(index, shape, source, written, memory)
+        self.origin = self._length
+        self._pads, self._left, self._reader = pads, left, reader
+
+    # ---------------------------------------------------------------- what the model calls
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
+            self.become_dense("training" if wants_gradient else "device")
+        if not self._dense and not self._reader():
+            if self._in_call:  # whose masks are for the kernels
+                raise RuntimeError("the model's attention was switched, or detach() called, in generate()")
+            self.become_dense("switched")  # after detach() the cache lives on under another attention
+        if self._dense:
+            return super().update(key_states, value_states, *args, **kwargs)
+        expect_nothing()
+        self._open_blocks()
+        wanted = (self.shape.heads, self.shape.head_dim, self.dtype)
+        if (key_states.shape[1], key_states.shape[-1], key_states.dtype) != wanted:
+            raise RuntimeError(
+                f"layer {self.index} computes {list(key_states.shape)} of {key_states.dtype}; "
+                f"stored: {wanted}"
+            )
+        start = self._length
+        stop = start + key_states.shape[-2]
+        handle, values = self._keep(start, stop, key_states, value_states)
+        self._length, self.is_initialized = stop, True
+        if self.written is not None:
+            self.written(self.index, start, stop, self.storage, self.origin)
+        return give_handle(handle, self), values
+
+    def crop(self, count: int) -> None:
+        """Negative in every release: so many tokens go. What it says besides differs between them."""
+        if not self._dense and count < 0 and self._length + count >= self.origin and self.is_initialized:
+            self._cut(self._length + count)
+            return
+        self.become_dense("crop")
+        super().crop(count)
+
+    def reset(self) -> None:
+        super().reset()
+        self._prefix, self._call, self._dense, self.origin = [], None, False, 0
+
+    def detach_store(self) -> None:
+        length = self._length if self.is_initialized else 0
+        self._in_call = False
+        super().detach_store()
+        self._length = length
+        if self._prefix is None:  # never asked for
+            self._prefix, self._length, self.origin = [], 0, 0
+
+    # DynamicLayer's attributes: whoever reads them makes the layer dense.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        if not self._dense and self.is_initialized:
+            self.become_dense("read")
+        return self._given[0]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._given = (value, self._given[1])
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        if not self._dense and self.is_initialized:
+            self.become_dense("read")
+        return self._given[1]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._given = (self._given[0], value)
+
+    # ---------------------------------------------------------------- memory
+
+    def become_dense(self, reason: str) -> None:
+        """One tensor of all tokens, as StoreLayer has it."""
+        if self._dense:
+            return
+        self._open_blocks()
+        length, self._dense, self._call = self._length, True, None
+        prefix, self._prefix = self._prefix or [], []
+        if not self.is_initialized and not prefix:
+            return
+        self._left(reason)
+        from_row = self._from_row()
+        whole = self._allocate(len(from_row), max(length, self.origin + self.shape.capacity))
+        whole[:, :, :, : self.origin] = 0
+        self._copy_prefix(prefix, from_row, whole)
+        if length > self.origin:
+            self._copy_tail(whole[:, :, :, self.origin : length])
+        self._storage, self.origin = whole, 0
+        self._show(length)
+
+    def _copy_prefix(self, prefix: list[Any], from_row: list[int], whole: torch.Tensor) -> None:
+        """Writes the blocks' elements into [2, rows, heads, tokens, head_dim], for each row its own."""
+        array = as_array(whole)
+        for row, start, block, count, first in prefix:
+            for own, place in zip(block, array[:, :, :, start : start + count], strict=True):
+                if isinstance(own, kernels.Quantised):
+                    own = kernels.dequantise(
+                        own, np.empty((place.shape[1], own.tokens, own.head_dim), place.dtype)
+                    )
+                place[[to for to, source in enumerate(from_row) if source == row]] = own[
+                    :, first : first + count
+                ]
+
+    def _from_row(self) -> list[int]:
+        """For each row, the row of the prompt whose blocks it begins with."""
+        return list(range(self.shape.rows if self._storage is None else self._storage.shape[1]))
+
+    def _copy_tail(self, place: torch.Tensor) -> None:
+        """Writes what is held behind `origin` into [2, rows, heads, tokens, head_dim]."""
+        assert self._storage is not None
+        place.copy_(self._storage[:, :, :, : self._length - self.origin])
+
+    def _cut(self, length: int) -> None:
+        self._length = length
+
+    def takes(self, reason: str | None, causal: bool) -> bool:
+        """Whether attend() answers a call that the kernels would not take for that reason."""
+        return reason is None and causal
+
+    def _open(self, like: torch.Tensor | None = None, tokens: int = 0) -> None:
+        if self._dense:
+            super()._open(like, tokens)
+
+    def _rows(self, change: Any, plain: Any, argument: Any) -> None:
+        self.become_dense("rows")
+        super()._rows(change, plain, argument)
+
+    def _open_blocks(self) -> None:
+        if self._prefix is None:
+            source, self._source = self._source, None
+            self._prefix = source.arrays(self.index)
+
+    def _keep(
+        self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores them; views of what was stored."""
+        low, high = start - self.origin, stop - self.origin
+        if self._storage is None:
+            given, self._memory = self._memory, None
+            fits = given is not None and given.shape[1] == keys.shape[0] and given.shape[3] >= high
+            self._storage = given if fits else self._allocate(keys.shape[0], max(high, self.shape.capacity))
+        elif high > self._storage.shape[3]:
+            grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
+            grown[:, :, :, :low] = self._storage[:, :, :, :low]
+            self._storage, self._call = grown, None
+        elif (own := writable(self._storage)) is not self._storage:
+            self._storage, self._call = own, None
+        place = self._storage[:, :, :, low:high]
+        place[0], place[1] = keys, values
+        return place[0], place[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the cache: they point to their own memory."""
+        gone = {"_call": None, "_args": None, "written": None, "_left": _nobody, "_in_call": False}
+        return {**self.__dict__, **gone}
+
+    # ---------------------------------------------------------------- attention
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        window: int,
+        path: int,
+    ) -> torch.Tensor:
+        """[B, T, heads, D] of the newest T tokens over all."""
+        query = dense.heads_together(query)
+        batch, heads, tokens, head_dim = query.shape
+        out = query.new_empty((batch, tokens, heads, head_dim))
+        position = dense.positions(self._length - tokens, self._length, batch)
+        same = (query.shape, query.stride(), scale, softcap, window, path)
+        if self._args is None or self._args[0] != same:
+            args = dense.arguments(query, out, self.shape.heads, position, scale, path)
+            args.softcap, args.window = softcap, window
+            self._args = (same, args)
+        args = self._args[1]
+        args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
+        args.threads = torch.get_num_threads()
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        args.sinks = None if sinks is None else sinks.data_ptr()
+        args.sequences = addressof(self._sequences())
+        dense.run(args)
+        return out
+
+    def _sequences(self) -> Any:
+        """What the rows attend to, as C sees it."""
+        if self._call is None:
+            self._call = self._prepare()
+        sequences = self._call[0]
+        for row, pad in enumerate(self._pads):
+            sequences[row].tail.tokens = max(0, self._length - max(pad, self.origin))
+        return sequences
+
+    def _prepare(self) -> tuple[Any, ...]:
+        """The segments of every row, as C sees them: made once for as long as the tail stays where it is."""
+        assert self._storage is not None
+        rows = self._storage.shape[1]
+        parts: list[list[Any]] = [[] for _ in range(rows)]
+        for row, start, (keys, values), count, first in self._prefix or []:
+            parts[row].append(kernels.segment(keys, values, start, first=first, tokens=count).struct)
+        lists = [(contract.Segment * len(own))(*own) for own in parts]
+        sequences = (contract.Sequence * rows)()
+        for row, pad in enumerate(self._pads):
+            sequences[row].segments, sequences[row].count = addressof(lists[row]), len(lists[row])
+            start = max(pad, self.origin)
+            sequences[row].tail = dense.dense_segment(
+                self._storage[0], self._storage[1], row, start - self.origin, start
+            )
+        return sequences, lists
+
+
+def _nobody(reason: str) -> None:
+    """Copies count nowhere."""
+
+
+IN_PLACE_DEVICES = ("cpu", "cuda")
+
+
+class Reader:
+    """Whether a model's attention is one that reads layers in place: asked by the layers themselves, whose
+    cache may outlive the attachment, or what was set at the call.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __call__(self) -> bool:
+        return str(getattr(self._config, "_attn_implementation", "")).startswith(PREFIX)
+
+    def __deepcopy__(self, memo: Any) -> Reader:
+        return self  # a copied cache is for the same model
+
+    def __reduce__(self) -> Any:
+        return Reader, (None,)  # one from a file is for a model that nobody here knows

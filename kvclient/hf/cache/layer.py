@@ -1,0 +1,249 @@
+"""One layer of a transformers cache whose first tokens come from the store and whose new ones go to it.
+
+Owns the memory a layer's keys and values lie in: one tensor [2, rows, heads, capacity, head_dim], filled in
+place, so that a token is copied once and not again with every step. Never talks to the store: where the first
+tokens come from is a Source, and who is told of new ones is a callback. Invariant: `keys` and `values` always
+show exactly `get_seq_length()` tokens, and equal what DynamicLayer would hold after the same calls.
+
+The overridden methods are the few whose meaning is the same in transformers 5.0 to 5.23.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvclient.hf.cache.buffers import Memory
+
+ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
+GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
+
+
+class Source(Protocol):
+    """Where the first tokens of a layer come from."""
+
+    columns: int
+
+    def load(self, layer: int, storage: torch.Tensor) -> None:
+        """Writes columns 0..columns of `storage` [2, rows, heads, capacity, head_dim]."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one layer of a request looks like."""
+
+    rows: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    capacity: int  # tokens; more are possible, at the price of a copy
+
+
+class StoreLayer(DynamicLayer):
+    """A DynamicLayer with room to grow. Opened, and its first tokens loaded, when the model first asks for
+    it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        shape: Shape,
+        source: Source | None = None,
+        written: Callable[[int, int, int, torch.Tensor, int], None] | None = None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.shape = shape
+        self.origin = 0  # the column that the first token of `storage` stands in
+        self._source = source
+        self.written = (
+            written  # called with (layer, first new column, end, storage, origin) after each update
+        )
+        self._memory = memory  # [2, rows, heads, capacity, head_dim] to begin with, if there is any
+        self._storage: torch.Tensor | None = None
+        self._length = source.columns if source is not None else 0
+        self._plain = False  # grown by concatenation, as DynamicLayer does: only where gradients flow
+        self.dtype, self.device = shape.dtype, shape.device
+
+    # ---------------------------------------------------------------- what the model calls
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if self._plain or wants_gradient:
+            return self._concatenate(key_states, value_states)
+        start = self._length
+        stop = start + key_states.shape[-2]
+        storage = self._room(stop, key_states)
+        storage[0, :, :, start:stop] = key_states
+        storage[1, :, :, start:stop] = value_states
+        self._show(stop)
+        if self.written is not None:
+            self.written(self.index, start, stop, storage, self.origin)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self._plain else self._length
+
+    def crop(self, count: int) -> None:
+        self._open()
+        super().crop(
+            count
+        )  # its meaning of `count` changed between releases; the result is read off the keys
+        if self.keys is not None:
+            self._length = self.keys.shape[-2]
+
+    def reset(self) -> None:
+        self.keys = self.values = self._storage = self._source = self._memory = None
+        self._length, self._plain, self.is_initialized = 0, False, False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._rows(
+            lambda storage: storage.index_select(1, beam_idx.to(storage.device)),
+            super().reorder_cache,
+            beam_idx,
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._rows(
+            lambda storage: storage.repeat_interleave(repeats, dim=1),
+            super().batch_repeat_interleave,
+            repeats,
+        )
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._rows(lambda storage: storage[:, indices], super().batch_select_indices, indices)
+
+    # ---------------------------------------------------------------- memory
+
+    @property
+    def storage(self) -> torch.Tensor | None:
+        """[2, rows, heads, capacity, head_dim], columns `origin` to get_seq_length(); None before."""
+        return self._storage
+
+    def detach_store(self) -> None:
+        """Forgets the store: from here on a layer like any other, empty if its first tokens were never
+        loaded.
+        """
+        self._source = self.written = self._memory = None
+        if self._storage is None and not self._plain:
+            self._length = 0
+
+    def _room(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        if self._storage is None:
+            self._open(like, tokens)
+        assert self._storage is not None
+        if (
+            like.shape[-1] != self.shape.head_dim
+            or like.shape[1] != self.shape.heads
+            or like.dtype != self.dtype
+        ):
+            wanted = f"[{self.shape.heads} heads, {self.shape.head_dim}] of {self.dtype}"
+            raise RuntimeError(
+                f"layer {self.index} computes {list(like.shape)} of {like.dtype}; the store has {wanted}"
+            )
+        self._storage = writable(self._storage)
+        if tokens > self._storage.shape[3]:
+            grown = self._allocate(self._storage.shape[1], max(tokens, int(self._storage.shape[3] * GROWTH)))
+            grown[:, :, :, : self._length] = self._storage[:, :, :, : self._length]
+            self._storage = grown
+        return self._storage
+
+    def _open(self, like: torch.Tensor | None = None, tokens: int = 0) -> None:
+        if self._storage is not None or self._plain:
+            return
+        if like is not None:
+            self.device = like.device
+        rows = self.shape.rows if like is None else like.shape[0]
+        capacity = max(self.shape.capacity, self._length, tokens)
+        given, self._memory = self._memory, None
+        fits = given is not None and given.shape[1] == rows and given.shape[3] >= capacity
+        self._storage = given if fits else self._allocate(rows, capacity)
+        source, self._source = self._source, None
+        if source is not None:
+            source.load(self.index, self._storage)
+        self._show(self._length)
+
+    def _allocate(self, rows: int, capacity: int) -> torch.Tensor:
+        size = (2, rows, self.shape.heads, capacity, self.shape.head_dim)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def _show(self, length: int) -> None:
+        assert self._storage is not None
+        self._length = length
+        self.keys = self._storage[0, :, :, :length]
+        self.values = self._storage[1, :, :, :length]
+        self.is_initialized = True
+
+    def _rows(
+        self, change: Callable[[torch.Tensor], torch.Tensor], plain: Callable[[Any], None], argument: Any
+    ) -> None:
+        if self._plain:
+            plain(argument)
+        elif self._length:
+            self._open()
+            assert self._storage is not None
+            self._storage = change(self._storage)
+            self._show(self._length)
+
+    def _concatenate(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._plain:
+            if self._length:
+                self._open()
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+            self._storage = self._memory = self._source = self.written = None
+            self._plain = True
+        return super().update(key_states, value_states)
+
+
+def writable(memory: torch.Tensor) -> torch.Tensor:
+    """The same, or a copy if it was made in torch.inference_mode(), outside which it cannot be written."""
+    return memory if torch.is_inference_mode_enabled() or not memory.is_inference() else memory.clone()
+
+
+def array_dtype(dtype: torch.dtype) -> np.dtype:
+    """The type of `.layer(i)` of a block that holds it: bfloat16, which NumPy lacks, as uint16."""
+    return as_array(torch.empty(0, dtype=dtype)).dtype
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory, typed as `.layer(i)` of a block is. NumPy copies a slice in
+    half the time torch needs to set out.
+    """
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | None]:
+    """Memory for each layer to begin with. On a GPU, torch's own allocator recycles."""
+    if shape.device.type != "cpu":
+        return [None] * layers
+    size = (layers, 2, shape.rows, shape.heads, shape.capacity, shape.head_dim)
+    count = math.prod(size) * shape.dtype.itemsize
+    array = memory.take(count + ALIGN)
+    start = -array.ctypes.data % ALIGN
+    return list(torch.from_numpy(array[start : start + count]).view(shape.dtype).reshape(size).unbind(0))
+
+
+def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
+    """Puts `layers` in the place of a cache's own, which are empty or those of a try that was given up."""
+    foreign = [
+        type(layer).__name__
+        for layer in cache.layers
+        if not isinstance(layer, StoreLayer) and type(layer) is not DynamicLayer
+    ]
+    assert not foreign, f"attach() should have refused a cache with {foreign}"
+    cache.layers[:] = layers

@@ -1,0 +1,216 @@
+"""What a generate() call asks for, as rows of tokens; or why the store stays out of it.
+
+Owns the reading of transformers' arguments. Never talks to the store. Invariant: a Prompt describes rows
+whose tokens stand at positions 0..n-1 behind left padding and are attended to causally; whatever is not
+certainly that is a reason (a short stable word for counting) and the call runs as if the store were not
+there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+# Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
+# tokens are not all the model sees (images, token types, adapters' own arguments, …).
+HARMLESS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+class Bypassed(Exception):
+    """Not an error: the store stays out of this call. `reason` is what is counted, `detail` says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass
+class Group:
+    """Rows with the same tokens and padding: beams, samples of one prompt, repeated prompts."""
+
+    tokens: np.ndarray  # int32, without the padding
+    pad: int
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Prompt:
+    groups: list[Group]
+    rows: int
+    length: int  # columns, padding included
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all rows."""
+        return sum(len(group.tokens) * len(group.rows) for group in self.groups)
+
+
+def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
+    """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
+    if torch.is_autocast_enabled(input_ids.device.type):
+        raise Bypassed("autocast", "autocast changes the dtype the model computes in")
+    own = model.__dict__.get("prepare_inputs_for_generation")
+    if own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise Bypassed("prepare_inputs", "the model's own: peft's soft prompts stand before the tokens")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise Bypassed("inputs", "inputs_embeds")
+    _check_cache(model_kwargs)
+    for name, value in model_kwargs.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise Bypassed("model_arguments", name)
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32) or not input_ids.numel():
+        raise Bypassed("inputs", f"input_ids of shape {list(input_ids.shape)} and {input_ids.dtype}")
+    rows, length = input_ids.shape
+    pads = _padding(model_kwargs.get("attention_mask"), rows, length)
+    _check_positions(model_kwargs.get("position_ids"), pads, length)
+    tokens = input_ids.to("cpu", torch.int32).numpy()
+    groups: dict[tuple[int, bytes], Group] = {}
+    for row in range(rows):
+        own = np.ascontiguousarray(tokens[row, pads[row] :])
+        key = (pads[row], own.tobytes() if rows > 1 else b"")
+        groups.setdefault(key, Group(own, pads[row])).rows.append(row)
+    return Prompt(list(groups.values()), rows, length)
+
+
+def _check_cache(model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True):
+        raise Bypassed("no_cache")
+    if cache is None:
+        return  # transformers 5.0 leaves it to the model to make a DynamicCache
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        raise Bypassed("cache_implementation", type(cache).__name__)
+    if cache.get_seq_length():
+        raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
+
+
+def _padding(mask: torch.Tensor | None, rows: int, length: int) -> list[int]:
+    """The number of padding tokens left of each row."""
+    if mask is None:
+        return [0] * rows
+    if mask.ndim != 2 or tuple(mask.shape) != (rows, length):
+        raise Bypassed("attention_mask", f"of shape {list(mask.shape)} for {rows} rows of {length}")
+    real = mask != 0
+    pads = length - real.sum(dim=1)
+    if not torch.equal(real, torch.arange(length, device=mask.device) >= pads[:, None]):
+        raise Bypassed("attention_mask", "not left padding")
+    pads = pads.tolist()
+    if max(pads) == length:
+        raise Bypassed("attention_mask", "a row without tokens")
+    return pads
+
+
+def _check_positions(positions: torch.Tensor | None, pads: list[int], length: int) -> None:
+    if positions is None:
+        return
+    if positions.ndim != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, len(pads)):
+        raise Bypassed("position_ids", f"of shape {list(positions.shape)}")
+    columns = torch.arange(length, device=positions.device)
+    pad = torch.tensor(pads, device=positions.device)[:, None]
+    if not ((positions == columns - pad) | (columns < pad)).all():
+        raise Bypassed("position_ids", "not 0 to n-1")
+
+
+@dataclass
+class Report:
+    """One call. Times in seconds of wall time; tokens summed over the rows of the batch. Where the store was
+    left out (`bypassed` says why) only total_s is measured."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # handed over instead of computed; at most the prompt minus one
+    reused_by_tier: dict[str, int] = field(default_factory=lambda: {"shm": 0, "disk": 0, "peer": 0})
+    approximate_tokens: int = 0  # found inside the prompt, computed behind other tokens; not in reused_tokens
+    approximate_from_disk: int = 0  # of the approximate ones: what this call had loaded
+    recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
+    followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
+    published_blocks: int = 0
+    lookup_s: float = 0.0  # keys, look-up, pins, claims
+    load_s: float = 0.0  # copying KV to where the model reads it
+    wait_s: float = 0.0  # for another process's layers
+    publish_s: float = 0.0  # copying KV into blocks, and sealing
+    prefill_s: float = 0.0  # the model itself, without the above
+    ttft_s: float = 0.0  # from the call of generate() to the first token, everything included
+    total_s: float = 0.0
+    bypassed: str | None = None  # why the store was not read or written at all: a word
+    bypass_detail: str | None = None  # …and in full, where the word does not say it
+    read_bypassed: str | None = None  # why it was only written
+    write_bypassed: str | None = None  # why it was only read, or, "changed", only written until then
+    dense: str | None = None  # why not, or no longer, in place: the word that attention.fallbacks() counts
+    followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
+    no_space: int = 0  # blocks the pool had no room for
+    unavailable: int = 0  # blocks that no store was there to take (on_error="miss")
+    lost_blocks: int = 0  # claimed, but not sealed: the daemon went, or the claim ended, meanwhile
+    full_tokens: int = 0  # of the reused ones, with a codec: taken as computed (first and last of a prompt)
+    published_full_blocks: int = 0  # those of such tokens; not in published_blocks
+    not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
+    disk_refused: int = 0  # rows whose blocks on disk were not waited for: computing them was sooner
+
+
+class Totals:
+    """Sums over calls. Thread-safe."""
+
+    _SUMMED = (
+        "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
+        "followed_tokens",
+        "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
+        "disk_refused", "full_tokens", "unavailable", "lost_blocks",
+        "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._bypassed: Counter[str] = Counter()
+        self._tiers: Counter[str] = Counter()  # reused tokens
+
+    def add(self, report: Report) -> None:
+        with self._lock:
+            self._sums["requests"] += 1
+            self._sums["hits"] += report.reused_tokens + report.approximate_tokens > 0
+            for name in self._SUMMED:
+                self._sums[name] += getattr(report, name)
+            self._tiers.update(report.reused_by_tier)
+            for reason in (report.bypassed, report.read_bypassed, report.write_bypassed):
+                if reason is not None:
+                    self._bypassed[reason] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            known = dict.fromkeys(("requests", "hits", *self._SUMMED), 0)
+            tiers = {**Report().reused_by_tier, **self._tiers}
+            return {**known, **self._sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}
+
+
+class Lost(Exception):
+    """A followed block will not come: its writer died, gave up or stands still. Internal: the request
+    computes.
+    """
+
+
+@dataclass
+class Clock:
+    """Seconds spent where, of one request."""
+
+    load_s: float = 0.0
+    wait_s: float = 0.0
+    publish_s: float = 0.0

@@ -1,0 +1,102 @@
+"""The form in which a model's K and V of one layer lie in a block: as computed, or quantised.
+
+Owns reading and writing them. Never looks at tokens or keys. Invariant: write() then read() gives back what
+was written, bit by bit without a codec, and within half a step of the codec with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvclient.blocks.codec import Kivi
+from kvclient.blocks.layout import CODEC_KIVI, Layout
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.cache.layer import array_dtype, as_array
+from kvclient.hf.model.structure import DTYPE_NAMES, KVShape
+from kvclient.kernels import contract, cuda
+
+
+@dataclass(frozen=True)
+class Form:
+    """Ids of layouts are no help to recognise one: a daemon numbers them anew."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    codec: Kivi | None = None
+
+    @classmethod
+    def of(cls, kv: KVShape, codec: Kivi | None = None) -> Form:
+        return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec)
+
+    def layout(self, block_tokens: int) -> Layout:
+        shape = (self.layers, self.heads, self.head_dim)
+        if self.codec is None:
+            return Layout(*shape, DTYPE_NAMES[self.dtype], block_tokens)
+        self.codec.check(block_tokens, self.head_dim)
+        sizes = (self.codec.bytes_per_token(self.heads, self.head_dim),) * self.layers
+        return Layout(*shape, "uint8", block_tokens, layer_bytes_per_token=sizes, codec=CODEC_KIVI)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The codec's part of the reuse identity."""
+        return {"name": "none"} if self.codec is None else self.codec.parameters
+
+    @property
+    def step(self) -> int:
+        """A block's tokens are a multiple of this."""
+        return 1 if self.codec is None else self.codec.group
+
+    def fits(self, view: Any, tokens: int, layer: int) -> bool:
+        try:
+            array = view.layer(layer)
+        except (Closed, InvalidArgument):
+            return False
+        if self.codec is None:
+            return array.dtype == array_dtype(self.dtype) and array.shape == (
+                2,
+                self.heads,
+                tokens,
+                self.head_dim,
+            )
+        length = tokens * self.codec.bytes_per_token(self.heads, self.head_dim)
+        return array.dtype == np.uint8 and array.shape == (length,) and tokens % self.codec.group == 0
+
+    def read(self, view: Any, layer: int) -> np.ndarray:
+        """[2, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the block's own
+        memory.
+        """
+        stored = view.layer(layer)
+        if self.codec is None:
+            return stored
+        out = np.empty((2, self.heads, view.tokens, self.head_dim), array_dtype(self.dtype))
+        self.codec.decode(stored, out)
+        return out
+
+    def in_place(self, view: Any, layer: int) -> tuple[Any, Any]:
+        """K and V of that layer where they lie, for kvclient.kernels.segment()."""
+        stored = view.layer(layer)
+        if self.codec is None:
+            return stored[0], stored[1]
+        return self.codec.views(stored, view.tokens, self.heads, self.head_dim)
+
+    def read_tensor(self, view: Any, layer: int) -> torch.Tensor:
+        if self.codec is None:
+            return view.tensor(layer)
+        tensor = torch.from_numpy(self.read(view, layer))
+        return tensor.view(torch.bfloat16) if self.dtype == torch.bfloat16 else tensor
+
+    def write(self, block: Any, layer: int, source: torch.Tensor) -> None:
+        """K and V [2, heads, tokens, head_dim] of a whole block. Raises NotQuantisable."""
+        assert self.codec is not None, "without a codec, tokens are written as they come"
+        if source.device.type in cuda.DEVICES and contract.cuda_lacks(source.device.index or 0) is None:
+            _, heads, tokens, head_dim = source.shape
+            views = self.codec.views(block.layer(layer), tokens, heads, head_dim)
+            cuda.quantise_into(source, views)
+            return
+        self.codec.encode(as_array(source.to("cpu")), block.layer(layer))

@@ -1,0 +1,174 @@
+"""What one request offers to the store of what it computes: its prompt's missing blocks, and its answer's.
+
+Owns which blocks are claimed, under which keys. Never copies KV (publish does) and never looks for any.
+Invariant: a block has its prefix key only if every token before it was computed, or reused exactly, by the
+model that the key stands for: where that is changed in a call, nothing is published from then on. What is
+computed behind approximate tokens has a root of its own, so that it is found by its content and nobody takes
+it for a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.reuse_plan import Segment
+from kvclient.hf.cache.layer import StoreLayer
+from kvclient.hf.connector.full_precision import Sinks
+from kvclient.hf.connector.load import Found
+from kvclient.hf.connector.save import Publisher
+
+MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
+
+
+def approximate_root(identity: bytes) -> bytes:
+    """What stands before a text's first block if it was computed behind approximate tokens."""
+    return hashlib.sha256(b"kvstored approximate\0" + identity).digest()
+
+
+def tail_tokens(left: int, step: int, block_tokens: int) -> int:
+    """How many of the tokens left behind whole blocks get a block of their own."""
+    whole = left // step * step
+    return whole if whole >= MIN_TAIL * block_tokens else 0
+
+
+@dataclass
+class Stretch:
+    """A row's text from token `start` on, as far as it is cut into blocks; it grows as tokens are chosen."""
+
+    row: int
+    pad: int
+    start: int
+    root: bytes | None  # None: exact
+    offered: int  # blocks
+    next_at: int  # tokens of the row's text with which the next block's end is certain
+
+
+class Offer:
+    """The claims of one request. `tail_tokens`: whether what is left behind whole blocks is offered too."""
+
+    def __init__(
+        self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher, sinks: Sinks | None,
+        priority: int, step: int, same: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._client, self._identity, self._chunker = client, identity, chunker
+        self.publisher, self.sinks = publisher, sinks
+        self._priority, self._step, self._same = priority, step, same
+        self._stretches: list[Stretch] = []
+
+    # ---------------------------------------------------------------- before the forward pass
+
+    def claim(
+        self, one: Found, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
+    ) -> None:
+        """Claims what is missing of the blocks within the first `limit` tokens. What others hold or just
+        sealed is taken along instead. shared: the groups of this batch that share blocks name them in
+        `claimed`.
+        """
+        first, blocks = len(one.views), bisect_right(one.starts, limit) - 1
+        if shared:
+            keys = one.chain.keys
+            while first < len(keys) and keys[first] in claimed:
+                first += 1  # an earlier row of this batch computes it
+        if first >= blocks:
+            return
+        results = self.publisher.claim(one.chain[:blocks], first, one.group.rows[0], one.group.pad)
+        run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
+        if read and run and first == len(one.views):
+            one.extend(self._client, first + run, follow)
+        if shared:
+            claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
+
+    def claim_tail(self, one: Found) -> None:
+        """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
+        anywhere. It goes first when memory is short: a longer text makes it superfluous.
+        """
+        if len(one.chain):
+            group = one.group
+            self._claim_rest(group.tokens, len(one.chain), one.starts[-1], group.rows[0], group.pad)
+
+    def claim_gaps(self, one: Found, inside: Sequence[Segment], stop: int) -> None:
+        """Claims what is computed behind approximate tokens, up to token `stop`, where it fills a block."""
+        root, row, pad = approximate_root(self._identity), one.group.rows[0], one.group.pad
+        ends = [*(segment.start for segment in inside[1:]), len(one.group.tokens)]
+        for segment, end in zip(inside, ends, strict=True):
+            tokens = one.group.tokens[segment.stop : min(end, stop)]
+            chain = self._chunker.chain(self._identity, tokens, start=segment.stop, root=root)
+            if len(chain):
+                self.publisher.claim(chain, 0, row, pad)
+                used = chain.num_tokens
+                self._claim_rest(tokens, len(chain), used, row, pad, start=segment.stop, root=root)
+
+    def _claim_rest(self, tokens: Any, blocks: int, used: int, row: int, pad: int, **where: Any) -> None:
+        if left := tail_tokens(len(tokens) - used, self._step, self._chunker.block_tokens):
+            chain = self._chunker.chain(self._identity, tokens[: used + left], partial=True, **where)
+            self.publisher.claim(chain, blocks, row, pad, self._priority // 2)
+
+    def written(self) -> Callable[..., None] | None:
+        """Who is told of new columns."""
+        told = [publisher.written for publisher in self._publishers if publisher.claimed]
+        if len(told) < 2:
+            return told[0] if told else None
+
+        def written(*columns: Any) -> None:
+            for tell in told:
+                tell(*columns)
+
+        return written
+
+    # ---------------------------------------------------------------- after it
+
+    def seal(self) -> None:
+        if any(publisher.claimed for publisher in self._publishers) and not self._same():
+            self.abort()
+        for publisher in self._publishers:
+            publisher.seal()
+
+    def abort(self) -> None:
+        for publisher in self._publishers:
+            publisher.abort()
+
+    @property
+    def _publishers(self) -> list[Publisher]:
+        return [self.publisher, *(self.sinks.publishers if self.sinks is not None else ())]
+
+    def follow(self, found: Sequence[Found], inside: Sequence[Segment]) -> None:
+        """From here on generated() is told of what the rows say."""
+        for one in found:
+            start, root = (inside[-1].stop, approximate_root(self._identity)) if inside else (0, None)
+            counts = self._chunker.counts(one.group.tokens[start:])
+            next_at = start + sum(counts) + self._chunker.certain
+            for row in one.group.rows:
+                self._stretches.append(Stretch(row, one.group.pad, start, root, len(counts), next_at))
+
+    def generated(
+        self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer]
+    ) -> None:
+        """Publishes the blocks that the tokens chosen so far have filled."""
+        columns = input_ids.shape[1] - 1  # the newest token has no KV yet
+        for stretch in self._stretches:
+            if columns - stretch.pad < stretch.next_at:
+                continue
+            tokens = input_ids[stretch.row, stretch.pad + stretch.start : columns].to("cpu", torch.int32)
+            chain = self._chunker.chain(
+                self._identity, tokens.numpy(), start=stretch.start, root=stretch.root
+            )
+            first, stretch.offered = stretch.offered, len(chain)
+            stretch.next_at = stretch.start + chain.num_tokens + self._chunker.certain
+            new = input_ids[stretch.row, prompt_columns : stretch.pad + stretch.start + chain.num_tokens]
+            ended = any(int(token) in eos for token in new)
+            storages = [(layer.storage, layer.origin) for layer in layers]
+            if ended or any(s is None or s.shape[1] != input_ids.shape[0] for s, _ in storages):
+                continue  # behind the end of its text, or the cache is no longer row by row ours
+            if not self._same():
+                return
+            self.publisher.publish(chain, first, stretch.row, stretch.pad, storages)
+            if self.sinks is not None and stretch.root is None:
+                loaded = self.publisher.loaded
+                self.sinks.grow(tokens.numpy(), stretch.row, stretch.pad, storages, loaded)

@@ -1,0 +1,142 @@
+"""Tokens kept as computed, beside blocks that hold them quantised: the first of a prompt, which all others
+attend to most, and its last whole block, which the answer attends to most.
+
+Owns the blocks they lie in, under identities of their own: one of the first tokens for all prompts that begin
+alike, one of the last for each prompt. Never quantises. Invariant: what is stored was computed in full by the
+request that stores it, so a request that loaded those tokens stores none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvclient.blocks import meta
+from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.identity import Dimensions, reuse_identity
+from kvclient.errors import NotPermitted, PinsExhausted
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.load import Found
+from kvclient.hf.connector.save import Publisher
+
+SINK_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class FullForm:
+    """What they are stored as: the model's own type, under this identity."""
+
+    identity: bytes
+    layout_id: int | None  # None: this client may only read
+    form: Form
+    tokens: int  # of a block, at most
+
+    @classmethod
+    def of(cls, client: Any, form: Form, dimensions: Dimensions, tokens: int) -> FullForm:
+        own = dataclasses.replace(form, codec=None)
+        layout = own.layout(tokens)
+        identity = reuse_identity(dataclasses.replace(dimensions, codec=own.parameters, layout=bytes(layout)))
+        try:
+            return cls(identity, client.register_layout(layout), own, tokens)
+        except NotPermitted:
+            return cls(identity, None, own, tokens)
+
+    def elsewhere(self, client: Any) -> FullForm:
+        """The same in another store."""
+        return dataclasses.replace(self, layout_id=client.register_layout(self.form.layout(self.tokens)))
+
+
+@dataclass(frozen=True)
+class FullForms:
+    """Those of the first tokens and of the last."""
+
+    first: FullForm
+    last: FullForm
+
+    @classmethod
+    def of(cls, client: Any, form: Form, dimensions: Dimensions, block_tokens: int) -> FullForms | None:
+        """None if the blocks are stored as computed anyway."""
+        if form.codec is None:
+            return None
+        sizes = (SINK_TOKENS, block_tokens)
+        return cls(*(FullForm.of(client, form, dimensions, size) for size in sizes))
+
+    def elsewhere(self, client: Any) -> FullForms:
+        return FullForms(self.first.elsewhere(client), self.last.elsewhere(client))
+
+    def get(self, client: Any, chunker: Chunker, tokens: Any) -> Any:
+        """What there is of the first tokens and of any block of prompts that begin so, pinned."""
+        first = Chunker("fixed", SINK_TOKENS).chain(self.first.identity, tokens[:SINK_TOKENS])
+        return client.get([*first.keys, *chunker.chain(self.last.identity, tokens).keys])
+
+
+class Sinks:
+    """Those of one request: taken for the groups whose prefix was found, published for the others."""
+
+    def __init__(
+        self, forms: FullForms, client: Any, chunker: Chunker, first: Publisher, last: Publisher,
+        priority: int,
+    ) -> None:  # fmt: skip
+        self._forms, self._client, self._chunker, self._priority = forms, client, chunker, priority
+        self._first, self._last = first, last
+        self._grown: dict[int, Any] = {}  # per row the last whole block of its answer, as stored
+        self.publishers = (first, last)
+
+    @property
+    def published(self) -> int:
+        return sum(publisher.published for publisher in self.publishers)
+
+    def take(self, one: Found) -> None:
+        """Has the found prefix begin, and end, with what was computed."""
+        if not one.views:
+            return
+        last = len(one.views) - 1
+        ids = one.group.tokens[:SINK_TOKENS]
+        chain = Chunker("fixed", SINK_TOKENS).chain(self._forms.first.identity, ids)
+        one.sinks = self._get(one, chain, self._forms.first) if len(chain) else None
+        if last not in one.pending:
+            ids = one.group.tokens[: one.starts[last + 1]]
+            chain = self._chunker.chain(self._forms.last.identity, ids)
+            if (own := self._get(one, chain[last:], self._forms.last)) is not None:
+                one.tail = (last, *own)
+
+    def offer(self, one: Found, stop: int) -> None:
+        """Claims the first tokens, and the last whole block within the first `stop`, if they are computed
+        here.
+        """
+        row, pad = one.group.rows[0], one.group.pad
+        ids = one.group.tokens[:SINK_TOKENS]
+        if not one.views and stop >= len(ids) == SINK_TOKENS and self._forms.first.layout_id is not None:
+            chain = Chunker("fixed", SINK_TOKENS).chain(self._forms.first.identity, ids)
+            self._first.claim(chain, 0, row, pad)
+        chain = self._chunker.chain(self._forms.last.identity, one.group.tokens[:stop])
+        own = len(one.views) + (one.part is not None)  # the first block of which nothing was loaded
+        if len(chain) > own and self._forms.last.layout_id is not None:
+            self._last.claim(chain, len(chain) - 1, row, pad, self._priority // 2)
+
+    def grow(self, tokens: Any, row: int, pad: int, storages: Any, loaded: int) -> None:
+        """The last whole block of a row's answer in the place of the one before. loaded: columns that were
+        not computed here.
+        """
+        chain = self._chunker.chain(self._forms.last.identity, tokens)
+        last = chain[len(chain) - 1 :] if len(chain) else None
+        if last is None or pad + last.start_token < loaded or self._forms.last.layout_id is None:
+            return
+        before, self._grown[row] = self._grown.get(row), last
+        self._last.publish(chain, len(chain) - 1, row, pad, storages, self._priority // 2)
+        if before is not None:
+            self._client.delete(before)
+
+    def _get(self, one: Found, chain: Any, own: FullForm) -> tuple[Any, Form] | None:
+        """The chain's only block, if it holds these tokens as computed."""
+        blocks = self._client.get(chain)
+        one.handles.append(blocks)
+        try:
+            view = blocks[0]
+        except PinsExhausted:
+            return None
+        known = meta.unpack(view.meta, view.tokens) if view is not None else None
+        wanted = memoryview(chain.token_ids).cast("B")
+        fits = known is not None and own.form.fits(view, chain.num_tokens, own.form.layers - 1)
+        return (view, own.form) if fits and known.token_ids == wanted else None

@@ -1,0 +1,290 @@
+"""The blocks of a prompt that another request has computed, or is computing now, as a Source for StoreLayers.
+
+Owns the pins of one request's blocks until they are loaded. Never hands over a block whose token ids, kept in
+its meta area, are not the prompt's: a key is a hash, and a hit is confirmed, not trusted. Invariant: load()
+either fills every column it promised or raises Lost; there is no third outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from kvclient.blocks import meta
+from kvclient.blocks.match import common_length, verified
+from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
+from kvclient.hf.cache.layer import as_array
+from kvclient.hf.call import Clock, Group, Lost
+from kvclient.hf.connector.block_format import Form
+
+RESIDENT, ON_DISK = 2, 3  # a look-up's states
+
+
+class Part(NamedTuple):
+    """Tokens first..first + tokens of a block, for columns column.. of a row."""
+
+    row: int
+    column: int
+    block: Any  # K and V as Form.in_place gives them
+    tokens: int
+    first: int = 0
+
+
+@dataclass
+class Found:
+    """The leading blocks of one group's chain."""
+
+    group: Group
+    chain: Any
+    form: Form
+    layers: int
+    views: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)  # what to release
+    pending: set[int] = field(default_factory=set)  # indices of views that were still being written
+    disk_tokens: int = 0  # of the views: what this request had loaded
+    part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
+    part_tokens: int = 0
+    sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
+    # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
+    tail: Any = None
+    starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
+
+    def __post_init__(self) -> None:
+        self.starts = list(accumulate(self.chain.token_counts, initial=0))
+
+    @property
+    def tokens(self) -> int:
+        return self.starts[len(self.views)] + self.part_tokens
+
+    def extend(self, client: Any, stop: int, follow: bool) -> None:
+        """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
+        start = len(self.views)
+        if start >= stop:
+            return
+        self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
+
+    def extend_from_disk(self, client: Any, follow: bool, patience: Callable[[int, int], float]) -> None:
+        """Has what lies on disk behind the last block loaded, and takes it, if that is worth the wait for so
+        many tokens in so many blocks."""
+        start = len(self.views)
+        if self.pending or start == len(self.chain):
+            return
+        states = client.lookup(self.chain[start:]).states
+        count = next((i for i, state in enumerate(states) if state not in (RESIDENT, ON_DISK)), len(states))
+        on_disk = states[:count].count(ON_DISK)
+        if not on_disk:
+            return
+        stop = start + count
+        tokens = self.starts[stop] - self.starts[start]
+        wait_s = patience(tokens, on_disk)
+        if wait_s == 0:
+            return
+        self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
+        taken = self.chain.token_counts[start : len(self.views)]
+        self.disk_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == ON_DISK)
+
+    def _take(self, blocks: Any, start: int, stop: int) -> None:
+        self.part, self.part_tokens = None, 0
+        self.handles.append(blocks)
+        for offset in range(stop - start):
+            try:
+                view = blocks[offset]
+            except PinsExhausted:
+                return
+            if view is None:
+                return
+            if not view.sealed:
+                self.pending.add(start + offset)
+            elif not self.confirmed(start + offset, view):
+                return
+            self.views.append(view)
+
+    def extend_part(self, client: Any) -> None:
+        """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it.
+        """
+        if not self.views or self.pending:
+            return
+        last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
+        keys = client.children(self.chain[last]) if len(rest) else []
+        if not keys:
+            return
+        blocks = client.get(keys)
+        self.handles.append(blocks)
+        for index in range(len(keys)):
+            try:
+                view = blocks[index]
+            except PinsExhausted:
+                return
+            known = verified(self.chain.identity, keys[index], view)
+            if known is None or known.parent_key != self.chain[last]:
+                continue
+            count = common_length(known.ids, rest)
+            if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
+                self.part, self.part_tokens = view, count
+
+    def drop_pending(self) -> None:
+        if self.pending:
+            del self.views[min(self.pending) :]
+            self.pending.clear()
+
+    def confirmed(self, index: int, view: Any) -> bool:
+        start, stop = self.starts[index : index + 2]
+        if view.tokens != stop - start or not self.form.fits(view, stop - start, self.layers - 1):
+            return False
+        wanted = self.group.tokens[start:stop].tobytes()
+        known = meta.unpack(view.meta, view.tokens)
+        return known is not None and known.token_ids == wanted
+
+    def release(self) -> None:
+        self.views.clear()
+        self.part, self.part_tokens, self.sinks, self.tail = None, 0, None, None
+        for handle in self.handles:
+            handle.release()
+        self.handles.clear()
+
+
+class Prefix:
+    """Source of the first `columns` columns of every row."""
+
+    def __init__(self, found: list[Found], columns: int, layers: int, stall_s: float, clock: Clock) -> None:
+        self.found = found
+        self.columns = columns
+        self._layers = layers
+        self._stall_s = stall_s
+        self._clock = clock
+
+    @property
+    def followed_tokens(self) -> int:
+        return sum(
+            max(0, min(self.columns - found.group.pad, found.starts[index + 1]) - found.starts[index])
+            * len(found.group.rows)
+            for found in self.found
+            for index in found.pending
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens handed over, all rows."""
+        return sum(max(0, self.columns - f.group.pad) * len(f.group.rows) for f in self.found)
+
+    @property
+    def full_tokens(self) -> int:
+        """Of `tokens`, those that were stored as computed although blocks are quantised."""
+        count = 0
+        for found in self.found:
+            own = max(0, min(self.columns - found.group.pad, found.starts[len(found.views)]))
+            sinks = min(found.sinks[0].tokens, own) if found.sinks is not None else 0
+            tail = 0
+            if found.tail is not None:
+                start, stop = found.starts[found.tail[0] : found.tail[0] + 2]
+                tail = max(0, min(own, stop) - start)
+            count += min(sinks + tail, own) * len(found.group.rows)
+        return count
+
+    def load(self, layer: int, storage: torch.Tensor) -> None:
+        """Copies the blocks to where a dense cache has them."""
+        on_cpu = storage.device.type == "cpu"
+        target = as_array(storage) if on_cpu else storage
+        for found in self.found:
+            self._await(found, layer)
+            started = time.perf_counter()
+            pad = min(found.group.pad, self.columns)
+            if pad:
+                target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
+            read = Form.read if on_cpu else Form.read_tensor
+            for row, start, block, count in self._blocks(found, layer, read):
+                own = block if count == block.shape[2] else block[:, :, :count]
+                target[:, row, :, start : start + count] = own
+            self._place_sinks(found, layer, storage)
+            self._clock.load_s += time.perf_counter() - started
+        self._loaded(layer)
+
+    def _place_sinks(self, found: Found, layer: int, storage: torch.Tensor) -> None:
+        if found.sinks is None:
+            return
+        view, form = found.sinks
+        pad = found.group.pad
+        stop = min(pad + view.tokens, self.columns)
+        if stop <= pad:
+            return  # another row has so little that nothing of this one is handed over
+        own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
+        storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
+
+    def arrays(self, layer: int) -> list[Part]:
+        """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
+        release().
+        """
+        all_blocks: list[Part] = []
+        for found in self.found:
+            self._await(found, layer)
+            started = time.perf_counter()
+            parts = [Part(*part) for part in self._blocks(found, layer, Form.in_place)]
+            all_blocks += parts if found.sinks is None else self._with_sinks(found, layer, parts)
+            self._clock.load_s += time.perf_counter() - started
+        self._loaded(layer)
+        return all_blocks
+
+    def _with_sinks(self, found: Found, layer: int, parts: list[Part]) -> list[Part]:
+        """The first tokens in full, in the place of the same ones of the first block."""
+        view, form = found.sinks
+        count = min(view.tokens, self.columns - found.group.pad)
+        out = []
+        for part in parts:
+            if part.column == found.group.pad:
+                out.append(Part(part.row, part.column, form.in_place(view, layer), count))
+                part = Part(part.row, part.column + count, part.block, part.tokens - count, count)
+            if part.tokens:
+                out.append(part)
+        return out
+
+    def _await(self, found: Found, layer: int) -> None:
+        if found.pending:
+            self._wait(found, layer)
+
+    def _loaded(self, layer: int) -> None:
+        if layer == self._layers - 1:
+            self._finish()
+
+    def _wait(self, found: Found, layer: int) -> None:
+        started = time.perf_counter()
+        try:
+            for index in sorted(found.pending):
+                found.views[index].wait_layer(layer, self._stall_s)
+                if not found.form.fits(found.views[index], found.chain.token_counts[index], layer):
+                    raise Lost(f"block {index} has another layout than its key says")
+        except (BlockLost, DeadlineExceeded) as error:
+            raise Lost(str(error)) from error
+        finally:
+            self._clock.wait_s += time.perf_counter() - started
+
+    def _blocks(
+        self, found: Found, layer: int, read: Callable[[Form, Any, int], Any]
+    ) -> Iterator[tuple[int, int, Any, int]]:
+        pad = found.group.pad
+        sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]
+        for row in found.group.rows:
+            for index, view in enumerate([*found.views, found.part]):
+                start = pad + found.starts[index]
+                count = min(sizes[index], self.columns - start)
+                if count <= 0 or view is None:
+                    break
+                form = found.form
+                if found.tail is not None and index == found.tail[0]:
+                    _, view, form = found.tail
+                try:
+                    block = read(form, view, layer)
+                except (Closed, InvalidArgument) as error:
+                    raise Lost(str(error)) from error
+                yield row, start, block, count
+
+    def _finish(self) -> None:
+        """All layers are here. Followed blocks could not be confirmed before."""
+        for found in self.found:
+            for index in found.pending:
+                if not found.confirmed(index, found.views[index]):
+                    raise Lost(f"block {index} holds other tokens than its key says")

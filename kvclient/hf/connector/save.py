@@ -1,0 +1,171 @@
+"""Writes what the model computes into blocks, layer by layer, while it computes.
+
+Owns the blocks granted to one request until they are sealed or aborted. Never computes anything: what is
+stored is the layer's own memory, copied once. Invariant: a block is sealed only when each of its layers has
+all its tokens; whatever else happens to the request, everything granted is sealed or aborted at its end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvclient.errors import BlockLost
+from kvclient.hf.cache.layer import as_array
+from kvclient.hf.call import Clock
+from kvclient.hf.connector.block_format import Form
+from kvclient.kernels import NotQuantisable
+
+
+@dataclass
+class Slot:
+    """One granted block and the columns of the row it takes its tokens from."""
+
+    writer: Any
+    index: int  # in the writer
+    block: Any
+    row: int
+    start: int
+    stop: int
+    filled: list[int]  # per layer: the columns from start to this one are there
+    layers: int = 0  # marked so far
+    done: bool = False
+    broken: bool = False  # its codec cannot hold it
+
+
+class Publisher:
+    """The writing side of one request."""
+
+    def __init__(
+        self, client: Any, layout_id: int, layers: int, priority: int, ttl_s: float | None, clock: Clock,
+        form: Form,
+    ):  # fmt: skip
+        self._client, self._layout_id, self._layers = client, layout_id, layers
+        self._priority, self._ttl_s = priority, ttl_s
+        self._clock, self._form = clock, form
+        self.not_quantisable = 0
+        self._slots: list[Slot] = []
+        self.loaded = 0  # columns that the store's blocks fill: nobody tells of them
+        self.published = 0
+        self.no_space = self.unavailable = 0
+        self.lost = 0
+
+    @property
+    def claimed(self) -> bool:
+        return bool(self._slots)
+
+    def claim(self, chain: Any, first: int, row: int, pad: int, priority: int | None = None) -> list[str]:
+        """Claims the chain's blocks from `first` on for the text of `row`, behind `pad` columns. One word per
+        block.
+        """
+        rest = chain[first:] if first else chain
+        priority = self._priority if priority is None else priority
+        writer = self._client.create(rest, self._layout_id, priority=priority, ttl_s=self._ttl_s)
+        if writer.granted:
+            starts = chain.start_tokens
+            for index in writer.granted:
+                block = writer[index]
+                start = pad + starts[first + index]
+                stop, filled = start + block.tokens, [start] * self._layers
+                self._slots.append(Slot(writer, index, block, row, start, stop, filled))
+        self.no_space += writer.results.count("no_space")
+        self.unavailable += writer.results.count("unavailable")
+        return writer.results
+
+    def written(self, layer: int, start: int, stop: int, storage: torch.Tensor, origin: int) -> None:
+        """Columns start..stop of that layer are new, and stand in `storage` from column `origin` on: copies
+        those that belong to granted blocks.
+        """
+        if not self._slots:
+            return
+        began = time.perf_counter()
+        on_cpu = storage.device.type == "cpu"
+        source = as_array(storage) if on_cpu else storage
+        if start <= self.loaded:
+            start = 0
+        for slot in self._slots:
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            # Behind a gap it stays incomplete: what lies before was loaded by somebody, or by nobody.
+            if high <= slot.filled[layer] or low > slot.filled[layer] or slot.done:
+                continue
+            slot.filled[layer] = high
+            if self._form.codec is not None:
+                if high < slot.stop or not self._quantised(slot, layer, storage, origin):
+                    continue
+            else:
+                target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
+                own = source[:, slot.row, :, low - origin : high - origin]
+                target[:, :, low - slot.start : high - slot.start] = own
+            if high == slot.stop:
+                slot.block.mark_layer(layer)
+                slot.layers += 1
+        self._clock.publish_s += time.perf_counter() - began
+
+    def _quantised(self, slot: Slot, layer: int, storage: torch.Tensor, origin: int) -> bool:
+        """Writes a whole layer of a block. False if its codec cannot hold it: then it is given up at the end.
+        """
+        if slot.broken:
+            return False
+        try:
+            own = storage[:, slot.row, :, slot.start - origin : slot.stop - origin]
+            self._form.write(slot.block, layer, own)
+        except NotQuantisable:
+            slot.broken = True
+            self.not_quantisable += 1
+        return not slot.broken
+
+    def seal(self) -> None:
+        """Seals every block that is complete."""
+        began = time.perf_counter()
+        for writer in {id(slot.writer): slot.writer for slot in self._slots}.values():
+            own = [slot for slot in self._slots if slot.writer is writer]
+            complete = [slot for slot in own if slot.layers == self._layers]
+            if len(complete) == len(own):
+                self._seal(writer, None, len(own))
+            else:
+                for slot in complete:
+                    self._seal(writer, slot.index, 1)
+            for slot in complete:
+                slot.done = True
+        self._slots = [slot for slot in self._slots if not slot.done]
+        self._clock.publish_s += time.perf_counter() - began
+
+    def publish(
+        self, chain: Any, first: int, row: int, pad: int, storages: list[tuple[torch.Tensor, int]],
+        priority: int | None = None,
+    ) -> None:  # fmt: skip
+        """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`: the
+        memory and the origin of each layer.
+        """
+        self.claim(chain, first, row, pad, priority)
+        own = chain[first:]
+        start = pad + own.start_token
+        stop = start + own.num_tokens
+        for layer, (storage, origin) in enumerate(storages):
+            self.written(layer, start, stop, storage, origin)
+        self.seal()
+
+    def abort(self) -> None:
+        """Gives back what was not sealed. Never raises for a store that is gone: the claim went with the
+        session.
+        """
+        slots, self._slots = self._slots, []
+        for writer in {id(slot.writer): slot.writer for slot in slots}.values():
+            try:
+                writer.abort()
+            except ConnectionError:
+                pass
+
+    def _seal(self, writer: Any, index: int | None, blocks: int) -> None:
+        try:
+            sealed = writer.seal() if index is None else writer.seal(index)
+            if sealed is False:  # a tolerant client's, without its store
+                self.lost += blocks
+            else:
+                self.published += blocks
+        except BlockLost:
+            self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
+

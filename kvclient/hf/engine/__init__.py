@@ -1,0 +1,2 @@
+"""Engine, conversations and windows: what serves a text rather than a tensor.
+"""

@@ -1,0 +1,367 @@
+"""Engine: a model, its tokenizer and the store behind three lines.
+
+    engine = kvclient.hf.Engine.from_pretrained("model-directory", client=kvclient.connect())
+    engine.warm(document)
+    print(engine.generate(document + question, max_new_tokens=50).text)
+
+Owns texts and their tokens, and what a call is asked for. Never touches KV: that is the attachment's
+(kvclient.hf.attach), under a stock generate(). Invariant: mode="baseline" is plain generate() on the same
+tokens with the same sampling, so what the store does to an answer can always be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvclient.blocks.codec import Kivi
+from kvclient.blocks.reuse_plan import plan
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attachment.attach import Attachment, attach
+from kvclient.hf.call import Report
+from kvclient.hf.engine.conversation import Conversation
+from kvclient.hf.engine.saved_state import Shelf
+from kvclient.hf.engine.window import Window
+from kvclient.hf.request.stopping import Listener, end_tokens
+from kvclient.hf.reuse.verify import Verification
+
+MODES = ("baseline", "prefix", "chunk")
+Codec = str | Kivi | None  # None: as attach() was told
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or a chat's messages
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What warm() left in the store."""
+
+    tokens: int
+    blocks: int  # published by this call
+    block_tokens: int
+    aligned: bool  # whether the text fills whole blocks
+    tail_tokens: int  # behind the last whole block
+    note: str  # what of the text will not be found again as it stands; empty if all of it will
+    parts: int  # that it was computed in; aligned and tail_tokens are the last one's
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer. Times in seconds; ttft_s from the call of generate() to the first token, tokenising
+    included.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    ttft_s: float
+    total_s: float
+    tokens_per_s: float  # of those behind the first
+    report: Report  # reuse per kind and tier
+    first_logits: torch.Tensor  # of the first new token
+    finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
+    mode: str  # that it was asked for in
+
+    @property
+    def reuse_ratio(self) -> float:
+        """Share of the prompt's tokens, in a batch of all rows', that were not computed, or only in part."""
+        found = self.report.reused_tokens + self.report.approximate_tokens
+        return found / max(1, self.report.prompt_tokens)
+
+
+class Engine:
+    """Thread-safe as far as the model is: one generate() per thread."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: Any, client: Any, **attach_options: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
+        self._pinned: dict[tuple[int, ...], contextlib.ExitStack] = {}
+        self._lock = threading.Lock()  # of that
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike[str], client: Any = None, *, dtype: str | torch.dtype = "auto",
+        device: str | None = None, gguf_file: str | None = None, **options: Any,
+    ) -> Engine:  # fmt: skip
+        """A model by hub id, directory or .gguf file. client: None attaches to this host's daemon, and goes
+        on without while there is none. device: "auto" takes the accelerator torch has, or the CPU. Other
+        options are attach()'s.
+        """
+        if client is None:
+            import kvclient
+
+            client = kvclient.connect(on_error="miss")
+        given: dict[str, Any] = {}
+        if gguf_file is None and str(name_or_path).endswith(".gguf"):
+            path = Path(name_or_path)
+            name_or_path, gguf_file = path.parent, path.name
+        if gguf_file is not None:
+            given["gguf_file"] = gguf_file
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
+        if device == "auto":
+            device = str(torch.accelerator.current_accelerator() or "cpu")
+        return cls(model.to(device) if device else model, tokenizer, client, **options)
+
+    # ---------------------------------------------------------------- computing
+
+    def warm(
+        self, text: Prompt, before: Prompt = "", *, chunker: str | None = None,
+        overlap_tokens: int | None = None, codec: Codec = None,
+    ) -> Warmed:  # fmt: skip
+        """Computes a text and leaves its KV in the store: at the start of a prompt it is reused exactly,
+        elsewhere approximately, if that is switched on. before: what it will probably stand behind: the
+        nearer to that it was computed, the less there is to repair. chunker: "fixed" computes it whole;
+        "sentence", "paragraph" and "document" (kvclient.blocks.chunker) each part for itself, for prompts
+        that are assembled from parts; overlap_tokens: each behind so many of the tokens before it; codec: how
+        its blocks hold K and V (Attachment.coded). Without them, as attach() was told.
+        """
+        first, ids = self.encode(before) if before else [], self.encode(text)
+        with self._coded(codec):
+            stored = self.kv.warm(ids, first, chunker=chunker, overlap_tokens=overlap_tokens)
+        size, tail, note = self.kv.chunker.block_tokens, stored.tail, ""
+        if stored.missing:
+            note = f"{stored.missing} of its blocks are not in the store: it has no room, or is not there"
+        elif tail == stored.last:
+            note = f"{tail} tokens fill no block of {size}: only a longer text that begins so is found"
+        elif stored.lost:
+            one = stored.parts == 1
+            count = f"last {stored.lost} tokens" if one else f"{stored.lost} tokens at parts' ends"
+            note = f"the {count} fill no block of {size} and are computed each time"
+        return Warmed(len(first) + len(ids), stored.blocks, size, tail == 0, tail, note, stored.parts)
+
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,
+        on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, stop: str | Sequence[str] = (),
+        soft_stop: float = 1.0, repetition_penalty: float = 1.0, seed: int | None = None,
+        prefill_chunk_size: int | None = None, codec: Codec = None,
+    ) -> Result:  # fmt: skip
+        """One answer. mode: "baseline" without the store, "prefix" with exact reuse only, "chunk" with all
+        that is switched on. on_token: called with each token's id and the text it adds. cacheable_prefix_len:
+        only so many of the prompt's tokens are published. temperature 0 takes the most likely token.
+        soft_stop: from this share of max_new_tokens on, the answer ends with a sentence. codec: of the blocks
+        that are stored and found; None: attach()'s.
+        """
+        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
+        with self._coded(codec):
+            return self._answers(
+                [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, soft_stop, seed,
+                sampling,
+            )[0]  # fmt: skip
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int] = 64, mode: str = "chunk", *,
+        cacheable_prefix_len: int | None = None, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+        stop: str | Sequence[str] = (), soft_stop: float = 1.0, repetition_penalty: float = 1.0,
+        seed: int | None = None, codec: Codec = None,
+    ) -> list[Result]:  # fmt: skip
+        """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
+        if isinstance(prompts, str):
+            raise InvalidArgument("prompts is one text; it must be a list of prompts")
+        if not prompts:
+            return []
+        several = isinstance(max_new_tokens, Iterable)
+        limits = list(max_new_tokens) if several else [max_new_tokens] * len(prompts)
+        if len(limits) != len(prompts):
+            raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
+        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
+        with self._coded(codec):
+            return self._answers(
+                prompts, limits, mode, None, cacheable_prefix_len, stop, soft_stop, seed, sampling
+            )
+
+    def conversation(
+        self, name: str, system: Prompt = "", window: Window | None = None, priority: int = 50
+    ) -> Conversation:
+        """A conversation in bounded memory; goes on where one of that name, under the same window, was left
+        by any process with this model. system: kept in full for as long as it lasts. priority: of its state
+        in the store. Raises Refused while generate() would go without the store, as a turn does, and a turn
+        too once the model is another than the one that computed the turns before: their words are not kept.
+        """
+        window = Window() if window is None else window
+        shelf = Shelf(self.kv.client, lambda: self.kv._served().identity, name, window, priority)
+        ids = self.encode(system) if system else []
+        own = (self.model, self.tokenizer, shelf, window, ids, self._ends)
+        return Conversation(*own, self._computed_by)
+
+    def _computed_by(self) -> bytes:
+        """The identity of the model as it is now, whatever the namespace's salt."""
+        self.kv._served()
+        return self.kv._known.subjects.unsalted
+
+    # ---------------------------------------------------------------- keeping
+
+    def keys(self, text: Prompt) -> Any:
+        """The keys of a text's whole blocks, as the prefix of a prompt: for the client's calls (lookup,
+        delete, touch, prefetch) and kvclient.blocks.Evictions.
+        """
+        return self.kv.chunker.chain(self.kv.identity, self.encode(text))
+
+    def pin(self, text: Prompt) -> int:
+        """Keeps the blocks of a text from eviction until unpin() or the end of this process, whatever stood
+        before it when they were computed, with a codec those as computed too; says how many.
+        """
+        ids = tuple(self.encode(text))
+        client, subject, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
+        with contextlib.ExitStack() as pins, plan(client, subject.identity, ids, chunker=chunker) as found:
+            # The plan holds every copy of them that it came upon: of these one is enough.
+            held = [client.get(list({piece.key: None for one in found for piece in one.pieces}))]
+            pins.callback(held[0].release)
+            if subject.sinks is not None:
+                held.append(subject.sinks.get(client, chunker, ids))
+                pins.callback(held[1].release)
+            count = sum(one.hits for one in held)
+            self._keep(ids, pins.pop_all() if count else None)
+        return count
+
+    def unpin(self, text: Prompt) -> None:
+        """Lets go of what pin() kept of that text. One that is not pinned is no error."""
+        self._keep(tuple(self.encode(text)), None)
+
+    def _keep(self, ids: tuple[int, ...], pins: contextlib.ExitStack | None) -> None:
+        """In the place of what is kept of that text."""
+        with self._lock:
+            before = self._pinned.pop(ids, None)
+            if pins is not None:
+                self._pinned[ids] = pins
+        if before is not None:
+            before.close()
+
+    # ---------------------------------------------------------------- seeing
+
+    def stats(self) -> dict[str, Any]:
+        """Sums over the calls, and under "store" the namespace's figures."""
+        return {**self.kv.stats, "pinned": len(self._pinned), "store": self.kv.client.stats()}
+
+    def verify(self, prompts: Sequence[Prompt] | None = None) -> Verification:
+        """How far each way of reuse takes this model from a cold run; see Attachment.verify."""
+        return self.kv.verify(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+
+    def calibrate(self, prompts: Sequence[Prompt] | None = None) -> Verification:
+        """Switches approximate reuse on if it stays near enough; see Attachment.calibrate."""
+        return self.kv.calibrate(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt: of a text, of a chat by its template, or as given."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if len(prompt) and isinstance(prompt[0], dict):
+            template = self.tokenizer.apply_chat_template
+            told = template(list(prompt), add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(told, add_special_tokens=False)["input_ids"])
+        try:
+            ids = [operator.index(token) for token in prompt]  # also NumPy's and torch's; 2.5 is none
+        except TypeError as error:
+            raise InvalidArgument(f"a prompt of tokens: {error}") from None
+        known = self.model.get_input_embeddings().num_embeddings
+        if wrong := [token for token in ids if not 0 <= token < known]:
+            raise InvalidArgument(f"token {wrong[0]}; the model has {known}")
+        return ids
+
+    def close(self) -> None:
+        """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
+        for ids in list(self._pinned):
+            self._keep(ids, None)
+        self.kv.detach()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- one call
+
+    def _answers(
+        self, prompts: Sequence[Prompt], limits: list[int], mode: str,
+        on_token: Callable[[int, str], None] | None,
+        cacheable: int | None, stop: str | Sequence[str], soft_stop: float, seed: int | None,
+        sampling: dict[str, Any],
+    ) -> list[Result]:  # fmt: skip
+        began = time.perf_counter()
+        if mode not in MODES:
+            raise InvalidArgument(f"mode={mode!r}; it must be one of {', '.join(MODES)}")
+        if not all(isinstance(limit, Integral) for limit in limits):
+            raise InvalidArgument(f"max_new_tokens={limits}; whole numbers are wanted")
+        limits = [int(limit) for limit in limits]
+        if min(limits) < 1 or (cacheable is not None and cacheable < 0):
+            given = f"max_new_tokens={min(limits)}, cacheable_prefix_len={cacheable}"
+            raise InvalidArgument(f"{given}: too small")
+        rows = [self.encode(prompt) for prompt in prompts]
+        if not all(rows):
+            raise InvalidArgument("a prompt without tokens")
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop for stop in stops if stop]
+        listener = Listener(limits, self.tokenizer, self._ends, stops, on_token, began, soft_stop)
+        with contextlib.ExitStack() as context:
+            if mode == "baseline":
+                context.enter_context(self.kv.bypass())
+            context.enter_context(self.kv.limited(mode == "chunk", cacheable))
+            if seed is not None:
+                devices = [self.model.device] if self.model.device.type == "cuda" else []
+                context.enter_context(torch.random.fork_rng(devices=devices))
+                torch.manual_seed(seed)
+            out = self._run(rows, listener, sampling | {"max_new_tokens": max(limits)})
+        ended, report = time.perf_counter(), self._last()
+        results = []
+        for index, row in enumerate(rows):
+            tokens, text, finish = listener.answer(index)
+            rest = max(len(tokens) - 1, 0)
+            speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
+            logits = out.logits[0][index].detach().clone()
+            times = (listener.first_at - began, ended - began, speed)
+            results.append(Result(text, tokens, len(row), *times, report, logits, finish, mode))
+        return results
+
+    def _coded(self, codec: Codec) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if codec is None else self.kv.coded(codec)
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        ends, own = end_tokens(self.model.generation_config.eos_token_id), self.tokenizer.eos_token_id
+        return frozenset(ends if own is None else [*ends, own])
+
+    def _run(self, rows: list[list[int]], listener: Listener, given: dict[str, Any]) -> Any:
+        length, device = max(map(len, rows)), self.model.device
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None else self.tokenizer.eos_token_id or 0
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+        given = {"max_new_tokens": 1, "pad_token_id": pad, **given}
+        return self.model.generate(
+            ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True,
+            stopping_criteria=transformers.StoppingCriteriaList([listener]), **given,
+        )  # fmt: skip
+
+    def _last(self) -> Report:
+        return self.kv.last_here
+
+
+def _sampling(
+    temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
+) -> dict[str, Any]:
+    whole = isinstance(top_k, Integral) and top_k >= 0
+    if not (temperature >= 0 and 0 < top_p <= 1 and whole and repetition_penalty > 0):
+        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
+        given += f", repetition_penalty={repetition_penalty}"
+        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, whole and ≥ 0, above 0")
+    if prefill_chunk_size is not None and prefill_chunk_size < 1:
+        raise InvalidArgument(f"prefill_chunk_size={prefill_chunk_size}; it must be 1 at least, or None")
+    out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}
+    out["repetition_penalty"] = repetition_penalty
+    if temperature > 0:
+        out |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if prefill_chunk_size is not None:
+        out["prefill_chunk_size"] = prefill_chunk_size
+    return out

@@ -1,0 +1,140 @@
+"""The dimensions of the reuse identity (design §4.1), read from a live model.
+
+Owns what is read and how it is digested; the list and its encoding are kvclient.blocks.identity's. Never
+trusts a file name for weights: it digests the tensors as they lie in memory. Invariant: a model that was
+merged, pruned, re-scaled or given an adapter after loading has another identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
+from kvclient.errors import InvalidArgument
+from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
+
+HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
+
+
+def read_dimensions(
+    model: torch.nn.Module, attributes: Attributes, layout: bytes, kv_shape: tuple[int, int], kv_dtype: str,
+    salt: bytes, weights_digest: bytes | None = None, codec: Mapping[str, Any] | None = None,
+) -> Dimensions:  # fmt: skip
+    """`kv_shape`: layers and KV heads. Raises InvalidArgument if something has no canonical form."""
+    if weights_digest is not None and (
+        not isinstance(weights_digest, bytes) or len(weights_digest) != DIGEST_BYTES
+    ):
+        raise InvalidArgument(f"weights_digest={weights_digest!r:.80}; it must be {DIGEST_BYTES} bytes")
+    config = model.config
+    quantiser = getattr(model, "hf_quantizer", None)
+    return Dimensions(
+        weights_digest=weights_digest or digest_weights(model),
+        weights_revision=str(getattr(config, "_commit_hash", None) or ""),
+        config=plain(config.to_dict()),
+        attention=str(getattr(config, "_attn_implementation", None) or ""),
+        weight_quantisation=plain(quantiser.quantization_config.to_dict()) if quantiser else None,
+        compute_dtype=f"{model.dtype};matmul={matmul_precision()}",
+        kv_dtype=kv_dtype,
+        codec=codec or {"name": "none"},
+        layout=layout,
+        layers=(0, kv_shape[0]),
+        kv_heads=(0, kv_shape[1]),
+        rope=_unsaved(model, attributes),
+        adapter_digest=_digest_adapters(model),
+        salt=salt,
+    )
+
+
+def digest_weights(model: torch.nn.Module) -> bytes:
+    """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every parameter and persistent buffer,
+    sorted.
+    """
+    added = {id(p) for module in adapters(model) for p in adapter_parameters(module)}
+    named = [
+        (name, tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in added
+    ]
+    return _digest_tensors(named)
+
+
+# ---------------------------------------------------------------- digests
+
+
+def _digest_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    named = sorted(named, key=lambda item: item[0])
+    # A tied tensor has several names and is read once.
+    unique = {_place(tensor): tensor for _, tensor in named}
+    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as threads:
+        digests = dict(zip(unique, threads.map(_digest_bytes, unique.values()), strict=True))
+    rows = [[n, str(t.dtype), list(t.shape), digests[_place(t)]] for n, t in named]
+    return hashlib.sha256(encode(rows)).digest()
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return id(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+def _digest_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "meta":
+        raise InvalidArgument("a weight lies on the meta device: its bytes are not there to digest")
+    try:
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        kind = f"{type(tensor).__name__} of {tensor.dtype}"
+        raise InvalidArgument(
+            f"a weight ({kind}) has no plain bytes to digest; pass weights_digest="
+        ) from error
+    return hashlib.sha256(flat).digest()
+
+
+def _unsaved(model: torch.nn.Module, attributes: Attributes) -> dict[str, Any]:
+    """What no state_dict has: tables of rotary angles and other buffers, numbers, tensors, code."""
+    buffers = [
+        (f"{name}.{key}", module._buffers[key])
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if module._buffers.get(key) is not None
+    ]
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    return {
+        "buffers": _digest_tensors(buffers),
+        "tensors": _digest_tensors(attributes.tensors()),
+        "numbers": attributes.numbers(),
+        "code": attributes.code(),
+        "parameters": plain(parameters),
+    }
+
+
+# ---------------------------------------------------------------- adapters (peft, never imported here)
+
+
+def _digest_adapters(model: torch.nn.Module) -> bytes:
+    modules = [(n, m) for n, m in model.named_modules() if type(m).__module__.startswith("peft.")]
+    if not modules:
+        return b""
+    states = [[name, type(module).__name__, adapter_state(module)] for name, module in modules]
+    tensors = [
+        (f"{name}.{i}", parameter.data)
+        for name, module in modules
+        for i, parameter in enumerate(adapter_parameters(module))
+    ]
+    return hashlib.sha256(encode([states, _digest_tensors(tensors)])).digest()
+
+
+def plain(value: Any) -> Any:
+    """A configuration's values with torch's and enums' own types spelled out."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    return value

@@ -1,0 +1,126 @@
+"""Which models can be served at all, as far as their structure says; and the shape of their KV.
+
+Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
+looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
+the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, all of one
+shape, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.attention.proof import evaluating
+from kvclient.hf.model.watch import foreign_hook
+
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+PROBE_TOKENS = 2
+
+
+class Refused(InvalidArgument):
+    """This model's KV cannot be reused rightly; the text says why."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def base_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The transformers model under a peft wrapper, or the model itself."""
+    if (compiled := getattr(model, "_orig_mod", None)) is not None:
+        raise Refused(
+            f"torch.compile() put a {type(model).__name__} around this {type(compiled).__name__}: give the "
+            "one inside (_orig_mod), and compile it in place, with model.compile(), before or after"
+        )
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, GenerationMixin) or not hasattr(type(inner), "_prefill"):
+        raise Refused(f"{type(inner).__name__} is no transformers 5 model with generate()")
+    return inner
+
+
+def check_structure(model: torch.nn.Module) -> KVShape:
+    """The shape of the model's KV. Raises Refused with the reason."""
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise Refused(f"{name} is an encoder-decoder: its KV depends on the encoder's input too")
+    if getattr(config, "kv_lora_rank", None):
+        raise Refused(f"{name} uses latent attention (MLA): what it caches is not K and V of its heads")
+    for parameters in _rope_parameters(config):
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise Refused(f"{name} has {kind} RoPE: the same token has another K in a longer prompt")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
+        raise Refused(
+            f"{name} has layers of other kinds ({', '.join(others)}): their state is no KV of single tokens"
+        )
+    if hook := foreign_hook(model):
+        raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
+    _check_layers(name, config)
+    return _probe(name, model, config)
+
+
+def _check_layers(name: str, config: Any) -> None:
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+    if not kinds:
+        return
+    words = ", ".join(sorted(kind.__name__ for kind in kinds))
+    if any("Sliding" in kind.__name__ for kind in kinds):
+        raise Refused(f"{name} has sliding-window layers ({words}): they keep only the last tokens' KV")
+    if any("Linear" in kind.__name__ for kind in kinds):
+        raise Refused(f"{name} has linear-attention layers ({words}): their state is no KV of single tokens")
+    raise Refused(f"{name} keeps more than K and V of each token ({words})")
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+@torch.no_grad()
+def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
+    cache = DynamicCache(config=config)
+    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
+    forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
+    try:
+        with evaluating(model):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing about the model
+    except Exception as error:  # whatever the model's own code raises
+        raise Refused(
+            f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
+        ) from error
+    if getattr(out, "past_key_values", None) is not cache or not cache.layers:
+        raise Refused(f"{name} does not fill the cache that generate() gives it")
+    layers = cache.layers
+    if any(layer.keys is None or layer.keys.ndim != 4 for layer in layers):
+        raise Refused(f"{name} has layers that fill no K and V of their own")
+    shapes = {
+        (t.shape[0], t.shape[1], t.shape[2], t.shape[3])
+        for layer in layers
+        for t in (layer.keys, layer.values)
+    }
+    dtypes = {t.dtype for layer in layers for t in (layer.keys, layer.values)}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise Refused(
+            f"{name} has K and V of different shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}"
+        )
+    (batch, heads, tokens, head_dim), dtype = shapes.pop(), dtypes.pop()
+    if (batch, tokens) != (1, PROBE_TOKENS) or dtype not in DTYPE_NAMES:
+        raise Refused(f"{name} caches {tokens} tokens of {batch} rows for {PROBE_TOKENS} of 1, as {dtype}")
+    return KVShape(len(layers), heads, head_dim, dtype)

@@ -1,0 +1,118 @@
+"""Which layers a request's cache is made of: dense, in place, paged, on a device, or still for recording.
+
+Owns that choice and the counting of what was asked for and is not had. Never loads a token: layers do, when
+the model first asks them. Invariant: all layers of a cache are of one kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.attention.registered import count_fallback
+from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.cache.device import DeviceLayer, Positions
+from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, InPlaceLayer
+from kvclient.hf.cache.layer import Shape, StoreLayer, recycled
+from kvclient.hf.cache.page_pool import PageTable
+from kvclient.hf.cache.paged import PagedDeviceLayer, PagedLayer, leaders
+from kvclient.hf.cache.staging import Staged
+from kvclient.hf.cache.static import StaticDeviceLayer, StaticLayer, Steps
+from kvclient.hf.call import Prompt, Report
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.load import Found, Prefix
+from kvclient.hf.request.options import Options
+from kvclient.hf.reuse.blend import Blend, BlendLayer
+
+SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
+
+
+class Filling:
+    """Of one request. `staged`: blocks on their way to a GPU; `steps`: of a decode loop to be recorded."""
+
+    def __init__(
+        self, options: Options, form: Form, prompt: Prompt, found: Sequence[Found], prefix: Prefix | None,
+        blend: Blend | None, report: Report,
+    ) -> None:  # fmt: skip
+        self._left = functools.partial(_left, report)
+        self._options, self._form, self._prompt, self._found = options, form, prompt, found
+        self._prefix, self._blend = prefix, blend
+        self._pads = [pad for _, pad in sorted((row, g.pad) for g in prompt.groups for row in g.rows)]
+        self.staged: Staged | None = None
+        self.steps: Steps | None = None
+
+    def layers(
+        self, config: Any, device: torch.device, written: Callable[..., None] | None, memory: Memory
+    ) -> list[StoreLayer]:
+        length, form = self._prompt.length, self._form
+        wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
+        static = self._static(config)
+        capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
+        in_place = self._in_place(device)
+        recorded = static and not (in_place and device.type != DeviceLayer.device_type)
+        paged = in_place and self._options.pool is not None and not recorded
+        if recorded and self._options.pool is not None:
+            self._left("paged")  # a captured graph has a tail that never moves
+        if recorded:
+            self.steps = Steps(self._pads, capacity, device)
+        if in_place and self._prefix is not None:
+            capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
+        shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity)
+        if self._blend is not None:
+            make: Callable[..., StoreLayer] = functools.partial(BlendLayer, self._blend)
+        elif in_place:
+            make = self._made_in_place(device, paged)
+        elif self.steps is not None:
+            make = functools.partial(StaticLayer, steps=self.steps)
+        else:
+            make = StoreLayer
+        given = [None] * form.layers if paged else recycled(memory, shape, form.layers)
+        return [make(index, shape, self._prefix, written, own) for index, own in enumerate(given)]
+
+    def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
+        forget_pending()
+        pool, prompt = self._options.pool, self._prompt
+        given = {"pads": self._pads, "left": self._left, "reader": self._options.in_place}
+        if paged:
+            assert pool is not None
+            first = leaders([group.rows for group in prompt.groups], prompt.rows)
+            given["table"] = PageTable(pool, self._pads, first, prompt.length)
+        if device.type != DeviceLayer.device_type:
+            return functools.partial(PagedLayer if paged else InPlaceLayer, **given)
+        if self._prefix is not None:
+            patient = any(one.pending for one in self._found)
+            self.staged = Staged(self._prefix, self._form.layers, device, patient)
+        make: Callable[..., DeviceLayer] = PagedDeviceLayer if paged else DeviceLayer
+        if self.steps is not None:
+            make = functools.partial(StaticDeviceLayer, steps=self.steps)
+        return functools.partial(make, **given, staged=self.staged, positions=Positions())
+
+    def _static(self, config: Any) -> bool:
+        if not self._options.static:
+            return False
+        if (config.num_beams or 1) > 1 or self._blend is not None:
+            self._left("graph_beams" if self._blend is None else "graph_inside")
+            return False
+        return True
+
+    def _in_place(self, device: torch.device) -> bool:
+        if not self._options.in_place or device.type not in IN_PLACE_DEVICES:
+            return False
+        if self._blend is not None:
+            self._left("inside")  # fresh tokens stand among reused ones
+            return False
+        if any(one.part is not None for one in self._found):
+            self._left("part")  # its tokens go into a block together with what follows
+            return False
+        return True
+
+
+def _left(report: Report, reason: str) -> None:
+    """Counts what is not read in place, and has the call say so, not what becomes of its cache later."""
+    count_fallback(reason)
+    if not report.total_s:
+        report.dense = reason

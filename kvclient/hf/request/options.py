@@ -1,0 +1,40 @@
+"""What attach() was told about every call of its model.
+
+Owns the bounds of these values. Never changes after attach().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+
+from kvclient.blocks.chunker import Chunker
+from kvclient.checks import check_bounds, whole_seconds
+from kvclient.errors import InvalidArgument
+from kvclient.hf.cache.in_place import Reader
+from kvclient.hf.cache.page_pool import PagePool
+
+MAX_PRIORITY, MAX_FOLLOW_S = 100, 3600
+
+
+@dataclass(frozen=True)
+class Options:
+    chunker: Chunker  # the rule that prompts are cut into blocks by
+    priority: int
+    ttl_s: float | None
+    follow: bool
+    follow_timeout_s: float
+    publish_generated: bool
+    chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
+    in_place: Reader | None = None  # the model's attention reads blocks where they lie
+    static: bool = False  # decoding does not move the tail; its step is recorded where it can be
+    pool: PagePool | None = None  # …and what it computes lies in pages of this one
+    publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
+    search: bool = True  # behind the prefix too, where the model allows it
+
+    def __post_init__(self) -> None:
+        check_bounds("priority", self.priority, 0, MAX_PRIORITY)
+        whole_seconds(self.ttl_s)
+        if not isinstance(self.follow_timeout_s, Real) or not 0 < self.follow_timeout_s <= MAX_FOLLOW_S:
+            limits = f"it must be above 0 and at most {MAX_FOLLOW_S}"
+            raise InvalidArgument(f"follow_timeout_s={self.follow_timeout_s!r}; {limits}")

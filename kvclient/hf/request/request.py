@@ -1,0 +1,342 @@
+"""One generate() call against the store: look up, load, let the model compute the rest, publish.
+
+Owns the order of those steps and the way back when a followed writer is lost. Knows transformers only through
+the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the model always computes the last
+one; and after finish(), however the call ended, no pin and no unsealed block of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvclient.blocks.reuse_plan import APPROXIMATE, Plan, Segment, plan
+from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.cache.layer import StoreLayer, replace_layers
+from kvclient.hf.cache.staging import Staged
+from kvclient.hf.cache.static import Steps
+from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.claim import Offer
+from kvclient.hf.connector.full_precision import Sinks
+from kvclient.hf.connector.load import Found, Prefix
+from kvclient.hf.connector.save import Publisher
+from kvclient.hf.request.cache_layers import Filling
+from kvclient.hf.request.decode_step import Step
+from kvclient.hf.request.load_or_compute import Pace, Patience
+from kvclient.hf.request.options import Options
+from kvclient.hf.request.served_model import Subject
+from kvclient.hf.request.stopping import end_tokens
+from kvclient.hf.reuse.blend import MOST_MASK_BYTES, Blend, mask_bytes
+
+
+class Request:
+    """Made when generate() is called; its prefill() runs in the place of the model's own."""
+
+    def __init__(
+        self, client: Any, subject: Subject, options: Options, memory: Memory, pace: Pace, read: bool,
+        write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.report = Report()
+        self._client, self._subject, self._options = client, subject, options
+        self._read, self._write = read, write and subject.layout_id is not None
+        if write and not self._write:
+            self.report.write_bypassed = "not_permitted"
+        self._memory = memory
+        self._pace = pace
+        self._padded = padded
+        self._started, self._unchanged = started, unchanged
+        self._clock = Clock()
+        self._prompt: Prompt | None = None
+        self._patience: Patience | None = None
+        self._found: list[Found] = []
+        self._prefix: Prefix | None = None
+        self._staged: Staged | None = None  # the same on its way to a GPU
+        self._offer: Offer | None = None
+        self._inside: list[Segment] = []  # what is reused behind the prefix
+        self._plan: Plan | None = None
+        self._blend: Blend | None = None
+        self._layers: list[StoreLayer] = []
+        self._steps: Steps | None = None
+        self.step: Step | None = None
+        self._generated = False  # whether completed blocks of generated text are published
+        self._eos: Sequence[int] = ()
+
+    # ---------------------------------------------------------------- the steps
+
+    def prefill(
+        self, model: torch.nn.Module, run: Callable[[], Any], input_ids: torch.Tensor, config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        try:
+            self._prompt = read_prompt(model, input_ids, model_kwargs)
+            if not self._padded and any(group.pad for group in self._prompt.groups):
+                raise Bypassed("padding", "the self-test found it wrong with this model")
+        except Bypassed as bypassed:
+            self.report.bypassed = bypassed.reason
+            self.report.bypass_detail = bypassed.detail or None
+            return run()
+        self.report.prompt_tokens = self._prompt.tokens
+        self._patience = Patience(self._pace, self._client, self._prompt.tokens)
+        self._note_config(config)
+        if model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        saved = dict(model_kwargs)
+        for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
+            self._open(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
+            began = time.perf_counter()
+            try:
+                with self._blend or contextlib.nullcontext():
+                    if self._blend is not None and self._blend.asked is not None:
+                        self._blend.ask(run)
+                    outputs = run()
+                break
+            except Lost:
+                self.report.followed_lost += 1
+                self._give_back()
+                model_kwargs.clear()
+                model_kwargs.update(saved)
+        self._prefilled(time.perf_counter() - began)
+        if self._steps is not None:
+            self._steps.length = self._prompt.length
+            self.step = Step(model, model_kwargs["past_key_values"], self._steps, self._prompt.rows)
+        return outputs
+
+    def token(self, input_ids: torch.Tensor) -> None:
+        """A token was chosen in each row; `input_ids` has it as its last column."""
+        if not self.report.ttft_s:
+            if input_ids.device.type != "cpu":
+                input_ids[:, -1].cpu()  # the token exists when the device has computed it
+            self.report.ttft_s = time.perf_counter() - self._started
+        if self._generated:
+            assert self._offer is not None and self._prompt is not None
+            self._offer.generated(input_ids, self._prompt.length, self._eos, self._layers)
+            self._note_published()
+
+    def finish(self) -> None:
+        """The call ended, by returning or by an exception. `report` is whole even if this raises."""
+        try:
+            self._give_back()
+        finally:
+            for layer in self._layers:
+                layer.detach_store()
+            self._layers, self.step = [], None
+            forget_pending()
+            self._complete_report()
+
+    def _complete_report(self) -> None:
+        if self._prompt is None and self.report.bypassed is None:
+            self.report.bypassed = "no_prefill"  # assisted decoding and custom loops prefill by themselves
+        self.report.publish_s = self._clock.publish_s
+        self.report.total_s = time.perf_counter() - self._started
+
+    # ---------------------------------------------------------------- before the forward pass
+
+    def _note_config(self, config: Any) -> None:
+        if self._read and (config.output_attentions or config.output_hidden_states):
+            self._read, self.report.read_bypassed = False, "prompt_outputs"  # asked for every prompt token's
+        if self._read and config.prefill_chunk_size is not None and not self._options.chunked_reads:
+            self._read, self.report.read_bypassed = False, "prefill_chunk_size"
+        beams = (config.num_beams or 1) > 1
+        publishes = self._options.publish_generated and self._options.publish_tokens is None
+        self._generated = self._write and publishes and not beams
+        self._eos = end_tokens(config.eos_token_id)
+
+    def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
+        """Finds, claims, and fills the cache with layers that load on demand."""
+        assert self._prompt is not None
+        began = time.perf_counter()
+        subject, options = self._subject, self._options
+        self._offer = offer = self._make_offer()
+        self._found = found = [
+            Found(
+                group, options.chunker.chain(subject.identity, group.tokens), subject.form,
+                subject.form.layers,
+            )
+            for group in self._prompt.groups
+        ]  # fmt: skip
+        claimed: set[bytes] = set()
+        for one in found:
+            if read:
+                one.extend(self._client, len(one.chain), follow)
+                one.extend_from_disk(self._client, follow, self._worth_waiting_s)
+            if read and subject.interior is not None:
+                one.extend_part(self._client)
+            inside = self._inside = self._search(one, config) if read else []
+            if self._write:
+                stop = len(one.group.tokens)
+                stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
+                limit = min(inside[0].start, stop) if inside else stop
+                offer.claim(one, read, follow, claimed, limit, len(found) > 1)
+                if offer.sinks is not None:  # not before the claim: it may find more blocks
+                    offer.sinks.offer(one, limit)
+                if inside:
+                    offer.claim_gaps(one, inside, stop)
+                elif subject.interior is not None and stop == len(one.group.tokens):
+                    offer.claim_tail(one)
+            if offer.sinks is not None:
+                offer.sinks.take(one)
+        if len(found) > 1 and offer.publisher.claimed:
+            for one in found:
+                one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
+        columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
+        offer.publisher.loaded = columns
+        self._prefix = Prefix(found, columns, subject.form.layers, options.follow_timeout_s, self._clock)
+        if self._prefix.tokens == 0:
+            self._prefix = None
+        if inside:
+            assert subject.interior is not None
+            self._blend = Blend(
+                subject.interior, inside, columns, self._prompt.length, self._clock, subject.form
+            )
+        self._fill(cache, config, device)
+        self.report.lookup_s += time.perf_counter() - began
+
+    def _make_offer(self) -> Offer:
+        subject, options = self._subject, self._options
+
+        def publisher(layout_id: int | None, form: Form) -> Publisher:
+            layout_id = -1 if layout_id is None else layout_id
+            return Publisher(
+                self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
+            )
+
+        own = publisher(subject.layout_id, subject.form)
+        sinks = None
+        if subject.sinks is not None:
+            first, last = subject.sinks.first, subject.sinks.last
+            both = (publisher(own.layout_id, own.form) for own in (first, last))
+            sinks = Sinks(subject.sinks, self._client, options.chunker, *both, options.priority)
+        given = (own, sinks, options.priority, subject.form.step, self._same)
+        return Offer(self._client, subject.identity, options.chunker, *given)
+
+    def _same(self) -> bool:
+        """Whether the model is still the one whose identity the blocks would have."""
+        if self.report.write_bypassed is None and not self._unchanged():
+            self.report.write_bypassed = "changed"
+        return self.report.write_bypassed != "changed"
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._subject.form.layout(self._options.chunker.most).block_bytes()
+
+    def _search(self, one: Found, config: Any) -> list[Segment]:
+        """Stretches behind the prefix that are stored, but were computed behind other tokens."""
+        assert self._prompt is not None
+        interior, last = self._subject.interior, len(one.group.tokens) - 1
+        exact = min(one.tokens, last)
+        if (
+            interior is None
+            or not self._options.search
+            or len(self._prompt.groups) > 1
+            or one.group.pad
+            or config.prefill_chunk_size is not None
+        ):
+            return []
+        self._plan = plan(
+            self._client,
+            self._subject.identity,
+            one.group.tokens[:last],
+            exact_tokens=exact,
+            min_tokens=interior.repair.min_tokens,
+            chunker=self._options.chunker,
+            patience=self._worth_waiting_s,
+        )
+        inside = [
+            segment
+            for segment in self._plan
+            if segment.kind == APPROXIMATE
+            and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
+        ]
+        size = mask_bytes(interior, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
+        if size > MOST_MASK_BYTES:
+            needed = f"a mask of {size} bytes for {interior.config._attn_implementation}"
+            warnings.warn(
+                f"reuse inside {last + 1} tokens needs {needed}, at most {MOST_MASK_BYTES} are given: only "
+                "the prefix is reused; the kernels of kvclient.hf.attention need none",
+                stacklevel=2,
+            )
+            return []
+        return inside
+
+    def _worth_waiting_s(self, tokens: int, blocks: int) -> float:
+        """How long so many blocks on disk are worth waiting for."""
+        assert self._patience is not None
+        wait_s = self._patience.wait_s(tokens, blocks * self._block_bytes)
+        self.report.disk_refused += wait_s == 0
+        return wait_s
+
+    def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
+        assert self._prompt is not None and self._offer is not None
+        own = (self._options, self._subject.form, self._prompt, self._found, self._prefix, self._blend)
+        filling = Filling(*own, self.report)
+        self._layers = filling.layers(config, device, self._offer.written(), self._memory)
+        self._staged, self._steps = filling.staged, filling.steps
+        replace_layers(cache, self._layers)
+
+    # ---------------------------------------------------------------- after it
+
+    def _prefilled(self, forward_s: float) -> None:
+        assert self._prompt is not None and self._offer is not None
+        report, clock = self.report, self._clock
+        report.load_s, report.wait_s = clock.load_s, clock.wait_s
+        report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
+        if self._prefix is not None:
+            report.reused_tokens = self._prefix.tokens
+            from_disk = min(self._prefix.tokens, sum(f.disk_tokens * len(f.group.rows) for f in self._found))
+            report.reused_by_tier.update(shm=self._prefix.tokens - from_disk, disk=from_disk)
+            report.followed_tokens = self._prefix.followed_tokens
+            report.full_tokens = self._prefix.full_tokens
+        if self._blend is not None:
+            report.approximate_tokens = self._blend.found * self._prompt.rows
+            report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
+            report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
+        else:
+            self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
+        for one in self._found:
+            one.release()
+        self._release_plan()
+        self._close_staged()
+        self._offer.seal()
+        self._note_published()
+        for layer in self._layers:
+            layer.written = None
+        if self._generated:
+            self._offer.follow(self._found, self._inside)
+
+    def _note_published(self) -> None:
+        assert self._offer is not None
+        publisher = self._offer.publisher
+        self.report.published_blocks = publisher.published
+        self.report.no_space, self.report.unavailable = publisher.no_space, publisher.unavailable
+        self.report.lost_blocks = publisher.lost
+        self.report.not_quantisable = publisher.not_quantisable
+        self.report.published_full_blocks = self._offer.sinks.published if self._offer.sinks else 0
+
+    def _give_back(self) -> None:
+        try:
+            if self._offer is not None:
+                self._offer.abort()
+        finally:
+            for one in self._found:
+                one.release()
+            self._release_plan()
+            self._close_staged()
+            self._prefix = self._blend = None
+
+    def _close_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    def _release_plan(self) -> None:
+        if self._plan is not None:
+            self._plan.release()
+            self._plan = None

@@ -1,0 +1,387 @@
+"""One forward pass over a prompt of which some stretches are reused: in the first layers the tokens that may
+be chosen, in the rest those that were; the last layer is computed for the prompt's last token only, but for K
+and V. Where the question chooses, a pass of the live tokens comes first.
+
+Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
+model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
+and takes its hooks off when the pass is over. Invariant: every column of every layer holds either what the
+model computed in these passes or what a verified block holds, moved to its place (and, where the question
+chose, by its neighbours' drift); a row attends to exactly the columns up to its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvclient.blocks.reuse_plan import Segment
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.attention.backends import NAMES
+from kvclient.hf.attention.registered import PREFIX, at
+from kvclient.hf.cache.layer import Shape, StoreLayer, as_array
+from kvclient.hf.call import Clock, Lost
+from kvclient.hf.connector.block_format import Form
+from kvclient.hf.model.rope import Rope, turned_tensor
+from kvclient.hf.model.structure import Refused
+from kvclient.hf.reuse.attention_scores import Asked
+from kvclient.hf.reuse.drift import Drift
+from kvclient.hf.reuse.repair import Repair
+from kvclient.kernels import contract, cuda
+
+# Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
+MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
+MOST_MASK_BYTES = 1 << 30  # for them; every layer reads it
+PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
+
+
+@dataclass(frozen=True)
+class Interior:
+    """What reuse inside a prompt needs to know of a model."""
+
+    rope: Rope
+    decoder: torch.nn.ModuleList
+    repair: Repair
+    config: Any  # the model's, which says what computes its attention by now
+
+    @property
+    def shows(self) -> bool:
+        """Whether the model's attention is one of ours: others tell nobody what they attend to."""
+        return str(self.config._attn_implementation).startswith(PREFIX)
+
+
+def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
+    """The list of the model's decoder layers. Raises Refused."""
+    name = type(model).__name__
+    if model.config._attn_implementation not in MASKED:
+        kind = model.config._attn_implementation
+        raise Refused(f"{name} computes attention by {kind}: rows that do not follow each other need a mask")
+    found = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
+    if len(found) != 1:
+        raise Refused(f"{name} has {len(found)} lists of {layers} modules: which are its layers is not clear")
+    return found[0]
+
+
+def mask_bytes(interior: Interior, segments: Sequence[Segment], exact: int, length: int, size: int) -> int:
+    """Of the mask that such a pass needs, with elements of `size` bytes."""
+    if interior.shows:
+        return 0
+    fresh = interior.repair.fresh(segments, length)
+    rows = interior.repair.scanned(segments, fresh) if interior.repair.checks else fresh
+    return int(rows[exact:].sum()) * length * size
+
+
+class Blend:
+    """One pass. `with` it, run the model's own prefill with `layers` in its cache."""
+
+    def __init__(
+        self, interior: Interior, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
+        form: Form,
+    ) -> None:  # fmt: skip
+        self._interior, self._segments, self._clock, self._form = interior, segments, clock, form
+        self.exact, self.length = exact, length
+        self._fresh = interior.repair.fresh(segments, length)
+        self.found = sum(len(segment) for segment in segments)  # columns
+        self.recomputed = 0  # of these, in the layers that are cut
+        # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
+        checks = interior.repair.checks
+        self.cut = interior.repair.cut(len(interior.decoder))
+        self.looking = False  # while rows enter a layer for their K and V only
+        self._scanned = interior.repair.scanned(segments, self._fresh) if checks else self._fresh
+        # Of this pass's tokens, those that go through the layers so far; chosen ones from `cut` on.
+        self._rows = torch.nonzero(self._scanned[exact:]).squeeze(1)
+        self.chosen = not checks
+        self._mask: torch.Tensor | None = None
+        self._hooks: list[Any] = []
+        self.asked: Asked | None = None  # while live rows are computed over what is stored
+        # Where that pass ended: what stands before all that is reused waits there for the other rows.
+        self._joined, self._waiting = -1, torch.empty(0)
+        self.drift: Drift | None = None
+        asks = interior.repair.asks(segments, exact)
+        if asks and interior.repair.attended_ratio == 1:
+            self._choose(torch.ones(length, dtype=torch.bool))
+        elif asks and interior.shows:
+            self.asked = Asked(length, length - segments[-1].stop, len(interior.decoder))
+            live = torch.ones(length, dtype=torch.bool)
+            for segment in segments:
+                live[segment.start : segment.stop] = False
+            self._choose(live)
+        elif not checks:
+            self._choose(self._fresh)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row goes through the layers from here on: nothing is reused there, nothing cut."""
+        return len(self._rows) == self.length - self.exact
+
+    # ---------------------------------------------------------------- the layers' side
+
+    def columns(self) -> torch.Tensor:
+        return self._rows + self.exact
+
+    def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
+        """Puts the reused stretches of a layer into `storage` [2, rows, heads, capacity, head_dim], whose
+        first column is the prompt's `low`.
+        """
+        began = time.perf_counter()
+        for segment in self._segments:
+            at = segment.start - low
+            for piece in segment.pieces:
+                _place(self._interior.rope, self._form, layer, piece, segment.shift, storage, at)
+                at += piece.count
+        self._clock.load_s += time.perf_counter() - began
+
+    def check(self, layer: int, storage: torch.Tensor) -> None:
+        """K and V of a layer are there of all that may be chosen: chooses the rows that go on into it."""
+        low = min(segment.start for segment in self._segments)
+        high = max(segment.stop for segment in self._segments)
+        stored = torch.empty_like(storage[:, :1, :, low:high])
+        self.load(layer, stored, low)
+        columns = torch.nonzero(self._scanned & ~self._fresh).squeeze(1)
+        fresh = storage[:, 0, :, low : low + stored.shape[3]]
+        square, norm = compared(stored[:, 0], fresh, (columns - low).to(storage.device))
+        size = norm.mean(dim=1, keepdim=True).clamp_min(1e-30)
+        deviation = torch.zeros(self.length)
+        deviation[columns] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
+        self._choose(self._interior.repair.worst(deviation, self._fresh, self._scanned))
+
+    def _choose(self, fresh: torch.Tensor, done: int = 0) -> None:
+        """done: columns from the pass's first on that are as they have to be."""
+        rows = torch.nonzero(fresh[self.exact :]).squeeze(1)
+        self.recomputed = len(rows) - (self.length - self.exact - self.found)
+        self._rows, self.chosen, self._mask = rows[rows >= done], True, None
+
+    def ask(self, run: Callable[[], Any]) -> None:
+        """run: the pass of live rows over what is stored. The one that follows counts."""
+        assert self.asked is not None
+        with contextlib.suppress(_Seen):
+            run()
+        asked, self.asked = self.asked, None
+        repair, segments = self._interior.repair, self._segments
+        if (attention := asked.of()) is None:  # a compiled graph, which tells nothing
+            self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
+            self.chosen, self._mask = False, None
+            return
+        chosen = repair.attended(attention, self._fresh)
+        self.drift, self._joined = Drift(self._interior.rope, segments, chosen, asked.values), asked.stop
+        # What stands before all that is reused is as it must be, as far as the first pass went.
+        self._choose(chosen, segments[0].start - self.exact)
+
+    # ---------------------------------------------------------------- the model's side
+
+    def __enter__(self) -> Blend:
+        thread = threading.get_ident()
+        try:
+            for index, module in enumerate(self._interior.decoder):
+                hook = _Hook(self, index, thread)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        except BaseException:  # an interrupt: what is on would cut the rows of this thread's next call
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def cut_inputs(
+        self, index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.looking:
+            return None
+        if self.asked is not None and index == self.asked.stop:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._waiting = hidden[:, : self._segments[0].start - self.exact].clone()
+            raise _Seen
+        if index == self._joined:
+            args, kwargs = self._join(args, kwargs)
+        before = self._rows
+        if index == self.cut and not self.chosen:
+            self._look(module, *self._cut(args, kwargs, before, before))
+        if self.whole:
+            return None
+        if index == len(self._interior.decoder) - 1 and self.asked is None:
+            # The next token is told from the last row; of the others nobody wants more than K and V.
+            self._look(module, *self._cut(args, kwargs, before, self._rows))
+            self._rows, self._mask = self._rows[-1:], None
+        return self._cut(args, kwargs, before, self._rows)
+
+    def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the layer that the first pass ended at, with the rows that wait there."""
+        waiting = torch.arange(self._waiting.shape[1])
+        self._rows, self._mask = torch.cat([waiting, self._rows]), None
+        hidden = torch.cat([self._waiting, args[0] if args else kwargs["hidden_states"]], dim=1)
+        return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
+
+    def _cut(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a layer for these rows only. before: those that came out of the layer before."""
+        total = self.length - self.exact
+        if len(rows) == total:
+            return args, kwargs
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == total:
+            hidden = hidden[:, rows.to(hidden.device)]
+        elif len(before) != len(rows):
+            hidden = hidden[:, torch.searchsorted(before, rows).to(hidden.device)]
+        rows, kwargs = rows.to(hidden.device), dict(kwargs)
+        if args:
+            args = (hidden, *args[1:])
+        else:
+            kwargs["hidden_states"] = hidden
+        kwargs["attention_mask"] = self._masked(kwargs.get("attention_mask"), hidden, rows)
+        for name in PER_TOKEN:
+            if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].shape[-1] == total:
+                kwargs[name] = kwargs[name][..., rows]
+        if isinstance(kwargs.get("position_embeddings"), tuple):
+            kwargs["position_embeddings"] = tuple(t[..., rows, :] for t in kwargs["position_embeddings"])
+        return args, kwargs
+
+    def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Lets rows into a layer up to where it hands K and V to its cache; what follows is not computed."""
+        self.looking = True
+        try:
+            module(*args, **kwargs)
+        except _Seen:
+            return
+        finally:
+            self.looking = False
+        raise Refused(f"{type(module).__name__} hands no K and V to its cache")
+
+    def _masked(self, mask: Any, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            return mask[:, :, rows]
+        if mask is not None:
+            raise InvalidArgument(f"a decoder layer is given a mask of type {type(mask).__name__}")
+        if self._mask is None and self._interior.shows:
+            self._mask = at(rows + self.exact, self.length, hidden.dtype)
+        elif self._mask is None:  # the model relied on all rows being there: now each needs its own
+            columns = torch.arange(self.length, device=hidden.device)
+            hidden_columns = columns[None] > (rows + self.exact)[:, None]
+            self._mask = torch.zeros(hidden_columns.shape, dtype=hidden.dtype, device=hidden.device)
+            self._mask.masked_fill_(hidden_columns, torch.finfo(hidden.dtype).min)
+            self._mask = self._mask[None, None]
+        return self._mask
+
+
+class _Seen(Exception):
+    """K and V of all rows of a layer are there. Internal: ends the look, or the pass that asks."""
+
+
+class _Hook:
+    """Cuts the inputs of one layer, in the thread that runs the pass."""
+
+    def __init__(self, blend: Blend, index: int, thread: int) -> None:
+        self._blend, self._index, self._thread = blend, index, thread
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # torch reads a hook and whether it takes kwargs apart: while it is put on or taken off, another
+        # thread calls it without.
+        if kwargs is None or threading.get_ident() != self._thread:
+            return None  # another request on the same model
+        return self._blend.cut_inputs(self._index, module, args, kwargs)
+
+
+class BlendLayer(StoreLayer):
+    """A StoreLayer whose first update is part of a pass."""
+
+    def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
+        super().__init__(index, shape, *args, **kwargs)
+        self._blend: Blend | None = blend
+        self._asked = False  # and so holds what is stored
+        self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
+        self._complete = False  # and the last row comes once more
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blend = self._blend
+        if self._complete:
+            self._complete = False
+            return self.keys, self.values
+        if blend is not None and blend.looking and not blend.chosen:
+            storage = self._room(blend.length, key_states)
+            columns = blend.columns().to(storage.device)
+            storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
+            self._seen = columns, key_states, value_states
+            blend.check(self.index, storage)
+            raise _Seen
+        if blend is not None and blend.asked is not None:
+            return self._ask(blend, blend.asked, key_states, value_states)
+        self._blend = None
+        if blend is None or blend.whole:
+            return super().update(key_states, value_states, *args, **kwargs)
+        storage = self._room(blend.length, key_states)
+        columns = blend.columns().to(storage.device)
+        if not self._asked or blend.drift is None:
+            blend.load(self.index, storage)
+        if blend.drift is not None:
+            blend.drift.add(self.index, storage, columns, torch.stack([key_states, value_states]))
+        if self._seen is not None:
+            looked, *fresh = self._seen
+            storage[0][:, :, looked], storage[1][:, :, looked] = fresh
+            self._seen = None
+        storage[0][:, :, columns] = key_states
+        storage[1][:, :, columns] = value_states
+        self._show(blend.length)
+        if self.written is not None:
+            self.written(self.index, blend.exact, blend.length, storage, self.origin)
+        if blend.looking:
+            self._complete = True
+            raise _Seen
+        return self.keys, self.values
+
+    def _ask(
+        self, blend: Blend, asked: Asked, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self._length
+        storage = self._room(blend.length, key_states)
+        columns = blend.columns().to(storage.device)
+        blend.load(self.index, storage)
+        storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
+        self._asked = True
+        self._show(blend.length)
+        keys, values = asked.handed(self.index, self.keys, self.values), self.values
+        self._show(before)  # the pass that follows begins where this one did
+        return keys, values
+
+
+def compared(
+    stored: torch.Tensor, fresh: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, columns] of K and V [2, heads, tokens, head_dim]: (stored - fresh)^2 and fresh^2, summed."""
+    if fresh.device.type in cuda.DEVICES and contract.cuda_lacks(fresh.device.index or 0) is None:
+        whole = cuda.table([cuda.segment((stored[0],), (stored[1],))], fresh.device)
+        first = torch.zeros(1, dtype=torch.int64, device=fresh.device)
+        square, norm = cuda.score(fresh[0], fresh[1], whole, first, fresh.shape[2], 0, False)
+        return square[:, columns], norm[:, columns]
+    fresh = fresh[:, :, columns].float()
+    return (stored[:, :, columns].float() - fresh).pow_(2).sum(dim=(1, 3)), fresh.pow(2).sum(dim=(1, 3))
+
+
+def _place(
+    rope: Rope, form: Form, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
+) -> None:
+    """Copies one piece of a block to columns at.., its keys turned."""
+    part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
+    try:
+        if storage.device.type == "cpu":
+            block, target = form.read(piece.view, layer)[:, :, part], as_array(storage)
+            rope.turn(layer, block[0], shift, target[0, 0, :, where])
+            target[1, 0, :, where] = block[1]
+            target[:, 1:, :, where] = target[:, :1, :, where]
+        else:
+            block = form.read_tensor(piece.view, layer)[:, :, part]
+            storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
+            storage[1, :, :, where] = block[1].to(storage.device)
+    except Closed as error:
+        raise Lost(str(error)) from error

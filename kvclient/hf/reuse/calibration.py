@@ -1,0 +1,69 @@
+"""Whether a model has passed calibration, kept in the user's cache directory.
+
+Owns the file: one per reuse identity without its salt, `calibration/<64 hex>.json`. Never measures (verify
+does). Invariant: a file that is damaged, of another version or of another identity counts as none, so
+approximate reuse stays off.
+
+    {"version": 2, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 2e-3, "top1": 0.98}
+
+Of what was measured all else is Repair's default: raise the version when one of those changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.verify import Outcome
+
+VERSION = 2
+MAX_BYTES = 4096
+
+
+def directory() -> Path:
+    """$KVCLIENT_CALIBRATION_DIR, else kvstored/calibration in $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("KVCLIENT_CALIBRATION_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvstored" / "calibration"
+
+
+def load(identity: bytes) -> Repair | None:
+    """The repair this model has passed with, if it has."""
+    try:
+        with open(_path(identity), encoding="utf-8") as file:
+            kept = json.loads(file.read(MAX_BYTES))
+        if kept["version"] != VERSION or kept["identity"] != identity.hex():
+            return None
+        return Repair(str(kept["method"]), ratio=float(kept["ratio"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidArgument):
+        return None
+
+
+def save(identity: bytes, repair: Repair, outcome: Outcome) -> Path:
+    """Complete or not at all. The directory is made, readable by its owner only."""
+    path = _path(identity)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = {
+        "version": VERSION,
+        "identity": identity.hex(),
+        "method": repair.method,
+        "ratio": repair.ratio,
+        "mean_kl": outcome.mean_kl,
+        "top1": outcome.top1,
+    }
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(kept))
+    os.replace(temporary, path)
+    return path
+
+
+def forget(identity: bytes) -> None:
+    _path(identity).unlink(missing_ok=True)
+
+
+def _path(identity: bytes) -> Path:
+    return directory() / f"{identity.hex()}.json"

@@ -1,0 +1,186 @@
+"""verify(): how far from a cold run each way of reuse takes this model, measured on it, as numbers that can
+fail.
+
+Owns the measurement and what it reports. Never touches the user's store: every way runs against an in-memory
+one, by the very code generate() runs. Invariant: the reference is a full prefill of the same tokens by plain
+generate(), and the positions compared are those of the real continuation, fed to both (teacher forcing).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import torch
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.call import Report
+from kvclient.hf.reuse.repair import Repair
+
+PREFIX = "prefix"
+POSITIONS = 64  # of the continuation, at most a quarter of a prompt
+LEAD, TAIL = 16, 20  # tokens of a prompt before and behind the part that is reused out of place
+MIN_TOKENS = 96
+BLOCKS = 4  # a reused part has at least so many
+OWN_PROMPTS, OWN_TOKENS = 3, 320  # where the caller gives none: text the model writes itself
+MAX_MEAN_KL = 1e-2  # nats; what approximate reuse may cost to be switched on
+MAX_EXACT_KL = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+MAX_CODEC_KL = {"none": 0.0, "int8": 1e-4, "int4": 5e-3}  # of a prefix
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One way of reuse over all prompts. KL in nats, of the cold run's distribution to this one's."""
+
+    strategy: str
+    codec: str
+    found: float  # share of the prompts' tokens that were reused, and not computed anew to repair them
+    mean_kl: float
+    max_kl: float
+    top1: float  # share of positions with the same most likely token
+    first_divergence: int | None  # the earliest position of any prompt where it was another
+    ttft_s: float  # mean, as the caller felt it
+    cold_ttft_s: float
+    limit: float  # of mean_kl
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was reused, and its mean KL is within the limit."""
+        return self.found > 0 and self.mean_kl <= self.limit
+
+
+@dataclass(frozen=True)
+class Verification:
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every strategy passed."""
+        return bool(self.outcomes) and all(outcome.passed for outcome in self.outcomes)
+
+    def __getitem__(self, strategy: str) -> Outcome:
+        return next(outcome for outcome in self.outcomes if outcome.strategy == strategy)
+
+    def __str__(self) -> str:
+        head = "strategy           codec   found   mean KL    max KL  top-1 first TTFT/cold"
+        rows = [
+            f"{o.strategy:18} {o.codec:6} {o.found:6.1%} {o.mean_kl:9.2e} {o.max_kl:9.2e} {o.top1:6.1%} "
+            f"{'-' if o.first_divergence is None else o.first_divergence:>5} {o.ttft_s / o.cold_ttft_s:9.2f}"
+            f"{'' if o.passed else '  FAILED'}"
+            for o in self.outcomes
+        ]
+        return "\n".join([head, *rows])
+
+
+@dataclass
+class _Seen:
+    """What was measured of one way, prompt by prompt."""
+
+    kl: list[torch.Tensor] = field(default_factory=list)
+    same: list[torch.Tensor] = field(default_factory=list)
+    found: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    cold_s: list[float] = field(default_factory=list)
+
+    def outcome(self, strategy: str, codec: str, limit: float) -> Outcome:
+        kl, diverged = torch.cat(self.kl), [torch.nonzero(~same) for same in self.same]
+        return Outcome(
+            strategy, codec, mean(self.found), float(kl.mean()), float(kl.max()),
+            float(torch.cat(self.same).float().mean()),
+            min((int(where[0]) for where in diverged if len(where)), default=None),
+            mean(self.ttft_s), mean(self.cold_s), limit,
+        )  # fmt: skip
+
+
+# Runs a call with the store, reusing as the repair says (None: prefixes), and answers its report.
+Trial = Callable[[Repair | None, Callable[[], Any]], Report]
+
+
+def verify(
+    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]],
+    codec: str = "none",
+) -> Verification:  # fmt: skip
+    """Measures prefix reuse and each of the repairs. Raises InvalidArgument for prompts too short to say
+    anything.
+    """
+    texts = [list(prompt) for prompt in prompts]
+    if not texts or min(map(len, texts)) < MIN_TOKENS:
+        raise InvalidArgument(f"prompts need at least {MIN_TOKENS} tokens each, and there must be one")
+    seen = {name: _Seen() for name in (PREFIX, *repairs)}
+    for number, text in enumerate(texts):
+        positions = min(POSITIONS, len(text) // 4)
+        ids, following = text[:-positions], text[-positions:]
+        other = texts[number - 1] if len(texts) > 1 else text[::-1]
+        began = time.perf_counter()
+        cold = _first(model, ids, plain=True)
+        cold_s = time.perf_counter() - began
+        reference = _said(model, cold, following)
+        moved = [*other[: LEAD + 5], *ids[LEAD:-TAIL], *other[-TAIL - 40 :]]
+        for name, own in seen.items():
+            repair = repairs.get(name)
+            kept: dict[str, Any] = {}
+
+            source = ids if repair is None else moved
+
+            def call(source: list[int] = source, asked: list[int] = ids, kept: dict = kept) -> None:
+                _first(model, source)
+                began = time.perf_counter()
+                kept["out"] = _first(model, asked)
+                kept["ttft_s"] = time.perf_counter() - began
+
+            report = trial(repair, call)
+            said = _said(model, kept["out"], following)
+            own.kl.append((reference.exp() * (reference - said)).sum(-1).clamp_min(0))
+            own.same.append(reference.argmax(-1) == said.argmax(-1))
+            reused = report.reused_tokens + report.approximate_tokens - report.recomputed_tokens
+            own.found.append(reused / len(ids))
+            own.ttft_s.append(kept["ttft_s"])
+            own.cold_s.append(cold_s)
+    exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])
+    limits = {name: exact if name == PREFIX else MAX_MEAN_KL for name in seen}
+    return Verification(tuple(own.outcome(name, codec, limits[name]) for name, own in seen.items()))
+
+
+def block_tokens_for(prompts: Sequence[Sequence[int]], block_tokens: int) -> int:
+    """The size of block such prompts can be verified with: what is reused must hold some whole ones."""
+    shortest = min(map(len, prompts))
+    part = shortest - shortest // 4 - LEAD - TAIL
+    return max(1, min(block_tokens, part // BLOCKS))
+
+
+def own_text(model: torch.nn.Module) -> list[list[int]]:
+    """Text the model writes itself: what it finds likely. The random number generators stay as they were."""
+    config = model.config.get_text_config(decoder=True)
+    size, most = config.vocab_size, getattr(config, "max_position_embeddings", None) or OWN_TOKENS
+    if most < MIN_TOKENS:
+        raise InvalidArgument(f"the model has {most} positions; prompts need at least {MIN_TOKENS} tokens")
+    start = torch.tensor([[size // 3 + i, size // 2 + i] for i in range(OWN_PROMPTS)], device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        rows = type(model).generate(
+            model, start, attention_mask=torch.ones_like(start), do_sample=True, temperature=0.8, top_k=0,
+            top_p=1.0, max_new_tokens=min(OWN_TOKENS, most) - start.shape[1], pad_token_id=0,
+            eos_token_id=None,
+        )  # fmt: skip
+    return rows.tolist()
+
+
+def _first(model: torch.nn.Module, ids: list[int], plain: bool = False) -> Any:
+    rows = torch.tensor([ids], device=model.device)
+    call = type(model).generate.__get__(model) if plain else model.generate
+    return call(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=1, do_sample=False, num_beams=1,
+        pad_token_id=0, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _said(model: torch.nn.Module, out: Any, following: list[int]) -> torch.Tensor:
+    """Log-probabilities at each position of the continuation."""
+    rows = torch.tensor([following[:-1]], device=model.device)
+    rest = model(input_ids=rows, past_key_values=out.past_key_values, use_cache=True).logits[0]
+    return torch.cat([out.logits[0], rest]).double().log_softmax(-1)

@@ -1,0 +1,158 @@
+"""Goal: KV of a model whose code was edited is never served to one whose code was not, in no direction.
+
+Method: two processes with the same weights on one daemon, one of them with one edit (a custom module's forward,
+a method of a class, a function in an attribute, a function of the modeling file, a default, a closure, a
+constant); it must miss what the other published, and answer as it answers without the store. The same edits in
+a living process between two calls. Controls: no edit hits; another hash seed hits.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kvclient.hf
+from tests.conftest import ROOT
+from tests.engines.zoo import build, generate, prompt
+
+BLOCK = 16
+PROGRAM = """
+import functools, json, sys
+import torch
+import kvclient, kvclient.hf
+from transformers.models.llama import modeling_llama as code
+from tests.engines.zoo import build, generate, prompt
+edit, socket = sys.argv[1:3]
+model = build("llama", layers=2)
+
+class Scale(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return FORMULA
+
+def closed(factor):
+    return lambda x: torch.nn.functional.silu(x) * factor
+
+def defaulted(x, factor=DEFAULT):
+    return torch.nn.functional.silu(x) * factor
+
+for layer in model.model.layers:
+    layer.self_attn.o_proj = Scale(layer.self_attn.o_proj)
+    if edit.startswith("closure"):
+        layer.mlp.act_fn = closed(1.0 if edit == "closure" else 0.5)
+    if edit.startswith("default"):
+        layer.mlp.act_fn = defaulted
+if edit == "method":
+    before = code.LlamaMLP.forward
+    code.LlamaMLP.forward = lambda self, x: 0.5 * before(self, x)
+if edit == "function":
+    rotate = code.apply_rotary_pos_emb
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        q, k = rotate(q, k, cos, sin, *args, **kwargs)
+        return q, k * 0.5
+    code.apply_rotary_pos_emb = apply_rotary_pos_emb
+ids = prompt(70)
+plain = generate(model, ids, 4)[0].tolist()
+with kvclient.connect(socket) as client:
+    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
+        said = generate(model, ids, 4)[0].tolist()
+        print(json.dumps([kv.last.reused_tokens, said == plain, kv.last.published_blocks, kv.identity.hex()]))
+"""
+
+
+def run(daemon, edit, formula="1.0 * self.inner(x)", default="1.0", seed="0"):
+    program = PROGRAM.replace("FORMULA", formula).replace("DEFAULT", default)
+    done = subprocess.run(
+        [sys.executable, "-c", program, edit, str(daemon.dir)], cwd=ROOT, capture_output=True, text=True,
+        timeout=300, env={**__import__("os").environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("same",), ("same", "0.5 * self.inner(x)")),
+        (("same",), ("method",)),
+        (("same",), ("function",)),
+        (("closure",), ("closure, other",)),
+        (("default",), ("default", "1.0 * self.inner(x)", "0.5")),
+    ],
+    ids=["a formula", "a method of a class", "a function of the file", "a closure", "a default"],
+)
+def test_an_edit_misses_what_the_unedited_published(new_daemon, first, second):
+    daemon = new_daemon("64MiB")
+    reused, right, published, before = run(daemon, *first)
+    assert (reused, right) == (0, True) and published >= 4
+    reused, right, _, after = run(daemon, *second)
+    assert before != after
+    assert (reused, right) == (0, True)
+
+
+def test_the_same_code_hits_in_another_process_with_another_hash_seed(new_daemon):
+    daemon = new_daemon("64MiB")
+    *_, before = run(daemon, "closure", seed="1")
+    reused, right, _, after = run(daemon, "closure", seed="2")
+    assert before == after
+    assert right and reused >= 64
+
+
+@pytest.fixture
+def model():
+    return build("llama", layers=2)
+
+
+def halved(model, patch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    before = LlamaMLP.forward
+    patch.setattr(LlamaMLP, "forward", lambda self, x: 0.5 * before(self, x))
+
+
+def activation(model, patch):
+    patch.setattr(model.model.layers[0].mlp, "act_fn", Activation(0.5))
+
+
+def file_function(model, patch):
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.rotate_half
+    patch.setattr(modeling_llama, "rotate_half", lambda x: -before(x))
+
+
+def data(model, patch):
+    model.model.layers[1].self_attn.k_proj.weight.data.mul_(0.5)
+
+
+def numpy_memory(model, patch):
+    model.model.layers[1].self_attn.k_proj.weight.detach().numpy()[:] *= 0.5
+
+
+class Activation(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * self.factor
+
+
+@pytest.mark.parametrize("edit", [halved, activation, file_function, data, numpy_memory])
+def test_an_edit_between_two_calls_is_noticed(model, client, monkeypatch, edit):
+    """By a publisher: what it publishes afterwards is under another identity."""
+    ids = prompt(70)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, ids, 1)
+        before, blocks = kv.identity, kv.last.published_blocks
+        generate(model, ids, 1)
+        assert kv.last.reused_tokens >= 64 and blocks >= 4
+        edit(model, monkeypatch)
+        said = generate(model, ids, 4)[0]
+        assert kv.last.bypassed is None and kv.last.reused_tokens == 0
+        assert kv.identity != before
+    assert torch.equal(said, generate(model, ids, 4)[0])
