@@ -108,7 +108,7 @@ test-all: model native-tests ## also the slow tests and other releases of transf
 	@$(PY) -m pytest -q $(BESIDE)
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
-	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/engines/test_releases.py
+	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/test_releases.py
 
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked

@@ -17,7 +17,7 @@ import pytest
 
 from kvclient.testing.conformance.case import check, fill, new_keys
 from kvstored.v1 import admin_pb2
-from tests.e2e.grpc_calls import CALL_S, Calls
+from tests.daemon.grpc_calls import CALL_S, Calls
 from tests.fault.children import eventually
 from tests.fault.supervisor import Supervisor
 from tests.hostile.raw import RawSession

@@ -1,4 +1,4 @@
-"""The tiny models of tests/engines on the device of tests/gpu.
+"""The tiny models of tests/hf on the device of tests/gpu.
 
 Owns their element type there, and how near to plain generation they must come.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.engines.zoo import known
+from tests.hf.zoo import known
 
 
 def model_on(place: torch.device, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 Method: tiny random models on the GPU against their own generate(), cold and warm, alone and in padded rows;
 that the graph is replayed, and not the model run, is counted. Without a GPU
-tests/engines/test_decode_graph.py runs the same step, again and again instead of recorded; in place that is
+tests/hf/test_decode_graph.py runs the same step, again and again instead of recorded; in place that is
 done here, on the emulation.
 """
 
@@ -21,8 +21,8 @@ import kvclient.hf
 from kvclient.hf import attention
 from kvclient.hf.cache.static import StaticDeviceLayer
 from kvclient.hf.request import decode_step
-from tests.engines.zoo import generate, known, near, prompt
 from tests.gpu.models import bound, model_on
+from tests.hf.zoo import generate, known, near, prompt
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])

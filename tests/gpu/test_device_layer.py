@@ -26,9 +26,9 @@ from kvclient.hf.connector.block_format import Form
 from kvclient.hf.reuse import blend
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory
-from tests.engines.zoo import generate, near, prompt
 from tests.gpu.models import bound, model_on
 from tests.gpu.oracle import noise
+from tests.hf.zoo import generate, near, prompt
 
 BLOCK = 16
 

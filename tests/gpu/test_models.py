@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from kvclient.hf import attention
-from tests.engines.zoo import generate, known, near, prompt
+from tests.hf.zoo import generate, known, near, prompt
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gpt_oss", "glm4", "smollm3")
 BACKENDS = ("cuda_sm90a", "cuda", "triton", "torch_cudnn", "torch_flash")

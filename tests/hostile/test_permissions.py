@@ -24,7 +24,7 @@ from kvstored.cli import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import DaemonFailed
-from tests.e2e.grpc_calls import CALL_S
+from tests.daemon.grpc_calls import CALL_S
 from tests.fault.children import as_user, eventually
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

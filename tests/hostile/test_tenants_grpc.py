@@ -13,7 +13,7 @@ import pytest
 
 from kvclient.testing.conformance.case import SMALL, fill, new_keys
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from tests.e2e.grpc_calls import CALL_S
+from tests.daemon.grpc_calls import CALL_S
 from tests.fault.children import as_user, eventually
 
 pytestmark = [

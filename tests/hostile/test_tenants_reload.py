@@ -16,7 +16,7 @@ from kvclient.testing.conformance.case import SMALL, new_keys
 from kvstored.errors import Exit
 from kvstored.v1 import store_pb2
 from tests.conformance.grpc_door import GrpcClient
-from tests.e2e.test_daemon_reload import reload
+from tests.daemon.test_reload import reload
 from tests.fault.children import as_user, eventually
 from tests.hostile.raw import Dropped, RawSession
 

@@ -174,7 +174,7 @@ def test_a_model_under_the_backend():
     from kvclient.hf import attention
     from kvclient.hf.attention import backends, registered
     from kvclient.hf.attention import torch_reference as in_torch
-    from tests.engines.zoo import build, near, prompt
+    from tests.hf.zoo import build, near, prompt
 
     assert attention.available_backends()["triton"] is None
     import torch
@@ -202,7 +202,7 @@ def test_other_models_under_the_backend(name):
     import torch
 
     from kvclient.hf import attention
-    from tests.engines.zoo import generate, known, near, prompt
+    from tests.hf.zoo import generate, known, near, prompt
 
     model, rows = known(name), torch.cat([prompt(21), prompt(21, seed=2)])
     mask = torch.ones_like(rows)

@@ -1,7 +1,7 @@
 """The reuse identity: every dimension counts, the encoding is injective, and neither ever changes by
 accident.
 
-Never touches a model; what a live model's dimensions are is tests/e2e/test_hf_identity.py.
+Never touches a model; what a live model's dimensions are is tests/hf/test_changed.py.
 """
 
 import dataclasses

@@ -90,8 +90,8 @@ def attach(
     copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
     models too large to be digested at every start (1.3 GB/s a core); until they change.
 
-    A model that is changed while attached is digested anew at its next call. Not noticed, nor part of the
-    identity: what kvclient.hf.model.watch says hides from it, as functions among a module's attributes.
+    A model that is changed while attached, its code included, is digested anew at its next call. Not noticed:
+    what kvclient.hf.model.watch and kvclient.hf.model.code say hides from them.
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:

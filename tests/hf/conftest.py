@@ -1,0 +1,69 @@
+"""What the tests of kvclient.hf over tiny models share: an in-memory store, and the counts of fallbacks."""
+
+import pytest
+
+import kvclient
+
+
+@pytest.fixture
+def client():
+    with kvclient.InMemoryClient(64 << 20) as client:
+        yield client
+
+
+@pytest.fixture
+def left():
+    """Why layers became dense, or calls went to torch, during the test."""
+    from kvclient.hf import attention
+
+    before = attention.fallbacks()
+
+    def new() -> dict[str, int]:
+        now = attention.fallbacks()
+        return {reason: count for reason in now if (count := now[reason] - before.get(reason, 0))}
+
+    return new
+
+
+@pytest.fixture
+def attach(model, client):
+    """`attach(repair)`: the module's model, with the prompt of inside.py in the store."""
+    import kvclient.hf  # most tests here have no model
+    from tests.hf.inside import BLOCK, COMPUTED
+    from tests.hf.zoo import generate
+
+    attached = []
+
+    def attach(repair, **options):
+        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False, **options)
+        attached.append(kv)
+        generate(model, COMPUTED)
+        return kv
+
+    yield attach
+    for kv in attached:
+        kv.detach()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A tiny random model with a tokenizer of bytes, saved as a user's would be."""
+    import transformers  # most tests here have no model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tests.hf.zoo import build
+
+    home = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{byte: 3 + i for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    fast.save_pretrained(home)
+    build("llama").save_pretrained(home)
+    return home
