@@ -61,7 +61,7 @@ def warm_rows(home: Path, memory_bytes: int) -> list[dict]:
         one.daemon.wait_faulted()
         layout, keys = one.layout(size), new_keys(memory_bytes // 4 * 3 // size)
         for key in keys:
-            one.client.create([key], layout, priority=NOT_WRITTEN).__enter__().__exit__(None, None, None)
+            one.client.create([key], layout, priority=NOT_WRITTEN).seal(zero_rest=True)
         held, times = one.client.lookup(keys).resident, []
         if held != len(keys):
             raise RuntimeError(f"{held} of {len(keys)} blocks are in memory")

@@ -96,6 +96,7 @@ class Ours:
                     raise RuntimeError(
                         f"only {len(writer.granted)} of {len(writer.results)} granted at block {at}"
                     )
+                writer.seal(zero_rest=True)
 
     def op_lookup(self, params):
         count = params["keys"]
@@ -173,8 +174,8 @@ class Ours:
         # In the steady state: a pool has been full for long where it counts.
         while self.client.stats()["evictions"] < TURNOVERS * self.client.stats()["blocks"]:
             for _ in range(1000):
-                with self.client.create(self.new_chain(64), self.small):
-                    pass
+                with self.client.create(self.new_chain(64), self.small) as writer:
+                    writer.seal(zero_rest=True)
         create, chain = self.client.create, None
 
         def before(i):
@@ -183,7 +184,7 @@ class Ours:
 
         def run(i):
             with create(chain, self.small) as writer:
-                writer.granted  # noqa: B018
+                writer.seal(zero_rest=True)
 
         return Call(run, before, note=f"evicting 64 each time, pool turned over {TURNOVERS} times")
 

@@ -155,8 +155,8 @@ def search(subject: Any) -> Iterator[dict[str, Any]]:
     before = client.stats()["blocks"]
     for _ in range(0, STORED, STORED_AT_ONCE):
         tokens = [chance.randrange(1 << 16) for _ in range(128 * STORED_AT_ONCE)]
-        with client.create(kvclient.chain(identity, tokens), layout):
-            pass
+        with client.create(kvclient.chain(identity, tokens), layout) as writer:
+            writer.seal(zero_rest=True)
     times = []
     for _ in range(20):
         asked = np.array([chance.randrange(1 << 16, 1 << 17) for _ in range(ASKED)], np.int32)

@@ -125,7 +125,7 @@ class NoWriter:
     def __getitem__(self, index: int) -> Any:
         raise InvalidArgument(f"key {index} was not granted: the store is unreachable")
 
-    def seal(self, index: int | None = None) -> None:
+    def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """There is nothing to publish."""
 
     def abort(self, index: int | None = None) -> None:

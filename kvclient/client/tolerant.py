@@ -173,9 +173,9 @@ class TolerantWriter:
     def __getitem__(self, index: int) -> Any:
         return self._writer[index]
 
-    def seal(self, index: int | None = None) -> bool:
+    def seal(self, index: int | None = None, zero_rest: bool = False) -> bool:
         """False if that could not be: then nobody will find what was to be sealed."""
-        return self._forgive(self._writer.seal, index) is not False
+        return self._forgive(self._writer.seal, index, zero_rest) is not False
 
     def abort(self, index: int | None = None) -> None:
         self._forgive(self._writer.abort, index)

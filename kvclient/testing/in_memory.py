@@ -3,195 +3,26 @@
     client = kvclient.InMemoryClient(capacity_bytes=64 << 20)
     other = client.another()            # a second session on the same memory, for another thread
 
-Owns the handles (Blocks, BlockView, Writer, GrantedBlock) of the fake; the rules are memory_store's. Never
+Owns the client; its handles are in_memory_blocks' and in_memory_writer's, the rules in_memory_store's. Never
 connects to anything. Invariant: every answer is one KVClient could give; the conformance suite
 (kvclient.testing.conformance) runs the same cases through both.
 """
 
 from __future__ import annotations
 
-import ctypes
-import operator
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from kvclient.blocks import meta
 from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, check_real, whole_seconds
-from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
-from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, Span, split_keys
-from kvclient.testing.in_memory_store import (
-    CREATED,
-    MISSING,
-    PENDING,
-    ZOMBIE,
-    InMemoryStore,
-    Pin,
-    Record,
-    Session,
-)
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, split_keys
+from kvclient.testing.in_memory_store import MISSING, PENDING, InMemoryStore, Pin, Session
+from kvclient.testing.in_memory_writer import Writer
 
 MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
-
-
-class GrantedBlock:
-    """A block being written by this writer."""
-
-    def __init__(self, writer: Writer, record: Record) -> None:
-        self._writer, self._record = writer, record
-        self._span = Span(writer.client.store.writable, record, None)
-        self.key, self.tokens = record.key, record.tokens
-
-    @property
-    def view(self) -> memoryview:
-        """The layers as one memoryview of bytes, each starting on a multiple of 512."""
-        return self._open().layers(writable=True)
-
-    @property
-    def meta(self) -> memoryview:
-        """The client's meta area."""
-        return self._open().meta(writable=True)
-
-    def layer(self, layer: int) -> np.ndarray:
-        """An array [2, kv_heads, tokens, head_dim], bfloat16 as uint16; bytes under a codec."""
-        return self._open().layer(layer, writable=True)
-
-    def tensor(self, layer: int) -> Any:
-        """The torch view of it."""
-        return self._open().tensor(layer)
-
-    def copy_layer(self, layer: int, source: Any) -> None:
-        """Copies one layer in."""
-        target = self.layer(layer)
-        target.reshape(-1).view(np.uint8)[:] = _exactly(source, target.nbytes)
-
-    def copy_from(self, source: Any) -> None:
-        """Copies all layers in, from bytes that follow each other without padding."""
-        layers = [self.layer(index) for index in range(self._record.geometry.num_layers)]
-        data = _exactly(source, sum(layer.nbytes for layer in layers))
-        for layer in layers:
-            layer.reshape(-1).view(np.uint8)[:] = data[: layer.nbytes]
-            data = data[layer.nbytes :]
-
-    def mark_layer(self, layer: int) -> None:
-        """Publishes that layer to followers; layers are published in order."""
-        self._open()
-        with self._writer.client.store.changed:
-            self._writer.client.store.mark_layer(self._record, layer)
-
-    def _open(self) -> Span:
-        if self._record.owner is not self._writer.client.session:
-            raise Closed("this block was sealed or aborted")
-        return self._span
-
-
-def _exactly(source: Any, length: int) -> np.ndarray:
-    """The bytes of a contiguous buffer or tensor. Raises InvalidArgument unless there are just that many."""
-    if hasattr(source, "data_ptr") and source.device.type == "cpu" and source.is_contiguous():
-        size = source.numel() * source.element_size()
-        flat = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source.data_ptr()))
-    else:
-        try:
-            flat = np.frombuffer(source, np.uint8)
-        except (TypeError, ValueError) as error:  # as the native client says it
-            what = f"source of type {type(source).__name__}"
-            raise InvalidArgument(f"{what} is not a contiguous buffer in CPU memory") from error
-    if flat.size != length:
-        raise InvalidArgument(f"the source has {flat.size} bytes, the layers have {length}")
-    return flat
-
-
-class Writer:
-    """What create answers. `results` has one word per key; `granted` the indices this writer fills."""
-
-    def __init__(self, client: InMemoryClient, items: list[tuple[tuple, Record | str]], chain: Any) -> None:
-        self.client, self._chain = client, chain
-        self._wanted = [wanted for wanted, _ in items]
-        self.results = [""] * len(items)
-        self._granted: dict[int, GrantedBlock] = {}
-        for index, (_, item) in enumerate(items):
-            self._take(index, item)
-
-    def _take(self, index: int, item: Record | str) -> None:
-        self.results[index] = "granted" if isinstance(item, Record) else item
-        if isinstance(item, Record):
-            self._granted[index] = block = GrantedBlock(self, item)
-            if self._chain is not None:
-                meta.put(block.meta, meta.of_chunk(self._chain, index))
-
-    @property
-    def granted(self) -> list[int]:
-        return sorted(self._granted)
-
-    def __len__(self) -> int:
-        return len(self.results)
-
-    def __getitem__(self, index: int) -> GrantedBlock:
-        given = index = operator.index(index)
-        index += len(self.results) if index < 0 else 0
-        if index in self._granted:
-            return self._granted[index]
-        if not 0 <= index < len(self.results):
-            raise IndexError(f"index {given} of {len(self.results)} keys")
-        if self.results[index] == "no_space":
-            raise NoSpace(
-                f"no unpinned run for this block in a pool of {self.client.store.capacity_bytes} bytes"
-            )
-        raise InvalidArgument(f"key {index} was not granted to this writer: {self.results[index]}")
-
-    def seal(self, index: int | None = None) -> None:
-        """Publishes one granted block, or all. Raises BlockLost if a lease had ended."""
-        self._finish(index, self.client.store.seal, lost_is_error=True)
-
-    def abort(self, index: int | None = None) -> None:
-        """Gives up one granted block, or all. Idempotent."""
-        self._finish(index, self.client.store.remove, lost_is_error=False)
-
-    def wait_pending(self, timeout_s: float | None = None) -> bool:
-        """Waits for the blocks others write: each becomes "exists" or "granted". False if not all."""
-        deadline = self.client.deadline(timeout_s)
-        changed = self.client.store.changed
-        with changed:
-            while True:
-                for index in [i for i, result in enumerate(self.results) if result == "pending"]:
-                    item = self.client.store.create(self.client.session, *self._wanted[index])
-                    self._take(index, item)
-                if "pending" not in self.results:
-                    return True
-                if not changed.wait(max(0.0, deadline - time.monotonic())):
-                    return False
-
-    def _finish(self, index: int | None, act: Any, lost_is_error: bool) -> None:
-        blocks = list(self._granted.values()) if index is None else [self[index]]
-        if lost_is_error and not self.client.attached:
-            raise Closed("the client was closed, and its unsealed blocks given up")
-        lost = 0
-        with self.client.store.changed:
-            for block in blocks:
-                record = block._record
-                if record.owner is self.client.session and record.state == CREATED:
-                    act(record)
-                elif not record.sealed:
-                    lost += 1
-        if lost and lost_is_error:
-            raise BlockLost(
-                f"{lost} of {len(blocks)} blocks were aborted or lost their writer before the seal"
-            )
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, exc_type: object, *_exc: object) -> None:
-        if exc_type is not None:
-            self.abort()
-            return
-        aborted = [i for i, b in self._granted.items() if b._record.state == ZOMBIE]
-        for index in (i for i in self._granted if i not in aborted):
-            self.seal(index)
 
 
 class InMemoryClient:
@@ -328,6 +159,7 @@ class InMemoryClient:
             for tokens in counts:
                 check_bounds("token_counts", tokens, 1, full)
             if sealing is not None:
+                sealing.check_given(list(sealing._granted))
                 sealing.__exit__(None)  # what is still open
             items = []
             for key, tokens, trace in zip(names, counts, traces, strict=True):

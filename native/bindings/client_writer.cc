@@ -34,13 +34,18 @@ struct GrantedBlock {
   }
   uint32_t tokens() const { return grants->item(index).wanted.tokens; }
   const Layout& layout() const { return grants->layout(); }
-  Memory memory(uint64_t offset, uint64_t length) const {
+  Memory layers() const {
     item();
-    return {grants, grants->bytes(index) + offset, length};
+    return {grants, grants->bytes(index), layout().layers_bytes(tokens())};
+  }
+  Memory meta() const {
+    item();
+    return {grants, grants->meta(index), layout().meta_bytes(tokens())};
   }
   Memory layer(long long number) const {
     const uint32_t i = checked(number);
-    return memory(layout().layer_offset(i, tokens()), layout().layer_bytes(i, tokens()));
+    item();
+    return {grants, grants->layer(index, i), layout().layer_bytes(i, tokens())};
   }
   uint32_t checked(long long layer) const {
     check_range("layer", layer, 0, layout().num_layers() - 1);
@@ -56,6 +61,7 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
   if (bytes.size() != want)
     raise("InvalidArgument",
           "the source has " + std::to_string(bytes.size()) + " bytes, the layers have " + std::to_string(want));
+  for (uint32_t i = first; i < first + count; ++i) block.grants->layer(block.index, i);  // under the GIL
   auto copy = [&] {
     const uint8_t* from = bytes.data();
     for (uint32_t i = first; i < first + count; ++i) {
@@ -102,10 +108,20 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
   return static_cast<size_t>(i);
 }
 
-void end(const Writer& writer, std::optional<Py_ssize_t> index, bool seal) {
-  const std::vector<size_t> which = index ? std::vector<size_t>{checked_index(writer, *index)} : all_of(writer, Grant::Granted);
+std::vector<size_t> chosen(const Writer& writer, std::optional<Py_ssize_t> index) {
+  return index ? std::vector<size_t>{checked_index(writer, *index)} : all_of(writer, Grant::Granted);
+}
+
+void leave(const Writer& writer, nb::handle type, nb::handle, nb::handle) {
+  const std::vector<size_t> open = writer.grants->open_items();
   const WithoutGil released;
-  seal ? writer.grants->seal(which) : writer.grants->abort(which);
+  if (!type.is_none()) return writer.grants->abort(open);
+  try {
+    writer.grants->seal(open);
+  } catch (const Error& error) {
+    if (error.code == Code::InvalidArgument) writer.grants->abort(open);  // an exception that leaves the context, as any other
+    throw;
+  }
 }
 
 bool wait_pending(const Writer& writer, std::optional<double> timeout_s) {
@@ -123,14 +139,11 @@ bool wait_pending(const Writer& writer, std::optional<double> timeout_s) {
 void bind_granted(nb::module_& m) {
   nb::class_<GrantedBlock>(m, "GrantedBlock", "A block being written. Its views are writable until it is sealed or aborted.")
       .def_prop_ro(
-          "view", [](const GrantedBlock& b) { return as_memoryview(b.memory(0, b.layout().layers_bytes(b.tokens()))); },
+          "view", [](const GrantedBlock& b) { return as_memoryview(b.layers()); },
           "The layers as one writable memoryview of bytes, each starting on a multiple of 512. Raises Closed, as all here,\n"
           "once the block was sealed or aborted.")
       .def_prop_ro(
-          "meta",
-          [](const GrantedBlock& b) {
-            return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
-          },
+          "meta", [](const GrantedBlock& b) { return as_memoryview(b.meta()); },
           "The client's meta area, writable: meta_fixed + tokens * meta_per_token bytes. A chain has filled it already.")
       .def(
           "layer", [](const GrantedBlock& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
@@ -155,7 +168,8 @@ void bind_granted(nb::module_& m) {
             b.grants->mark_layer(b.index, b.checked(i));
           },
           nb::arg("layer"),
-          "Publishes that layer to followers; layers are published in order, each once. Raises InvalidArgument.")
+          "Publishes that layer to followers; layers are published in order, each once. Raises InvalidArgument, also for one\n"
+          "whose memory was never asked for.")
       .def_prop_ro(
           "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
       .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
@@ -171,21 +185,16 @@ BlockWriter* grants_of(nb::handle writer) {
 }
 
 void bind_writer(nb::module_& m) {
-  nb::class_<Writer>(m, "Writer",
-                     "What create answers. Leaving the context seals what was granted, or aborts it on an exception.")
+  nb::class_<Writer>(
+      m, "Writer",
+      "What create answers. Leaving the context seals what was granted, or aborts it on an exception: also on the\n"
+      "InvalidArgument of a block with layers nobody asked for, which would show another prompt's bytes.")
       .def("__len__", [](const Writer& w) { return w.grants->size(); })
       .def(
           "__getitem__", [](const Writer& w, Py_ssize_t i) { return GrantedBlock{w.grants, checked_index(w, i)}; },
           "The granted block of that key. Raises NoSpace, InvalidArgument if the key was not granted, IndexError.")
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-      .def(
-          "__exit__",
-          [](const Writer& w, nb::handle type, nb::handle, nb::handle) {
-            const std::vector<size_t> open = w.grants->open_items();
-            const WithoutGil released;
-            type.is_none() ? w.grants->seal(open) : w.grants->abort(open);
-          },
-          nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
+      .def("__exit__", leave, nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
       .def_prop_ro(
           "results",
           [](const Writer& w) {
@@ -203,10 +212,24 @@ void bind_writer(nb::module_& m) {
           },
           "The indices of the keys that are this writer's to fill.")
       .def(
-          "seal", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, true); }, nb::arg("index") = nb::none(),
-          "Publishes one granted block, or all. Raises BlockLost if some were aborted or lost their session.")
+          "seal",
+          [](const Writer& w, std::optional<Py_ssize_t> i, bool zero_rest) {
+            const std::vector<size_t> which = chosen(w, i);
+            const WithoutGil released;
+            w.grants->seal(which, zero_rest);
+          },
+          nb::arg("index") = nb::none(), nb::arg("zero_rest") = false,
+          "Publishes one granted block, or all. Layers whose memory was never asked for become zeros with zero_rest; without\n"
+          "it such a block is refused, and nothing is sealed. Raises InvalidArgument then, BlockLost if some were aborted or\n"
+          "lost their session.")
       .def(
-          "abort", [](const Writer& w, std::optional<Py_ssize_t> i) { end(w, i, false); }, nb::arg("index") = nb::none(),
+          "abort",
+          [](const Writer& w, std::optional<Py_ssize_t> i) {
+            const std::vector<size_t> which = chosen(w, i);
+            const WithoutGil released;
+            w.grants->abort(which);
+          },
+          nb::arg("index") = nb::none(),
           "Gives up one granted block, or all: promises that copies into it have finished. Idempotent.")
       .def("wait_pending", wait_pending, nb::arg("timeout_s") = nb::none(),
            "Waits, for timeout_s seconds at most (the client's by default), for the blocks others write: each becomes\n"

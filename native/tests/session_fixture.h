@@ -46,7 +46,9 @@ struct Daemon {
 
 inline std::shared_ptr<BlockWriter> create(Client& client, std::span<const Key> keys, uint32_t tokens = 1) {
   const std::vector<uint32_t> counts(keys.size(), tokens);
-  return client.create({.keys = keys, .token_counts = counts, .layout = 0});
+  auto grants = client.create({.keys = keys, .token_counts = counts, .layout = 0});
+  for (size_t i : grants->open_items()) grants->bytes(i);  // or they could not be sealed
+  return grants;
 }
 inline void put(Client& client, const Key& k, uint8_t stamp, uint32_t tokens = 1) {
   auto grants = create(client, {&k, 1}, tokens);

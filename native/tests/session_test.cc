@@ -71,7 +71,10 @@ TEST(layers_are_followed_as_they_come) {
       grants->mark_layer(0, layer);
     }
     const size_t first[] = {0}, second[] = {1};
+    CHECK(thrown([&] { grants->mark_layer(1, 0); }) == Code::InvalidArgument);  // nobody asked for its memory
+    grants->layer(1, 0);
     grants->mark_layer(1, 0);
+    CHECK(thrown([&] { grants->seal(second); }) == Code::InvalidArgument);  // nor for that of the layers behind it
     grants->abort(second);
     grants->seal(first);
   });

@@ -74,7 +74,7 @@ class Writer:
             NoSpace("no_space") if self.results[index] == "no_space" else InvalidArgument(self.results[index])
         )
 
-    def seal(self, index: int | None = None) -> None:
+    def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         for block in self._open(index):
             block.send(block.geometry.layers_length(block.tokens))
         self._end(index, self.client.store.Seal, store_pb2.SealRequest, lost_is_error=True)

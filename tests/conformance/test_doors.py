@@ -50,7 +50,10 @@ class TestGrpc(DaemonConformance):
 
     __test__ = True
     lacks = frozenset(
-        {"pins", "max_pins", "ordered_marks", "copies", "zeroed", "sealing", "chains", "search"}
+        {
+            "pins", "max_pins", "ordered_marks", "copies", "zeroed", "unwritten", "sealing", "chains",
+            "search",
+        }
     )
 
     def connect(self, **options):

@@ -162,6 +162,11 @@ class OneFailureFailsAll(Writer):
             raise InvalidArgument("a key exists")
 
 
+class UnwrittenIsSealed(Writer):
+    def check_given(self, places, zero_rest=False):
+        pass
+
+
 class ReleaseDropsViews(Blocks):
     def release(self):
         for item in self._items:
@@ -195,6 +200,9 @@ BREACHES = [
     (SessionsLeaveTheirBlocks, "test_the_end_of_the_writers_session_reaches_the_follower"),
     (ExceptionsSeal, "test_an_exception_aborts_the_whole_batch"),
     (OneFailureFailsAll, "test_one_batch_gets_an_answer_per_key"),
+    (UnwrittenIsSealed, "test_a_block_with_layers_nobody_wrote_is_not_sealed"),
+    (UnwrittenIsSealed, "test_leaving_the_context_with_layers_nobody_wrote_aborts"),
+    (OldBytesShow, "test_layers_nobody_wrote_become_zeros_if_asked_for"),
     (ReleaseDropsViews, "test_a_view_outlives_its_context"),
 ]
 

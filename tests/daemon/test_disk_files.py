@@ -28,8 +28,8 @@ def test_a_file_says_whose_block_it_holds(rig, capsys):
     disk = rig()
     identity = bytes(range(32))
     chain = kvclient.chain(identity, range(BLOCK.block_tokens), BLOCK.block_tokens)
-    with disk.client.create(chain, disk.layout):
-        pass
+    with disk.client.create(chain, disk.layout) as writer:
+        writer.seal(zero_rest=True)
     disk.client.touch(chain.keys)
     disk.settled()
     (other,) = disk.put_on_disk(1)

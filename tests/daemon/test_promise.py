@@ -1,10 +1,14 @@
 """Goal: the names, defaults and shapes that users were promised are there, through a real daemon and through
-the fake alike. Method: the promised lines one after the other, for each dtype; the README's second example as
-it stands there.
+the fake alike. Method: the promised lines one after the other, for each dtype; the README's program without a
+model as it stands there.
 """
 
+import hashlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,13 +117,23 @@ def test_the_promised_lines(two_clients, dtype):
     client.close()
 
 
-def test_the_readmes_example_without_a_model(two_clients):
+def test_the_readmes_program_runs_as_it_stands(daemon, tmp_path):
     examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     (example,) = [one for one in examples if "register_layout" in one]
-    names = {
-        "client": two_clients[0], "kvclient": kvclient, "identity": IDENTITY,
-        "token_ids": list(range(300)), "keys_and_values": 7,
-    }  # fmt: skip
-    exec(compile(example, "README.md", "exec"), names)
-    with two_clients[1].get(names["chain"]) as blocks:
-        assert len(blocks) == 2 and (blocks[1].layer(0) == 7).all()
+    program = tmp_path / "example.py"
+    program.write_text(example)
+    started = daemon(memory="64MiB")
+    ran = subprocess.run(
+        [sys.executable, program],
+        env=os.environ | {"KVSTORED_DIR": str(started.dir), "PYTHONPATH": str(README.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "7 of 7 blocks, (2, 3, 128, 64)\n"), ran.stderr
+    identity = hashlib.sha256(b"my model, revision 1").digest()
+    with started.connect() as client, client.get(kvclient.chain(identity, list(range(1000)))) as blocks:
+        assert all(0 < block.layer(29).mean() < 1 and block.verify() for block in blocks)
+        del blocks
+    assert len(kvclient.chain(identity, list(range(127)))) == 0
+    assert kvclient.chain(identity, list(range(127)), partial=True).token_counts == [127]

@@ -98,7 +98,7 @@ class DiskRig:
             fillers = new_keys(80)
             layout = other.register_layout(BLOCK.to_blob())
             for at in range(0, len(fillers), 16):
-                other.create(fillers[at : at + 16], layout, priority=99).seal()
+                other.create(fillers[at : at + 16], layout, priority=99).seal(zero_rest=True)
             other.delete(fillers)
 
     def delete(self, keys: list[bytes]) -> int:

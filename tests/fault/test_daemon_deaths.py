@@ -195,7 +195,7 @@ def test_a_follower_learns_of_the_restart(daemon, layouts):
         blocks[0].wait_layer(1, timeout_s=10.0)
     blocks.release()
     with pytest.raises(LOST):
-        writer.seal()
+        writer.seal(zero_rest=True)
 
 
 def test_a_clean_stop_also_leaves_the_blocks(daemon, nothing_leaks, layouts):

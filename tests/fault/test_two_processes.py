@@ -41,6 +41,7 @@ def test_ten_thousand_reads_of_another_process_writes(daemon, fork, layouts):
         key = os.urandom(32)
         with client.create([key], small, token_counts=[1]) as writer:
             writer[0].layer(0)[...] = key[0] & 0x7F
+            writer.seal(zero_rest=True)
         ours.sendall(key)
         missed += ours.recv(1) != b"1"
         client.delete([key])

@@ -29,6 +29,7 @@ def test_a_tolerant_client_computes_on(daemon, layouts):
     keys = new_keys(2)
     put(client, keys, small)
     with client.create(new_keys(1), small) as writer:
+        fill(writer[0])
         started.kill()
         assert client.create(new_keys(1), small).results == ["unavailable"]
         assert client.degraded and kvclient.metrics()["kvclient_degraded"] == 1

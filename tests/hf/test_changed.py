@@ -291,7 +291,7 @@ def test_a_tolerant_writer_says_what_it_could_not_seal():
 
     client = SimpleNamespace(suppressed_total=0)
     assert TolerantWriter(client, SimpleNamespace(seal=fail)).seal() is False
-    assert TolerantWriter(client, SimpleNamespace(seal=lambda _index: None)).seal() is True
+    assert TolerantWriter(client, SimpleNamespace(seal=lambda *_: None)).seal() is True
 
 
 # ---------------------------------------------------------------- what is said of a refusal

@@ -130,6 +130,7 @@ def test_a_block_that_agrees_in_part_is_used_in_part(client):
         ids = np.asarray(tokens[:18], np.int32).tobytes()
         area = meta.pack(meta.Meta(meta.NO_PARENT, chain.content_keys[0], ids, b""))
         writer[0].meta[: len(area)] = area
+        writer.seal(zero_rest=True)
     with plan(client, identity, [5, 6, *tokens[:16], 7, 8], chunker=rule) as segments:
         assert [(s.start, s.stop, s.kind) for s in segments] == [
             (0, 2, "live"), (2, 18, "approximate"), (18, 20, "live"),

@@ -98,8 +98,8 @@ def crowd_out(client, kv, keys):
         if set(client.lookup(keys).states) == {3}:
             return
         others = kvclient.chain(bytes([number]) * 32, list(range(100 * BLOCK)), BLOCK)
-        with client.create(others, kv._known.subject.layout_id, priority=90):
-            pass
+        with client.create(others, kv._known.subject.layout_id, priority=90) as writer:
+            writer.seal(zero_rest=True)
     raise AssertionError("the blocks stay in memory")
 
 

@@ -20,8 +20,8 @@ def stored(client, count, identity=bytes(32), priority=35):
     """Keys of so many blocks, sealed."""
     layout = client.register_layout(LAYOUT)
     chain = kvclient.chain(identity, np.arange(count * TOKENS, dtype=np.int32), TOKENS)
-    with client.create(chain, layout, priority):
-        pass
+    with client.create(chain, layout, priority) as writer:
+        writer.seal(zero_rest=True)
     return chain
 
 

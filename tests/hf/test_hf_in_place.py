@@ -32,7 +32,8 @@ def fill(client, salt: int, blocks: int = 1000) -> None:
         chain = kvclient.chain(bytes([salt]) * 32, list(range(start, start + 50 * BLOCK)), block_tokens=BLOCK)
         with client.create(chain, layout_id, priority=100) as writer:
             for index in writer.granted:
-                writer[index].layer(0)[:] = 9e9
+                for layer in range(LAYOUT.num_layers):
+                    writer[index].layer(layer)[:] = 9e9
 
 
 @pytest.fixture

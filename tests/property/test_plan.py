@@ -37,6 +37,7 @@ def put(client, tokens, size, identity=IDENTITY, partial=False, contents=None, c
             if contents is not None:
                 area = contents(area)
             writer[index].meta[: len(area)] = area
+        writer.seal(zero_rest=True)
     return chain
 
 
@@ -243,6 +244,7 @@ def test_a_block_of_the_same_tokens_with_other_extra_ids_is_no_match(client):
     with client.create(chain, client.register_layout(LAYOUT)) as writer:
         area = meta.pack(meta.Meta(meta.NO_PARENT, chain.content_keys[0], ids.tobytes(), extra.tobytes()))
         writer[0].meta[: len(area)] = area
+        writer.seal(zero_rest=True)
     assert client.find(IDENTITY, text, 16)
     with plan(client, IDENTITY, text, 16) as segments:
         assert segments.tokens("live") == 16

@@ -47,8 +47,8 @@ def test_a_block_put_by_chain_carries_it(daemon):
     client = kvclient.connect(served.dir)
     layout = client.register_layout(kvclient.Layout(1, 1, 8, "uint8", 16))
     chain = kvclient.chain(IDENTITY, list(range(40)), 16, extra_ids=[0] * 20 + [9] * 20)
-    with client.create(chain, layout):
-        pass
+    with client.create(chain, layout) as writer:
+        writer.seal(zero_rest=True)
     with client.get(chain) as blocks:
         first, second = (meta.unpack(block.meta, 16) for block in blocks)
     ids = bytes(chain.token_ids.cast("B"))

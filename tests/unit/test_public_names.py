@@ -85,6 +85,7 @@ def stand_ins() -> list[tuple[type, object]]:
     writer = fake.create([bytes(32)], fake.register_layout(kvclient.Layout(1, 1, 8)))
     granted = writer[0]
     blocks = fake.get([bytes(32)], follow=True)
+    granted.layer(0)[...] = 0
     granted.mark_layer(0)
     fakes = (fake.lookup([]), blocks, blocks[0], writer, granted)
     empty = {name: getattr(breaker, f"No{name}")(1) for name in ("Lookup", "Blocks", "Writer")}

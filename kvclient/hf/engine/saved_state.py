@@ -103,7 +103,9 @@ class Shelf:
         try:
             block = writer[0]
             for index, own in enumerate([_header_bytes(cache, state), *packed]):
-                block.layer(index).reshape(-1)[: len(own)] = own
+                target = block.layer(index).reshape(-1)
+                target[: len(own)] = own
+                target[len(own) :] = 0  # the memory was another prompt's
                 block.mark_layer(index)
             writer.seal()
         except BlockLost:

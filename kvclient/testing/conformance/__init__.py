@@ -14,10 +14,13 @@ from kvclient.testing.conformance.following import FollowingCases
 from kvclient.testing.conformance.pressure import PressureCases
 from kvclient.testing.conformance.reading import ReadingCases
 from kvclient.testing.conformance.searching import SearchingCases
+from kvclient.testing.conformance.unwritten import UnwrittenCases
 from kvclient.testing.conformance.writing import WritingCases
 
 __all__ = ["StoreConformance"]
 
 
-class StoreConformance(WritingCases, ReadingCases, SearchingCases, FollowingCases, PressureCases):
+class StoreConformance(
+    WritingCases, UnwrittenCases, ReadingCases, SearchingCases, FollowingCases, PressureCases
+):
     """All cases. Subclass, implement connect(), and let pytest collect it."""

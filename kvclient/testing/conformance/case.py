@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvclient.blocks.layout import Geometry
+from kvclient.errors import InvalidArgument
 
 WAIT_S = 10.0  # how long anything that must happen may take on a busy machine
 
@@ -77,6 +78,17 @@ def raises(*kinds: type[BaseException]) -> Iterator[None]:
     raise AssertionError(f"expected {', '.join(kind.__name__ for kind in kinds)}; nothing was raised")
 
 
+@contextlib.contextmanager
+def names(*words: str) -> Iterator[None]:
+    """The block must raise an InvalidArgument whose text has all these words."""
+    try:
+        yield
+    except InvalidArgument as error:
+        assert all(word in str(error) for word in words), f"{error} names not all of {words}"
+        return
+    raise AssertionError(f"expected InvalidArgument with {words}; nothing was raised")
+
+
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
     """Looks again, ever more rarely, until the condition holds. Fails at the deadline."""
     timeout_s = WAIT_S if timeout_s is None else timeout_s
@@ -94,8 +106,8 @@ class Case:
 
     `lacks` names abilities this door does not have: "pins" (views in shared memory), "max_pins", "follow",
     "ordered_marks" (a layer marked too early is refused), "wait_pending", "copies" (into a granted block),
-    "zeroed" (pads), "sealing" (in the next create), "chains" (tokens and positions),
-    "search" (find and children).
+    "zeroed" (pads), "unwritten" (a block with layers nobody wrote is refused), "sealing" (in the next
+    create), "chains" (tokens and positions), "search" (find and children).
     """
 
     lacks: frozenset[str] = frozenset()

@@ -130,8 +130,8 @@ class PressureCases(Case):
             keys = self.keys(9)
             other = self.open()
             writer = other.create(keys, self.small, token_counts=[1 + round_] * 9)
-            writer.seal(0)
-            writer.seal(1)
+            writer.seal(0, zero_rest=True)
+            writer.seal(1, zero_rest=True)
             writer.abort(2)
             view = self.client.get(keys[:1])[0]
             self.client.delete(keys[:1])

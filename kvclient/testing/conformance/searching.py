@@ -21,8 +21,8 @@ class SearchingCases(Case):
     def put_text(self, identity: bytes, tokens: list[int]):
         made = kvclient.chain(identity, tokens, SMALL.block_tokens)
         self._made.extend(made.keys)
-        with self.client.create(made, self.small):
-            pass
+        with self.client.create(made, self.small) as writer:
+            writer.seal(zero_rest=True)
         return made
 
     def found(self, identity: bytes, tokens: list[int]) -> list[tuple[int, bytes]]:
@@ -73,8 +73,8 @@ class SearchingCases(Case):
         extra = [0] * 20 + [9] * 20
         for layout, ids in ((self.small, extra), (self.small, None), (self.without_room(), None)):
             made = kvclient.chain(mine, text, SMALL.block_tokens, extra_ids=ids, partial=True)
-            with self.client.create(made, layout):
-                pass
+            with self.client.create(made, layout) as writer:
+                writer.seal(zero_rest=True)
             with self.open().get(made) as blocks:
                 for index, block in enumerate(blocks):
                     said = meta.unpack(block.meta, block.tokens)
@@ -92,7 +92,7 @@ class SearchingCases(Case):
         made = kvclient.chain(mine, text, SMALL.block_tokens)
         writer = self.client.create(made, self.small)
         assert self.found(mine, text) == [] and self.open().children(made.keys[0]) == []
-        writer.seal()
+        writer.seal(zero_rest=True)
         assert len(self.found(mine, text)) == len(made)
         self.client.delete(made[1:2])
         assert [key for _, key in self.found(mine, text)] == [made.keys[0], *made.keys[2:]]

@@ -164,7 +164,7 @@ class WritingCases(Case):
         writer.abort(1)
         for index in (1, None):
             with raises(BlockLost):  # after the others
-                writer.seal(index)
+                writer.seal(index, zero_rest=True)
         assert self.states(keys) == [RESIDENT, MISSING, RESIDENT]
         self.client.delete(keys)
         for index in (0, 2):
@@ -258,6 +258,7 @@ class WritingCases(Case):
         keys = self.keys(2)
         other = self.open()
         writer = other.create(keys, self.small)
+        fill(writer[0])
         writer.seal(0)
         other.close()
         assert self.states(keys) == [RESIDENT, MISSING]
@@ -310,6 +311,7 @@ class WritingCases(Case):
                     assert words in str(error), error
                 else:
                     raise AssertionError(f"nothing was raised for {words!r}")
+            writer.abort()
 
     def test_layouts_are_registered_once(self):
         assert self.client.register_layout(SMALL.to_blob()) == self.small
@@ -329,6 +331,7 @@ class WritingCases(Case):
         with self.client.create(keys, self.small, token_counts=[1] * 2500) as writer:
             assert writer.results == ["granted"] * 2500
             writer[2499].layer(0)[...] = 3
+            writer.seal(zero_rest=True)
         found = self.open().lookup(keys)
         assert found.resident == 2500 and len(found.states) == 2500
         with self.client.get(keys) as blocks:

@@ -13,7 +13,7 @@ namespace kv {
 // Pads and the areas behind the layers: the extent still has the bytes of the block before, and they are in no cache.
 void BlockWriter::prepare(size_t i, const Chain* chain) {
   const uint32_t n = items_[i].wanted.tokens;
-  std::byte* block = bytes(i);
+  std::byte* block = memory(i);
   for (uint32_t layer = 0; layer < layout_.num_layers(); ++layer) {
     const uint64_t end = layout_.layer_offset(layer, n) + layout_.layer_bytes(layer, n);
     std::memset(block + end, 0, layout_.layer_offset(layer + 1, n) - end);
@@ -134,11 +134,51 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
   }
 }
 
+std::byte* BlockWriter::bytes(size_t i) {
+  items_[i].layers_given = layout_.num_layers();
+  return memory(i);
+}
+
+std::byte* BlockWriter::layer(size_t i, uint32_t layer) {
+  Item& item = items_[i];
+  if (item.layers.empty()) item.layers.resize(layout_.num_layers());
+  if (!given(item, layer)) item.layers_given += 1;
+  item.layers[layer] |= kGiven;
+  return memory(i) + layout_.layer_offset(layer, item.wanted.tokens);
+}
+
+void BlockWriter::check_given(std::span<const size_t> which) const {
+  for (size_t i : which) {
+    const Item& item = items_[i];
+    if (!item.open || item.layers_given == layout_.num_layers()) continue;
+    std::string missing;
+    for (uint32_t first = 0, end; first < layout_.num_layers(); first = end + 1) {
+      for (end = first; end < layout_.num_layers() && !given(item, end);) ++end;
+      if (end > first)
+        missing +=
+            (missing.empty() ? "" : ", ") + std::to_string(first) + (end > first + 1 ? " to " + std::to_string(end - 1) : "");
+    }
+    throw Error(Code::InvalidArgument, "block " + std::to_string(i) + " of " + std::to_string(items_.size()) + ": of its " +
+                                           std::to_string(layout_.num_layers()) + " layers nobody wrote " + missing +
+                                           "; write them, abort the block, or seal with zero_rest=True");
+  }
+}
+
+void BlockWriter::zero_rest(std::span<const size_t> which) {
+  for (size_t i : which) {
+    if (!items_[i].open) continue;
+    for (uint32_t l = 0; l < layout_.num_layers(); ++l)
+      if (!given(items_[i], l)) std::memset(layer(i, l), 0, layout_.layer_bytes(l, items_[i].wanted.tokens));
+  }
+}
+
 void BlockWriter::mark_layer(size_t i, uint32_t layer) {
   Item& item = items_[i];
   if (layer != item.layers_marked || layer >= layout_.num_layers())
     throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " +
                                            std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
+  if (!given(item, layer))
+    throw Error(Code::InvalidArgument, "layer " + std::to_string(layer) + " was not written: its memory was never asked for");
   item.layers_marked += 1;
   std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
   word.store(progress_word(item.handle.generation, item.layers_marked, Phase::Writing), std::memory_order_release);
@@ -149,10 +189,9 @@ void BlockWriter::copy_layer(size_t i, uint32_t layer, const void* source) {
   Item& item = items_[i];
   const auto copying = attachment_->copying();
   const uint32_t n = item.wanted.tokens;
-  const uint32_t sum = copy_crc32c(bytes(i) + layout_.layer_offset(layer, n), source, layout_.layer_bytes(layer, n));
-  std::memcpy(bytes(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);
-  item.checksummed.resize(layout_.num_layers());
-  item.checksummed[layer] = true;
+  const uint32_t sum = copy_crc32c(this->layer(i, layer), source, layout_.layer_bytes(layer, n));
+  std::memcpy(memory(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);
+  item.layers[layer] |= kChecksummed;
 }
 
 std::vector<size_t> BlockWriter::open_items() const {
@@ -167,8 +206,8 @@ std::vector<protocol::BlockItem> BlockWriter::block_items(std::span<const size_t
   for (size_t i : which) {
     const Item& item = items_[i];
     if (!item.open) continue;
-    const bool sums = seal && item.checksummed.size() == layout_.num_layers() &&
-                      std::find(item.checksummed.begin(), item.checksummed.end(), false) == item.checksummed.end();
+    const bool sums = seal && !item.layers.empty() &&
+                      std::all_of(item.layers.begin(), item.layers.end(), [](uint8_t l) { return l & kChecksummed; });
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
   return out;
@@ -184,8 +223,10 @@ std::vector<protocol::BlockItem> BlockWriter::end_open(std::span<const size_t> w
   return out;
 }
 
-void BlockWriter::seal(std::span<const size_t> which) {
+void BlockWriter::seal(std::span<const size_t> which, bool zero_rest) {
   if (closed()) throw Error(Code::Closed, "the client was closed, and its unsealed blocks given up");
+  if (zero_rest) this->zero_rest(which);
+  check_given(which);
   const auto given_up = std::count_if(which.begin(), which.end(), [&](size_t i) { return items_[i].given_up; });
   const std::vector<protocol::BlockItem> blocks = end_open(which, true);
   std::vector<uint8_t> all;
@@ -259,6 +300,7 @@ bool BlockWriter::wait_pending(const timespec& deadline) {
 
 std::shared_ptr<BlockWriter> Client::create(const Create& request) {
   const std::shared_ptr<Attachment> at = usable();
+  if (request.sealing) request.sealing->check_given(request.sealing->open_items());
   if (request.attachment && *request.attachment != at->number())
     throw Error(Code::Detached, "attached anew: layouts may have other numbers here");
   const Layout& layout = at->layout(request.layout);

@@ -72,8 +72,8 @@ class BlockWriter {
     Extent extent{0, 0};
     bool open = false;      // granted, neither sealed nor aborted
     bool given_up = false;  // aborted by this writer: nothing is left to seal
-    uint32_t layers_marked = 0;
-    std::vector<bool> checksummed;  // per layer, by copy_layer
+    uint32_t layers_marked = 0, layers_given = 0;
+    std::vector<uint8_t> layers;  // per layer kGiven and kChecksummed; empty until a single layer is given out
   };
 
   BlockWriter(std::shared_ptr<Attachment> attachment, const Layout& layout, uint32_t layout_id, uint32_t priority, uint32_t ttl_s)
@@ -86,15 +86,20 @@ class BlockWriter {
   const Layout& layout() const { return layout_; }
   double timeout_s() const { return attachment_->options().timeout_s; }
   bool closed() const { return attachment_->closed(); }
-  std::byte* bytes(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
+
+  // Memory for the caller to fill. A layer given out counts as written: one that was not still has another prompt's bytes.
+  std::byte* bytes(size_t i);                  // all layers
+  std::byte* layer(size_t i, uint32_t layer);  // one
+  std::byte* meta(size_t i) const { return memory(i) + layout_.meta_offset(items_[i].wanted.tokens); }
 
   void mark_layer(size_t i, uint32_t layer);
-  // Copies one layer in, past the caches, and keeps its checksum.
+  // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer().
   void copy_layer(size_t i, uint32_t layer, const void* source);
 
-  // Ends the open ones among these blocks. Throws BlockLost, after the others, if some were aborted or the store no longer knew
-  // them as ours.
-  void seal(std::span<const size_t> which);
+  // Ends the open ones among these blocks. Throws InvalidArgument, before anything, if one has layers that were never given out
+  // and `zero_rest` does not say that they are to be zeros; BlockLost, after the others, if some were aborted or the store no
+  // longer knew them as ours.
+  void seal(std::span<const size_t> which, bool zero_rest = false);
   void abort(std::span<const size_t> which);
   std::vector<size_t> open_items() const;
   // Waits for the blocks others write: each turns into Exists or Granted. False if some are still pending at the deadline.
@@ -102,6 +107,13 @@ class BlockWriter {
 
  private:
   friend class Client;
+  static constexpr uint8_t kGiven = 1, kChecksummed = 2;
+  std::byte* memory(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
+  bool given(const Item& item, uint32_t layer) const {
+    return item.layers_given == layout_.num_layers() || (!item.layers.empty() && item.layers[layer] & kGiven);
+  }
+  void check_given(std::span<const size_t> which) const;
+  void zero_rest(std::span<const size_t> which);
   void claim(std::span<const size_t> which, BlockWriter* sealing, const Chain* chain);
   std::vector<protocol::BlockItem> block_items(std::span<const size_t> which, bool seal) const;
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
