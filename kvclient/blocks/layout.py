@@ -177,7 +177,7 @@ class Geometry:
 class Layout:
     """How the KV of one chunk is arranged: per layer an array [kv_per_layer, num_kv_heads, tokens, head_dim].
 
-    dtype: uint8, int8, float16, bfloat16 (as uint16 in NumPy) or float32. block_tokens: most tokens of one
+    dtype: uint8, int8, float16, bfloat16 (of ml_dtypes in NumPy) or float32. block_tokens: most tokens of one
     block. meta_fixed, meta_per_token: bytes of its meta area, into which kvclient writes a chain's tokens and
     keys; where they do not fit, blocks are found as prefixes only. layer_bytes_per_token overrides the sizes
     that follow from the shape, one per layer; such a block is read through `.view`. name: for people. codec:

@@ -16,7 +16,13 @@ from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 
-ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
+# bfloat16 is that of ml_dtypes, or uint16, its bits.
+ELEMENTS = {
+    "float32": contract.F32,
+    "float16": contract.F16,
+    "uint16": contract.BF16,
+    "bfloat16": contract.BF16,
+}
 CODECS = {8: contract.INT8, 4: contract.INT4}
 MOST_WORK = 1000  # of NumPy, to tell apart what only lies in between: behind it, they overlap
 ROPES = {"half": contract.ROPE_HALF, "interleaved": contract.ROPE_INTERLEAVED}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvclient.blocks import bfloat16
 from kvclient.checks import check_bounds
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.testing.in_memory_store import DISK, PENDING, RESIDENT, ZOMBIE, InMemoryStore, Pin, Record
@@ -22,7 +23,7 @@ KEY_BYTES = 32
 _NUMPY = {
     "uint8": np.uint8,
     "float16": np.float16,
-    "bfloat16": np.uint16,
+    "bfloat16": bfloat16.ELEMENT,
     "float32": np.float32,
     "int8": np.int8,
 }
@@ -101,15 +102,16 @@ class Span:
         length = r.geometry.layer_length(layer, r.tokens)
         view = self.part(r.geometry.layer_offset(layer, r.tokens), length, writable)
         kind = _NUMPY[r.geometry.dtype] if r.geometry.shaped(layer) else np.uint8
-        return np.frombuffer(view, kind).reshape(r.geometry.layer_shape(layer, r.tokens))
+        array = np.frombuffer(view, kind).reshape(r.geometry.layer_shape(layer, r.tokens))
+        return array.view(bfloat16.Layer) if writable and array.dtype == bfloat16.ELEMENT else array
 
     def tensor(self, layer: int) -> Any:
         import torch  # only who asks for tensors pays for torch
 
         # torch knows no read-only tensors: what protects a reader's block is that its mapping is read-only.
         array = self.layer(layer, writable=True)
-        tensor = torch.from_numpy(array)
-        return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+        tensor = torch.from_numpy(bfloat16.bits(array))
+        return tensor.view(torch.bfloat16) if array.dtype == bfloat16.ELEMENT else tensor
 
 
 class BlockView:
@@ -144,7 +146,7 @@ class BlockView:
         return self._ready(self._record.geometry.num_layers - 1).meta(writable=False)
 
     def layer(self, layer: int) -> np.ndarray:
-        """An array [2, kv_heads, tokens, head_dim], bfloat16 as uint16; bytes under a codec."""
+        """An array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes; bytes under a codec."""
         return self._ready(layer).layer(layer, writable=False)
 
     def tensor(self, layer: int) -> Any:

@@ -51,7 +51,7 @@ class GrantedBlock:
         return self._open().meta(writable=True)
 
     def layer(self, layer: int) -> np.ndarray:
-        """An array [2, kv_heads, tokens, head_dim], bfloat16 as uint16; bytes under a codec."""
+        """An array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes; bytes under a codec."""
         array = self._open().layer(layer, writable=True)
         self.not_given.discard(layer)
         return array

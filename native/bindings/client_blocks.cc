@@ -155,7 +155,7 @@ void bind_view(nb::module_& m) {
           "The client's meta area: a read-only memoryview of meta_fixed + tokens * meta_per_token bytes.")
       .def(
           "layer", [](const BlockView& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
-          "That layer as a read-only array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16. Under a codec, or where the\n"
+          "That layer as a read-only array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes. Under a codec, or where the\n"
           "layout gave the layer another width, the bytes of it. Raises InvalidArgument, Closed.")
       .def(
           "tensor", [](const BlockView& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },

@@ -46,8 +46,9 @@ Shape4 shape_of(const Layout& layout, uint64_t length, uint32_t tokens) {
 // NumPy's array type and its types of elements, looked up once.
 struct Numpy {
   nb::object array = nb::module_::import_("numpy").attr("ndarray");
-  nb::object float32 = type("float32"), float16 = type("float16"), uint16 = type("uint16"), int8 = type("int8"),
-             uint8 = type("uint8");
+  nb::object float32 = type("float32"), float16 = type("float16"), int8 = type("int8"), uint8 = type("uint8");
+  // Of bfloat16: the element's type, and that of the arrays to write to. Looked up apart: they import one more library.
+  nb::object bfloat16, layer;
 
   static nb::object type(const char* name) { return nb::module_::import_("numpy").attr("dtype")(name); }
   PyObject* element(const Layout& layout, size_t dimensions) const {
@@ -55,7 +56,7 @@ struct Numpy {
     switch (layout.dtype) {
       case Dtype::Float32: return float32.ptr();
       case Dtype::Float16: return float16.ptr();
-      case Dtype::Bfloat16: return uint16.ptr();  // NumPy does not know it
+      case Dtype::Bfloat16: return bfloat16.ptr();
       case Dtype::Int8: return int8.ptr();
       case Dtype::Uint8: break;
     }
@@ -66,6 +67,17 @@ struct Numpy {
 const Numpy& numpy() {
   static const Numpy* known = nullptr;  // no guarded static: an import lets other threads run
   if (!known) known = new Numpy;
+  return *known;
+}
+
+const Numpy& numpy_with_bfloat16() {
+  static const Numpy* known = nullptr;
+  if (!known) {
+    const nb::module_ python = nb::module_::import_("kvclient.blocks.bfloat16");
+    auto* more = new Numpy(numpy());
+    more->bfloat16 = python.attr("ELEMENT"), more->layer = python.attr("Layer");
+    known = more;
+  }
   return *known;
 }
 
@@ -160,13 +172,15 @@ nb::object as_memoryview(Memory&& memory) {
 
 nb::object as_array(Memory&& memory, const Layout& layout, uint32_t tokens) {
   const Shape4 shape = shape_of(layout, memory.length, tokens);
-  const Numpy& known = numpy();
+  const bool bfloat16 = layout.dtype == Dtype::Bfloat16 && shape.count > 1;
+  const Numpy& known = bfloat16 ? numpy_with_bfloat16() : numpy();
+  const nb::object& kind = bfloat16 && !memory.batch ? known.layer : known.array;
   const nb::object dims = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.count)));
   for (size_t i = 0; i < shape.count; ++i)
     PyTuple_SET_ITEM(dims.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSize_t(shape.dims[i]));
   const nb::object owner = nb::cast(std::move(memory));  // the array is read-only if its buffer is
   PyObject* const arguments[] = {dims.ptr(), known.element(layout, shape.count), owner.ptr()};
-  PyObject* array = PyObject_Vectorcall(known.array.ptr(), arguments, 3, nullptr);
+  PyObject* array = PyObject_Vectorcall(kind.ptr(), arguments, 3, nullptr);
   if (!array) throw nb::python_error();
   return nb::steal(array);
 }

@@ -148,7 +148,9 @@ void bind_granted(nb::module_& m) {
       .def(
           "layer", [](const GrantedBlock& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); },
           nb::arg("layer"),
-          "That layer as a writable array [2, kv_heads, tokens, head_dim]; bfloat16 as uint16; bytes under a codec.")
+          "That layer as a writable array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes, to which a torch tensor can "
+          "be\n"
+          "assigned too; bytes under a codec.")
       .def(
           "tensor", [](const GrantedBlock& b, long long i) { return as_tensor(b.layer(i), b.layout(), b.tokens()); },
           nb::arg("layer"), "The torch view of it.")

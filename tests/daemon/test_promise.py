@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 IDENTITY = bytes(range(32))
 # dtype of a layout -> of .layer(), of .tensor()
 DTYPES = {
-    "bfloat16": (np.uint16, torch.bfloat16),
+    "bfloat16": (ml_dtypes.bfloat16, torch.bfloat16),
     "float16": (np.float16, torch.float16),
     "float32": (np.float32, torch.float32),
     "int8": (np.int8, torch.int8),

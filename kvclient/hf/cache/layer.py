@@ -214,12 +214,12 @@ def writable(memory: torch.Tensor) -> torch.Tensor:
 
 
 def array_dtype(dtype: torch.dtype) -> np.dtype:
-    """The type of `.layer(i)` of a block that holds it: bfloat16, which NumPy lacks, as uint16."""
+    """The type of its memory as an array: bfloat16 as its bits (uint16)."""
     return as_array(torch.empty(0, dtype=dtype)).dtype
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory, typed as `.layer(i)` of a block is. NumPy copies a slice in
+    """A CPU tensor's memory, typed as the bits() of a block's `.layer(i)` are. NumPy copies a slice in
     half the time torch needs to set out.
     """
     if tensor.dtype == torch.bfloat16:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvclient.blocks.bfloat16 import bits
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.layout import CODEC_KIVI, Layout
 from kvclient.errors import Closed, InvalidArgument
@@ -54,7 +55,7 @@ class Form:
 
     def fits(self, view: Any, tokens: int, layer: int) -> bool:
         try:
-            array = view.layer(layer)
+            array = bits(view.layer(layer))
         except (Closed, InvalidArgument):
             return False
         if self.codec is None:
@@ -71,7 +72,7 @@ class Form:
         """[2, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the block's own
         memory.
         """
-        stored = view.layer(layer)
+        stored = bits(view.layer(layer))
         if self.codec is None:
             return stored
         out = np.empty((2, self.heads, view.tokens, self.head_dim), array_dtype(self.dtype))
@@ -80,7 +81,7 @@ class Form:
 
     def in_place(self, view: Any, layer: int) -> tuple[Any, Any]:
         """K and V of that layer where they lie, for kvclient.kernels.segment()."""
-        stored = view.layer(layer)
+        stored = bits(view.layer(layer))
         if self.codec is None:
             return stored[0], stored[1]
         return self.codec.views(stored, view.tokens, self.heads, self.head_dim)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvclient.blocks.bfloat16 import bits
 from kvclient.errors import BlockLost
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock
@@ -96,7 +97,7 @@ class Publisher:
                 if high < slot.stop or not self._quantised(slot, layer, storage, origin):
                     continue
             else:
-                target = slot.block.layer(layer) if on_cpu else slot.block.tensor(layer)
+                target = bits(slot.block.layer(layer)) if on_cpu else slot.block.tensor(layer)
                 own = source[:, slot.row, :, low - origin : high - origin]
                 target[:, :, low - slot.start : high - slot.start] = own
             if high == slot.stop:
