@@ -82,24 +82,24 @@ class Daemon:
         self._made_directory = made
         self._opening = tenants.openness(config, self._tenants)
         tenants.open_directory(config.dir, self._opening, made)
-        self._segments = Segments(
-            config, [_geometry(config, one.name) for one in config.namespaces], retire=_retire
-        )
+        geometries = [_geometry(config, one.name) for one in config.namespaces]
+        self._segments = Segments(config, geometries, retire=_retire)
         self._stores: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._sessions: Any = None
         try:
-            for pool in self._segments.open(fresh):
-                self._open_store(config, pool)
-            huge = {name for name, pool in self._pools.items() if pool.huge_pages}
-            self._tiers = Tiers(config, self._stores, huge)
-            self._sessions = _core.SessionServer(
-                config.in_dir("kvstored.sock"),
-                list(self._stores.values()),
-                config.max_sessions,
-                config.max_pins,
-                self._tenants,
-            )
+            with self._segments.undone_if_it_fails():
+                for pool in self._segments.open(fresh):
+                    self._open_store(config, pool)
+                huge = {name for name, pool in self._pools.items() if pool.huge_pages}
+                self._tiers = Tiers(config, self._stores, huge)
+                self._sessions = _core.SessionServer(
+                    config.in_dir("kvstored.sock"),
+                    list(self._stores.values()),
+                    config.max_sessions,
+                    config.max_pins,
+                    self._tenants,
+                )
         except StoreError as error:
             raise StartupError(str(error)) from error
         services = (one.DESCRIPTOR.services_by_name.values() for one in (admin_pb2, store_pb2, transfer_pb2))
@@ -133,7 +133,8 @@ class Daemon:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
-        servers = await self._start()
+        with self._segments.undone_if_it_fails():
+            servers = await self._start()
         self._watch.start(lambda: self._reload.config.scrub_rate)
         for name in self._stores:
             self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,8 @@ from typing import Any
 
 import grpc
 
-from kvstored.cli import render
+from kvstored.cli import render, stop
+from kvstored.cli.answers import complain, show
 from kvstored.errors import ConfigError, Exit
 from kvstored.process import runtime_dir
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, block_pb2, store_pb2, store_pb2_grpc
@@ -32,42 +32,41 @@ class Connection:
 
     def __init__(self, directory: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(
+        self.channel = grpc.insecure_channel(
             runtime_dir.grpc_address(os.path.join(os.path.abspath(directory), "grpc.sock")),
             options=[("grpc.enable_http_proxy", 0)],
         )
-        self.admin = admin_pb2_grpc.AdminStub(self._channel)
-        self.store = store_pb2_grpc.StoreStub(self._channel)
+        self.admin = admin_pb2_grpc.AdminStub(self.channel)
+        self.store = store_pb2_grpc.StoreStub(self.channel)
 
     def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._channel.close()
+        self.channel.close()
 
 
 def run(given: argparse.Namespace, directory: str) -> int:
     """Runs one command. The exit code."""
     if (why := _forbidden(directory)) is not None:
-        return _complain(why, Exit.REFUSED)
+        return complain(why, Exit.REFUSED, given)
     if given.command == "stop":
-        return stop(given, directory)
+        return stop.run(given, directory)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines would stand beside ours
     command: Callable[[Connection, argparse.Namespace], int] = COMMANDS[given.command]
     if not os.path.exists(os.path.join(directory, "grpc.sock")):
-        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
+        return complain(stop.nobody_in(directory), Exit.UNREACHABLE, given)
     try:
         with Connection(directory, given.timeout_s) as daemon:
             return command(daemon, given)
     except grpc.RpcError as error:
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE and runtime_dir.running_pid(directory) is None:
-            return _complain(f"no daemon answers in {directory}", Exit.UNREACHABLE)
+            return complain(stop.nobody_in(directory), Exit.UNREACHABLE, given)
         if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):  # the second: by ourselves
-            return _complain(
-                f"the daemon in {directory} did not answer within {given.timeout_s} s", Exit.UNREACHABLE
-            )
-        return _complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED)
+            text = f"the daemon in {directory} did not answer within {given.timeout_s} s"
+            return complain(text, Exit.UNREACHABLE, given)
+        return complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED, given)
 
 
 def _forbidden(directory: str) -> str | None:
@@ -82,15 +81,6 @@ def _forbidden(directory: str) -> str | None:
     if os.access(socket, os.W_OK, effective_ids=True):
         return None
     return f"the daemon in {directory} is user {owner}'s: only that user and root may ask it"
-
-
-def _complain(text: str, code: int) -> int:
-    print(render.printable(f"kvstored: {text}"), file=sys.stderr)
-    return code
-
-
-def _show(given: argparse.Namespace, value: Any, text: str) -> None:
-    print(render.as_json(value) if given.json else render.printable(text))
 
 
 # ---- looking
@@ -128,6 +118,20 @@ def _status(daemon: Connection) -> dict[str, Any]:
     }
 
 
+def ping(daemon: Connection, given: argparse.Namespace) -> int:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    began = time.monotonic()
+    reply = health_pb2_grpc.HealthStub(daemon.channel).Check(
+        health_pb2.HealthCheckRequest(), timeout=daemon.timeout_s
+    )
+    took_ms = (time.monotonic() - began) * 1000
+    serves = reply.status == health_pb2.HealthCheckResponse.SERVING
+    words = "serves" if serves else "answers, and no namespace serves: kvstored status says why"
+    show(given, {"serving": serves, "took_ms": round(took_ms, 3)}, f"{words}; {took_ms:.1f} ms")
+    return Exit.DONE if serves else Exit.NO
+
+
 def status(daemon: Connection, given: argparse.Namespace) -> int:
     found = _status(daemon)
     text = render.status_text(found)
@@ -147,14 +151,14 @@ def status(daemon: Connection, given: argparse.Namespace) -> int:
             for one in reply.sessions
         ]
         text += "\n\n" + render.sessions_text(found["sessions"])
-    _show(given, found, text)
+    show(given, found, text)
     return Exit.DONE
 
 
 def top(daemon: Connection, given: argparse.Namespace) -> int:
     found = _status(daemon)
     if given.once:
-        _show(given, found, render.status_text(found))
+        show(given, found, render.status_text(found))
         return Exit.DONE
     try:
         while True:
@@ -165,13 +169,20 @@ def top(daemon: Connection, given: argparse.Namespace) -> int:
             if given.json:
                 print(render.as_json({**found, "rates": rates}), flush=True)
             else:
-                print(CLEAR + render.printable(render.status_text(found, rates)), flush=True)
+                text = render.printable(render.status_text(found, rates, bars=True))
+                print(CLEAR + (render.painted(text) if coloured(sys.stdout) else text), flush=True)
     except KeyboardInterrupt:
         return Exit.DONE
 
 
 def _pause(seconds: float) -> None:
     select.select([], [], [], seconds)
+
+
+def coloured(stream: Any) -> bool:
+    """A terminal, unless its user wants none (no-color.org)."""
+    dumb = os.environ.get("TERM", "dumb") == "dumb" or bool(os.environ.get("NO_COLOR"))
+    return stream.isatty() and not dumb
 
 
 def _rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, float]]:
@@ -200,7 +211,7 @@ def reload(daemon: Connection, given: argparse.Namespace) -> int:
     changes = [
         {name: getattr(one, name) for name in ("name", "before", "after", "applied")} for one in reply.changes
     ]
-    _show(given, changes, render.changes_text(changes))
+    show(given, changes, render.changes_text(changes))
     return Exit.DONE
 
 
@@ -233,16 +244,29 @@ def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator
             return
 
 
+def _described(daemon: Connection, given: argparse.Namespace) -> dict[str, Any] | None:
+    request = admin_pb2.DescribeRequest(namespace=given.namespace, key=given.key)
+    try:
+        return _block(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)
+    except grpc.RpcError as error:
+        # An unknown namespace is NOT_FOUND too, and is the caller's error, not the answer no.
+        if error.code() is not grpc.StatusCode.NOT_FOUND or "namespace" in error.details():
+            raise
+        return None
+
+
+def describe(daemon: Connection, given: argparse.Namespace) -> int:
+    if (found := _described(daemon, given)) is None:
+        return complain(f"no such block in namespace {given.namespace!r}", Exit.NO, given)
+    show(given, found, render.block_text(found, int(time.time() * 1000)))
+    return Exit.DONE
+
+
 def ls(daemon: Connection, given: argparse.Namespace) -> int:
     if given.key is not None:
-        request = admin_pb2.DescribeRequest(namespace=given.namespace, key=given.key)
-        try:
-            blocks = [_block(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)]
-        except grpc.RpcError as error:
-            # An unknown namespace is NOT_FOUND too, and is the caller's error, not the answer no.
-            if error.code() is not grpc.StatusCode.NOT_FOUND or "namespace" in error.details():
-                raise
-            return _complain("no such block", Exit.NO)
+        if (found := _described(daemon, given)) is None:
+            return complain("no such block", Exit.NO, given)
+        blocks = [found]
     else:
         blocks = list(_pages(daemon, given, given.limit + 1))
         if len(blocks) > given.limit:  # said, so that nobody takes the part for the whole
@@ -251,7 +275,7 @@ def ls(daemon: Connection, given: argparse.Namespace) -> int:
     if given.quiet and not given.json:
         sys.stdout.write("".join(one["key"] + "\n" for one in blocks))
     else:
-        _show(given, blocks, render.blocks_text(blocks, int(time.time() * 1000)))
+        show(given, blocks, render.blocks_text(blocks, int(time.time() * 1000)))
     return Exit.DONE
 
 
@@ -269,7 +293,7 @@ def rm(daemon: Connection, given: argparse.Namespace) -> int:
         "deleted": sum(deleted),
         "missing": [key.hex() for key, gone in zip(given.keys, deleted, strict=True) if not gone],
     }
-    _show(given, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
+    show(given, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
     return Exit.NO if found["missing"] else Exit.DONE
 
 
@@ -287,7 +311,7 @@ def flush(daemon: Connection, given: argparse.Namespace) -> int:
     deleted = daemon.admin.Flush(
         admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s
     ).deleted
-    _show(given, {"deleted": deleted}, f"{deleted} deleted")
+    show(given, {"deleted": deleted}, f"{deleted} deleted")
     return Exit.DONE
 
 
@@ -295,7 +319,7 @@ def drain(daemon: Connection, given: argparse.Namespace) -> int:
     request = admin_pb2.DrainRequest(on=not given.off, wait_ms=0 if given.off else int(given.wait_s * 1000))
     reply = daemon.admin.Drain(request, timeout=daemon.timeout_s + given.wait_s)
     words = "refusing new blocks" if reply.draining else "accepting new blocks"
-    _show(
+    show(
         given,
         {"draining": reply.draining, "unsealed": reply.unsealed},
         f"{words}; {reply.unsealed} being written",
@@ -334,7 +358,7 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
         print(file=sys.stderr)
     daemon.admin.Integrity(admin_pb2.IntegrityRequest(namespace=given.namespace), timeout=daemon.timeout_s)
     found = {name: getattr(last, name) for name in ("verified", "computed", "corrupt", "read_bytes")}
-    _show(
+    show(
         given,
         found,
         f"{last.verified} verified, {last.computed} had no checksum and got one, "
@@ -343,38 +367,11 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.NO if last.corrupt else Exit.DONE
 
 
-def stop(given: argparse.Namespace, directory: str) -> int:
-    pid = runtime_dir.running_pid(directory)
-    if pid is None:
-        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
-    try:
-        watched = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return _complain(f"no daemon in {directory}", Exit.UNREACHABLE)
-    try:
-        # The descriptor names one process for ever, and that it holds the lock is checked after it is open:
-        # no other pid can be hit.
-        if runtime_dir.running_pid(directory) != pid:
-            return _complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE)
-        if not runtime_dir.belongs(pid, directory):
-            return _complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED)
-        if (found := runtime_dir.listening_pid(directory)) not in (None, pid):
-            where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
-            return _complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED)
-        signal.pidfd_send_signal(watched, signal.SIGTERM)
-        if not select.select([watched], [], [], given.timeout_s)[0]:
-            return _complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED)
-    except PermissionError:
-        return _complain(f"pid {pid} belongs to another user", Exit.REFUSED)
-    finally:
-        os.close(watched)
-    _show(given, {"stopped": pid}, f"pid {pid} has ended")
-    return Exit.DONE
-
-
 COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
+    "ping": ping,
     "status": status,
     "ls": ls,
+    "describe": describe,
     "rm": rm,
     "flush": flush,
     "drain": drain,

@@ -13,8 +13,10 @@ from typing import Any, TextIO
 
 from kvstored import _core
 from kvstored.cli import render
+from kvstored.cli.answers import complain
 from kvstored.config.units import approximate_size
 from kvstored.errors import Exit, StoreError
+from kvstored.tiers.pool_list import advice
 
 IDENTITIES = 8  # named in the line of one directory; the JSON has all
 MAX_LISTED = 10_000  # findings in the JSON of one directory; the counts count all
@@ -39,16 +41,23 @@ def _is_tree(directory: str) -> bool:
     return os.path.isdir(temporary) and not os.path.isdir(os.path.join(temporary, "tmp"))
 
 
-class _Progress:
-    """One line on a terminal, rewritten; nothing elsewhere."""
+def _count(directory: str) -> int:
+    return sum(name.endswith(".kv") for _, _, names in os.walk(directory) for name in names)
 
-    def __init__(self, stream: TextIO) -> None:
+
+class _Progress:
+    """One line on a terminal, rewritten; nothing elsewhere. The whole is what a look at the names counted."""
+
+    def __init__(self, stream: TextIO, directory: str) -> None:
         self._stream = stream
         self._shown = stream.isatty()
+        self._whole = _count(directory) if self._shown else 0
 
     def __call__(self, files: int, size_bytes: int) -> None:
         if self._shown:
-            self._stream.write(f"\r\x1b[K{files} blocks, {approximate_size(size_bytes)} checked")
+            bar = render.bar(files, max(files, self._whole), 30)
+            size = approximate_size(size_bytes)
+            self._stream.write(f"\r\x1b[K{bar} {files} of {self._whole} blocks, {size} checked")
             self._stream.flush()
 
     def clear(self) -> None:
@@ -60,7 +69,7 @@ class _Progress:
 def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
     """One directory of blocks. What is wrong is printed when found, or listed in the result (--json)."""
     findings: list[dict[str, str]] = []
-    progress = _Progress(sys.stderr)
+    progress = _Progress(sys.stderr, directory)
 
     def finding(kind: str, path: str, why: str, action: str) -> None:
         shown = render.printable(path).replace("\n", "\\n")
@@ -113,8 +122,7 @@ def summary(one: dict[str, Any]) -> str:
 def run(given: argparse.Namespace) -> int:
     results = []
     if given.keep_corrupt and not given.repair:
-        print("kvstored: --keep-corrupt is a way to repair: give --repair too", file=sys.stderr)
-        return Exit.USAGE
+        return complain("--keep-corrupt is a way to repair: give --repair too", Exit.USAGE, given)
     try:
         for directory in given.directories:
             for tree in trees(directory):
@@ -122,11 +130,11 @@ def run(given: argparse.Namespace) -> int:
                 if not given.json:
                     print(summary(results[-1]))
     except OSError as error:
-        print(f"kvstored: {error.filename}: {error.strerror}", file=sys.stderr)
-        return Exit.USAGE
+        return complain(f"{error.filename}: {error.strerror}", Exit.USAGE, given)
     except StoreError as error:
-        print(f"kvstored: {error}", file=sys.stderr)
-        return Exit.REFUSED
+        return complain(str(error), Exit.REFUSED, given)
+    if advised := advice():
+        print(f"kvstored: shared memory: {advised}", file=sys.stderr)
     wrong = sum(one["wrong"] for one in results)
     if given.json:
         print(render.as_json({"wrong": wrong, "directories": results}))

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstored import __version__, log
+from kvstored.cli.answers import complain, told
+from kvstored.cli.arguments import Parser, WrongArguments, bounded, key, prefix, wants_json
 from kvstored.config import fields
 from kvstored.config.config import Config
 from kvstored.config.sources import default_dir
@@ -29,6 +31,7 @@ _EXAMPLES = {
   kvstored serve --memory 4GiB              run a daemon in the default directory
   kvstored status                           what it holds, and how it is used
   kvstored top                              the same, refreshed
+  kvstored stop                             end it; its blocks stay for the next one
 
 """
     + _EXIT_HELP,
@@ -47,6 +50,20 @@ one, unless --discard is given. A daemon with another --memory, --max-blocks or 
 
 """
     + _EXIT_HELP,
+    "ping": """examples:
+  kvstored ping                 exit code 0 if a namespace serves, 1 if none does, 3 if nobody answers
+  kvstored ping --timeout-s 2 --json""",
+    "describe": """examples:
+  kvstored describe $KEY        exit code 1 if it is not there
+  kvstored describe $KEY --json --namespace batch""",
+    "pools": """examples:
+  kvstored pools                every pool, its size, its owner and whether a process uses it
+  kvstored pools --remove       removes those that no daemon, no directory and no process owns
+  kvstored pools --json
+
+Needs no daemon. A pool belongs to the runtime directory whose daemon made it, and waits there for the next
+one. If that directory is gone and no process has the pool open, nobody owns it. A user sees whose other
+users' pools are, and removes only its own; root removes all.""",
     "status": """examples:
   kvstored status
   kvstored status --sessions
@@ -79,7 +96,8 @@ is not ours. Exit code 1 if something is wrong and was not repaired.""",
   kvstored top --interval-s 0.5
   kvstored top --once           one look, for scripts""",
     "stop": """examples:
-  kvstored stop                 SIGTERM, and wait until the daemon is gone""",
+  kvstored stop                 SIGTERM, and wait until the daemon is gone; says what stays
+  kvstored stop --discard       and free its memory""",
     "config": """examples:
   kvstored config               each value and where it came from""",
     "reload": """examples:
@@ -94,40 +112,8 @@ file that is wrong is refused whole (exit code 4), and the configuration before 
 }
 
 
-def _key(text: str) -> bytes:
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no key: 64 hexadecimal digits are wanted")
-    return key
-
-
-def _prefix(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no prefix: an even number of hexadecimal digits is wanted"
-        ) from None
-
-
-def _bounded(low: float, high: float, kind: type = int) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is out of bounds, {low} to {high}")
-        return value
-
-    return parse
-
-
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="kvstored",
         description="One cache of KV blocks for all inference processes of a host.",
         epilog=_EXAMPLES[""],
@@ -137,12 +123,16 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_operator_commands(commands)
+    _add_commands_without_daemon(commands)
     return top
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return commands.add_parser(
         name,
+        usage="%(prog)s [--FIELD VALUE ...] [--config FILE] [--fresh] [--discard] [--print-config]"
+        if name == "serve"
+        else None,
         help=text,
         description=text[0].upper() + text[1:] + ".",
         epilog=_EXAMPLES[name],
@@ -205,7 +195,7 @@ def _add_operator_commands(commands: Any) -> None:
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument(
             "--timeout-s",
-            type=_bounded(0.1, 3600, float),
+            type=bounded(0.1, 3600, float),
             default=10.0,
             metavar="SECONDS",
             help="deadline; default 10",
@@ -214,28 +204,31 @@ def _add_operator_commands(commands: Any) -> None:
             command.add_argument("--namespace", default="default", metavar="NAME", help="default: default")
         return command
 
+    add("ping", "ask the daemon whether it serves, and how long that took")
     status = add("status", "show what the daemon holds and how it is used")
     status.add_argument("--sessions", action="store_true", help="also list the attached processes")
     ls = add("ls", "list blocks", namespace=True)
-    ls.add_argument("--prefix", type=_prefix, default=b"", metavar="HEX", help="only keys that begin so")
+    ls.add_argument("--prefix", type=prefix, default=b"", metavar="HEX", help="only keys that begin so")
     ls.add_argument(
         "--limit",
-        type=_bounded(1, 1 << 24),
+        type=bounded(1, 1 << 24),
         default=100,
         metavar="N",
         help="at most so many, and a line on standard error if there are more; default 100",
     )
-    ls.add_argument("--key", type=_key, metavar="KEY", help="only this block")
+    ls.add_argument("--key", type=key, metavar="KEY", help="only this block")
     ls.add_argument("--quiet", action="store_true", help="keys only, one a line")
+    describe = add("describe", "show all that is known of one block", namespace=True)
+    describe.add_argument("key", type=key, metavar="KEY", help="64 hexadecimal digits")
     rm = add("rm", "delete blocks", namespace=True)
-    rm.add_argument("keys", type=_key, nargs="+", metavar="KEY", help="64 hexadecimal digits")
+    rm.add_argument("keys", type=key, nargs="+", metavar="KEY", help="64 hexadecimal digits")
     flush = add("flush", "delete all sealed blocks of a namespace", namespace=True)
     flush.add_argument("--yes", action="store_true", help="do not ask")
     drain = add("drain", "refuse new blocks and wait until those being written are done")
     drain.add_argument("--off", action="store_true", help="accept new blocks again")
     drain.add_argument(
         "--wait-s",
-        type=_bounded(0, 300, float),
+        type=bounded(0, 300, float),
         default=30.0,
         metavar="SECONDS",
         help="how long to wait; default 30",
@@ -243,12 +236,25 @@ def _add_operator_commands(commands: Any) -> None:
     add("scrub", "check the bytes of every sealed block and the index itself", namespace=True)
     top = add("top", "show status, refreshed")
     top.add_argument(
-        "--interval-s", type=_bounded(0.1, 3600, float), default=2.0, metavar="SECONDS", help="default 2"
+        "--interval-s", type=bounded(0.1, 3600, float), default=2.0, metavar="SECONDS", help="default 2"
     )
     top.add_argument("--once", action="store_true", help="one look, no screen control")
     add("config", "show the running daemon's configuration")
     add("reload", "make the daemon read its configuration file again")
-    add("stop", "end the daemon; its blocks stay for the next one")
+    stop = add("stop", "end the daemon; its blocks stay for the next one")
+    stop.add_argument(
+        "--discard", action="store_true", help="free the memory too; also where no daemon runs any more"
+    )
+
+
+def _add_commands_without_daemon(commands: Any) -> None:
+    pools = _command(commands, "pools", "list the pools in shared memory, and whose they are")
+    pools.add_argument("prefixes", nargs="*", metavar="POOL", help="only these, by the names listed")
+    pools.add_argument("--remove", action="store_true", help="remove those that nobody owns")
+    pools.add_argument(
+        "--pool-dir", metavar="DIR", default="", help="look here too, as given to serve --pool-dir"
+    )
+    pools.add_argument("--json", action="store_true", help="print JSON")
     fsck = _command(commands, "fsck", "check the blocks on disk, without a daemon")
     fsck.add_argument("directories", nargs="+", metavar="DIR", help="as given to serve --disk")
     fsck.add_argument("--repair", action="store_true", help="remove what is wrong")
@@ -264,18 +270,16 @@ def _add_operator_commands(commands: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     started_ns = _process_started_ns()
-    given = parser().parse_args(arguments)
+    given = _parsed(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_utf8(given)
         code = _run(given, started_ns)
         print(end="", flush=True)  # an error of the output is told here, not at the interpreter's end
         return code
     except ConfigError as error:
-        print(f"kvstored: {error}", file=sys.stderr)
-        return Exit.USAGE
+        return complain(str(error), Exit.USAGE, given)
     except StartupError as error:
-        print(f"kvstored: {error}", file=sys.stderr)
-        return Exit.CANNOT_START
+        return complain(str(error), Exit.CANNOT_START, given)
     except BrokenPipeError:  # the reader of our output has left, for example head
         _drop_output()
         return Exit.DONE
@@ -283,10 +287,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "serve" and not given.print_config:
             raise  # a bug, and the supervisor starts it again
         _drop_output()
-        print(f"kvstored: {error}", file=sys.stderr)
-        return Exit.USAGE
+        return complain(str(error), Exit.USAGE, given)
     except KeyboardInterrupt:
         return 130
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    try:
+        return parser().parse_args(arguments)
+    except WrongArguments as wrong:
+        told(str(wrong), Exit.USAGE, wants_json(arguments))
+        if not wants_json(arguments):
+            print(wrong.usage, file=sys.stderr)
+        raise SystemExit(Exit.USAGE) from None
 
 
 def _fill_closed_streams() -> None:
@@ -316,6 +329,10 @@ def _run(given: argparse.Namespace, started_ns: int) -> int:
 
         print(script(parser(), given.shell))
         return Exit.DONE
+    if given.command == "pools":
+        from kvstored.cli import pools
+
+        return pools.run(given)
     if given.command == "fsck":
         from kvstored.cli import fsck
 

@@ -1,12 +1,14 @@
 """What people see: tables and lines from plain data. Never talks to a daemon; what is printed as JSON is the
 same data.
 
-The only place that knows columns and colours (there are none).
+The only place that knows columns, bars and colours. Colours are for `top` on a terminal alone, and are put on
+what is printable already.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,8 +64,10 @@ def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def status_text(status: dict[str, Any], rates: dict[str, dict[str, float]] | None = None) -> str:
-    """`rates`: per namespace and counter, increase a second (top)."""
+def status_text(
+    status: dict[str, Any], rates: dict[str, dict[str, float]] | None = None, bars: bool = False
+) -> str:
+    """`rates`: per namespace and counter, increase a second; `bars`: how full memory is (both for top)."""
     up = format_duration(status["uptime_ms"] / 1000)
     lines = [
         f"kvstored {status['version']}   pid {status['pid']}   up {up}   "
@@ -75,6 +79,8 @@ def status_text(status: dict[str, Any], rates: dict[str, dict[str, float]] | Non
         lines.append(f"DEGRADED  {one['state']}{where}: {one['text']}")
     for one in status["namespaces"]:
         lines.extend(_namespace_lines(one, (rates or {}).get(one["namespace"])))
+        if bars:
+            lines.extend(_bar_lines(one["counters"].get, one["disk_quota_bytes"]))
     return "\n".join(lines)
 
 
@@ -134,6 +140,36 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
     return lines
 
 
+def _bar_lines(of: Any, disk_quota_bytes: int) -> list[str]:
+    hits, misses = of("hits", 0), of("misses", 0)
+    rows = [("memory", of("used_bytes", 0), of("capacity_bytes", 0)), ("hits", hits, hits + misses)]
+    if disk_quota_bytes:
+        rows.append(("disk", of("disk_bytes", 0), disk_quota_bytes))
+    return [f"  {name:9} {bar(part, whole)} {percent(part, whole):>7}" for name, part, whole in rows]
+
+
+def bar(part: int, whole: int, width: int = 40) -> str:
+    filled = min(width, width * part // whole) if whole else 0
+    return f"[{'#' * filled}{'.' * (width - filled)}]"
+
+
+_BOLD, _RED, _YELLOW, _GREEN, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
+FULL_AT = 36  # of a bar's 40: nearly full is yellow
+
+
+def painted(text: str) -> str:
+    """Colours for a terminal. `text` is printable: what a daemon says can command nothing."""
+
+    def bar_of(found: re.Match[str]) -> str:
+        full = found[1] in ("memory", "disk") and found[0].count("#") >= FULL_AT
+        return f"{found[0][: found.start(2) - found.start()]}{_YELLOW if full else _GREEN}{found[2]}{_PLAIN}"
+
+    text = re.sub(r"^(DEGRADED  .*|  PROBLEM   .*)$", rf"{_RED}\1{_PLAIN}", text, flags=re.MULTILINE)
+    text = re.sub(r"^(namespace \S+)", rf"{_BOLD}\1{_PLAIN}", text, flags=re.MULTILINE)
+    text = re.sub(r"^  (memory|hits|disk) +(\[[#.]{40}\])", bar_of, text, flags=re.MULTILINE)
+    return text.replace("DRAINING", f"{_YELLOW}DRAINING{_PLAIN}")
+
+
 def _quota(one: dict[str, Any]) -> str:
     disk = one["disk_quota_bytes"]
     return f"{approximate_size(one['memory_quota_bytes'])} of memory, " + (
@@ -165,6 +201,23 @@ def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:
         rows,
         right=frozenset((2, 3, 4, 5, 6)),
     )
+
+
+def block_text(one: dict[str, Any], now_ms: int) -> str:
+    """One block, a line a fact."""
+    age = format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-"
+    facts = {
+        "key": one["key"],
+        "state": one["state"],
+        "tokens": f"{one['token_count']}, from position {one['base_position']}",
+        "size": approximate_size(one["length_bytes"]) + f" ({one['length_bytes']} bytes)",
+        "layout": one["layout_id"],
+        "priority": one["priority"],
+        "age": age,
+        "ttl": format_duration(one["ttl_ms"] / 1000) if one["ttl_ms"] else "none",
+        "generation": one["generation"],
+    }
+    return "\n".join(f"{name:11} {value}" for name, value in facts.items())
 
 
 def sessions_text(sessions: list[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ and its shown form has no secret in it.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -114,7 +115,9 @@ def _namespace(name: Any, about: Mapping[str, Any]) -> Namespace:
     known = [field.name for field in fields(Namespace) if field.name != "name"]
     for key in about:
         if key not in known:
-            raise ValueError(f"{name!r} has no field {key!r}; known are {', '.join(known)}")
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"{name!r} has no field {key!r}; {hint}")
     return Namespace(
         name,
         _part(name, "memory", about.get("memory")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ NO_FIELDS = {"KVSTORED_CONFIG", "KVSTORED_FAULTS"}  # ours all the same: the fil
 MAX_FILE_BYTES = 1 << 20
 MAX_SHOWN = 80  # characters of a value
 ALIKE = 0.8  # of difflib: MEMROY is MEMORY; METRICS_PORT and Kubernetes' SERVICE_PORT, 0.75, are two names
+NEAR = 0.6  # a field that is refused anyway: what it may have been
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ def default_dir(environ: Mapping[str, str]) -> str:
         return system
     if user := _named_path(environ, "XDG_RUNTIME_DIR"):
         return os.path.join(user, "kvstored")
-    raise ConfigError("dir: no runtime directory: give --dir, or set KVSTORED_DIR or XDG_RUNTIME_DIR")
+    raise ConfigError(
+        "dir: no runtime directory: /run/kvstored is not for this user, and XDG_RUNTIME_DIR, which a login "
+        "session has, is not set: give --dir, for example --dir /tmp/kvstored-$USER, or set KVSTORED_DIR"
+    )
 
 
 def _named_path(environ: Mapping[str, str], name: str) -> str:
@@ -112,10 +116,16 @@ def _read_file(path: str) -> dict[str, Any]:
     known = {about.name for about in dataclasses.fields(Config)}
     for name in table:
         if name not in known:
-            raise ConfigError(
-                f"configuration file {path!r}: unknown field {name!r}; known are {', '.join(sorted(known))}"
-            )
+            raise ConfigError(f"configuration file {path!r}: unknown field {name!r}{near(name, known)}")
     return table
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What is said behind an unknown name: the nearest known one, or where they are listed."""
+    import difflib  # only where something is wrong
+
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), sorted(known), 1, NEAR)
+    return f"; the nearest is {found[0]!r}" if found else "; kvstored serve --help lists them"
 
 
 def _unread(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ import contextlib
 import errno
 import fcntl
 import glob
+import hashlib
 import os
+import re
 import stat
 from typing import Protocol
 
@@ -25,6 +27,8 @@ SHM_DIR = "/dev/shm"
 HUGE_DIR = "/run/kvstored-pool"  # where deploy/systemd mounts a tmpfs with huge pages
 SEALED = "memfd"
 ROLES = ("table", "progress", "pool")
+HOME = "home"  # the file that names the runtime directory a pool is of; always in /dev/shm
+PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
 # SEAL as well: a client that may write could otherwise seal the memory against writing, for ever.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8  # Linux 6.3
@@ -174,6 +178,30 @@ class Sealed:
 
     def held_bytes(self, prefix: str) -> dict[object, int]:
         return {}
+
+
+def mark_of(directory: str) -> str:
+    """What prefixes of this runtime directory begin with, "" if it is gone. Another directory under the same
+    name, in a container that shares /dev/shm, has another."""
+    home = os.path.realpath(directory)
+    try:
+        found = os.stat(home)
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{home}\0{found.st_dev}\0{found.st_ino}".encode()).hexdigest()[:8]
+
+
+def note_home(prefix: str, directory: str) -> None:
+    """Says with the pool whose it is: its name cannot be turned back into a path. Raises StartupError."""
+    path = os.path.join(SHM_DIR, f"{prefix}.{HOME}")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(fd, os.fsencode(os.path.realpath(directory)))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}") from error
 
 
 def chosen(pool: str, pool_dir: str) -> str:

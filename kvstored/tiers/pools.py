@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,10 @@ from kvstored.config.units import approximate_size
 from kvstored.errors import StartupError
 from kvstored.process import runtime_dir
 from kvstored.process.fd_store import Keeper
+from kvstored.tiers import pool_list
 from kvstored.tiers.pool_files import (
     HUGE_DIR,
+    PREFIX,
     ROLES,
     SEALED,
     SHM_DIR,
@@ -43,10 +44,11 @@ from kvstored.tiers.pool_files import (
     chosen,
     has_huge_pages,
     lying_about,
+    mark_of,
+    note_home,
 )
 
 STATE_VERSION = 1
-_PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
 CLOSE_AFTER_S = 1.0
 
 
@@ -105,6 +107,7 @@ class Segments:
         self._retire = retire
         self._geometries = geometries
         self._pools: dict[str, Pool] = {}
+        self._undone: list[Pool] = []
 
     @property
     def kept(self) -> bool:
@@ -159,7 +162,32 @@ class Segments:
     def give_up(self, discard: bool) -> None:
         """Leaves them for the next daemon, or with `discard` removes them."""
         if discard or not self.kept:
-            self.discard()
+            return self.discard()
+        held = (self._placed(one.place).held_bytes(one.prefix).values() for one in self._pools.values())
+        if kept_bytes := sum(map(sum, held)):
+            free = f"kvstored stop --discard --dir {os.path.dirname(self._path)}"
+            log.info("memory_kept", size=approximate_size(kept_bytes), bytes=kept_bytes, free_with=free)
+        return None
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """A start that failed leaves no pool that was not there before."""
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        self._undone = [one for one in self._pools.values() if not one.adopted]
+        self._pools = {name: one for name, one in self._pools.items() if one.adopted}
+        for pool in self._undone:
+            self._placed(pool.place).remove(pool.prefix)
+        if self._undone and self._pools:
+            self._save({})
+        elif self._undone:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
 
     def discard(self) -> None:
         """Removes everything: the next daemon starts empty."""
@@ -171,7 +199,7 @@ class Segments:
             os.unlink(self._path)
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in (*self._pools.values(), *self._undone):
             pool.close()
 
     def _adopt(self, entry: dict[str, Any], geometry: Geometry | None) -> str:
@@ -222,25 +250,18 @@ class Segments:
         nobody can read it. No daemon serves them, since the caller holds the directory's lock."""
         named = {entry["prefix"] for entry in known.values()}
         places = {SHM_DIR, HUGE_DIR, self._place.name} - {SEALED}
-        found = lying_about(f"kvstored-{self._mark()}", places)
+        found = lying_about(f"kvstored-{mark_of(os.path.dirname(self._path))}", places)
         return [
             {"prefix": prefix, "pool_dir": place}
             for prefix, place in found.items()
-            if prefix not in named and _PREFIX.fullmatch(prefix)
+            if prefix not in named and PREFIX.fullmatch(prefix)
         ]
-
-    def _mark(self) -> str:
-        """What prefixes of this runtime directory begin with. Another directory under the same name, in a
-        container that shares /dev/shm, has another."""
-        home = os.path.dirname(os.path.realpath(self._path))
-        found = os.stat(home)
-        return hashlib.sha256(f"{home}\0{found.st_dev}\0{found.st_ino}".encode()).hexdigest()[:8]
 
     def _make(self, geometries: list[Geometry]) -> None:
         plans = {
             g.namespace: (
                 g,
-                f"kvstored-{self._mark()}{secrets.token_hex(4)}-{self._geometries.index(g)}",
+                f"kvstored-{mark_of(os.path.dirname(self._path))}{secrets.token_hex(4)}-{self._geometries.index(g)}",
                 secrets.token_bytes(16),
             )
             for g in geometries
@@ -249,6 +270,8 @@ class Segments:
         # find.
         self._save({name: _entry(*plan, self._place.name, False) for name, plan in plans.items()})
         for namespace, (geometry, prefix, pool_id) in plans.items():
+            if self._place.name != SEALED:
+                note_home(prefix, os.path.dirname(self._path))
             fds = [self._place.create(prefix, role, geometry.file_bytes(role)) for role in ROLES]
             self._pools[namespace] = Pool(geometry, pool_id, prefix, self._place.name, *fds, False)
         self._save({})
@@ -297,10 +320,11 @@ class Segments:
             roomy = roomy and need_bytes <= free_bytes
             free_bytes += sum(held.get(device, 0) for held in held_by_old)
             if need_bytes > free_bytes:
+                advised = pool_list.advice()
                 raise StartupError(
                     f"memory: {called} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
                     f"{need_bytes} more are needed ({approximate_size(need_bytes)}): "
-                    "give less --memory, or a larger file system"
+                    "give less --memory, or a larger file system" + (f"; {advised}" if advised else "")
                 )
         return roomy
 
@@ -328,7 +352,7 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
         if not (
             isinstance(entry, dict)
             and isinstance(entry.get("prefix"), str)
-            and _PREFIX.fullmatch(entry["prefix"])
+            and PREFIX.fullmatch(entry["prefix"])
             and isinstance(entry.get("pool_id"), str)
             and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
             and isinstance(entry.get("pool_dir"), str)

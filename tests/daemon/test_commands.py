@@ -76,6 +76,40 @@ def test_ls(run):
     assert (code, out) == (Exit.NO, "") and "no such block" in error
 
 
+def test_ping(run, calls):
+    code, out, _ = run("ping")
+    assert code == Exit.DONE and re.fullmatch(r"serves; [\d.]+ ms\n", out)
+    assert run_json(run, "ping")["serving"] is True
+
+
+def test_describe(run):
+    code, out, _ = run("describe", key("a").hex())
+    assert code == Exit.DONE and key("a").hex() in out and re.search(r"^state +sealed$", out, re.MULTILINE)
+    assert run_json(run, "describe", key("a").hex())["length_bytes"] == BLOCK_BYTES
+    code, out, error = run("describe", key("x").hex())
+    assert (code, out) == (Exit.NO, "") and "no such block" in error
+
+
+def test_top_paints_on_a_terminal_only(run, calls):
+    """A terminal of our own; NO_COLOR is its user's word."""
+    for environ, painted in (({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False)):
+        ours, theirs = os.openpty()
+        home = str(calls.daemon.dir)
+        command = [sys.executable, "-m", "kvstored", "top", "--dir", home, "--interval-s", "0.1"]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=theirs, stderr=theirs, env={**os.environ, "NO_COLOR": "", **environ}
+        ) as process:
+            os.close(theirs)
+            seen = b""
+            while seen.count(b"memory") < 4:
+                seen += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        os.close(ours)
+        assert b"[####" in seen or b"[...." in seen
+        assert (b"\x1b[1mnamespace" in seen) is painted
+
+
 def test_an_unknown_namespace_is_refused_by_name(run):
     for command in (
         ["ls"],
@@ -175,7 +209,8 @@ def test_a_reader_of_the_output_may_leave(held):
 def test_stop_waits_until_the_daemon_is_gone(run, calls):
     pid = calls.daemon.pid
     code, out, _ = run("stop")
-    assert (code, out) == (Exit.DONE, f"pid {pid} has ended\n")
+    assert code == Exit.DONE and out.startswith(f"pid {pid} has ended; ")
+    assert "stay for the next daemon: kvstored stop --discard frees them" in out
     assert calls.daemon.process.wait(60) == 0
     assert run("status")[0] == Exit.UNREACHABLE and run("stop")[0] == Exit.UNREACHABLE
 

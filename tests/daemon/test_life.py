@@ -45,7 +45,9 @@ def test_it_ends_when_told_and_leaves_its_segments(daemon, number):
     )
     assert "stopped took_ms=" in one.log()
     (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
-    assert {path.suffix for path in Path("/dev/shm").glob(prefix + ".*")} == {".table", ".progress", ".pool"}
+    kept = {path.suffix for path in Path("/dev/shm").glob(prefix + ".*")}
+    assert kept == {".table", ".progress", ".pool", ".home"}
+    assert "memory_kept size=" in one.log() and "kvstored stop --discard" in one.log()
 
 
 def test_a_second_daemon_is_refused_and_told_who_runs(daemon):
@@ -124,7 +126,7 @@ def test_every_file_is_for_the_owner_alone(daemon):
     one = daemon()
     (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
     paths = [*one.dir.iterdir(), *Path("/dev/shm").glob(prefix + ".*")]
-    assert len(paths) == 8
+    assert len(paths) == 9
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.cli import commands, render
+from kvstored.cli import answers, render
 from kvstored.cli.completion import script
 from kvstored.cli.main import main, parser
 from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "serve", "status", "ls", "rm", "flush", "drain", "scrub", "top", "config", "reload", "stop", "fsck",
-    "completion",
+    "serve", "ping", "status", "ls", "describe", "rm", "flush", "drain", "scrub", "top", "config", "reload",
+    "stop", "pools", "fsck", "completion",
 )  # fmt: skip
 
 
@@ -96,18 +96,73 @@ def test_wrong_arguments_end_with_2(arguments, capsys):
     assert end.value.code == Exit.USAGE
 
 
+@pytest.mark.parametrize(
+    ("arguments", "nearest", "usage"),
+    [
+        (["serve", "--memroy", "4GiB"], "the nearest is --memory", "usage: kvstored serve [--FIELD V"),
+        (["ls", "--namespce=x"], "the nearest is --namespace", "usage: kvstored ls "),
+        (["ls", "--zzz"], "kvstored ls --help lists them", "usage: kvstored ls "),
+        (["statsu"], "the nearest is status", "usage: kvstored [-h]"),
+        (["gc"], "the nearest is pools", "usage: kvstored [-h]"),
+        (["stop", "now"], "one argument too many: 'now'", "usage: kvstored stop "),
+        (["completion", "bsh"], "the nearest is bash", "usage: kvstored completion "),
+    ],
+)
+def test_what_is_mistyped_is_told_with_the_nearest_and_the_usage_that_was_meant(
+    arguments, nearest, usage, capsys
+):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == Exit.USAGE
+    assert nearest in error and usage in error and len(error.splitlines()) <= 5
+    with pytest.raises(SystemExit):
+        main([*arguments, "--json"])
+    said = json.loads(capsys.readouterr().err)["error"]
+    assert nearest in said["text"] and said["kind"] == "usage"
+
+
+def test_an_unknown_field_of_the_file_is_told_with_the_nearest(tmp_path, capsys):
+    file = tmp_path / "k.toml"
+    for text, nearest in (
+        ("memroy = 1", "the nearest is 'memory'"),
+        ("[namespaces.a]\nreaderz = []", "the nearest is 'readers'"),
+        ("qqqqqqqq = 1", "kvstored serve --help lists them"),
+    ):
+        file.write_text(text)
+        assert main(["serve", "--dir", "/tmp/x", "--config", str(file), "--print-config"]) == Exit.USAGE
+        error = capsys.readouterr().err
+        assert nearest in error and len(error) < 250
+
+
+def test_without_a_directory_a_user_is_told_what_to_give(monkeypatch):
+    from kvstored.config import sources
+    from kvstored.errors import ConfigError
+
+    monkeypatch.setattr(sources.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"XDG_RUNTIME_DIR.* is not set: give --dir.*KVSTORED_DIR"):
+        sources.default_dir({})
+
+
 def test_wrong_configuration_ends_with_2_and_one_line(capsys):
     assert main(["serve", "--dir", "/tmp/x", "--memory", "1MiB"]) == Exit.USAGE
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "memory" in error and "8MiB" in error
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one not in ("serve", "fsck", "completion")])
+WITHOUT_A_DAEMON = ("serve", "fsck", "pools", "completion")
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one not in WITHOUT_A_DAEMON])
 def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
-    extra = {"flush": ["--yes"], "rm": ["00" * 32]}.get(command, [])
+    extra = {"flush": ["--yes"], "rm": ["00" * 32], "describe": ["00" * 32]}.get(command, [])
     assert main([command, "--dir", str(tmp_path), *extra]) == Exit.UNREACHABLE
     captured = capsys.readouterr()
-    assert captured.out == "" and str(tmp_path) in captured.err
+    assert captured.out == "" and f"`kvstored serve --dir {tmp_path}`" in captured.err
+    assert main([command, "--dir", str(tmp_path), *extra, "--json"]) == Exit.UNREACHABLE
+    captured = capsys.readouterr()
+    said = json.loads(captured.err)["error"]
+    assert captured.out == "" and said["exit"] == 3 and str(tmp_path) in said["text"]
 
 
 def test_a_dead_daemons_socket_is_no_daemon(tmp_path, capsys):
@@ -262,6 +317,13 @@ def test_status_shows_a_fenced_namespace_and_draining():
     assert "DRAINING" in text and "PROBLEM   fenced: the pool was truncated" in text
 
 
+def test_top_paints_only_what_is_printable():
+    text = "namespace a\nDEGRADED  x: y\n  memory    [" + "#" * 40 + "] 100 %\n  hits      [" + "." * 40 + "]"
+    shown = render.painted(text)
+    assert "\x1b[31mDEGRADED  x: y\x1b[0m" in shown and "\x1b[33m[####" in shown and "\x1b[32m[...." in shown
+    assert re.sub(r"\x1b\[\d+m", "", shown) == text
+
+
 def test_progress_never_leaves_its_bar():
     for done, whole in ((0, 0), (0, 10), (5, 10), (10, 10), (20, 10)):
         assert len(render.progress_line(done, whole).split("]")[0]) == 31
@@ -291,7 +353,7 @@ def test_what_a_daemon_says_commands_no_terminal(capsys):
     """It may be another user's: root looks into a directory that is named to it."""
     text = "two\nlines é \x1b[2J\x9b\r\t\u202e"
     shown = "two\nlines é \\x1b[2J\\x9b\\r\\t\\u202e\n"
-    commands._show(parser().parse_args(["status"]), {}, text)
+    answers.show(parser().parse_args(["status"]), {}, text)
     assert capsys.readouterr().out == shown
-    assert commands._complain(text, Exit.REFUSED) == Exit.REFUSED
+    assert answers.complain(text, Exit.REFUSED) == Exit.REFUSED
     assert capsys.readouterr().err == f"kvstored: {shown}"

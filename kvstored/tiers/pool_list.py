@@ -1,0 +1,161 @@
+"""Which pools lie in this machine's shared memory, whose they are, and whether anybody still needs them.
+
+Owns that verdict and the removal of pools that nobody owns. Never looks into a pool. A pool's owner is the
+runtime directory in its file `.home`: whoever serves that directory next adopts it. Invariants: what a
+process has open, what a directory that exists owns, and what does not say whose it is are never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstored.config.units import approximate_size
+from kvstored.process import runtime_dir
+from kvstored.tiers.pool_files import HOME, HUGE_DIR, PREFIX, SHM_DIR, mark_of
+
+SERVED, KEPT, HELD, ORPHAN, UNKNOWN, FOREIGN = "served", "kept", "held", "orphan", "unknown", "another user's"
+MAX_POOLS = 4096  # of one look; the host has no more names than that in earnest
+_MAX_PATH = 4096
+_F_SETLEASE = 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """One pool: its files, their memory, the runtime directory it is of ("" if it does not say)."""
+
+    prefix: str
+    paths: tuple[str, ...]
+    uid: int
+    size_bytes: int
+    home: str
+    state: str
+    pid: int  # of the daemon that serves it, or 0
+
+    @property
+    def why(self) -> str:
+        return {
+            SERVED: f"the daemon in {self.home}, pid {self.pid}",
+            KEPT: f"waits for the next daemon in {self.home}",
+            HELD: f"{self.home or 'its directory'} is gone or elsewhere, and a process has the pool open",
+            ORPHAN: f"{self.home} is gone, and nobody has the pool open",
+            UNKNOWN: "an earlier version made it, which does not say for which directory",
+            FOREIGN: "only that user and root can tell",
+        }[self.state]
+
+
+def pools(places: Iterable[str] = (), only: Iterable[str] = ()) -> list[Found]:
+    """All pools in /dev/shm, the huge pages' directory and `places`; with `only`, those of these names."""
+    named, wanted = dict[str, list[str]](), set(only)
+    for place in dict.fromkeys((SHM_DIR, HUGE_DIR, *places)):
+        with contextlib.suppress(OSError), os.scandir(place) as entries:
+            for one in entries:
+                prefix = one.name.partition(".")[0]
+                if PREFIX.fullmatch(prefix) and (not wanted or prefix in wanted) and len(named) < MAX_POOLS:
+                    named.setdefault(prefix, []).append(one.path)
+    found = (_found(prefix, sorted(paths)) for prefix, paths in sorted(named.items()))
+    return [one for one in found if one is not None]
+
+
+def remove(one: Found) -> int:
+    """Removes an orphan's files. The bytes that came back; 0 if somebody has it open by now."""
+    assert one.state == ORPHAN, "only what nobody owns is removed"
+    if any(map(_is_open, one.paths)):
+        return 0
+    for path in one.paths:
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(path).st_uid == one.uid:
+                os.unlink(path)
+    return one.size_bytes
+
+
+def advice() -> str:
+    """For a message that memory is short: what lies there for nobody. "" if nothing does."""
+    orphans = [one for one in pools() if one.state == ORPHAN]
+    if not orphans:
+        return ""
+    held = approximate_size(sum(one.size_bytes for one in orphans))
+    many = len(orphans) > 1
+    what = f"{len(orphans)} pools that nobody owns hold" if many else "a pool that nobody owns holds"
+    return f"{what} {held}: kvstored pools --remove"
+
+
+def kept_bytes(directory: str) -> int:
+    """What the pools of this runtime directory hold."""
+    return sum(one.size_bytes for one in pools() if one.home and _same(one.home, directory))
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _found(prefix: str, paths: list[str]) -> Found | None:
+    size_bytes, uids = 0, set[int]()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            about = os.lstat(path)
+            size_bytes += about.st_blocks * 512
+            uids.add(about.st_uid)
+    if not uids:
+        return None  # removed meanwhile
+    uid = min(uids)
+    if uids != {os.geteuid()} and os.geteuid() != 0:
+        return Found(prefix, tuple(paths), uid, size_bytes, "", FOREIGN, 0)
+    home = _home(prefix, uid)
+    state, pid = _judged(prefix, home, paths)
+    return Found(prefix, tuple(paths), uid, size_bytes, home, state, pid)
+
+
+def _judged(prefix: str, home: str, paths: list[str]) -> tuple[str, int]:
+    if home and mark_of(home) == re.sub(r"^kvstored-|.{8}-\d+$", "", prefix):
+        pid = runtime_dir.running_pid(home) or 0
+        return (SERVED if pid else KEPT), pid
+    if any(map(_is_open, paths)):
+        return HELD, 0
+    return (ORPHAN if home else UNKNOWN), 0
+
+
+def _home(prefix: str, uid: int) -> str:
+    try:
+        fd = os.open(
+            os.path.join(SHM_DIR, f"{prefix}.{HOME}"),
+            os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+        )
+    except OSError:
+        return ""
+    try:
+        if os.fstat(fd).st_uid != uid:
+            return ""
+        path = os.fsdecode(os.read(fd, _MAX_PATH))
+        return path if os.path.isabs(path) and "\0" not in path else ""
+    finally:
+        os.close(fd)
+
+
+def _is_open(path: str) -> bool:
+    """Whether any process, of whatever user or container, has this file open or mapped: then the kernel
+    grants no lease on it. Where it cannot say, yes."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # who opens it in this moment would end us
+    try:
+        fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_UNLCK)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
