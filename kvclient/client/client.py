@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from operator import methodcaller
@@ -22,6 +23,7 @@ from kvclient.client.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
+LOOK_S = 0.005  # between looks for a daemon that has taken over the memory and does not listen yet
 
 Answer = TypeVar("Answer")
 _clients: weakref.WeakSet[KVClient] = weakref.WeakSet()
@@ -30,8 +32,9 @@ _clients: weakref.WeakSet[KVClient] = weakref.WeakSet()
 class KVClient:
     """A session with the store. Thread-safe. A forked child attaches anew at its first call."""
 
-    def __init__(self, attach: Callable[[], Any], namespace: str) -> None:
+    def __init__(self, attach: Callable[[], Any], namespace: str, timeout_s: float = 5.0) -> None:
         self.namespace = namespace
+        self._patience_s = timeout_s  # for a daemon that is starting
         self.reattached_total = 0
         self.suppressed_total = 0
         self._breaker = Breaker()
@@ -230,14 +233,34 @@ class KVClient:
             return self._again(ask)
 
     def _again(self, ask: Callable[[Any], Answer]) -> Answer:
-        """Attaches anew and asks again. Raises Unavailable at once if there is no daemon to attach to."""
+        """Attaches anew and asks again. A daemon that has begun to take over the pool is waited for. Without
+        one, memory that nobody has taken over answers what it can; else Unavailable is raised at once."""
+        until = time.monotonic() + self._patience_s
         for _ in range(ATTACH_TRIES):
+            gone: Exception | None = None
             try:
-                self._reattach()
+                gone = self._reattach_to_the_next(until)
                 return ask(self._native)
             except Detached as error:
+                if isinstance(gone, Unavailable):
+                    raise gone from error
                 last = error
         raise Unavailable(f"the session ended {ATTACH_TRIES} times in a row while asking: {last}") from last
+
+    def _reattach_to_the_next(self, until: float) -> Exception | None:
+        """Answers why it could not be, where the memory of before can still be read."""
+        while True:
+            try:
+                self._reattach()
+                return None
+            except (Unavailable, Detached) as error:
+                if self._native is None or self._closed:
+                    raise
+                if self._native.readable:
+                    return error
+                if not self._native.awaited or time.monotonic() >= until:
+                    raise
+            time.sleep(LOOK_S)
 
     def _reattach(self) -> None:
         with self._lock:
@@ -251,8 +274,10 @@ class KVClient:
                 self.reattached_total += 1
             elif self._ids[0] == self._native.attachment:
                 return  # another thread was first
-            # A daemon that started empty numbers layouts anew: none is used here before all are known.
             attachment = self._native.attachment
+            if self._ids[0] == attachment:
+                return  # the session was resumed: it is the same pool
+            # A daemon that started empty numbers layouts anew: none is used here before all are known.
             moved = {
                 told: now
                 for told, blob in self._layouts.items()

@@ -68,4 +68,4 @@ def connect(
     def attach() -> Any:
         return _core.Client(path, namespace, read_only, max_pins, float(timeout_s), door)
 
-    return (KVClient if on_error == "raise" else TolerantClient)(attach, namespace)
+    return (KVClient if on_error == "raise" else TolerantClient)(attach, namespace, float(timeout_s))

@@ -17,6 +17,7 @@ from kvclient.client.client import Answer, KVClient
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
+MAX_PATIENCE_S = 0.5  # for a daemon that is starting: then the prompt is computed
 PROMISED_FIGURES = (
     "used_bytes", "capacity_bytes", "faulted_bytes", "blocks", "pins", "sessions",
     "hits", "misses", "evictions",
@@ -31,6 +32,7 @@ class TolerantClient(KVClient):
     """
 
     def _first_attach(self) -> None:
+        self._patience_s = min(self._patience_s, MAX_PATIENCE_S)
         self._lookup = self._get = self._no_memory
         try:
             self._bind(self._attach())

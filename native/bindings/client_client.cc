@@ -222,6 +222,8 @@ void bind_client(nb::module_& m) {
       .def("grpc_token", token)
       .def_prop_ro("salt", salt)
       .def_prop_ro("attached", &Client::attached)
+      .def_prop_ro("readable", &Client::answers)
+      .def_prop_ro("awaited", &Client::awaited)
       .def_prop_ro("attachment", [](Client& c) { return c.attachment()->number(); })
       .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })
       .def_prop_ro("epoch", [](Client& c) { return c.attachment()->epoch(); })

@@ -46,7 +46,7 @@ struct Memory {
 };
 
 nanobind::object as_memoryview(Memory&& memory);
-// One layer as [2, kv_heads, tokens, head_dim] in the layout's dtype (NumPy: bfloat16 as uint16); as bytes under a codec.
+// One layer as [2, kv_heads, tokens, head_dim] in the layout's dtype (NumPy: bfloat16 of ml_dtypes); as bytes under a codec.
 nanobind::object as_array(Memory&& memory, const Layout& layout, uint32_t tokens);
 nanobind::object as_tensor(Memory&& memory, const Layout& layout, uint32_t tokens);
 

@@ -50,6 +50,12 @@ class Native:
     def attached(self):
         return self.epoch == self.daemon.epoch and not self.closed
 
+    @property
+    def readable(self):
+        return self.epoch == self.daemon.epoch
+
+    awaited = False
+
     def reattach(self):
         if not self.daemon.up:
             raise Unavailable("connection refused")

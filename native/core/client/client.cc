@@ -63,6 +63,16 @@ bool Client::attached() const {
   return attachment_ && !attachment_->foreign() && attachment_->current() && attachment_->connected();
 }
 
+bool Client::answers() const {
+  const std::shared_ptr<Attachment> at = attachment();
+  return !at->foreign() && at->current();
+}
+
+bool Client::awaited() const {
+  const std::shared_ptr<Attachment> at = attachment();
+  return !at->foreign() && !at->current() && at->index.header().epoch.load(std::memory_order_acquire) != kEpochRetired;
+}
+
 void Client::reattach() {
   const std::shared_ptr<Attachment> before = attachment();
   std::shared_ptr<Attachment> after = Attachment::make(options_, before);

@@ -176,6 +176,8 @@ class Client {
   std::shared_ptr<Attachment> attachment() const;  // throws Closed
   std::shared_ptr<Attachment> usable() const;      // throws Detached when it must be taken up anew
   bool attached() const;
+  bool answers() const;  // memory answers reads: no daemon has taken it over since the last that this client was attached to
+  bool awaited() const;  // one has, or began to, and kept the pool: it or its successor will be there for this client
 
  private:
   Find pin_one(const std::shared_ptr<Attachment>& at, BlockBatch& batch, std::span<const Key> keys, size_t i, bool follow,
