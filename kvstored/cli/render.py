@@ -127,7 +127,8 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
         lines.append(
             f"  disk      {of('disk_files', 0)} files, {approximate_size(of('disk_bytes', 0))}, "
             f"{of('disk_loaded', 0)} loaded, {of('disk_written', 0)} written, "
-            f"{of('pending_writes', 0)} waiting, {of('disk_corrupt', 0)} corrupt"
+            f"{of('pending_writes', 0)} waiting, {of('disk_corrupt', 0)} corrupt, "
+            f"{of('evictions_unwritten', 0) + of('writes_dropped', 0)} lost before they were written"
             + (", being listed" if of("disk_indexing", 0) else "")
         )
     if rates is not None:

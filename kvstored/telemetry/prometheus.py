@@ -54,6 +54,11 @@ DISK_METRICS: dict[str, About] = {
         "counter",
         "Blocks that were not written because too many waited.",
     ),
+    "evictions_unwritten": (
+        "kvstored_disk_evicted_unwritten_total",
+        "counter",
+        "Blocks evicted while they waited to be written.",
+    ),
     "disk_files": ("kvstored_disk_files", "gauge", "Block files on disk."),
     "disk_bytes": ("kvstored_disk_used_bytes", "gauge", "Their bytes, those being written included."),
     "disk_quota_bytes": ("kvstored_disk_quota_bytes", "gauge", "The most they may be."),

@@ -64,7 +64,9 @@ struct Description {
 };
 
 #define KV_STORE_COUNTERS(X) \
-  X(creates) X(seals) X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped)
+  X(creates)                 \
+  X(seals)                   \
+  X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped) X(evictions_unwritten)
 
 struct Stats {
   uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;

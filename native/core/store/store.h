@@ -171,6 +171,7 @@ class Store {
   };
 
   using Lock = std::unique_lock<std::mutex>;
+  static constexpr double kDueWorth = 0x1p200;  // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
   void list_contents();
@@ -188,13 +189,16 @@ class Store {
   bool expired(uint32_t expiry_s) const;
   Done seal_one(uint32_t owner, const Seal& block);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
+  // Of two victims the one with less goes first. What is due for the disk is worth more than all that is not: lost, it is lost.
+  double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
+  void place(uint32_t record);
   double use_now();
   double add_use(uint32_t record, double now);
   void use(uint32_t record, double now);
 
   // store_disk.cc
   void wish_to_write(uint32_t record, bool worth_it);
-  void forget_wish(uint32_t record);
+  bool forget_wish(uint32_t record);
   void set_flags(uint32_t record, uint8_t on, uint8_t off);
   void wake_disk();
   void file_must_go(const Key& key);

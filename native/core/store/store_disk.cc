@@ -54,16 +54,27 @@ void Store::set_flags(uint32_t record, uint8_t on, uint8_t off) {
 void Store::wish_to_write(uint32_t record, bool worth_it) {
   if (!worth_it || control(record).flags() & (kFlagOnDisk | kFlagQueued)) return;
   set_flags(record, kFlagQueued, 0);
+  place(record);
   wishes_.emplace(rank(record), record);
   if (wishes_.size() == 1) wake_disk();
   if (wishes_.size() <= options_.max_pending_writes) return;
-  set_flags(wishes_.begin()->second, 0, kFlagQueued);
+  const uint32_t least = wishes_.begin()->second;
   wishes_.erase(wishes_.begin());
+  set_flags(least, 0, kFlagQueued);
+  place(least);
   counters_.writes_dropped += 1;
 }
 
-void Store::forget_wish(uint32_t record) {
-  if (control(record).flags() & kFlagQueued && wishes_.erase({rank(record), record})) set_flags(record, 0, kFlagQueued);
+// Where a victim is looked for, after it became due for the disk or is no longer.
+void Store::place(uint32_t record) {
+  if (control(record).state() == State::Sealed) policy_.moved(class_of(record), record, worth(record));
+}
+
+// True if it waited to be written. Its place among the victims is the caller's to see to.
+bool Store::forget_wish(uint32_t record) {
+  if (!(control(record).flags() & kFlagQueued) || !wishes_.erase({rank(record), record})) return false;
+  set_flags(record, 0, kFlagQueued);
+  return true;
 }
 
 std::optional<WriteJob> Store::begin_write() {
@@ -98,6 +109,7 @@ bool Store::end_write(Handle handle, bool written) {
   const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
   if (now.flags() & kFlagDeleted) written = false;
   set_flags(handle.record, written ? kFlagOnDisk : 0, kFlagQueued);
+  place(handle.record);
   if (now.state() == State::Zombie) scan_zombies();
   return written;
 }
@@ -166,7 +178,7 @@ Deleted Store::take_deleted() {
 bool Store::add_disk(const Key& key, uint32_t expiry_s) {
   Lock lock = enter();
   if (const uint32_t found = index_.find_exclusive(key); found != Index::kAbsent) {
-    if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0);
+    if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0), place(found);
     return true;
   }
   const uint32_t record = new_disk_record(key, expiry_s, 0);

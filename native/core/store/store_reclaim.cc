@@ -43,12 +43,12 @@ std::vector<uint32_t> Store::pinned_records() {
 
 // Unlinked first, then the state: a reader that still found it will see the generation changed, or be seen by the scan.
 void Store::to_zombie(uint32_t record, Event event) {
-  forget_wish(record);
+  const bool due = forget_wish(record);
   const Control before = control(record);
   const uint8_t below = before.flags() & (kFlagOnDisk | kFlagQueued);
   uint8_t flags = 0;
   if (event != Event::Delete && !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)))
-    flags = below;
+    flags = below, counters_.evictions_unwritten += due;
   else if (below)
     flags = kFlagDeleted, file_must_go(key_of(record));
   if (before.state() == State::Sealed && policy_.contains(class_of(record), record)) policy_.remove(class_of(record), record);
@@ -211,7 +211,7 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
     double cost = 0;
     for (uint32_t record : piece.records) {
       const bool evictable = control(record).state() == State::Sealed && !contains(pinned, record);
-      cost += evictable ? rank(record) * static_cast<double>(extent_of(record).length) : INFINITY;
+      cost += evictable ? worth(record) * static_cast<double>(extent_of(record).length) : INFINITY;
     }
     costs.push_back(cost);
   }
