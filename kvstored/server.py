@@ -38,8 +38,9 @@ from kvstored.telemetry.events import Event, Events
 from kvstored.telemetry.metrics_server import MetricsServer
 from kvstored.telemetry.prometheus import Figures, render
 from kvstored.tiers.disk import Tiers
-from kvstored.tiers.pool_files import SHM_DIR
-from kvstored.tiers.pools import Geometry, Pool, Segments
+from kvstored.tiers.peers import Peers
+from kvstored.tiers.pools import Pool, Segments
+from kvstored.tiers.stores import geometry, new_store, retire
 from kvstored.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -82,8 +83,8 @@ class Daemon:
         self._made_directory = made
         self._opening = tenants.openness(config, self._tenants)
         tenants.open_directory(config.dir, self._opening, made)
-        geometries = [_geometry(config, one.name) for one in config.namespaces]
-        self._segments = Segments(config, geometries, retire=_retire)
+        geometries = [geometry(config, one.name) for one in config.namespaces]
+        self._segments = Segments(config, geometries, retire=retire)
         self._stores: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._sessions: Any = None
@@ -93,7 +94,8 @@ class Daemon:
                     self._open_store(config, pool)
                 huge = {name for name, pool in self._pools.items() if pool.huge_pages}
                 self._tiers = Tiers(config, self._stores, huge)
-                self._sessions = _core.SessionServer(
+                self._peers = Peers(config, self._stores, [tenant[4] for tenant in self._tenants])
+            self._sessions = _core.SessionServer(
                     config.in_dir("kvstored.sock"),
                     list(self._stores.values()),
                     config.max_sessions,
@@ -123,6 +125,7 @@ class Daemon:
             self._threads,
             self._counts,
             self._watch.degraded,
+            self._peers,
         )
         self._metrics: MetricsServer | None = None
         self._gate: peer_proxy.Gate | None = None
@@ -155,6 +158,7 @@ class Daemon:
     def close(self) -> None:
         self._sessions.stop()
         self._threads.close()
+        self._peers.close()
         self._tiers.close()
         for store in self._stores.values():
             store.close()
@@ -208,6 +212,7 @@ class Daemon:
         config = self._reload.config
         self._tiers.start()
         try:
+            self._peers.start()
             self._sessions.start()
         except StoreError as error:
             raise StartupError(str(error)) from error
@@ -303,13 +308,13 @@ class Daemon:
         """A store on the pool. What it cannot adopt is replaced by an empty one, and said so."""
         name = pool.geometry.namespace
         try:
-            self._stores[name] = _new_store(config, pool)
+            self._stores[name] = new_store(config, pool)
         except StoreError as error:
             if not pool.adopted:
                 raise
             log.warning("pool_discarded", namespace=name, why=str(error))
             pool = self._segments.replace(name)
-            self._stores[name] = _new_store(config, pool)
+            self._stores[name] = new_store(config, pool)
         self._pools[name] = pool
         stats = self._stores[name].stats()
         log.info(
@@ -358,42 +363,10 @@ class Daemon:
                     for name, operation, counts, sum_s in self._sessions.latencies()
                 },
                 disk_seconds=self._tiers.latencies(),
+                peers=self._peers.stats(),
+                peer_server=self._peers.server_stats(),
                 degraded=degraded.gauges(self._stores),
                 serving={name: degraded.serves(name) for name in self._stores},
                 adopted={name: pool.adopted for name, pool in self._pools.items()},
             )
         )
-
-
-def _geometry(config: Config, namespace: str) -> Geometry:
-    max_blocks = config.blocks_of(namespace)
-    return Geometry(
-        namespace,
-        config.capacity_bytes(namespace),
-        max_blocks,
-        _core.Store.table_bytes(max_blocks, config.capacity_bytes(namespace)),
-        _core.Store.progress_bytes(max_blocks),
-    )
-
-
-def _new_store(config: Config, pool: Pool) -> Any:
-    return _core.Store(
-        pool.geometry.namespace,
-        pool.table_fd,
-        pool.progress_fd,
-        pool.pool_fd,
-        pool.geometry.capacity_bytes,
-        pool.geometry.max_blocks,
-        pool.pool_id,
-        SHM_DIR,
-        pool.prefix,
-        pool.adopted,
-        bool(config.disk),
-        config.disk_write_priority,
-        config.disk_pending_writes,
-    )
-
-
-def _retire(table_fd: int) -> None:
-    """Tells the readers of a pool that is given up to attach anew."""
-    _core.Store.retire(table_fd)

@@ -367,6 +367,22 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.NO if last.corrupt else Exit.DONE
 
 
+def peers(daemon: Connection, given: argparse.Namespace) -> int:
+    reply = daemon.admin.Peers(admin_pb2.PeersRequest(), timeout=daemon.timeout_s)
+    found = {
+        "node": reply.node,
+        "listen": reply.listen,
+        "server": dict(sorted(reply.server.items())),
+        "peers": [
+            {name: getattr(one, name) for name in ("namespace", "node", "address", "state", "why")}
+            | dict(sorted(one.counters.items()))
+            for one in reply.peers
+        ],
+    }
+    show(given, found, render.peers_text(found))
+    return Exit.DONE if all(one["state"] == "up" for one in found["peers"]) else Exit.NO
+
+
 COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "ping": ping,
     "status": status,
@@ -379,4 +395,5 @@ COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "top": top,
     "config": config,
     "reload": reload,
+    "peers": peers,
 }

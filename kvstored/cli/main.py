@@ -98,6 +98,8 @@ is not ours. Exit code 1 if something is wrong and was not repaired.""",
     "stop": """examples:
   kvstored stop                 SIGTERM, and wait until the daemon is gone; says what stays
   kvstored stop --discard       and free its memory""",
+    "peers": """examples:
+  kvstored peers                exit code 1 if one is not up""",
     "config": """examples:
   kvstored config               each value and where it came from""",
     "reload": """examples:
@@ -165,9 +167,11 @@ def _add_serve(commands: Any) -> None:
             if meta["low"] is not None
             else ""
         )
-        default = f"; default {meta['show'](about.default)}" if about.default not in ("", ()) else ""
+        default = f"; default {meta['show'](about.default)}" if about.default not in ("", (), None) else ""
         choices = f"; one of {', '.join(meta['choices'])}" if meta["choices"] else ""
         alone = {"nargs": "?", "const": "yes"} if isinstance(about.default, bool) else {}
+        if about.name == "peer":
+            alone = {"action": "append"}
         group.add_argument(
             "--" + about.name.replace("_", "-"),
             dest=about.name,
@@ -239,6 +243,7 @@ def _add_operator_commands(commands: Any) -> None:
         "--interval-s", type=bounded(0.1, 3600, float), default=2.0, metavar="SECONDS", help="default 2"
     )
     top.add_argument("--once", action="store_true", help="one look, no screen control")
+    add("peers", "show the other hosts' daemons and how they are")
     add("config", "show the running daemon's configuration")
     add("reload", "make the daemon read its configuration file again")
     stop = add("stop", "end the daemon; its blocks stay for the next one")

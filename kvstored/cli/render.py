@@ -45,6 +45,31 @@ def config_text(entries: list[dict[str, str]], as_json: bool) -> str:
     )
 
 
+def peers_text(found: dict[str, Any]) -> str:
+    served = found["server"]
+    head = (
+        f"node {found['node'] or '-'}, listening on {found['listen'] or 'nothing'}: "
+        f"{served.get('connections', 0)} connections, {served.get('served_blocks', 0)} blocks "
+        f"({approximate_size(served.get('served_bytes', 0))}) read there, {served.get('refused', 0)} refused"
+    )
+    rows = [
+        (
+            one["namespace"],
+            one["node"],
+            one["address"],
+            one["state"] + (f": {one['why']}" if one["state"] == "down" else ""),
+            f"{one['rtt_us']} µs",
+            f"{approximate_size(one['bytes_per_s'])}/s",
+            str(one["fetched"]),
+            str(one["queued"] + one["in_flight"]),
+            str(sum(one[name] for name in ("failed", "corrupt", "malformed", "stalled", "gone", "refused"))),
+        )
+        for one in found["peers"]
+    ]
+    header = ("namespace", "peer", "address", "state", "round trip", "rate", "fetched", "waiting", "errors")
+    return head + ("\n" + table(header, rows, frozenset((4, 5, 6, 7, 8))) if rows else "")
+
+
 def changes_text(changes: list[dict[str, Any]]) -> str:
     if not changes:
         return "nothing has changed"

@@ -20,6 +20,12 @@ from kvstored.config.fields import whole as _whole
 from kvstored.config.fields import yes as _yes
 from kvstored.config.namespaces import Namespace
 from kvstored.config.namespaces import parse as parse_namespaces
+from kvstored.config.peers import Endpoint, Peer
+from kvstored.config.peers import endpoint as _endpoint
+from kvstored.config.peers import network as _network
+from kvstored.config.peers import node as _node
+from kvstored.config.peers import peers as _peers
+from kvstored.config.peers import why_not as _why_no_peers
 from kvstored.config.units import format_size, parse_size
 from kvstored.errors import ConfigError
 from kvstored.log import LEVELS
@@ -188,6 +194,21 @@ class Config:
         "",
         _path,
     )
+    node: str = _field("this daemon's name among its peers", "", _node)
+    listen: Endpoint | None = _field(  # noqa: RUF009
+        "HOST:PORT where peers read blocks of shared namespaces; port 0: any. Default: nowhere",
+        None, _endpoint, show=lambda at: str(at or ""),
+    )  # fmt: skip
+    peer: tuple[Peer, ...] = _field(
+        "NAME=HOST:PORT of another host's daemon, whose blocks are fetched when they are asked for here; may "
+        "be given several times, on one line joined by commas",
+        (), _peers, show=lambda found: ",".join(map(str, found)),
+    )  # fmt: skip
+    trusted_network: Any = _field(  # noqa: RUF009
+        "network (CIDR) of the peers that may speak without encryption off loopback; whoever can send there "
+        "can read and change what is fetched",
+        None, _network, show=lambda network: str(network or ""),
+    )  # fmt: skip
     log_level: str = _field("least important level that is logged", "info", _text, choices=LEVELS)
     drain_timeout_s: float = _field(
         "how long calls in progress may go on after SIGTERM before they are cancelled",
@@ -211,6 +232,8 @@ class Config:
                 "metrics_port: any local user reaches it, and namespaces are open to other users, who must "
                 "not see each other's: give metrics_token_file, or 0"
             )
+        if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network):
+            raise ConfigError(why)
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -277,6 +300,11 @@ class Config:
 
     def disk_files_of(self, namespace: str) -> int:
         return max(1, self.disk_files * self.disk_bytes(namespace) // max(1, self.disk_quota))
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The namespaces whose blocks peers may read."""
+        return tuple(one.name for one in self.namespaces if one.share == "read")
 
     @property
     def open_to_others(self) -> bool:

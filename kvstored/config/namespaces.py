@@ -10,6 +10,7 @@ and its shown form has no secret in it.
     readers = ["@analysts", 1000]
     writers = ["alice", "@llm"]
     salt = "generated"     # or "file:/etc/kvstored/batch.salt", or, in the file only, "text:…"
+    share = "none"         # or "read": peers that prove the same salt may read its blocks
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Namespace:
     readers: tuple[str, ...] = ()
     writers: tuple[str, ...] = ()
     salt: str = ""  # "", "generated", "file:<path>" or "text:<secret>"
+    share: str = "none"  # "read": peers that know the same salt may read it, and it is filled from them
 
     @property
     def open_to_others(self) -> bool:
@@ -63,6 +65,8 @@ class Namespace:
                 said[list_name] = "[" + ", ".join(f'"{one}"' for one in listed) + "]"
         if self.salt:
             said["salt"] = '"text:***"' if self.salt.startswith("text:") else f'"{self.salt}"'
+        if self.share != "none":
+            said["share"] = f'"{self.share}"'
         return "{ " + ", ".join(f"{key} = {value}" for key, value in said.items()) + " }" if said else "{}"
 
 
@@ -125,7 +129,20 @@ def _namespace(name: Any, about: Mapping[str, Any]) -> Namespace:
         _principals(name, "readers", about.get("readers", ())),
         _principals(name, "writers", about.get("writers", ())),
         _salt(name, about.get("salt", "")),
+        _shared(name, about),
     )
+
+
+def _shared(name: str, about: Mapping[str, Any]) -> str:
+    share = about.get("share", "none")
+    if share not in ("none", "read"):
+        raise ValueError(f"share of {name!r} is {share!r}: none or read is wanted")
+    if share == "read" and about.get("salt", "") in ("", "generated"):
+        raise ValueError(
+            f"{name!r} is shared and has no salt that a peer could have too: give the same file:</path> "
+            "(or text:<secret>) to each"
+        )
+    return share
 
 
 def _part(name: str, field: str, value: Any) -> float | int | None:

@@ -25,6 +25,7 @@ from kvstored.rpc.store import block_message
 from kvstored.telemetry.events import Event, Events, Sampler
 from kvstored.telemetry.problems import Degraded
 from kvstored.tiers.disk import Tiers
+from kvstored.tiers.peers import Peers
 from kvstored.tiers.pools import Pool
 from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
@@ -47,7 +48,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         threads: Threads,
         counts: CallCounts,
         degraded: Degraded,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers
         self.counts = counts
         self._degraded = degraded
         self.draining = False
@@ -211,6 +214,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for one in self._sessions.sessions()
             ]
         )
+
+    @answered
+    async def Peers(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        config = self._reload.config
+        reply = admin_pb2.PeersResponse(node=config.node)
+        if self._peers is None:
+            return reply
+        reply.listen = self._peers.listening
+        reply.server.update(self._peers.server_stats())
+        for namespace, found in self._peers.stats():
+            texts = {name: found.pop(name) for name in ("node", "address", "state", "why")}
+            reply.peers.add(namespace=namespace, **texts).counters.update(found)
+        return reply
 
     @answered
     async def Config(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

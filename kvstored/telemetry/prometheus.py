@@ -109,6 +109,28 @@ DISK_METRICS: dict[str, About] = {
     "disk_reused": ("kvstored_disk_reuses_total", "counter", "Of those, files that became another block's."),
     "disk_cpu_seconds": ("kvstored_disk_cpu_seconds_total", "counter", "CPU time of the disk tier's thread."),
 }
+# A peer's counters, of each shared namespace. `peer` is a name of the configuration, at most 64.
+PEER_METRICS: dict[str, About] = {
+    "up": ("kvstored_peer_up", "gauge", "1 while a connection to the peer stands."),
+    "rtt_us": ("kvstored_peer_round_trip_microseconds", "gauge", "Round trip of the last look at it."),
+    "bytes_per_s": ("kvstored_peer_bytes_per_second", "gauge", "Speed of the last fetches from it."),
+    "queued": ("kvstored_peer_fetches_waiting", "gauge", "Blocks that wait to be asked of it."),
+    "in_flight": ("kvstored_peer_fetches_in_flight", "gauge", "Blocks asked of it."),
+    "fetched": ("kvstored_peer_fetches_total", "counter", "Blocks fetched from it."),
+    "fetch_bytes": ("kvstored_peer_fetch_bytes_total", "counter", "Bytes of them."),
+    "missing": ("kvstored_peer_misses_total", "counter", "Blocks that it did not have."),
+    "corrupt": ("kvstored_peer_corrupt_total", "counter", "Connections ended by bytes that did not match."),
+    "malformed": ("kvstored_peer_malformed_total", "counter", "Connections ended by what was no answer."),
+    "stalled": ("kvstored_peer_stalls_total", "counter", "Connections ended for want of progress."),
+    "gone": ("kvstored_peer_disconnects_total", "counter", "Connections that ended, or could not be made."),
+    "refused": ("kvstored_peer_refusals_total", "counter", "Connections it refused, or that were another's."),
+}
+SERVER_METRICS: dict[str, About] = {
+    "connections": ("kvstored_peer_connections", "gauge", "Connections of peers that read here."),
+    "refused": ("kvstored_peer_strangers_total", "counter", "Connections of others, refused."),
+    "served_blocks": ("kvstored_peer_served_blocks_total", "counter", "Blocks read by peers."),
+    "served_bytes": ("kvstored_peer_served_bytes_total", "counter", "Bytes of them."),
+}
 OWN_METRICS: dict[str, About] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
     "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
@@ -186,6 +208,8 @@ class Figures:
         default_factory=dict
     )  # (namespace, operation)
     degraded: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (state, namespace)
+    peers: Sequence[tuple[str, Mapping[str, object]]] = ()  # (namespace, counters and texts)
+    peer_server: Mapping[str, object] = field(default_factory=dict)
     serving: Mapping[str, bool] = field(default_factory=dict)
     adopted: Mapping[str, bool] = field(default_factory=dict)
 
@@ -204,6 +228,12 @@ def render(figures: Figures) -> str:
     for name, about in OWN_METRICS.items():
         if name in figures.own:
             _metric(lines, about, [({}, figures.own[name])])
+    for counter, about in PEER_METRICS.items():
+        samples = [({"namespace": n, "peer": str(peer["node"])}, peer[counter]) for n, peer in figures.peers]
+        _metric(lines, about, samples)
+    for counter, about in SERVER_METRICS.items():
+        if counter in figures.peer_server:
+            _metric(lines, about, [({}, figures.peer_server[counter])])
     calls = sorted(figures.calls.items())
     _metric(lines, GRPC_CALLS, [({"method": m, "status": status}, count) for (m, status), count in calls])
     by_method = sorted(figures.call_seconds.items())

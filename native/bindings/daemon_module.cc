@@ -16,6 +16,7 @@ namespace nb = nanobind;
 void bind_disk(nb::module_& m);   // daemon_disk.cc
 void bind_store(nb::module_& m);  // daemon_store.cc
 void bind_tier(nb::module_& m);   // daemon_tier.cc
+void bind_peers(nb::module_& m);  // daemon_peers.cc
 
 namespace {
 
@@ -85,6 +86,7 @@ NB_MODULE(_core, m) {
   translate_errors();
   bind_store(m);
   bind_tier(m);
+  bind_peers(m);
   bind_disk(m);
   m.def("transitions", transitions);
   m.def("peer", peer, nb::arg("socket"), nb::arg("tenants"));

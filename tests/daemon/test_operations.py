@@ -27,7 +27,7 @@ DOCUMENT = ROOT / "docs/operations.md"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 DASHBOARD = ROOT / "deploy/grafana/kvstored.json"
 OF_PROMETHEUS = {"instance", "job", "le"}  # labels that a scrape adds, and a histogram's own
-LABELS = {"namespace", "operation", "method", "status", "state", "version", "le"}
+LABELS = {"namespace", "operation", "method", "status", "state", "version", "le", "peer"}
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 BRACES, NAME = r"\{([^}]*)\}", r"(kvstored_\w+|up)\b"
 
@@ -38,7 +38,11 @@ def scraped(daemon, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    args = ["--metrics-port", str(port)]
+    salt = tmp_path / "salt"
+    salt.write_text("a salt of this test")
+    salt.chmod(0o600)
+    args = ["--metrics-port", str(port), "--node", "a", "--listen", "127.0.0.1:0", "--peer", "b=127.0.0.1:9"]
+    args += ["--namespaces", f"default:salt=file:{salt}:share=read"]
     if prometheus.DISK_METRICS:
         args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
     one = daemon("64MiB", args)

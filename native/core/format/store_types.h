@@ -87,6 +87,16 @@ struct WriteJob {
   bool checksummed;
 };
 
+// A block about to be read for another host. Pinned until end_read.
+struct ReadJob {
+  Handle handle;
+  Extent extent;
+  Shape shape;
+  uint64_t fingerprint;
+  uint32_t expiry_s, parent;
+  bool sealed, checksummed;
+};
+
 struct Deleted {  // which files must go: those of deleted blocks, or all
   std::vector<Key> keys;
   bool all = false;

@@ -57,13 +57,7 @@ std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
 
 std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
   std::vector<uint8_t> out;
-  LowerTier* lower = store.lower();
-  for (const Key& key : keys) {
-    Presence presence = store.lookup(key).presence;
-    if (presence == Presence::Missing || presence == Presence::OnDisk)
-      presence = lower ? lower->promote(key, priority) : Presence::Missing;
-    append(out, protocol::PromiseItem{static_cast<uint32_t>(presence), 0});
-  }
+  for (const Key& key : keys) append(out, protocol::PromiseItem{static_cast<uint32_t>(store.promote(key, priority)), 0});
   return out;
 }
 

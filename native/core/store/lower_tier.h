@@ -22,4 +22,12 @@ class LowerTier {
   virtual Figures figures() = 0;
 };
 
+// The daemons of other hosts, asked for what neither memory nor disk has. As cheap as the calls above.
+class Fetcher {
+ public:
+  virtual ~Fetcher() = default;
+  // Pending: it is being fetched, or asked for. Missing: no peer has it, or none can be reached.
+  virtual Presence fetch(const Key& key, uint32_t priority) = 0;
+};
+
 }  // namespace kv

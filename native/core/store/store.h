@@ -7,7 +7,8 @@
 //
 // store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room,
 // pins, zombies. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon
-// that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_look.cc: statistics, integrity.
+// that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and
+// are asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -106,6 +107,13 @@ class Store {
   // True while creates and seals (no look-ups) come close behind each other: what need not be done now can wait a moment.
   bool streaming() const { return puts_.runs(monotonic_ns()); }
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
+
+  // ---- other hosts' daemons: blocks read by them, and fetched from them
+  void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
+  Presence promote(const Key& key, uint32_t priority);  // has it brought into memory by what lies below, or from a peer
+  std::optional<ReadJob> begin_read(const Key& key);    // sealed or being written; its memory stays until end_read
+  void end_read(Handle handle);
+  bool is_sealed(Handle handle) const;
 
   // ---- sessions
   struct SessionInfo {
@@ -291,6 +299,7 @@ class Store {
   EvictionPolicy<Places> tombstones_;                 // of those, the ones with a record: the oldest is given up first
   int wake_disk_ = -1;
   std::atomic<LowerTier*> lower_{nullptr};
+  std::atomic<Fetcher*> peers_{nullptr};
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks

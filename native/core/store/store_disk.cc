@@ -313,12 +313,7 @@ void Store::tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64
 std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
   const std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
-  auto look = [&](const Key& key) {
-    const Presence here = lookup(key).presence;
-    LowerTier* below = lower();
-    if (here == Presence::Resident || here == Presence::Pending || !below) return here;
-    return below->promote(key, priority);
-  };
+  auto look = [&](const Key& key) { return promote(key, priority); };
   std::vector<uint8_t> out;
   for (const Key& key : keys) out.push_back(static_cast<uint8_t>(look(key)));
   for (size_t i = 0; i < keys.size(); ++i) {

@@ -1,0 +1,104 @@
+"""Where other hosts' daemons are: `NAME=HOST:PORT`, and who may connect.
+
+Owns the grammar. Never resolves a name or opens a socket. Invariant: an Endpoint that exists is an IPv4
+address and a port; where one lies off loopback, a network of trusted peers holds it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_PEERS = 64
+_NODE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+
+    @property
+    def on_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    node: str
+    at: Endpoint
+
+    def __str__(self) -> str:
+        return f"{self.node}={self.at}"
+
+
+def node(value: Any) -> str:
+    if not isinstance(value, str) or (value and not _NODE.fullmatch(value)):
+        raise ValueError("a name of lower case letters, digits and _.- is wanted, at most 63")
+    return value
+
+
+def endpoint(value: Any) -> Endpoint | None:
+    """HOST:PORT; nothing of "". Raises ValueError."""
+    if value in ("", None):
+        return None
+    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    try:
+        address = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise ValueError(f"{value!r}: an IPv4 address and a port are wanted, as 127.0.0.1:7400") from None
+    if not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{value!r}: {port!r} is no port: 0 to 65535")
+    if address.is_unspecified:
+        raise ValueError(f"{value!r} is every address of the host: that wants TLS, which is not there yet")
+    return Endpoint(str(address), int(port))
+
+
+def peers(value: Any) -> tuple[Peer, ...]:
+    """NAME=HOST:PORT, several joined by commas or as a list; a table of NAME = "HOST:PORT"."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={at}" for name, at in value.items()]
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(one, str) for one in listed):
+        raise ValueError("NAME=HOST:PORT is wanted")
+    found = []
+    for one in (part.strip() for text in listed for part in text.split(",") if part.strip()):
+        name, _, where = one.partition("=")
+        at = endpoint(where)
+        if not name or at is None or not at.port:
+            raise ValueError(f"{one!r}: NAME=HOST:PORT is wanted")
+        found.append(Peer(node(name), at))
+    if len(found) > MAX_PEERS or len({one.node for one in found}) != len(found):
+        raise ValueError(f"{len(found)} peers: at most {MAX_PEERS}, each name once")
+    return tuple(found)
+
+
+def network(value: Any) -> ipaddress.IPv4Network | None:
+    """A CIDR; nothing of ""."""
+    if value in ("", None):
+        return None
+    try:
+        return ipaddress.IPv4Network(value)
+    except (ValueError, TypeError):
+        raise ValueError(f"{value!r}: an IPv4 network is wanted, as 10.1.2.0/24") from None
+
+
+def why_not(own: str, listen: Endpoint | None, known: tuple[Peer, ...], trusted: Any) -> str:
+    """What is wrong with the four together, "" if nothing is."""
+    if not own and (listen or known):
+        return "node: listen and peer want this daemon's own name among its peers"
+    if any(one.node == own for one in known):
+        return f"peer: {own!r} is this daemon's own name"
+    for what, at in (("listen", listen), *((f"peer {one.node}", one.at) for one in known)):
+        if at and not at.on_loopback and not (trusted and ipaddress.IPv4Address(at.host) in trusted):
+            return (
+                f"{what}: {at} is not on loopback, where the stream is neither encrypted nor protected "
+                "against whoever can change it: name the network of peers in trusted_network"
+            )
+    return ""

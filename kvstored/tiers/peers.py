@@ -1,0 +1,72 @@
+"""Other hosts' daemons: the port they read from, and the tier that fetches from them, per shared namespace.
+
+Owns the native server and tiers (`native/core/peer/`), where all bytes move; here they are configured, and
+their state is told. Invariants: a namespace that is not shared is known to no peer; a peer's address comes
+from the configuration alone; both stop before the stores close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstored import _core, log
+from kvstored.config.config import Config
+
+
+class Peers:
+    def __init__(self, config: Config, stores: Mapping[str, Any], salts: Sequence[bytes]) -> None:
+        """`salts`: of the namespaces, in their order."""
+        self._server: Any = None
+        self._host = config.listen.host if config.listen else ""
+        self._tiers: dict[str, Any] = {}
+        salt_of = {one.name: salt for one, salt in zip(config.namespaces, salts, strict=True)}
+        if config.listen:
+            trusted = config.trusted_network
+            self._server = _core.PeerServer(
+                config.node,
+                config.listen.host,
+                config.listen.port,
+                [one.node for one in config.peer],
+                int(trusted.network_address) if trusted else 0,
+                int(trusted.netmask) if trusted else 0,
+            )
+            for name in config.shared:
+                self._server.share(stores[name], salt_of[name])
+        if config.peer:
+            addresses = [(one.node, one.at.host, one.at.port) for one in config.peer]
+            for name in config.shared:
+                self._tiers[name] = _core.PeerTier(stores[name], config.node, salt_of[name], addresses)
+        if (config.peer or config.listen) and not config.shared:
+            log.warning("nothing_shared", why="no namespace has share = read: peers see none of them")
+
+    @property
+    def listening(self) -> str:
+        return f"{self._host}:{self._server.port}" if self._server else ""
+
+    def start(self) -> None:
+        """Raises StoreError if the port is not to be had."""
+        if self._server:
+            self._server.start()
+        for tier in self._tiers.values():
+            tier.start()
+        if self._server or self._tiers:
+            log.info("peers", listen=self.listening, namespaces=len(self._tiers), transport="tcp")
+
+    def close(self) -> None:
+        """Cuts the connections: what is half fetched is given up."""
+        for tier in self._tiers.values():
+            tier.stop()
+        if self._server:
+            self._server.stop()
+
+    def server_stats(self) -> dict[str, int]:
+        return self._server.stats() if self._server else {}
+
+    def stats(self) -> list[tuple[str, dict[str, Any]]]:
+        """(namespace, a peer's figures and texts)"""
+        return [
+            (name, one | {"up": int(one["state"] == "up")})
+            for name, tier in self._tiers.items()
+            for one in tier.stats()
+        ]

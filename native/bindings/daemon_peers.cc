@@ -1,0 +1,87 @@
+// kvstored._core.PeerServer and PeerTier: blocks that go to other hosts, and come from there. Every call that waits releases the
+// GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "bindings/daemon_errors.h"
+#include "core/base/error.h"
+#include "core/peer/server.h"
+#include "core/peer/tier.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+kv::peer::Secret secret(nb::bytes salt) {
+  kv::peer::Secret out;
+  if (salt.size() != out.size()) throw kv::Error(kv::Code::InvalidArgument, "a shared namespace needs a salt");
+  std::memcpy(out.data(), salt.c_str(), out.size());
+  return out;
+}
+
+nb::list peer_stats(kv::peer::Tier& tier) {
+  std::vector<kv::peer::Tier::PeerStats> found;
+  {
+    nb::gil_scoped_release release;
+    found = tier.stats();
+  }
+  nb::list out;
+  for (const auto& one : found) {
+    nb::dict about;
+    about["node"] = one.node, about["address"] = one.address, about["state"] = one.state, about["why"] = one.why;
+#define X(name) about[#name] = one.name;
+    // clang-format off
+    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects)
+    KV_PEER_COUNTERS(X)
+    // clang-format on
+#undef X
+        out.append(about);
+  }
+  return out;
+}
+
+nb::dict server_stats(kv::peer::Server& server) {
+  const kv::peer::Server::Stats s = server.stats();
+  nb::dict out;
+#define X(name) out[#name] = s.name;
+  X(connections) X(accepted) X(refused) X(served_blocks) X(served_bytes);
+#undef X
+  return out;
+}
+
+}  // namespace
+
+void bind_peers(nb::module_& m) {
+  using kv::peer::Server;
+  using kv::peer::Tier;
+  nb::class_<Server>(m, "PeerServer", "The port that other daemons read blocks from. stop() before the stores close.")
+      .def(
+          "__init__",
+          [](Server* self, const std::string& node, const std::string& address, uint16_t port, std::vector<std::string> peers,
+             uint32_t network, uint32_t mask) { new (self) Server({node, address, port, std::move(peers), network, mask}); },
+          nb::arg("node"), nb::arg("address"), nb::arg("port"), nb::arg("peers"), nb::arg("network") = 0, nb::arg("mask") = 0)
+      .def(
+          "share", [](Server& self, kv::Store& store, nb::bytes salt) { self.share(store, secret(salt)); },
+          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("salt"), "A namespace that peers with this salt may read.")
+      .def("start", &Server::start, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("port", &Server::port)
+      .def("stats", server_stats);
+  nb::class_<Tier>(m, "PeerTier", "Other hosts' daemons below one namespace. stop() before the store closes.")
+      .def(
+          "__init__",
+          [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
+             const std::vector<std::tuple<std::string, std::string, uint16_t>>& peers) {
+            std::vector<Tier::Address> addresses;
+            for (const auto& [name, host, port] : peers) addresses.push_back({name, host, port});
+            new (self) Tier(store, node, secret(salt), addresses);
+          },
+          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"))
+      .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Tier::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", peer_stats);
+}

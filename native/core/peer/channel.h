@@ -1,0 +1,78 @@
+// A connection to another daemon: frames out, gathered into few system calls, and frames in, large payloads straight to where
+// they belong. Owns the socket. Every wait has a deadline: a peer that stalls, trickles or sends what is no frame ends the
+// connection by a Broken, never a wait.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/format/segment.h"
+#include "core/peer/wire.h"
+
+namespace kv::peer {
+
+inline constexpr int kStallMs = 1500;  // without a byte
+
+// The connection is of no more use.
+struct Broken : std::runtime_error {
+  enum class Why { Gone, Stalled, Malformed, Corrupt, Refused };
+  Broken(Why why, const std::string& text) : std::runtime_error(text), why(why) {}
+  Why why;
+};
+
+class Channel {
+ public:
+  explicit Channel(Fd socket);
+  // To a numeric IPv4 address. Throws Broken.
+  static Channel connect(const std::string& address, uint16_t port, int timeout_ms);
+
+  // Queued until flush(), or until much is queued. The bytes of a payload that is not copied stay where they are until then.
+  void put(Frame head, std::span<const std::byte> payload, bool copy = true);
+  // The same, of bytes whose checksum is known.
+  void put_summed(Frame head, std::span<const std::byte> payload);
+  void flush();
+
+  Frame take_head(int timeout_ms = kStallMs);  // -1: no limit until its first byte
+  void take(std::byte* to, uint64_t bytes);
+  uint32_t take_summed(std::byte* to, uint64_t bytes);  // the CRC32C of what came
+  void skip(uint64_t bytes);
+  // A whole frame of one kind whose payload is a T. Throws Broken if another comes.
+  template <class T>
+  T take_value(Kind kind, int timeout_ms = kStallMs) {
+    const Frame head = take_head(timeout_ms);
+    expect(head, kind, sizeof(T));
+    T value;
+    take_checked(head, reinterpret_cast<std::byte*>(&value));
+    return value;
+  }
+  void take_checked(const Frame& head, std::byte* to);  // throws Broken if the checksum differs
+  static void expect(const Frame& head, Kind kind, uint64_t bytes);
+
+  bool hung_up() const;  // the other end is gone, or said what nobody asked for
+  void cut() const;      // from any thread: whoever waits on it gets Broken
+  int fd() const { return socket_.get(); }
+
+ private:
+  size_t receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms);
+  void append(Frame head, std::span<const std::byte> payload);
+
+  Fd socket_;
+  std::vector<std::byte> in_;  // what came beyond what was asked for
+  size_t in_at_ = 0, in_end_ = 0;
+  std::vector<std::byte> out_;  // heads and copied payloads; never grows
+  std::vector<iovec> parts_;
+  uint64_t queued_ = 0;
+};
+
+template <class T>
+std::span<const std::byte> bytes_of(const T& value) {
+  return {reinterpret_cast<const std::byte*>(&value), sizeof(T)};
+}
+
+}  // namespace kv::peer

@@ -1,0 +1,184 @@
+#include "core/peer/receive_blocks.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/base/error.h"
+#include "core/base/polling.h"
+#include "core/disk/block_file.h"
+
+namespace kv::peer {
+namespace {
+
+constexpr uint32_t kMostLearnt = 8;  // layouts that one connection may add to the namespace's table
+constexpr uint64_t kLongestNs = 150'000'000'000;
+
+[[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
+
+}  // namespace
+
+BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
+                                             const std::function<void(size_t, Outcome)>& ended) {
+  std::vector<Landing> landings;
+  for (const Key& key : keys) landings.push_back({.key = key});
+  bytes_ = 0;
+  size_t open = landings.size();
+  const uint64_t end_ns = monotonic_ns() + kLongestNs;
+  const auto fail_all = [&] {
+    for (size_t i = 0; i < landings.size(); ++i)
+      if (landings[i].outcome == Outcome::Open) give_up(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
+    store_.settle();
+  };
+  try {
+    channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request}, std::as_bytes(keys));
+    channel_.flush();
+    while (open) {
+      const Frame head = channel_.take_head();
+      if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
+      Landing& landing = landings[head.item];
+      if (landing.outcome != Outcome::Open) malformed("more of a block that had ended");
+      take_frame(head, landing);
+      if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open;
+      if (monotonic_ns() > end_ns) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
+    }
+  } catch (const Broken&) {
+    fail_all();
+    throw;
+  } catch (const Error& error) {  // of the store: fenced
+    fail_all();
+    throw Broken(Broken::Why::Gone, error.what());
+  }
+  return {bytes_};
+}
+
+void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
+  switch (static_cast<Kind>(head.kind)) {
+    case Kind::Layout: return take_layout(head);
+    case Kind::Head: return take_head(head, landing);
+    case Kind::Meta: return take_meta(head, landing);
+    case Kind::Layer: return take_layer(head, landing);
+    default: break;
+  }
+  if (head.bytes) malformed("a frame that does not belong here");
+  switch (static_cast<Kind>(head.kind)) {
+    case Kind::Whole: return take_whole(landing);
+    case Kind::Waiting: return;
+    case Kind::Missing:
+      return landing.headed ? malformed("a block that is not there after all") : give_up(landing, Outcome::Missing);
+    case Kind::Lost: return give_up(landing, Outcome::Lost);
+    default: malformed("a frame that does not belong here");
+  }
+}
+
+// The digest is computed here, so the name cannot lie. Registered if it is new: a reader may come before any writer.
+void BlockReceiver::take_layout(const Frame& head) {
+  if (head.bytes > kLayoutSlotBytes) malformed("a layout too long");
+  std::vector<uint8_t> blob(head.bytes);
+  channel_.take_checked(head, reinterpret_cast<std::byte*>(blob.data()));
+  try {
+    const Key digest = layout_digest(Layout::parse(blob));
+    if (!known_layout(digest) && learnt_++ < kMostLearnt) store_.register_layout(blob);
+  } catch (const Error&) {
+    // Not one of ours, or no room for it: its blocks are misses.
+  }
+}
+
+const BlockReceiver::KnownLayout* BlockReceiver::known_layout(const Key& digest) {
+  for (int round = 0; round < 2; ++round) {
+    for (const KnownLayout& known : layouts_)
+      if (known.digest == digest) return &known;
+    for (auto& [id, layout] : store_.layouts())
+      if (id >= layouts_.size()) layouts_.push_back({id, layout_digest(layout), layout});
+  }
+  return nullptr;
+}
+
+void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
+  Channel::expect(frame, Kind::Head, sizeof(BlockHead));
+  if (landing.headed) malformed("a second head");
+  BlockHead head;
+  channel_.take_checked(frame, reinterpret_cast<std::byte*>(&head));
+  landing.headed = true;
+  if (!(head.key == landing.key)) malformed("another block than was asked for");
+  const KnownLayout* known = known_layout(head.layout);
+  if (!known) throw Broken(Broken::Why::Malformed, "a layout that is not known here");
+  landing.layout = &known->layout;
+  if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||
+      head.base_position > kMaxBasePosition)
+    malformed("a block that its layout does not allow");
+  landing.tokens = head.tokens;
+  landing.sums.resize(head.layers);
+  const CreateItem item{head.key, head.fingerprint, head.tokens, head.base_position, head.parent};
+  try {
+    const Granted granted = store_.create({owner_, known->id, std::min(head.priority, kMaxPriority), head.ttl_s, {&item, 1}})[0];
+    landing.created = granted.status == Grant::Granted;
+    landing.handle = granted.handle, landing.extent = granted.extent;
+  } catch (const Error&) {
+    // Fenced, or draining: its bytes pass by.
+  }
+}
+
+// To its place in the block, with the padding behind it; or nowhere, if the block is somebody else's or has no memory.
+void BlockReceiver::take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded) {
+  if (!landing.headed || head.bytes != bytes) malformed("bytes that the layout does not have");
+  bytes_ += bytes;
+  if (!landing.created) return channel_.skip(bytes);
+  std::byte* to = window_.at(landing.extent.offset + offset);
+  if (channel_.take_summed(to, bytes) != head.payload_crc) throw Broken(Broken::Why::Corrupt, "a layer's checksum differs");
+  std::memset(to + bytes, 0, padded - bytes);
+}
+
+void BlockReceiver::take_meta(const Frame& head, Landing& landing) {
+  if (!landing.headed) malformed("a meta area without a head");
+  const uint64_t at = landing.layout->meta_offset(landing.tokens);
+  take_bytes(head, landing, at, landing.layout->meta_bytes(landing.tokens), landing.layout->extent_bytes(landing.tokens) - at);
+  landing.meta = true;
+}
+
+void BlockReceiver::take_layer(const Frame& head, Landing& landing) {
+  if (!landing.headed || !landing.meta || head.layer != landing.layers || head.layer >= landing.sums.size())
+    malformed("a layer out of turn");
+  const Layout& layout = *landing.layout;
+  const uint64_t at = layout.layer_offset(head.layer, landing.tokens);
+  take_bytes(head, landing, at, layout.layer_bytes(head.layer, landing.tokens),
+             layout.layer_offset(head.layer + 1, landing.tokens) - at);
+  landing.sums[landing.layers++] = head.payload_crc;
+  if (!landing.created) return;
+  try {
+    store_.mark_layer(landing.handle, landing.layers);
+  } catch (const Error&) {
+    return give_up(landing, Outcome::Failed);
+  }
+  if (landing.layers == 1) store_.load_ended();  // who waits for the block can follow it
+}
+
+void BlockReceiver::take_whole(Landing& landing) {
+  if (!landing.headed || !landing.meta || landing.layers != landing.sums.size()) malformed("a block that is not whole");
+  if (!landing.created) return give_up(landing, Outcome::Needless);
+  const uint64_t at = landing.layout->checksums_offset(landing.tokens);
+  std::byte* to = window_.at(landing.extent.offset + at);
+  std::memset(to, 0, landing.layout->meta_offset(landing.tokens) - at);
+  std::memcpy(to, landing.sums.data(), 4 * landing.sums.size());
+  if (window_.truncated()) return give_up(landing, Outcome::Failed);
+  try {
+    store_.keep_loaded(landing.handle);
+    const Seal seal{landing.handle, true};
+    store_.seal(owner_, {&seal, 1});
+  } catch (const Error&) {
+    return give_up(landing, Outcome::Failed);
+  }
+  landing.outcome = Outcome::Fetched;
+  landing.sums.clear();
+}
+
+void BlockReceiver::give_up(Landing& landing, Outcome outcome) {
+  landing.outcome = outcome;
+  if (!std::exchange(landing.created, false)) return;
+  try {
+    store_.abort(owner_, landing.handle);
+  } catch (const Error&) {
+    // Fenced: nobody reads it.
+  }
+}
+
+}  // namespace kv::peer

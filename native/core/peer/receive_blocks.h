@@ -1,0 +1,66 @@
+// One batch of keys from one peer, straight into extents of the pool: each layer is verified before it is published, so who
+// follows a block here reads what its writer marked there, and nothing that was not verified is ever in a sealed block. Believes
+// nothing that the peer says of sizes: the layout and the frame's place decide, and whatever does not fit ends the connection.
+#pragma once
+
+#include <functional>
+#include <list>
+#include <optional>
+#include <vector>
+
+#include "core/peer/channel.h"
+#include "core/peer/window.h"
+
+namespace kv::peer {
+
+enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed };
+
+class BlockReceiver {
+ public:
+  BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner)
+      : store_(store), window_(window), channel_(channel), owner_(owner) {}
+
+  struct Received {
+    uint64_t bytes = 0;
+  };
+  // `ended(i, outcome)` for each key as soon as it is known. Throws Broken, with every key ended: those open as Failed, their
+  // memory given back.
+  Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended);
+
+ private:
+  struct Landing {
+    Key key;
+    Outcome outcome = Outcome::Open;
+    bool headed = false, created = false, meta = false;
+    const Layout* layout = nullptr;
+    Handle handle{0, 0};
+    Extent extent{0, 0};
+    uint32_t tokens = 0, layers = 0;
+    std::vector<uint32_t> sums{};
+  };
+  struct KnownLayout {
+    uint32_t id;
+    Key digest;
+    Layout layout;
+  };
+
+  void take_frame(const Frame& head, Landing& landing);
+  void take_layout(const Frame& head);
+  void take_head(const Frame& head, Landing& landing);
+  void take_meta(const Frame& head, Landing& landing);
+  void take_layer(const Frame& head, Landing& landing);
+  void take_whole(Landing& landing);
+  void take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
+  void give_up(Landing& landing, Outcome outcome);
+  const KnownLayout* known_layout(const Key& digest);
+
+  Store& store_;
+  const Window& window_;
+  Channel& channel_;
+  const uint32_t owner_;
+  std::list<KnownLayout> layouts_;
+  uint32_t learnt_ = 0;  // layouts registered on a peer's word
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace kv::peer

@@ -1,0 +1,74 @@
+// What daemons of different hosts say to each other over a stream: frames of a fixed head and a payload, little-endian. The head
+// has the checksum of the payload and one of itself, so a flipped bit anywhere ends the connection and never lands in a block.
+#pragma once
+
+#include <cstdint>
+
+#include "core/format/block.h"
+
+namespace kv::peer {
+
+inline constexpr uint32_t kMagic = 0x3150564b;  // "KVP1"
+inline constexpr uint32_t kVersion = 1;
+inline constexpr size_t kMaxName = 63;
+inline constexpr uint32_t kMaxKeysPerFetch = 64;
+inline constexpr uint64_t kMaxControlBytes = 16 << 10;  // payload of every frame but Meta and Layer, whose size the layout says
+
+enum class Kind : uint16_t {
+  Hello = 1,
+  Challenge,
+  Proof,
+  Welcome,
+  Refused,
+  Fetch,    // keys; the answer is, per item, Missing, or Head, Meta and layers in order, then Whole or Lost
+  Layout,   // a layout's blob, before the first Head that names it on this connection
+  Head,     // a BlockHead
+  Meta,     // the block's meta area; a second one replaces the first
+  Layer,    // the bytes of layer `layer`
+  Whole,    // the block is sealed and all of it was sent
+  Missing,  // there is no such block
+  Lost,     // its writer gave it up
+  Waiting,  // somebody still computes; says that this daemon lives
+  Ping,
+  Pong,
+};
+
+struct Frame {
+  uint32_t magic = kMagic;
+  uint16_t kind = 0;
+  uint16_t item = 0;  // of the fetch
+  uint32_t request = 0;
+  uint32_t layer = 0;
+  uint64_t bytes = 0;  // of the payload
+  uint32_t payload_crc = 0;
+  uint32_t head_crc = 0;  // of all before
+};
+
+struct Hello {
+  uint32_t version, reserved;
+  char node[kMaxName + 1];
+  char space[kMaxName + 1];  // the namespace
+  uint8_t nonce[32];
+};
+struct Challenge {
+  uint32_t version, reserved;
+  char node[kMaxName + 1];
+  uint8_t nonce[32];
+  uint8_t proof[32];
+};
+struct Proof {
+  uint8_t proof[32];
+};
+
+struct BlockHead {
+  Key key;
+  Key layout;  // digest of its blob
+  uint64_t fingerprint;
+  uint32_t tokens, base_position, parent, priority;
+  uint32_t ttl_s;  // 0: it never expires
+  uint32_t layers;
+};
+
+static_assert(sizeof(Frame) == 32 && sizeof(Hello) == 168 && sizeof(Challenge) == 136 && sizeof(BlockHead) == 96);
+
+}  // namespace kv::peer

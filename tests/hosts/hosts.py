@@ -1,0 +1,116 @@
+"""Several daemons that know each other, on loopback addresses; and a stream in between that a test can
+spoil."""
+
+import json
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class Hosts:
+    """`hosts[i]` is a daemon; each is the others' peer. Not started: start() does, so that a test can place
+    something in between first."""
+
+    def __init__(self, daemon: Callable, tmp_path, count: int = 2, memory: str = "64MiB"):
+        salt = tmp_path / "salt"
+        salt.write_text("the same on all hosts of this test")
+        salt.chmod(0o600)
+        self.ports = [free_port(f"127.0.0.{i + 1}") for i in range(count)]
+        self.addresses = [f"127.0.0.{i + 1}:{port}" for i, port in enumerate(self.ports)]
+        self.made = []
+        for i in range(count):
+            known = [f"n{k}={at}" for k, at in enumerate(self.addresses) if k != i]
+            args = ["--node", f"n{i}", "--listen", self.addresses[i]]
+            args += [word for one in known for word in ("--peer", one)]
+            args += ["--namespaces", f"default:salt=file:{salt}:share=read"]
+            self.made.append(daemon(memory, args, start=False))
+
+    def reroute(self, host: int, peer: int, address: str) -> None:
+        """`host` reaches `peer` there."""
+        args = self.made[host].args
+        args[args.index(f"n{peer}={self.addresses[peer]}")] = f"n{peer}={address}"
+
+    def start(self, *which: int) -> "Hosts":
+        for i in which or range(len(self.made)):
+            self.made[i].start()
+        return self
+
+    def __getitem__(self, i: int):
+        return self.made[i]
+
+    def peers(self, i: int) -> dict:
+        """`kvstored peers --json` there: by peer's name, and "server"."""
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvstored", "peers", "--json", "--dir", str(self.made[i].dir)],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert ran.returncode in (0, 1) and not ran.stderr, ran.stderr
+        said = json.loads(ran.stdout)
+        return {one["node"]: one for one in said["peers"]} | {"server": said["server"]}
+
+    def wait_up(self, wait_until) -> "Hosts":
+        """Each has a connection to each."""
+
+        def up(i: int) -> bool:
+            return all(one["state"] == "up" for node, one in self.peers(i).items() if node != "server")
+
+        for i in range(len(self.made)):
+            wait_until(lambda i=i: up(i))
+        return self
+
+
+class Proxy:
+    """A stream to an address that a test can change: `change(data)` gets what the far end sends."""
+
+    def __init__(self, to: str):
+        host, _, port = to.partition(":")
+        self.to = (host, int(port))
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._pairs: list[socket.socket] = []
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self.to, timeout=5)
+            except OSError:
+                near.close()
+                continue
+            far.settimeout(None)
+            self._pairs += [near, far]
+            threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+
+    def _pump(self, near: socket.socket, far: socket.socket) -> None:
+        try:
+            while True:
+                for ready in select.select([near, far], [], [])[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return
+                    (far if ready is near else near).sendall(data if ready is near else self.change(data))
+        except (OSError, ValueError):
+            return
+        finally:
+            near.close()
+            far.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for one in (self._listener, *self._pairs):
+            one.close()
