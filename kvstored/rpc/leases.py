@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstored.access.quota import Bound
 from kvstored.errors import LeaseEnded, NotFound
+from kvstored.rpc.written import Written
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Held:
     record: int
     generation: int
     length_bytes: int
+    written: Written
     writing: int = 0  # native writes in progress
 
 

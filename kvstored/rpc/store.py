@@ -29,8 +29,9 @@ from kvstored.rpc.calls import (
     packed,
     streamed,
 )
-from kvstored.rpc.layouts import Layouts, layers_bytes
+from kvstored.rpc.layouts import Layouts, layer_ranges, layers_bytes
 from kvstored.rpc.leases import Held, Lease, Leases
+from kvstored.rpc.written import Written
 from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
@@ -179,8 +180,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
         ):
             result = store_pb2.CreateResult(status=CREATE_STATUS[status])
             if status == 0:
-                lease.blocks[key] = Held(key, record, generation, length)
                 tokens = counts[index] if counts else layout["block_tokens"]
+                written = Written(length, layer_ranges(layout["blob"], tokens))
+                lease.blocks[key] = Held(key, record, generation, length, written)
                 result.length_bytes = layers_bytes(layout["blob"], tokens)
                 result.writable_bytes = length
             results.append(result)
@@ -222,6 +224,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 piece.data,
             )
             await self._leases.write(lease, held, start)
+            held.written.add(piece.offset_bytes, len(piece.data))
             written += len(piece.data)
         return store_pb2.WriteResponse(written_bytes=written)
 
@@ -229,6 +232,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def MarkLayer(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         lease = self._lease(context, request)
         held = lease.held(one_key(request.key))
+        known = request.layers <= len(held.written.layers)
+        if known and (missing := held.written.missing(request.layers)):
+            raise InvalidArgument(f"layers {missing} were not written whole")
         lease.store.mark_layer(held.record, held.generation, request.layers)
         self._leases.renew(lease)
         return store_pb2.MarkLayerResponse()
@@ -236,7 +242,30 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def Seal(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         lease = self._lease(context, request)
+        packed(request.keys)
+        asked = dict.fromkeys(request.keys) if request.keys else list(lease.blocks)
+        ready = [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.writing]
+        for number, held in enumerate(ready):
+            if not request.zero_rest and (missing := held.written.missing()):
+                raise InvalidArgument(
+                    f"block {number} of {len(ready)}: layers {missing} were not written whole: "
+                    "write them, abort the block, or seal with zero_rest"
+                )
+        for held in ready:
+            await self._zero_rest(lease, held)
         return store_pb2.SealResponse(results=self._end_blocks(lease, request.keys, lease.store.seal))
+
+    async def _zero_rest(self, lease: Lease, held: Held) -> None:
+        """What was not written shows nothing of the block before."""
+        for begin, end in held.written.gaps():
+            for offset in range(begin, end, CHUNK_BYTES):
+                if lease.ended or lease.blocks.get(held.key) is not held:
+                    return  # it is sealed or given up meanwhile
+                zeros = bytes(min(CHUNK_BYTES, end - offset))
+                start = functools.partial(
+                    self._threads.run, lease.store.write, held.record, held.generation, offset, zeros
+                )
+                await self._leases.write(lease, held, start)
 
     @answered
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

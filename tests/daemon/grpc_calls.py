@@ -83,8 +83,10 @@ class Calls:
         )
         return self.store.Write(iter([request]), timeout=CALL_S).written_bytes
 
-    def seal(self, lease: int, keys: tuple[bytes, ...] = ()) -> list[int]:
-        request = store_pb2.SealRequest(namespace=self.namespace, lease_id=lease, keys=keys)
+    def seal(self, lease: int, keys: tuple[bytes, ...] = (), zero_rest: bool = False) -> list[int]:
+        request = store_pb2.SealRequest(
+            namespace=self.namespace, lease_id=lease, keys=keys, zero_rest=zero_rest
+        )
         return [one.status for one in self.store.Seal(request, timeout=CALL_S).results]
 
     def put(self, *names: object) -> None:

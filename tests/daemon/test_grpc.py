@@ -57,6 +57,39 @@ def test_a_block_larger_than_a_message(calls):
     assert calls.stats()["hits"] == before["hits"] + 1, "one get is one hit, however many pieces it takes"
 
 
+def foul_the_pool(calls, layout_id: int, length: int) -> None:
+    """What is free now had another prompt's bytes."""
+    names = [f"foul {number}" for number in range(8)]
+    created = calls.create([key(name) for name in names], layout_id=layout_id)
+    for name, result in zip(names, created.results, strict=True):
+        calls.write(created.lease.id, key(name), b"\xee" * result.writable_bytes)
+    calls.seal(created.lease.id)
+    keys = [key(name) for name in names]
+    assert calls.store.Delete(store_pb2.DeleteRequest(keys=keys), timeout=CALL_S).count == 8
+
+
+def test_a_block_with_bytes_nobody_wrote_is_not_sealed(calls):
+    per_token, tokens = 33, 16  # a layer of 528 bytes, and 496 of padding
+    layout_id = calls.layout(layers=3, tokens=tokens, per_token=per_token)
+    foul_the_pool(calls, layout_id, 3 * 1024)
+    layer = content("a", per_token * tokens)
+    lease = calls.create([key("a"), key("b")], layout_id=layout_id).lease.id
+    for number in (0, 2):
+        calls.write(lease, key("a"), layer[:100], offset=1024 * number)
+        calls.write(lease, key("a"), layer[100:], offset=1024 * number + 100)
+    calls.write(lease, key("a"), layer[1:], offset=1024 + 1)  # all but one byte
+    refused(lambda: calls.seal(lease, (key("a"),)), INVALID, "layers [1]", "zero_rest")
+    refused(lambda: calls.seal(lease), INVALID, "layers [1]")
+    calls.mark_layer(lease, "a", 1)
+    refused(lambda: calls.mark_layer(lease, "a", 2), INVALID, "layers [1]")
+    assert calls.states("a", "b") == [1, 1]
+    calls.write(lease, key("a"), layer[:1], offset=1024)
+    assert calls.seal(lease, (key("a"),)) == [OK]
+    assert calls.get("a") == [(layer + bytes(1024 - len(layer))) * 3], "also the padding shows nothing"
+    assert calls.seal(lease, zero_rest=True) == [OK]
+    assert calls.get("b") == [bytes(3 * 1024)]
+
+
 def test_an_unsealed_block_is_found_by_nobody(calls):
     created = calls.create([key("a")])
     calls.write(created.lease.id, key("a"), content("a"))
@@ -186,7 +219,7 @@ def test_a_message_holds_1024_keys_and_no_more(calls):
     assert calls.stats()["blocks"] == calls.stats()["unsealed"] == 0
     created = calls.create(keys[:1024])
     assert {one.status for one in created.results} == {GRANTED}
-    assert calls.seal(created.lease.id) == [OK] * 1024
+    assert calls.seal(created.lease.id, zero_rest=True) == [OK] * 1024
     assert calls.store.Delete(store_pb2.DeleteRequest(keys=keys[:1024]), timeout=CALL_S).count == 1024
 
 

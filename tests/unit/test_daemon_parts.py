@@ -16,6 +16,7 @@ from kvstored.process import runtime_dir
 from kvstored.process.fd_store import Keeper
 from kvstored.process.notify import notify, watchdog_interval_s
 from kvstored.rpc.leases import Held, Leases
+from kvstored.rpc.written import Written
 from kvstored.telemetry.events import Event, Events, Sampler
 from kvstored.telemetry.histogram import BOUNDS_S, Histogram
 from kvstored.telemetry.metrics_server import MAX_REQUEST_BYTES, MetricsServer
@@ -42,7 +43,7 @@ def leases(max_leases=4, ttl_s=60.0):
 
 
 def held(key=b"k" * 32):
-    return Held(key, 1, 1, 4096)
+    return Held(key, 1, 1, 4096, Written(4096, [(0, 4096)]))
 
 
 async def until(condition, deadline_s=10.0):
