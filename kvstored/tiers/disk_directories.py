@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Collection, Sequence
 
 from aiofiles import os as files
@@ -20,6 +21,7 @@ from kvstored.errors import StartupError, StoreError
 from kvstored.process import runtime_dir
 
 ASIDE = "aside"
+LOCK_WAIT_S, LOCK_LOOK_S = 1.0, 0.01
 LOOK_S = 1.0  # a disk that takes longer to list what is kept aside is asked again later
 
 
@@ -38,10 +40,11 @@ class Directories:
         path = self.paths[at]
         directory = os.path.dirname(path)
         try:
-            os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
+            if not os.path.isdir(parent := os.path.dirname(directory)):
+                raise StartupError(f"disk: {directory}: {parent} is no directory: mount it or make it first")
             for one in (directory, path):
                 runtime_dir.prepare(one, "disk directory")
-            self._locks.append(_core.lock_directory(path))
+            self._locks.append(_locked(path))
         except (StoreError, OSError) as error:
             raise StartupError(f"disk: {error}") from error
 
@@ -63,6 +66,19 @@ class Directories:
     async def _look_aside(self) -> None:
         found = [await _kept(os.path.join(path, ASIDE)) for path in self.paths]
         self._aside = sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
+
+
+def _locked(path: str) -> int:
+    """Its lock. `kvstored fsck` holds it for a moment to see whether a daemon does, so one refusal proves
+    nothing. Raises StoreError."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            return _core.lock_directory(path)
+        except StoreError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_LOOK_S)
 
 
 def left_over(configured: Sequence[str], namespaces: Collection[str]) -> list[str]:

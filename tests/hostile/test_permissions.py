@@ -93,6 +93,7 @@ def test_modes_of_all_that_is_made(daemon, column, kind):
 
 def test_modes_of_what_is_made_on_disk(daemon, tmp_path):
     """The disk tier's directories are 0700 and its files 0600, whoever may use the namespaces."""
+    (tmp_path / "a").mkdir(mode=0o700)
     disk = ("--disk", str(tmp_path / "a" / "disk"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
     one = daemon(memory="8MiB", args=("--namespaces", f"default=0.5:writers={GUEST},other", *disk))
     for namespace in ("default", "other"):

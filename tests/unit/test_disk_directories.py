@@ -1,7 +1,11 @@
 """Goal: what the daemon says of its disk directories is what lies in them. Method: files made beside it."""
 
 import asyncio
+import threading
 
+import pytest
+
+from kvstored.errors import StartupError
 from kvstored.tiers.disk_directories import Directories, left_over
 
 
@@ -36,3 +40,25 @@ def test_what_a_namespace_left_that_is_no_more_is_named(tmp_path):
         (tmp_path / left).mkdir(parents=True)
     (tmp_path / "one/file").write_bytes(b"")
     assert left_over(configured, {"kept"}) == [str(tmp_path / "one/gone"), str(tmp_path / "two/gone")]
+
+
+def test_what_is_not_mounted_is_not_made(tmp_path):
+    """A typo, or a disk that is away, would fill the file system above."""
+    directories = Directories([str(tmp_path / "mnt" / "blocks")], "default")
+    with pytest.raises(StartupError, match=f"{tmp_path}/mnt is no directory"):
+        directories.open(0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_held_for_a_moment_refuses_nobody(tmp_path):
+    """As `kvstored fsck` does, to see whether a daemon is there."""
+    configured = Directories([str(tmp_path / "blocks")], "default")
+    other = Directories([str(tmp_path / "blocks")], "default")
+    other.open(0)
+    with pytest.raises(StartupError, match="at work there"):
+        configured.open(0)
+    ends = threading.Timer(0.1, other.close)
+    ends.start()
+    configured.open(0)
+    ends.join()
+    configured.close()
