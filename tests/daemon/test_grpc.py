@@ -340,3 +340,13 @@ def test_calls_in_progress_are_bounded(daemon):
         assert [[event.kind for event in stream] for stream in streams] == [
             [admin_pb2.EventsResponse.KIND_STOPPING]
         ] * 8
+
+
+def test_a_layout_of_an_unknown_codec_is_refused(calls):
+    blob = bytearray(layout_blob())
+    for codec, known in ((1, True), (2, False), (1 << 31, False)):
+        blob[28:32] = codec.to_bytes(4, "little")
+        if known:
+            assert calls.register(bytes(blob)).layout_id >= 0
+        else:
+            refused(lambda: calls.register(bytes(blob)), INVALID, f"codec is {codec}", "0 to 1")

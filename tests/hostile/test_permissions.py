@@ -41,6 +41,7 @@ MADE = {
     "grpc.sock": ("0600", "0600", "0600"),
     "guests.sock": ("-", "0660", "0666"),
     "guarded.sock": ("-", "0600", "0600"),
+    "segment home": ("0600", "0600", "0600"),
     "segment table": ("0600", "0600", "0600"),
     "segment progress": ("0600", "0600", "0600"),
     "segment pool": ("0600", "0600", "0600"),
@@ -88,7 +89,7 @@ def test_modes_of_all_that_is_made(daemon, column, kind):
             assert os.stat(one.dir / name).st_gid == gid
     prefix = next(iter(one._prefixes))
     ours = [path for path in set(Path("/dev/shm").iterdir()) - before if prefix in path.name]
-    assert len(ours) == 4, "table, progress, pool, one session's page"
+    assert len(ours) == 5, "home, table, progress, pool, one session's page"
 
 
 def test_modes_of_what_is_made_on_disk(daemon, tmp_path):

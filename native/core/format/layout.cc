@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kFixedBytes = 4 + 9 * 4;
 constexpr uint32_t kMaxLayerBytesPerToken = 1u << 24;
 constexpr size_t kMaxNameBytes = 256;
+constexpr uint32_t kMaxCodec = 1;  // none, or KIVI (kvclient.blocks.codec)
 
 void bound(const char* field, uint64_t value, uint64_t low, uint64_t high) {
   if (value < low || value > high)
@@ -47,6 +48,7 @@ Layout Layout::parse(std::span<const uint8_t> blob) {
   bound("num_kv_heads", layout.num_kv_heads, 1, 65536);
   bound("head_dim", layout.head_dim, 1, 65536);
   bound("block_tokens", layout.block_tokens, 1, 65535);
+  bound("codec", layout.codec, 0, kMaxCodec);
   bound("meta_fixed", layout.meta_fixed, 0, 1u << 20);
   bound("meta_per_token", layout.meta_per_token, 0, 4096);
   for (uint32_t i = 0; i < layers; ++i) {
