@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -109,6 +109,10 @@ test-all: model native-tests ## also the slow tests and other releases of transf
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
 	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/test_releases.py
+
+engines: build $(VENV)/.dev ## vLLM on the store, in processes of its own (installs 2.5 GB beside the checkout, once)
+	@PYTHON="$(PYTHON)" .ci/engines
+	@$(PY) -m pytest -q -m engines tests/engines
 
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked

@@ -1,0 +1,37 @@
+"""Whether the store an engine goes on without is there: one log line when it goes, one when it is back.
+
+Owns the line and the count; never decides anything. Invariant: a line is written only when the state
+changes, so an engine that runs for days without its store has one line of it, which says since when and
+why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+
+class Health:
+    """Of one client. To be asked once per step of the engine."""
+
+    def __init__(self, client: Any, logger: logging.Logger) -> None:
+        self._client, self._logger = client, logger
+        self._since: float | None = None
+        self.failures_total = 0
+
+    def failed(self, what: str, error: BaseException | str) -> None:
+        """Counts a failure that became a miss, and says the first of a row."""
+        self.failures_total += 1
+        if self._since is None:
+            self._since = time.monotonic()
+            self._logger.warning("kvstored: %s failed, the engine goes on without the store: %s", what, error)
+
+    def look(self) -> None:
+        if self._client.degraded:
+            if self._since is None:
+                self.failed("the daemon", "it cannot be reached")
+        elif self._since is not None:
+            away_s = time.monotonic() - self._since
+            self._since = None
+            self._logger.warning("kvstored: the store is back after %.1f s", away_s)

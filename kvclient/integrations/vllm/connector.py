@@ -1,0 +1,147 @@
+"""KvstoredConnector: vLLM's KVConnectorBase_V1 over the two halves, scheduling and transfer.
+
+Owns the configuration and which half a process has; never copies a byte itself. Invariant: a model whose
+blocks it cannot keep right (hybrid cache groups, windows, states) is refused at the start, with the reason;
+after the start no failure of the store reaches vLLM except as a load to recompute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+import kvclient
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.vllm.identity import model_identity
+from kvclient.integrations.vllm.scheduling import Scheduling, Step
+from kvclient.integrations.vllm.transfer import Worker
+
+logger = init_logger("vllm.kvstored")
+OPTIONS = {
+    "dir": None,  # of the daemon; by default where kvclient.connect() looks
+    "namespace": "default",
+    "timeout_s": 2.0,  # of one call
+    "wait_pending_s": 5.0,  # for blocks that another engine computes at this moment
+    "load_wait_s": 2.0,  # for blocks that come from disk
+    "model_version": "",  # weights that were changed in place
+    "weights_digest": "",  # instead of reading the checkpoint
+}
+
+
+class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
+    """See docs/engines.md. Raises InvalidArgument at the start for what it cannot serve."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = {**OPTIONS, **_known(transfer.kv_connector_extra_config)}
+        if transfer.kv_load_failure_policy != "recompute":
+            raise InvalidArgument(
+                f'kv_load_failure_policy={transfer.kv_load_failure_policy!r}; it must be "recompute": '
+                "a block may be evicted between look-up and load"
+            )
+        group = _only_group(kv_cache_config)
+        self._client = kvclient.connect(
+            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+        )
+        block_tokens = group.kv_cache_spec.block_size
+        ranks = vllm_config.parallel_config.world_size
+        self._scheduling: Scheduling | None = None
+        self._worker: Worker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            identity = model_identity(vllm_config, kv_cache_config, options)
+            hash_tokens = kv_cache_config.hash_block_size or block_tokens
+            if block_tokens % hash_tokens:
+                raise InvalidArgument(f"blocks of {block_tokens} tokens, hashes of {hash_tokens}")
+            self._scheduling = Scheduling(
+                self._client, identity, block_tokens, hash_tokens, ranks, float(options["wait_pending_s"]),
+                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+            )  # fmt: skip
+            logger.info("kvstored: identity %s…, blocks of %d tokens", identity.hex()[:12], block_tokens)
+        else:
+            self._worker = Worker(
+                self._client, vllm_config.parallel_config.rank, ranks, list(group.layer_names), block_tokens,
+                float(options["load_wait_s"]),
+            )  # fmt: skip
+
+    # ---------------------------------------------------------------- the scheduler's process
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        return self._scheduler.step(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, [])
+
+    @property
+    def _scheduler(self) -> Scheduling:
+        assert self._scheduling is not None, "asked of the scheduler's half in a worker"
+        return self._scheduling
+
+    # ---------------------------------------------------------------- the workers' processes
+
+    @property
+    def _own_worker(self) -> Worker:
+        assert self._worker is not None, "asked of the worker's half in the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._own_worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        self._own_worker.begin(step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._own_worker.load_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._own_worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._own_worker.finish()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._own_worker.take_failed()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # a replayed graph would skip the layers' calls
+
+    def shutdown(self) -> None:
+        self._client.close()
+
+
+def _known(given: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(given) - set(OPTIONS)):
+        raise InvalidArgument(
+            f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(OPTIONS)}"
+        )
+    return given
+
+
+def _only_group(cache: Any) -> Any:
+    groups = cache.kv_cache_groups
+    if len(groups) != 1:
+        raise InvalidArgument(f"the model has {len(groups)} KV cache groups; hybrid models are not supported")
+    spec = groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs) or not isinstance(
+        spec, FullAttentionSpec | MLAAttentionSpec
+    ):
+        raise InvalidArgument(f"KV of {type(spec).__name__}; only full attention is supported")
+    if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
+        raise InvalidArgument("layers with a window or chunks; only full attention is supported")
+    return groups[0]

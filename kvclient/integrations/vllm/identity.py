@@ -1,0 +1,115 @@
+"""Under which keys vLLM's blocks lie in the store: its own block hashes beneath everything else that shapes
+their KV.
+
+Owns the list of what must match; never touches a tensor. Invariant: two engines share a key only if all
+that the list names is equal and vLLM itself takes the two prompts' blocks for the same (its hashes have
+tokens, salt, media and adapter names in them). What differs misses; it never collides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import vllm
+
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.checkpoint import checkpoint_digest
+
+VERSION = 1  # of the bytes that the worker writes and of this list
+REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
+
+
+def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
+    """32 bytes for the whole engine. `cache` is vLLM's KVCacheConfig. Raises InvalidArgument for what cannot
+    be shared: hashes that differ in every process, weights that cannot be read."""
+    model, parallel = config.model_config, config.parallel_config
+    (group,) = cache.kv_cache_groups
+    fields = {
+        "version": VERSION,
+        "vllm": vllm.__version__,
+        "weights": weights_digest(config, extra).hex(),
+        "model_version": str(extra.get("model_version", "")),
+        "config": hashlib.sha256(_canonical(model.hf_config.to_dict())).hexdigest(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "device": str(config.device_config.device_type),
+        "layout": str(cache.kv_cache_layout or config.cache_config.kv_cache_layout),
+        "block_tokens": group.kv_cache_spec.block_size,
+        "page_bytes": group.kv_cache_spec.page_size_bytes,
+        "layers": list(group.layer_names),
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "prefill_context": parallel.prefill_context_parallel_size,
+        "decode_context": parallel.decode_context_parallel_size,
+        "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
+    }
+    return hashlib.sha256(_canonical(fields)).digest()
+
+
+def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:
+    """As the configuration says it, or of the checkpoint's bytes."""
+    if given := extra.get("weights_digest"):
+        return hashlib.sha256(b"given\0" + str(given).encode()).digest()
+    model = config.model_config
+    if str(config.load_config.load_format) == "dummy":
+        raise InvalidArgument(
+            'load_format="dummy" has no weights to tell apart; say "weights_digest" yourself'
+        )
+    path = Path(model.model)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        except Exception as error:
+            reason = f"the files of model {model.model!r} are not on this machine ({error})"
+            raise InvalidArgument(f'{reason}; say "weights_digest" in kv_connector_extra_config') from error
+    return checkpoint_digest(path)
+
+
+def _hash_algorithm(config: Any) -> str:
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if algorithm not in REPRODUCIBLE_HASHES and "PYTHONHASHSEED" not in os.environ:
+        known = ", ".join(REPRODUCIBLE_HASHES)
+        raise InvalidArgument(
+            f"block hashes of {algorithm} differ in every process; use --prefix-caching-hash-algo with one "
+            f"of {known}, or set PYTHONHASHSEED to one value for all engines"
+        )
+    return algorithm
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":")).encode()
+
+
+class RequestKeys:
+    """The store's keys of one request's blocks, made as vLLM's hashes come."""
+
+    def __init__(self, identity: bytes, request: Any, hashes_per_block: int) -> None:
+        self._request, self._per_block = request, hashes_per_block
+        self._made: list[bytes] = []
+        self._base = identity
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            self._base = hashlib.sha256(identity + checkpoint_digest(adapter.lora_path)).digest()
+
+    def first(self, count: int | None = None) -> list[bytes]:
+        """Of the leading full blocks; all of them without a count."""
+        hashes = self._request.block_hashes
+        full = len(hashes) // self._per_block
+        for index in range(len(self._made), full):
+            own = hashes[(index + 1) * self._per_block - 1]
+            self._made.append(hashlib.sha256(self._base + own).digest())
+        return self._made[: full if count is None else min(count, full)]
+
+
+def of_rank(keys: list[bytes], rank: int, ranks: int) -> list[bytes]:
+    """Each worker stores its own part of a block."""
+    if ranks == 1:
+        return keys
+    tail = rank.to_bytes(4, "little")
+    return [hashlib.sha256(key + tail).digest() for key in keys]

@@ -1,0 +1,138 @@
+"""The scheduler's half: how much of a prompt is stored, and which blocks the workers load and save in a
+step.
+
+Owns the requests that run; never touches KV. Invariant: only blocks all of whose ranks are in the store are
+promised; what a step saves follows from what the step computes, so that a request that was set back by a
+failed load or a preemption saves again what it computes again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvclient.integrations.vllm.identity import RequestKeys, of_rank
+
+RESIDENT, ON_DISK, PENDING = 2, 3, 1
+
+
+@dataclass
+class Transfer:
+    """Blocks of one request: a key and vLLM's block number each."""
+
+    keys: list[bytes]
+    block_ids: list[int]
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """What the workers do in one step."""
+
+    loads: list[Transfer] = field(default_factory=list)
+    saves: list[Transfer] = field(default_factory=list)
+
+
+@dataclass
+class _Running:
+    keys: RequestKeys
+    block_ids: list[int] = field(default_factory=list)
+    waited_until: float | None = None
+
+
+class Scheduling:
+    """One per engine core. Not thread-safe: vLLM calls it from one thread."""
+
+    def __init__(
+        self, client: Any, identity: bytes, block_tokens: int, hash_tokens: int, ranks: int,
+        wait_pending_s: float, loads: bool, saves: bool,
+    ) -> None:  # fmt: skip
+        self._client, self._identity, self._ranks = client, identity, ranks
+        self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
+        self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
+        self._running: dict[str, _Running] = {}
+        self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
+
+    def _of(self, request: Any) -> _Running:
+        if (known := self._running.get(request.request_id)) is None:
+            keys = RequestKeys(self._identity, request, self._hashes_per_block)
+            known = self._running[request.request_id] = _Running(keys)
+        return known
+
+    def matched(self, request: Any, computed_tokens: int) -> int | None:
+        """Tokens beyond those computed that can be loaded. None: others are computing them, ask again."""
+        if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        running = self._of(request)
+        first = computed_tokens // self._block_tokens
+        last = (request.num_tokens - 1) // self._block_tokens  # the last token is always computed
+        keys = running.keys.first(last)[first:]
+        if not keys:
+            return 0
+        there, pending = self._present(keys)
+        if pending and self._wait_pending_s > 0:
+            now = time.monotonic()
+            if running.waited_until is None:
+                running.waited_until = now + self._wait_pending_s
+            if now < running.waited_until:
+                return None
+        return max(0, (first + there) * self._block_tokens - computed_tokens)
+
+    def _present(self, keys: list[bytes]) -> tuple[int, bool]:
+        """How many leading blocks every rank has, and whether the next is being written."""
+        count, pending = len(keys), False
+        for rank in range(self._ranks):
+            states = self._client.lookup(of_rank(keys[:count], rank, self._ranks)).states
+            leading = next((i for i, s in enumerate(states) if s not in (RESIDENT, ON_DISK)), len(states))
+            if leading < len(states):
+                pending = states[leading] == PENDING
+                count = leading
+        return count, pending
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """vLLM has made room; may be told twice."""
+        self._of(request)
+        if external_tokens:
+            self._promised[request.request_id] = (-1, external_tokens // self._block_tokens)
+
+    def step(self, output: Any) -> Step:
+        """Of vLLM's SchedulerOutput, which is left as it is."""
+        step = Step()
+        for new in output.scheduled_new_reqs:
+            running = self._running.get(new.req_id)
+            if running is not None:
+                running.block_ids = list(new.block_ids[0])
+                self._add(step, output, new.req_id, new.num_computed_tokens, first=True)
+        cached = output.scheduled_cached_reqs
+        for i, req_id in enumerate(cached.req_ids):
+            running = self._running.get(req_id)
+            if running is None:
+                continue
+            resumed, new_ids = req_id in cached.resumed_req_ids, cached.new_block_ids[i]
+            if resumed:
+                running.block_ids = []
+            if new_ids is not None:
+                running.block_ids.extend(new_ids[0])
+            self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
+        self._promised.clear()
+        return step
+
+    def _add(self, step: Step, output: Any, req_id: str, computed_tokens: int, first: bool) -> None:
+        running, size = self._running[req_id], self._block_tokens
+        if promised := self._promised.get(req_id):
+            stop = computed_tokens // size  # vLLM counts what is loaded as computed
+            start = stop - promised[1]
+            step.loads.append(Transfer(running.keys.first(stop)[start:], running.block_ids[start:stop]))
+        if not self._saves:
+            return
+        start = 0 if first else computed_tokens // size
+        stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
+        keys = running.keys.first(stop)[start:]
+        if keys:
+            step.saves.append(Transfer(keys, running.block_ids[start : start + len(keys)]))
+
+    def finished(self, request: Any) -> None:
+        self._running.pop(request.request_id, None)
+        self._promised.pop(request.request_id, None)

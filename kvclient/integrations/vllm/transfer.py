@@ -1,0 +1,217 @@
+"""The worker's half: copies blocks between vLLM's KV tensors and the store, layer by layer.
+
+Owns the pins and grants of the step under way; never decides what is loaded or saved. Invariants: a block
+that was not wholly loaded is reported by its number and nothing computed in that step is saved; between two
+steps no pin and no grant is held; no failure of the store leaves this module as an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+import torch
+
+from kvclient.blocks.layout import Layout
+from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.integrations.health import Health
+from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.scheduling import Step, Transfer
+
+log = logging.getLogger("vllm.kvstored")
+MISSING = 0
+
+
+class Worker:
+    """One per worker process. vLLM calls it from the thread that runs the model."""
+
+    def __init__(
+        self,
+        client: Any,
+        rank: int,
+        ranks: int,
+        layer_names: list[str],
+        block_tokens: int,
+        load_wait_s: float,
+    ) -> None:
+        self._client, self._rank, self._ranks = client, rank, ranks
+        self._names, self._block_tokens, self._load_wait_s = layer_names, block_tokens, load_wait_s
+        self._health = Health(client, log)
+        self._tensors: list[torch.Tensor] = []
+        self._index = {name: i for i, name in enumerate(layer_names)}
+        self._layout_id = 0
+        self._loading: list[tuple[Any, list[tuple[int, int]]]] = []  # pinned blocks, (index, block number)
+        self._writers: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._loaded_layers: set[int] = set()
+        self._saved_layers: set[int] = set()
+        self.failed_blocks: set[int] = set()
+
+    # ---------------------------------------------------------------- the engine's tensors
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """Takes vLLM's tensors, one per layer, [block, …], and tries one block through the store.
+        Raises InvalidArgument for tensors that are no such, and if what comes back differs."""
+        self._tensors = [caches[name] for name in self._names]
+        sizes = []
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            size = tensor[0].numel() * tensor.element_size()
+            if size % self._block_tokens:
+                raise InvalidArgument(
+                    f"{name}: {size} bytes a block; it must be a multiple of {self._block_tokens}"
+                )
+            sizes.append(size // self._block_tokens)
+        layout = Layout(
+            num_layers=len(sizes), num_kv_heads=1, head_dim=sizes[0], dtype="uint8", kv_per_layer=1,
+            block_tokens=self._block_tokens, meta_fixed=0, meta_per_token=0,
+            layer_bytes_per_token=tuple(sizes), name="vllm",
+        )  # fmt: skip
+        self._layout_id = self._client.register_layout(layout)
+        self._try_one_block()
+
+    def _try_one_block(self) -> None:
+        """Stores, finds, loads and compares the last block, which nobody uses yet."""
+        last, key = self._tensors[0].shape[0] - 1, os.urandom(32)
+        was = [tensor[last].clone() for tensor in self._tensors]
+        probes = [_random_like(tensor[last]) for tensor in self._tensors]
+        for tensor, probe in zip(self._tensors, probes, strict=True):
+            tensor[last].copy_(probe)
+        self.begin(Step(saves=[Transfer([key], [last])]))
+        self.finish()
+        for tensor in self._tensors:
+            tensor[last].zero_()
+        self.begin(Step(loads=[Transfer([key], [last])]))
+        self.finish()
+        wrong = [
+            name
+            for name, tensor, probe in zip(self._names, self._tensors, probes, strict=True)
+            if not torch.equal(_as_bytes(tensor[last]), _as_bytes(probe))
+        ]
+        missing = bool(self.failed_blocks)
+        self.failed_blocks = set()
+        for tensor, before in zip(self._tensors, was, strict=True):
+            tensor[last].copy_(before)
+        if self._client.degraded:
+            log.warning(
+                "kvstored: no daemon at the start; the engine runs without a store until there is one"
+            )
+            return
+        self._client.delete(of_rank([key], self._rank, self._ranks))
+        if missing or wrong:
+            what = "was not found again" if missing else f"came back changed in {', '.join(wrong)}"
+            raise InvalidArgument(f"self-test: a block that was stored {what}")
+
+    # ---------------------------------------------------------------- one step
+
+    def begin(self, step: Step) -> None:
+        """Pins what is loaded, claims what is saved."""
+        self._end()
+        for load in step.loads:
+            self._pin(load)
+        if self.failed_blocks:
+            return  # what this step computes may stand on what is not there
+        for save in step.saves:
+            self._claim(save)
+
+    def _pin(self, load: Transfer) -> None:
+        keys = of_rank(load.keys, self._rank, self._ranks)
+        try:
+            blocks = self._client.get(keys, wait_s=self._load_wait_s, verify=True)
+        except KVClientError as error:
+            self._health.failed("a load", error)
+            self.failed_blocks.update(load.block_ids)
+            return
+        present = []
+        for i, number in enumerate(load.block_ids):
+            try:
+                found = blocks[i] is not None
+            except KVClientError as error:  # no pin was left for it
+                self._health.failed("a load", error)
+                found = False
+            if found:
+                present.append((i, number))
+            else:
+                self.failed_blocks.add(number)
+        self._loading.append((blocks, present))
+
+    def _claim(self, save: Transfer) -> None:
+        keys = of_rank(save.keys, self._rank, self._ranks)
+        try:
+            states = self._client.lookup(keys).states
+            new = [i for i, state in enumerate(states) if state == MISSING]
+            if not new:
+                return
+            writer = self._client.create([keys[i] for i in new], self._layout_id)
+        except KVClientError as error:
+            self._health.failed("a save", error)
+            return
+        granted = [(i, save.block_ids[new[i]]) for i in writer.granted]
+        if granted:
+            self._writers.append((writer, granted))
+
+    def load_layer(self, name: str) -> None:
+        """Before the layer's attention: its part of every pinned block is in vLLM's tensor then."""
+        layer = self._index.get(name)
+        if layer is None or layer in self._loaded_layers:
+            return
+        self._loaded_layers.add(layer)
+        tensor = self._tensors[layer]
+        for blocks, present in self._loading:
+            for i, number in present:
+                target = tensor[number]
+                source = blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape)
+                target.copy_(source)
+
+    def save_layer(self, name: str) -> None:
+        """Behind the layer's attention."""
+        layer = self._index.get(name)
+        if layer is None or layer in self._saved_layers:
+            return
+        self._saved_layers.add(layer)
+        tensor = self._tensors[layer]
+        for writer, granted in self._writers:
+            for i, number in granted:
+                with contextlib.suppress(KVClientError):  # its seal says so
+                    writer[i].copy_layer(layer, _as_bytes(tensor[number]))
+
+    def finish(self) -> None:
+        """Loads and saves what no layer asked for, seals, and gives everything back."""
+        for name in self._names:
+            if self._loading:
+                self.load_layer(name)
+            if self._writers:
+                self.save_layer(name)
+        for writer, _ in self._writers:
+            try:
+                writer.seal()
+            except KVClientError as error:
+                self._health.failed("a seal", error)
+        self._writers.clear()
+        self._end()
+        self._health.look()
+
+    def _end(self) -> None:
+        for blocks, _ in self._loading:
+            blocks.release()
+        for writer, _ in self._writers:
+            writer.abort()
+        self._loading.clear()
+        self._writers.clear()
+        self._loaded_layers.clear()
+        self._saved_layers.clear()
+
+    def take_failed(self) -> set[int]:
+        failed, self.failed_blocks = self.failed_blocks, set()
+        return failed
+
+
+def _as_bytes(block: torch.Tensor) -> torch.Tensor:
+    return block.contiguous().cpu().reshape(-1).view(torch.uint8)
+
+
+def _random_like(block: torch.Tensor) -> torch.Tensor:
+    count = block.numel() * block.element_size()
+    # bytes below 0x3C: finite numbers in every floating type, so that no copy may quiet a NaN
+    noise = torch.randint(0, 0x3C, (count,), dtype=torch.uint8)
+    return noise.view(block.dtype).view(block.shape).to(block.device)

@@ -1,0 +1,188 @@
+/* kvstored.h: the store for programs that are not Python. Plain C, C99; docs/c-api.md has an example.
+ *
+ * Errors. Every function that can fail returns a kvs_status. kvs_last_error() has the text for the thread that called:
+ * it names the value and the limit, and is valid until that thread's next call. A key that is not there is no error.
+ * Threads. Every function may be called from any thread, on the same objects at the same time, except: one layer of one
+ * block is filled by one thread, and an object must not be freed while another thread uses it.
+ * Waiting. "Waits for nothing" means shared memory is read and nobody is asked. "Asks the daemon" means one message and its
+ * answer, within the client's timeout_s; where the daemon has restarted, also one attachment.
+ * Ownership. What a *_free function takes is the caller's. Memory that a function points to belongs to the store, and is valid
+ * as long as its note says. NULL may be freed.
+ * Forking. A child calls kvs_after_fork() first, for each client, and uses none of its parent's blocks and writers. */
+#ifndef KVSTORED_KVSTORED_H
+#define KVSTORED_KVSTORED_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#ifdef __GNUC__
+#pragma GCC visibility push(default)
+#endif
+
+#define KVS_API_VERSION 1
+#define KVS_KEY_BYTES 32
+
+typedef enum kvs_status {
+  KVS_OK = 0,
+  KVS_INVALID_ARGUMENT = 1,
+  KVS_NO_SPACE = 2,
+  KVS_NOT_PERMITTED = 3,
+  KVS_PINS_EXHAUSTED = 4,
+  KVS_DEADLINE_EXCEEDED = 5,
+  KVS_BLOCK_LOST = 6, /* the block's writer ended, or the store forgot it */
+  KVS_CLOSED = 7,
+  KVS_INCOMPATIBLE_VERSION = 8,
+  KVS_UNAVAILABLE = 9, /* no daemon can be reached */
+  KVS_INTERNAL = 10    /* out of memory, or a mistake of this library */
+} kvs_status;
+
+typedef enum kvs_presence { KVS_MISSING = 0, KVS_PENDING = 1, KVS_RESIDENT = 2, KVS_ON_DISK = 3 } kvs_presence;
+
+/* What kvs_create says of each key. PENDING: another client is writing it. */
+typedef enum kvs_grant { KVS_GRANTED = 0, KVS_EXISTS = 1, KVS_BEING_WRITTEN = 2, KVS_GRANT_NO_SPACE = 3 } kvs_grant;
+
+typedef enum kvs_dtype { KVS_UINT8 = 0, KVS_FLOAT16 = 1, KVS_BFLOAT16 = 2, KVS_FLOAT32 = 3, KVS_INT8 = 4 } kvs_dtype;
+
+typedef union kvs_key {
+  uint8_t bytes[KVS_KEY_BYTES];
+  uint64_t words[4]; /* keys lie on multiples of 8 */
+} kvs_key;
+
+typedef struct kvs_client kvs_client; /* a session with one namespace of a daemon */
+typedef struct kvs_blocks kvs_blocks; /* the blocks one kvs_get pinned */
+typedef struct kvs_writer kvs_writer; /* the blocks one kvs_create granted */
+
+/* A stretch of memory. */
+typedef struct kvs_span {
+  void* data;
+  uint64_t length;
+} kvs_span;
+
+typedef struct kvs_const_span {
+  const void* data;
+  uint64_t length;
+} kvs_const_span;
+
+/* Set it up with kvs_default_options(), which also leaves room for what later versions add. */
+typedef struct kvs_options {
+  uint32_t struct_bytes;      /* sizeof(kvs_options) as the caller knows it */
+  uint32_t max_pins;          /* 1 to 1048576; blocks that the client may hold at a time */
+  double timeout_s;           /* above 0, at most 3600; of every question to the daemon */
+  const char* directory;      /* of the daemon; NULL: $KVSTORED_DIR, or /run/kvstored */
+  const char* namespace_name; /* 1 to 63 bytes */
+  int32_t read_only;
+} kvs_options;
+
+/* How a block of up to block_tokens tokens is arranged: per layer kv_per_layer * num_kv_heads * head_dim elements a token, or
+ * layer_bytes_per_token[layer] bytes where that is not NULL. Layers begin on multiples of 512 bytes. */
+typedef struct kvs_layout {
+  uint32_t num_layers;   /* 1 to 512 */
+  uint32_t kv_per_layer; /* 1 or 2 */
+  uint32_t num_kv_heads;
+  uint32_t head_dim;
+  uint32_t dtype; /* a kvs_dtype */
+  uint32_t block_tokens;
+  uint32_t meta_fixed; /* bytes of the client's own beside the layers: meta_fixed + tokens * meta_per_token */
+  uint32_t meta_per_token;
+  const uint32_t* layer_bytes_per_token; /* num_layers of them, or NULL; read during the call */
+} kvs_layout;
+
+/* Flags of kvs_get. */
+#define KVS_FOLLOW 1u /* also blocks that are still being written; kvs_blocks_wait_layer waits for their layers */
+#define KVS_VERIFY 2u /* a block whose bytes do not match their checksums is a miss */
+
+/* ---- the library. Waits for nothing. */
+
+uint32_t kvs_api_version(void);                 /* KVS_API_VERSION of the library that was loaded */
+const char* kvs_status_name(kvs_status status); /* "INVALID_ARGUMENT"; never NULL, valid for ever */
+const char* kvs_last_error(void);               /* this thread's; "" if its last call did not fail */
+void kvs_default_options(kvs_options* options);
+
+/* ---- a client */
+
+/* Attaches to the daemon. Asks the daemon. The client is the caller's: kvs_close. */
+kvs_status kvs_connect(const kvs_options* options, kvs_client** client);
+/* Ends the session and frees the client: what is unsealed is given up. Blocks that are pinned stay readable. Asks the daemon. */
+void kvs_close(kvs_client* client);
+/* In a forked child, before anything else with this client. Waits for nothing. */
+void kvs_after_fork(kvs_client* client);
+/* The id of a layout, the same for an equal one, also after the daemon restarted. Asks the daemon. */
+kvs_status kvs_register_layout(kvs_client* client, const kvs_layout* layout, uint32_t* layout_id);
+/* The figures of the namespace as JSON. The text is the caller's: kvs_free_text. Asks the daemon. */
+kvs_status kvs_stats(kvs_client* client, char** text);
+void kvs_free_text(char* text);
+
+/* ---- reading */
+
+/* Where each block is: a kvs_presence each into states[0..count), which is the caller's. Waits for nothing. */
+kvs_status kvs_lookup(kvs_client* client, const kvs_key* keys, size_t count, uint8_t* states);
+/* Pins the blocks that are there. What is not is a miss: kvs_blocks_hit tells. With wait_s above 0 what lies on disk is loaded
+ * and what others write is waited for, that long at most; 0 waits for nothing. The blocks are the caller's: kvs_blocks_free. */
+kvs_status kvs_get(kvs_client* client, const kvs_key* keys, size_t count, uint32_t flags, double wait_s, kvs_blocks** blocks);
+/* Gives the pins back: no memory of these blocks may be touched after it. Waits for nothing. */
+void kvs_blocks_free(kvs_blocks* blocks);
+size_t kvs_blocks_count(const kvs_blocks* blocks);
+/* 1: block i is pinned, 0: it is a miss, -1: the client holds its max_pins, or there is no such i. Waits for nothing. */
+int kvs_blocks_hit(const kvs_blocks* blocks, size_t i);
+/* One layer of a pinned block, readable until kvs_blocks_free. Of a followed block only what is there. Waits for nothing. */
+kvs_status kvs_blocks_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, kvs_const_span* bytes);
+/* The same layer of all blocks, in order; a miss has data NULL and length 0. layers[0..kvs_blocks_count). Waits for nothing. */
+kvs_status kvs_blocks_layers(const kvs_blocks* blocks, uint32_t layer, kvs_const_span* layers);
+/* The client's own bytes beside the layers. Waits for nothing. */
+kvs_status kvs_blocks_meta(const kvs_blocks* blocks, size_t i, kvs_const_span* bytes);
+/* How many tokens block i has; 0 for a miss. Waits for nothing. */
+uint32_t kvs_blocks_tokens(const kvs_blocks* blocks, size_t i);
+/* How many leading layers of a followed block are there: all of a sealed one, 0 of a miss. Waits for nothing. */
+uint32_t kvs_blocks_layers_ready(const kvs_blocks* blocks, size_t i);
+/* 1: all of block i is there, and sealed; 0: not yet, or it is a miss. Waits for nothing. */
+int kvs_blocks_sealed(const kvs_blocks* blocks, size_t i);
+/* Until that layer of a followed block is there, timeout_s at most. KVS_BLOCK_LOST: its writer ended. */
+kvs_status kvs_blocks_wait_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, double timeout_s);
+/* Has blocks that lie on disk loaded and does not wait for them. How many are in memory or on their way. Asks the daemon. */
+kvs_status kvs_prefetch(kvs_client* client, const kvs_key* keys, size_t count, uint32_t priority, size_t* coming);
+
+/* ---- writing */
+
+/* Claims the keys. token_counts: of each block, or NULL for full ones. priority: 0 to 100, 35 is usual; of two blocks used
+ * alike the lower goes first. ttl_s: seconds to live, 0 for ever. Asks the daemon. The writer is the caller's:
+ * kvs_writer_free. */
+kvs_status kvs_create(kvs_client* client, const kvs_key* keys, size_t count, uint32_t layout_id, const uint32_t* token_counts,
+                      uint32_t priority, uint32_t ttl_s, kvs_writer** writer);
+/* Gives up what is still open, and frees the writer. Asks the daemon if something is open. */
+void kvs_writer_free(kvs_writer* writer);
+size_t kvs_writer_count(const kvs_writer* writer);
+/* A kvs_grant; -1 if there is no such i. Waits for nothing. */
+int kvs_writer_grant(const kvs_writer* writer, size_t i);
+/* One layer of a granted block to be filled, until it is sealed or aborted. Waits for nothing. */
+kvs_status kvs_writer_layer(kvs_writer* writer, size_t i, uint32_t layer, kvs_span* bytes);
+/* The client's own bytes. Waits for nothing. */
+kvs_status kvs_writer_meta(kvs_writer* writer, size_t i, kvs_span* bytes);
+/* Copies one layer in, with its checksum on the way. length: just the layer's. Waits for nothing. */
+kvs_status kvs_writer_copy_layer(kvs_writer* writer, size_t i, uint32_t layer, const void* source, uint64_t length);
+/* Shows that layer to followers; layers go in order, each once. Waits for nothing. */
+kvs_status kvs_writer_mark_layer(kvs_writer* writer, size_t i, uint32_t layer);
+/* Publishes block i, KVS_ALL: all that are open. A block with layers nobody asked for is refused, and nothing is sealed, unless
+ * zero_rest makes them zeros. KVS_BLOCK_LOST: some were no longer ours, the others are sealed. Asks the daemon. */
+#define KVS_ALL ((size_t)-1)
+kvs_status kvs_writer_seal(kvs_writer* writer, size_t i, int zero_rest);
+/* Gives block i up, KVS_ALL: all that are open. Promises that nothing writes to it any more. Asks the daemon. */
+kvs_status kvs_writer_abort(kvs_writer* writer, size_t i);
+/* Until the blocks others write are sealed or granted to us, timeout_s at most. */
+kvs_status kvs_writer_wait_pending(kvs_writer* writer, double timeout_s);
+
+/* ---- the rest. Ask the daemon. */
+
+kvs_status kvs_delete(kvs_client* client, const kvs_key* keys, size_t count, size_t* deleted);
+kvs_status kvs_touch(kvs_client* client, const kvs_key* keys, size_t count, size_t* there);
+
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVSTORED_KVSTORED_H */

@@ -1,0 +1,126 @@
+"""Engines of other projects, each in its own environment that `make engines` installs: none is imported
+here.
+
+Owns their processes: a test that ends leaves none. Skips with the reason where an environment is missing.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvstored" / "engines"
+ANSWER = "ANSWER "
+ANSWER_S = 240.0
+
+
+def python_of(engine: str) -> Path:
+    python = CACHE / engine / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{engine} is not installed in {CACHE}; `make engines` does")
+    return python
+
+
+TINY = """
+import sys, torch, transformers
+torch.manual_seed(int(sys.argv[2]))
+config = transformers.LlamaConfig(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=512, initializer_range=0.15, max_position_embeddings=4096)
+transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+"""  # with the usual range of weights the KV hardly matters: zeroed KV would give the same tokens
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """A Llama of 0.7 M random weights by its seed."""
+    made: dict[int, str] = {}
+
+    def make(seed: int = 0) -> str:
+        if seed not in made:
+            target = tmp_path_factory.mktemp("model") / "tiny"  # the name says nothing about the weights
+            subprocess.run(
+                [python_of("vllm"), "-c", TINY, target, str(seed)],
+                check=True,
+                capture_output=True,
+                timeout=ANSWER_S,
+            )
+            made[seed] = str(target)
+        return made[seed]
+
+    return make
+
+
+class VllmProcess:
+    """tests/engines/vllm_process.py, and what it answers."""
+
+    def __init__(self, log: Path, env: dict[str, str], options: dict) -> None:
+        self._log = log
+        own = {
+            "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+            "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        }  # fmt: skip
+        with open(log, "wb") as errors:
+            self.process = subprocess.Popen(
+                [python_of("vllm"), "-m", "tests.engines.vllm_process"], cwd=ROOT,
+                env={**os.environ, **own, **env},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+        self.send(options)
+
+    def send(self, what: dict) -> None:
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        watchdog = threading.Timer(ANSWER_S, self.process.kill)
+        watchdog.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line[len(ANSWER) :])
+        finally:
+            watchdog.cancel()
+        raise AssertionError(f"the engine ended, or said nothing for {ANSWER_S} s:\n{self.log()[-6000:]}")
+
+    def generate(self, *prompts: list[int], **options) -> list[dict]:
+        self.send({"do": "generate", "prompts": list(prompts), **options})
+        return self.answer()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Iterator[Callable[..., list[VllmProcess]]]:
+    """`vllm(options, options, env={...})`: engines that start side by side, and are ready."""
+    python_of("vllm")
+    with contextlib.ExitStack() as at_end:
+        count = 0
+
+        def start(*wanted: dict, env: dict[str, str] | None = None, ready: bool = True) -> list[VllmProcess]:
+            nonlocal count
+            engines = []
+            for options in wanted:
+                count += 1
+                engines.append(VllmProcess(tmp_path / f"engine{count}.log", env or {}, options))
+                at_end.callback(engines[-1].end)
+            for engine in engines if ready else ():
+                assert engine.answer() == "ready", engine.log()[-6000:]
+            return engines
+
+        yield start

@@ -1,0 +1,106 @@
+"""Goal: vLLM processes share KV through one daemon, and what they answer is what vLLM answers without it.
+
+Method: the real vLLM for CPUs, in processes of its own, with a model whose answers depend on every byte of
+its KV (zeroed KV is the control). Tokens and log-probabilities are compared exactly, in fp32.
+"""
+
+import pytest
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+
+PROMPT = [(7 * i + 3) % 500 for i in range(200)]
+OTHER = [(11 * i + 5) % 500 for i in range(200)]
+FULL_BLOCKS = 192  # tokens of it in whole blocks of 32
+
+
+def same(one: dict, other: dict) -> None:
+    assert one["tokens"] == other["tokens"]
+    assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+
+
+def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model):
+    store = {"dir": str(daemon().dir)}
+    model = tiny_model(0)
+    first, second, plain, foreign = vllm(
+        {"model": model, "store": store}, {"model": model, "store": store}, {"model": model, "store": None},
+        {"model": tiny_model(1), "store": store},
+    )  # fmt: skip
+    (truth,) = plain.generate(PROMPT)
+    (cold,) = first.generate(PROMPT)
+    (warm,) = second.generate(PROMPT)
+    assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
+    same(cold, truth)
+    same(warm, truth)
+
+    longer = PROMPT + truth["tokens"] + OTHER[:64]  # a conversation that goes on in the other engine
+    (went_on,) = second.generate(longer)
+    assert went_on["cached"] >= FULL_BLOCKS
+    same(went_on, plain.generate(longer)[0])
+
+    # One dimension of the identity at a time: it must miss, and it must be right.
+    (salted,) = second.generate(PROMPT, salt="another tenant")
+    assert salted["cached"] == 0
+    same(salted, truth)
+    assert foreign.generate(PROMPT)[0]["cached"] == 0, "other weights under the same name"
+    assert foreign.generate(PROMPT)[0]["tokens"] != truth["tokens"]
+
+
+def test_what_is_loaded_is_what_it_answers_from(daemon, vllm, tiny_model):
+    """The control: zeroed KV changes the answer, so equal answers elsewhere mean equal KV."""
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    (first,) = vllm({"model": model, "store": store})
+    (zeroed,) = vllm({"model": model, "store": store}, env={"KVSTORED_TEST_FAULT": "zero"})
+    (truth,) = first.generate(PROMPT)
+    (answer,) = zeroed.generate(PROMPT)
+    assert answer["cached"] == FULL_BLOCKS
+    assert answer["logprobs"] != pytest.approx(truth["logprobs"], abs=1e-2)
+
+
+def test_blocks_that_go_between_look_up_and_load_are_recomputed(daemon, vllm, tiny_model):
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    (first,) = vllm({"model": model, "store": store})
+    (robbed,) = vllm({"model": model, "store": store}, env={"KVSTORED_TEST_FAULT": "drop"})
+    (truth,) = first.generate(PROMPT)
+    same(robbed.generate(PROMPT)[0], truth)
+    same(first.generate(PROMPT)[0], truth)  # what it saved meanwhile is right: nothing of the failed step
+    first.send({"do": "reset"})
+    assert first.answer() is True
+    (again,) = first.generate(PROMPT)
+    assert again["cached"] > 0
+    same(again, truth)
+
+
+def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
+    one, model = daemon(), tiny_model(0)
+    engine, plain = vllm({"model": model, "store": {"dir": str(one.dir)}}, {"model": model, "store": None})
+    (truth,), (other_truth,) = plain.generate(PROMPT), plain.generate(OTHER)
+    same(engine.generate(PROMPT)[0], truth)
+    one.kill()
+    same(engine.generate(OTHER)[0], other_truth)
+    assert "goes on without the store" in engine.log()
+    one.start()
+    third = [(13 * i + 1) % 500 for i in range(200)]
+    (third_truth,) = plain.generate(third)
+    client = one.connect()
+    for attempt in range(200):  # the breaker's backoff is at most 5 s; each of these is a step of the engine
+        same(engine.generate([*third, attempt])[0], plain.generate([*third, attempt])[0])
+        if client.stats()["blocks"] > 0 and "is back after" in engine.log():
+            break
+    else:
+        raise AssertionError(f"it did not take the new daemon up:\n{engine.log()[-4000:]}")
+    same(engine.generate(third)[0], third_truth)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"llm": {"prefix_caching_hash_algo": "xxhash"}}, "PYTHONHASHSEED"),
+        ({"llm": {"load_format": "dummy"}}, "weights_digest"),
+        ({"store": {"dri": "typo"}}, "dri"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_the_start(vllm, tiny_model, change, word):
+    (refused,) = vllm({"model": tiny_model(0), "store": {"dir": "nowhere"}, **change}, ready=False)
+    answer = refused.answer()
+    assert "error" in answer, answer
+    assert word in refused.log()
