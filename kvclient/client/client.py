@@ -15,12 +15,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
+
+if TYPE_CHECKING:
+    from kvclient._core import Blocks, Lookup, Writer
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 LOOK_S = 0.005  # between looks for a daemon that has taken over the memory and does not listen yet
@@ -60,7 +63,7 @@ class KVClient:
     # ---------------------------------------------------------------- the calls of every prompt
     # (No lambda over their arguments: each argument that one names costs every call a cell of 30 ns.)
 
-    def lookup(self, keys: Any) -> Any:
+    def lookup(self, keys: Any) -> Lookup:
         """How far the keys are present: .resident leading blocks in memory, how many right behind them are
         .pending (being written) or .on_disk, and .states, a byte per key (0 missing, 1 pending, 2 resident,
         3 on disk). It reads the block table and asks nobody: a block that lies on disk and has no record
@@ -74,7 +77,7 @@ class KVClient:
 
     def get(
         self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
-    ) -> Any:
+    ) -> Blocks:
         """Pins the blocks: per key a BlockView or None. With follow also those still being written.
 
         With wait_s, what lies on disk is loaded, and what others write is waited for, so many seconds at
@@ -111,7 +114,7 @@ class KVClient:
         ttl_s: float | None = None,
         token_counts: Sequence[int] | None = None,
         sealing: Any = None,
-    ) -> Any:
+    ) -> Writer:
         """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception.
 
         priority is 0 to 100: of two blocks used alike the lower goes first. ttl_s is how many seconds from

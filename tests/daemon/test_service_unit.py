@@ -114,6 +114,24 @@ def test_the_unit_starts_what_exists_and_the_example_loads(installed):
     load({"dir": "/tmp"}, {}, str(config))  # what is commented out is valid too
 
 
+@pytest.mark.parametrize("program", ["/does/not/exist", "kvstored", "/etc"])
+def test_a_program_that_cannot_be_run_is_refused(program, tmp_path):
+    done = subprocess.run(
+        [SYSTEMD / "install", program], env={**os.environ, "DESTDIR": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_program_that_the_unit_hides_is_refused(tmp_path):
+    """Here: below /tmp, where tests lie. Nothing is written, root or not."""
+    program = tmp_path / "kvstored"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    done = subprocess.run([SYSTEMD / "install", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "lies where the unit hides it" in done.stderr, done.stderr
+
+
 def test_an_operators_configuration_is_not_overwritten(installed, tmp_path):
     config = installed / "kvstored/kvstored.toml"
     config.write_text("memory = 1\n")

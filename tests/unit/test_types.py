@@ -1,0 +1,85 @@
+"""Goal: a type checker knows what a user's program holds: chains, look-ups, blocks, writers and their views.
+
+Method: mypy --strict runs on such a program, and on one with mistakes that it must find; the stub of the
+native module is compared with the module's own members. torch and transformers are left out: minutes of work.
+"""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import kvclient
+from kvclient import _core
+
+STUB = Path(kvclient.__file__).parent / "_core.pyi"
+PROGRAM = """
+import kvclient
+
+client = kvclient.connect()
+chain = kvclient.chain(bytes(32), [1, 2, 3])
+reveal_type(kvclient.__version__)
+reveal_type(chain)
+reveal_type(chain[0])
+reveal_type(chain[:1])
+reveal_type(client.lookup(chain).resident)
+layout = client.register_layout(kvclient.Layout(1, 1, 8))
+with client.create(chain, layout) as writer:
+    reveal_type(writer)
+    for index in writer.granted:
+        reveal_type(writer[index].layer(0))
+        writer[index].view[:] = b"x"
+with client.get(chain) as blocks:
+    reveal_type(blocks)
+    for block in blocks:
+        reveal_type(block)
+        if block is not None:
+            reveal_type(block.layer(0))
+            reveal_type(block.tokens)
+"""
+TOLD = [
+    "str", "kvclient._core.Chain", "bytes", "kvclient._core.Chain", "int", "kvclient._core.Writer", "NDArray",
+    "kvclient._core.Blocks", "kvclient._core.BlockView | None", "NDArray", "int",
+]  # fmt: skip
+
+
+def check(program: str, tmp_path: Path) -> str:
+    (tmp_path / "user.py").write_text(program)
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers"))
+    (tmp_path / "mypy.ini").write_text("[mypy]\n" + skipped)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_mypy_knows_what_a_program_holds(tmp_path):
+    said = check(PROGRAM, tmp_path)
+    assert "Success" in said, said
+    revealed = [line.split('"', 1)[1].rstrip('"') for line in said.splitlines() if "Revealed type" in line]
+    assert len(revealed) == len(TOLD), said
+    for found, wanted in zip(revealed, TOLD, strict=True):
+        assert found == wanted or (wanted == "NDArray" and "ndarray" in found), (found, wanted)
+
+
+def test_mypy_finds_a_mistake(tmp_path):
+    said = check(PROGRAM + "\nwriter.sael()\nblocks[0].layer(0)\n", tmp_path)
+    assert '"Writer" has no attribute "sael"' in said, said
+    assert 'of "BlockView | None" has no attribute' in said, said
+
+
+def test_the_stub_names_what_the_module_has():
+    tree = ast.parse(STUB.read_text())
+    told = {
+        one.name: {f.name for f in one.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")}
+        for one in tree.body
+        if isinstance(one, ast.ClassDef)
+    }
+    for name, kind in inspect.getmembers(_core, inspect.isclass):
+        if kind.__module__ == "kvclient._core":
+            assert told[name] == {one for one in vars(kind) if not one.startswith("_")}, name
+    functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    native = {one for one in vars(_core) if not one.startswith("_") and callable(getattr(_core, one))}
+    assert functions == native - set(told)
