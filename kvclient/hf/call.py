@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
@@ -32,6 +32,8 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
+
+REPLACED = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache that the store's take the place of
 
 
 class Bypassed(Exception):
@@ -100,7 +102,7 @@ def _check_cache(model_kwargs: dict[str, Any]) -> None:
         raise Bypassed("cache_implementation", type(cache).__name__)
     if cache.get_seq_length():
         raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+    if any(type(layer) not in REPLACED for layer in cache.layers):
         raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
 
 

@@ -17,6 +17,7 @@ _SIZES = dict(
     num_key_value_heads=2, initializer_range=0.15, max_position_embeddings=512,
     bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 # name -> (configuration class, model class, what differs from _SIZES)
@@ -54,22 +55,42 @@ SERVED = {
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {"gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi"}
 
-# name -> (…, a word of the reason)
-REFUSED = {
-    "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16), "sliding-window"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=16), "sliding-window"),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(sliding_window=16), "sliding-window"),
+# With layers that see a window of 16 tokens, or a chunk of 16. Prefixes only.
+WINDOWED = {
+    "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=16)),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=16)),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(sliding_window=16)),
     "llama4": (
         "Llama4TextConfig", "Llama4ForCausalLM",
         dict(head_dim=16, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=96,
              attention_chunk_size=16, no_rope_layers=[1, 1, 0]),
-        "sliding-window",
     ),
     "gpt_oss": (
         "GptOssConfig", "GptOssForCausalLM",
-        dict(head_dim=16, sliding_window=16, num_local_experts=4), "sliding-window",
+        dict(head_dim=16, sliding_window=16, num_local_experts=4),
     ),
+    "qwen2_sliding": (
+        "Qwen2Config", "Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    ),
+    "phi3_sliding": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=16)),
+    "starcoder2_sliding": ("Starcoder2Config", "Starcoder2ForCausalLM", dict(sliding_window=16)),
+    "mixtral_sliding": ("MixtralConfig", "MixtralForCausalLM", dict(sliding_window=16, num_local_experts=4)),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", dict(sliding_window=16, layer_types=_TYPES)),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", dict(sliding_window=16, layer_types=_TYPES)),
+    "smollm3_sliding": (
+        "SmolLM3Config", "SmolLM3ForCausalLM",
+        dict(use_sliding_window=True, sliding_window=16, no_rope_layers=[1, 0, 1], layer_types=_TYPES),
+    ),
+    "ministral": ("MinistralConfig", "MinistralForCausalLM", dict(head_dim=16, sliding_window=16)),
+    "modernbert_decoder": (
+        "ModernBertDecoderConfig", "ModernBertDecoderForCausalLM",
+        dict(local_attention=32, num_attention_heads=6, num_key_value_heads=6),
+    ),
+}  # fmt: skip
+
+# name -> (…, a word of the reason)
+REFUSED = {
     "deepseek_v3": (
         "DeepseekV3Config", "DeepseekV3ForCausalLM",
         dict(num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
@@ -92,10 +113,14 @@ REFUSED = {
 
 
 def build(
-    name: str, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0, layers: int = 3
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    seed: int = 0,
+    layers: int = 3,
 ):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
-    config_name, model_name, own, *_ = {**SERVED, **REFUSED}[name]
+    config_name, model_name, own, *_ = {**SERVED, **WINDOWED, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})

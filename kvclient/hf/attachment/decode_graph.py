@@ -21,6 +21,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attachment.hooks import PLACE
 from kvclient.hf.cache.device import DeviceLayer
+from kvclient.hf.model.structure import widest_window
 from kvclient.hf.model.watch import foreign_forward
 
 BEFORE = "_kvclient_before"  # an attribute of our forward: the one it took the place of, or None
@@ -28,6 +29,10 @@ BEFORE = "_kvclient_before"  # an attribute of our forward: the one it took the 
 
 def check(model: torch.nn.Module) -> None:
     """Raises InvalidArgument, with the reason, if this model's steps cannot be prepared."""
+    if window := widest_window(model.config.get_text_config(decoder=True)):
+        raise InvalidArgument(
+            f"{type(model).__name__} has layers that see {window} tokens: no step is recorded"
+        )
     if foreign_forward(model):
         raise InvalidArgument(f"this {type(model).__name__} was given a forward of its own")
     if attention.installed(model) is None:

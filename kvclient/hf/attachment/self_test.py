@@ -25,17 +25,17 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
-from kvclient.hf.attention.proof import TOLERANCE, evaluating, tokens
+from kvclient.hf.attention.proof import MOST_TOKENS, TOLERANCE, evaluating, tokens
 from kvclient.hf.attention.registered import without
 from kvclient.hf.model.identity import plain
-from kvclient.hf.model.structure import Refused, base_model, check_structure
+from kvclient.hf.model.structure import Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
 
 BLOCK_TOKENS = 8
-PREFIX_BLOCKS = 3
+PREFIX_BLOCKS = 3  # at least; a window of at most MOST_TOKENS is passed
 SUFFIX_TOKENS = 5
 FAKE_BYTES = 256 << 20
 PAGED_TOKENS = 512
@@ -95,7 +95,10 @@ class _Trial:
         self.model = model
         self.in_place, self.paged = in_place, paged
         self.name = type(model).__name__
-        self.prefix = tokens(model, BLOCK_TOKENS * PREFIX_BLOCKS, 1)
+        window = widest_window(model.config.get_text_config(decoder=True))
+        passed = (window + BLOCK_TOKENS) // BLOCK_TOKENS if window <= MOST_TOKENS else 0
+        self.blocks = max(PREFIX_BLOCKS, passed)
+        self.prefix = tokens(model, BLOCK_TOKENS * self.blocks, 1)
         self.a, self.b = (torch.cat([self.prefix, tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
         self.config = GenerationConfig(
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
@@ -105,7 +108,8 @@ class _Trial:
     def run(self, attach: Callable[..., Any]) -> Verdict:
         from kvclient.testing.in_memory import InMemoryClient
 
-        plain_a, cache = self._generate(self.a[None])
+        plain_a, _ = self._generate(self.a[None])
+        _, cache = self._generate(self.a[None], past_key_values=DynamicCache())  # all tokens, also of windows
         plain_b, _ = self._generate(self.b[None])
         if self.in_place:
             with without(self.model):
@@ -134,8 +138,8 @@ class _Trial:
             cold_a, _ = self._generate(self.a[None])
             if kv.last.bypassed:
                 raise Refused(f"{self.name}: generate() does not reach the store ({kv.last.bypassed})")
-            if kv.last.published_blocks != PREFIX_BLOCKS:
-                raise Refused(f"{self.name}: published {kv.last.published_blocks} of {PREFIX_BLOCKS} blocks")
+            if kv.last.published_blocks != self.blocks:
+                raise Refused(f"{self.name}: published {kv.last.published_blocks} of {self.blocks} blocks")
             rounded = self.paged or self.model.device.type != "cpu"  # a GPU cuts keys by where they lie
             if not (self._near(cold_a, plain_a) if rounded else torch.equal(cold_a, plain_a)):
                 raise Refused(f"{self.name}: other logits with the store's cache in the place of its own")
@@ -166,7 +170,7 @@ class _Trial:
         return out.logits[0].clone(), out.past_key_values
 
     def _hand_over(self, cache: Any) -> DynamicCache:
-        handed = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        handed = DynamicCache()
         if cache is None or any(layer.keys is None for layer in cache.layers):
             raise Refused(f"{self.name}: generate() does not fill the cache it was given")
         count = len(self.prefix)

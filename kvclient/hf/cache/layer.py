@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvclient.hf.cache.buffers import Memory
 
@@ -243,7 +243,7 @@ def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
     foreign = [
         type(layer).__name__
         for layer in cache.layers
-        if not isinstance(layer, StoreLayer) and type(layer) is not DynamicLayer
+        if not isinstance(layer, StoreLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
     ]
     assert not foreign, f"attach() should have refused a cache with {foreign}"
     cache.layers[:] = layers

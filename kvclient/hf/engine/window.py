@@ -25,7 +25,7 @@ from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.cache.layer import array_dtype, as_array
 from kvclient.hf.model.rope import Rope, probe_rope, reaches, turned_tensor
-from kvclient.hf.model.structure import KVShape, Refused, check_structure
+from kvclient.hf.model.structure import KVShape, Refused, check_structure, widest_window
 from kvclient.kernels import NotQuantisable
 
 MOST_POSITIONS = 1 << 17  # where a model's angles, products in single precision, are right to a hundredth
@@ -168,6 +168,11 @@ class WindowCache:
         self.head_tokens = window.sink_tokens
         self.tokens = self.dropped = 0
         config = model.config.get_text_config(decoder=True)
+        if own := widest_window(config):
+            raise Refused(
+                f"{type(model).__name__} has layers that see {own} tokens, counted by columns of the cache: "
+                "they would see others once some are dropped"
+            )
         self._limit = getattr(config, "max_position_embeddings", None)
         self._placed = "position_ids" in inspect.signature(model.forward).parameters
         self._model = model

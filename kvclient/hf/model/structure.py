@@ -3,17 +3,19 @@
 Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
 looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
 the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, all of one
-shape, and nothing else.
+shape, and nothing else. Layers that see a window, or a chunk, are served with a cache that keeps every token:
+their mask hides what lies outside, as it does when a prompt is computed in one pass.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.handle import forget_pending
@@ -23,6 +25,7 @@ from kvclient.hf.model.watch import foreign_hook
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 PROBE_TOKENS = 2
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
 class Refused(InvalidArgument):
@@ -69,17 +72,38 @@ def check_structure(model: torch.nn.Module) -> KVShape:
         )
     if hook := foreign_hook(model):
         raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
-    _check_layers(name, config)
+    _check_layers(name, model, config)
     return _probe(name, model, config)
 
 
-def _check_layers(name: str, config: Any) -> None:
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+def widest_window(config: Any) -> int:
+    """Tokens that the widest windowed or chunked layer sees. 0: every layer sees all."""
+    layers = DynamicCache(config=config).layers
+    return max(
+        (layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer), default=0
+    )
+
+
+def _masks_windows(model: torch.nn.Module) -> bool:
+    """Whether transformers' own code makes this model's masks, windows included: with a cache that keeps all
+    tokens, the mask alone hides what left the window.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    own = all(name.startswith(("transformers.", "torch.")) for name in names)
+    return own and any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
+
+
+def _check_layers(name: str, model: torch.nn.Module, config: Any) -> None:
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    kinds -= {DynamicLayer, DynamicSlidingWindowLayer}
+    if (window := widest_window(config)) and not _masks_windows(model):
+        raise Refused(
+            f"{name} has sliding-window layers of {window} tokens, and no mask of transformers for "
+            "them: what it sees may hang on what its cache drops"
+        )
     if not kinds:
         return
     words = ", ".join(sorted(kind.__name__ for kind in kinds))
-    if any("Sliding" in kind.__name__ for kind in kinds):
-        raise Refused(f"{name} has sliding-window layers ({words}): they keep only the last tokens' KV")
     if any("Linear" in kind.__name__ for kind in kinds):
         raise Refused(f"{name} has linear-attention layers ({words}): their state is no KV of single tokens")
     raise Refused(f"{name} keeps more than K and V of each token ({words})")
@@ -93,7 +117,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
-    cache = DynamicCache(config=config)
+    cache = DynamicCache()  # every layer keeps all tokens, whatever its window
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:

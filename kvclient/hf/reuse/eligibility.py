@@ -22,7 +22,7 @@ from kvclient.hf.cache.layer import Shape, as_array, replace_layers
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import Form
 from kvclient.hf.model.rope import probe_rope, rotated
-from kvclient.hf.model.structure import KVShape, Refused
+from kvclient.hf.model.structure import KVShape, Refused, widest_window
 from kvclient.hf.reuse.blend import Blend, BlendLayer, Interior, decoder_layers
 from kvclient.hf.reuse.repair import Repair
 
@@ -34,6 +34,10 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Interior:
     """Raises Refused, with the reason."""
+    if window := widest_window(model.config.get_text_config(decoder=True)):
+        raise Refused(
+            f"{type(model).__name__} has layers that see {window} tokens: only prefixes are reused"
+        )
     interior = Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
     with evaluating(model):
         for method in ("none", "cacheblend"):

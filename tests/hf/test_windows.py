@@ -1,0 +1,112 @@
+"""Models with layers that see a window or a chunk: prefixes from the store, and the answers stay the same.
+
+The store's cache keeps every token of every layer; transformers' own drops what left the window. The same is
+summed, in tensors of another length: tokens are compared for equality, logits to rounding.
+"""
+
+import pytest
+import torch
+import transformers
+
+import kvclient
+import kvclient.hf
+from tests.hf.zoo import WINDOWED, generate, known, near, prompt
+
+WINDOW, BLOCK, NEW = 16, 8, 18  # an answer is longer than the window
+# Around the border of a block and of the window, and a few windows.
+LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 61)
+
+
+def same(one, other) -> bool:
+    return all(near(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("in_place", [False, None])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_warm_and_cold_are_plain(name, in_place, client):
+    model = known(name)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
+        for length in LENGTHS:
+            ids = prompt(length, seed=length)
+            with kv.bypass():
+                plain, plain_logits, _ = generate(model, ids, NEW)
+            for reused in (0, min(length // BLOCK * BLOCK, length - 1)):
+                tokens, logits, _ = generate(model, ids, NEW)
+                assert (kv.last.reused_tokens, kv.last.bypassed) == (reused, None)
+                assert torch.equal(tokens, plain)
+                assert same(logits, plain_logits)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_another_prompt_behind_the_same_prefix(name, client):
+    """What follows the hit sees the window's end in what was loaded, and no other token."""
+    model, prefix = known(name), prompt(40)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, torch.cat([prefix, prompt(9, seed=2)], dim=1))
+        for more in (1, WINDOW, WINDOW + 1):
+            ids = torch.cat([prefix, prompt(more, seed=20 + more)], dim=1)
+            with kv.bypass():
+                plain, plain_logits, _ = generate(model, ids, NEW)
+            warm, warm_logits, _ = generate(model, ids, NEW)
+            assert kv.last.reused_tokens >= 40
+            assert torch.equal(warm, plain)
+            assert same(warm_logits, plain_logits)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_padded_rows_beams_and_an_answer_that_goes_on(name, client):
+    model = known(name)
+    ids = torch.cat([prompt(61), prompt(61, seed=2)])
+    mask = torch.ones_like(ids)
+    ids[1, :21] = mask[1, :21] = 0
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        for given in ({"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
+            with kv.bypass():
+                plain, *_ = generate(model, ids, NEW, **given)
+            for _ in range(2):
+                tokens, *_ = generate(model, ids, NEW, **given)
+                assert torch.equal(tokens, plain)
+            assert kv.last.reused_tokens or kv.last.bypassed == "padding"
+        answered, _, _ = generate(model, prompt(30, seed=3), NEW)
+        longer = torch.cat([answered, prompt(5, seed=4)], dim=1)
+        with kv.bypass():
+            plain, *_ = generate(model, longer, NEW)
+        warm, *_ = generate(model, longer, NEW)
+        assert kv.last.reused_tokens == 40  # the KV of the last token was never computed
+        assert torch.equal(warm, plain)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_wrong_kv_would_be_seen_in_the_window(name, client):
+    """What the tests above rest on."""
+    model, ids = known(name), prompt(61)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, torch.cat([prompt(40, seed=9), ids[:, 40:]], dim=1), 1)
+        _, right, _ = generate(model, ids, 1)
+        with kv.bypass():
+            _, other, _ = generate(model, torch.cat([prompt(40, seed=9), ids[:, 40:]], dim=1), 1)
+    assert not near(right[0], other[0], 1e-4)
+
+
+def test_what_needs_every_token_at_its_place_is_refused(client):
+    model = known("gemma3")
+    with pytest.raises(kvclient.hf.Refused, match="only prefixes"):
+        kvclient.hf.attach(model, client, repair="auto")
+
+
+def test_windows_that_are_in_no_mask_are_refused(client):
+    """OLMoE's cache drops what left the window, and its mask does not: with all tokens it would see more."""
+    config = transformers.OlmoeConfig(
+        vocab_size=320, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    config.sliding_window = 300
+    with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 300"):
+        kvclient.hf.attach(transformers.OlmoeForCausalLM(config).eval(), client)
+
+
+def test_windows_in_code_of_ones_own_are_refused(client):
+    model = known("mistral_sliding")
+    model.__class__ = type("Own", (type(model),), {"__module__": "own"})
+    with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 16"):
+        kvclient.hf.attach(model, client)
