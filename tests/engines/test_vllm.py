@@ -91,6 +91,21 @@ def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
     same(engine.generate(third)[0], third_truth)
 
 
+def test_a_tiny_kv_cache_preempts_and_ends(daemon, vllm, tiny_model):
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    small = {
+        "kv_bytes": 2 << 20,
+        "max_tokens": 512,
+        "llm": {"max_num_seqs": 10},
+    }  # 32 blocks: fewer than the prompts' answers need
+    pressed, plain = vllm({"model": model, "store": store, **small}, {"model": model, "store": None})
+    prompts = [[(k * i + 1) % 500 for i in range(100)] for k in range(3, 13)]
+    for answer, truth in zip(
+        pressed.generate(*prompts, tokens=60), plain.generate(*prompts, tokens=60), strict=True
+    ):
+        same(answer, truth)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
