@@ -37,6 +37,7 @@ class StoreTest {
     return store.io_pins_.contains(record);
   }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
+  static uint64_t pins_read(Store& store) { return store.pins_read_; }
   static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }
 };

@@ -241,6 +241,7 @@ struct SessionPage {
   std::atomic<uint64_t> misses;
   std::atomic<uint64_t> waiting;  // threads of this session asleep on a progress word, or about to be
   std::atomic<uint32_t> ring[kTouchRing];
+  std::atomic<uint64_t> released;  // pins ever cleared, counted after the clearing; a hint, 0 from a client that does not count
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };
 inline constexpr size_t kPinsOffset = 8192;

@@ -121,6 +121,7 @@ size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots) {
 
 void PinBoard::clear(std::span<const uint32_t> slots) {
   for (uint32_t slot : slots) pins()[slot].store(0, std::memory_order_release);
+  mapping_.at<SessionPage>(0)->released.fetch_add(slots.size(), std::memory_order_release);
   std::lock_guard lock(mutex_);
   free_.insert(free_.end(), slots.rbegin(), slots.rend());
 }

@@ -7,6 +7,7 @@
 // Invariant: a pin is written into a word that was 0, never moves, and is cleared only by the process that wrote it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <mutex>
@@ -55,7 +56,8 @@ class SessionFile {
   void each_pin(F&& f) const {
     const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
     const uint64_t high = page().pins_high.load(std::memory_order_acquire);
-    for (uint64_t i = 0; i < high && i < max_pins_; ++i)
+    const uint64_t end = std::min<uint64_t>(high, max_pins_);
+    for (uint64_t i = 0; i < end; ++i)
       if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);  // what the reader read is over when it is 0
   }
 

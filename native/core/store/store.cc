@@ -120,7 +120,8 @@ double Store::add_use(uint32_t record, double now) {
 void Store::use(uint32_t record, double now) {
   KV_INVARIANT(control(record).state() == State::Sealed);
   if (options_.disk) forget_wish(record);  // its score changes
-  policy_.moved(class_of(record), record, add_use(record, now));
+  const double score = add_use(record, now);
+  if (!is_parked(record)) policy_.moved(class_of(record), record, score);
   if (options_.disk) wish_to_write(record, true);  // at least its second use: it was used when it was sealed
 }
 
@@ -319,7 +320,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
   const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
   transition(handle.record, Event::Seal, State::Sealed, flags);
-  created_ -= 1;
+  created_ -= 1, chances_ += 1;
   counters_.seals += 1;
   drop_unsealed(*sessions_.at(owner), handle.record);
   policy_.insert(class_of(handle.record), handle.record, rank(handle.record));

@@ -5,10 +5,10 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room,
-// pins, zombies. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon
-// that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and
-// are asked for. store_look.cc: statistics, integrity.
+// store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room.
+// store_pins.cc: pins, zombies, parked blocks. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new
+// table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what
+// other hosts read and are asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -35,6 +35,7 @@
 #include "core/store/eviction.h"
 #include "core/store/lower_tier.h"
 #include "core/store/pool.h"
+#include "core/store/record_set.h"
 
 namespace kv {
 
@@ -222,27 +223,40 @@ class Store {
   bool adopt_disk_record(uint32_t record);
 
   // store_reclaim.cc
-  void make_room(uint64_t length, size_t count);
-  void evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned);
-  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
-                                           const std::vector<uint32_t>& pinned);
+  void make_room(uint64_t length, size_t count, bool last_look = false);
+  void evict_least(std::optional<uint64_t> size_class, size_t count);
+  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit);
+  void leave_queue(uint32_t record);
   void to_zombie(uint32_t record, Event event);
   void free_zombie(uint32_t record);
-  void scan_zombies();
-  std::vector<uint32_t> pinned_records();
   struct Fresh {
     Handle block;
     uint64_t bytes, since_ns;
   };
   template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
   void each_pin(F&& f) {
+    const uint32_t records = index_.max_blocks();
     for (auto& [id, session] : sessions_)
       if (session->file)
-        session->file->each_pin([&](uint64_t pin) {
-          if (pin_record(pin) < index_.max_blocks()) f(pin_record(pin), pin_generation(pin));
+        session->file->each_pin([&f, records](uint64_t pin) {
+          if (pin_record(pin) < records) f(pin_record(pin), pin_generation(pin));
         });
     for (auto& [record, pin] : io_pins_) f(record, pin.generation);
   }
+
+  // store_pins.cc
+  void scan_zombies(bool all = false);
+  uint64_t releases() const;
+  bool worth_a_scan(uint64_t before, uint64_t now) const;
+  std::vector<uint32_t> held_among(std::span<const uint32_t> records);
+  std::vector<uint32_t> fresh_records();
+  const RecordSet& poor_victims();
+  bool is_parked(uint32_t record) const;
+  void park(uint32_t record);
+  void leave_parking(uint32_t record);
+  void unpark(bool all);
+  size_t room_for_more(uint64_t length) const;
+
   void drain_rings();
   uint32_t new_session_id();
   void reap_sessions();
@@ -289,8 +303,19 @@ class Store {
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> zombies_;
-  std::unordered_map<uint32_t, IoPin> io_pins_;  // record -> the daemon's own reads in flight
-  std::deque<Fresh> fresh_;                      // blocks just loaded, the oldest first
+  size_t held_zombies_ = 0;                                  // how many of them, the first, were found pinned
+  std::vector<uint32_t> parked_;                             // sealed, found pinned: not in the eviction queue
+  uint64_t zombies_scanned_at_ = 0, parked_scanned_at_ = 0;  // what releases() said then
+  uint64_t pins_gone_ = 0;                                   // with their session, or the daemon's own
+  uint64_t pins_read_ = 0;                                   // by all scans
+  uint64_t scanned_pins_ = 0;                                // words that the last scan read
+  RecordSet asked_;                                          // what a scan looks for; empty between two
+  RecordSet poor_;                                           // poor_victims(), good until then
+  uint64_t poor_until_ns_ = 0;
+  uint64_t chances_ = 0;                              // what was freed or sealed, or added to the pool: each might make room
+  uint64_t refused_length_ = ~0ull, refused_at_ = 0;  // for which there was no room, and chances and releases then
+  std::unordered_map<uint32_t, IoPin> io_pins_;       // record -> the daemon's own reads in flight
+  std::deque<Fresh> fresh_;                           // blocks just loaded, the oldest first
   uint64_t fresh_bytes_ = 0;
   EvictionPolicy<Places> on_disk_;                    // the DISK records, in one queue: the least valuable goes first
   std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written

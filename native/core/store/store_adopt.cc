@@ -86,6 +86,7 @@ Store::Store(const Options& options)
       policy_(Places{&places_}),
       on_disk_(Places{&places_}),
       tombstones_(Places{&places_}) {
+  asked_.resize(options.max_blocks), poor_.resize(options.max_blocks);
   layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
@@ -108,7 +109,7 @@ Store::Store(const Options& options)
       [this](uint64_t frontier) {
         Lock lock(mutex_);
         index_.header().frontier.store(frontier, std::memory_order_release);
-        arena_.set_frontier(frontier);
+        arena_.set_frontier(frontier), chances_ += 1;
       },
       [this](uint64_t faulted) { index_.header().faulted.store(faulted, std::memory_order_release); });
 }

@@ -29,8 +29,9 @@ class Store::Reading {
   }
   ~Reading() {
     lock_.lock();
+    store_.pins_gone_ += 1;
     if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
-    store_.scan_zombies();
+    store_.scan_zombies(store_.control(record_).state() == State::Zombie);
   }
   Reading(const Reading&) = delete;
 

@@ -67,7 +67,7 @@ void Store::wish_to_write(uint32_t record, bool worth_it) {
 
 // Where a victim is looked for, after it became due for the disk or is no longer.
 void Store::place(uint32_t record) {
-  if (control(record).state() == State::Sealed) policy_.moved(class_of(record), record, worth(record));
+  if (control(record).state() == State::Sealed && !is_parked(record)) policy_.moved(class_of(record), record, worth(record));
 }
 
 // True if it waited to be written. Its place among the victims is the caller's to see to.
@@ -105,12 +105,13 @@ bool Store::end_write(Handle handle, bool written) {
   Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  pins_gone_ += 1;
   if (--pin->second.count == 0) io_pins_.erase(pin);
   const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
   if (now.flags() & kFlagDeleted) written = false;
   set_flags(handle.record, written ? kFlagOnDisk : 0, kFlagQueued);
   place(handle.record);
-  if (now.state() == State::Zombie) scan_zombies();
+  if (now.state() == State::Zombie) scan_zombies(true);
   return written;
 }
 
@@ -161,6 +162,7 @@ void Store::file_gone(const Key& key) {
 }
 
 void Store::drop_tombstone(uint32_t record) {
+  chances_ += 1;
   tombstones_.remove(kOneQueue, record);
   transition(record, Event::Delete, State::Free, 0);
   records_used_ -= 1;
@@ -226,6 +228,7 @@ void Store::drop_disk(const Key& key) {
 }
 
 void Store::drop_disk_record(uint32_t record, Event event) {
+  chances_ += 1;
   on_disk_.remove(kOneQueue, record);
   index_.erase(key_of(record), record);
   transition(record, event, State::Free, 0);

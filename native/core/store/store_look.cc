@@ -10,7 +10,7 @@ namespace kv {
 Stats Store::stats() {
   Lock lock(mutex_);
   reap_sessions();
-  scan_zombies();
+  scan_zombies(true);
   Stats s = counters_;
   s.used_bytes = used_bytes_;
   s.capacity_bytes = options_.capacity_bytes;
@@ -72,7 +72,7 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
 void Store::check_integrity() {
   Lock lock(mutex_);
   reap_sessions();
-  scan_zombies();
+  scan_zombies(true);
   arena_.check_integrity();
   auto expect = [](bool good, const std::string& what) {
     if (!good) throw Error(Code::Integrity, what);
@@ -108,7 +108,8 @@ void Store::check_integrity() {
     extents.push_back(extent_of(record));
     sealed += state == State::Sealed, created += state == State::Created;
     quarantined += state == State::Quarantined, zombies += state == State::Zombie;
-    expect(state != State::Sealed || policy_.contains(class_of(record), record), here + " is in no eviction queue");
+    expect((state == State::Sealed) == (policy_.contains(class_of(record), record) || is_parked(record)),
+           here + " is wrongly queued for eviction");
   }
   std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
   for (size_t i = 1; i < extents.size(); ++i)
@@ -126,8 +127,9 @@ void Store::check_integrity() {
   expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_.size() && created == created_ &&
              quarantined == quarantined_ && zombies == zombies_.size(),
          "a count of records is wrong");
-  expect(policy_.size() == sealed,
-         "the eviction queues hold " + std::to_string(policy_.size()) + " of " + std::to_string(sealed) + " blocks");
+  expect(policy_.size() + parked_.size() == sealed, "the eviction queues hold " +
+                                                        std::to_string(policy_.size() + parked_.size()) + " of " +
+                                                        std::to_string(sealed) + " blocks");
   expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
 }
 

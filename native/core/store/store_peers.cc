@@ -43,8 +43,9 @@ void Store::end_read(Handle handle) {
   Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  pins_gone_ += 1;
   if (--pin->second.count == 0) io_pins_.erase(pin);
-  scan_zombies();
+  scan_zombies(control(handle.record).state() == State::Zombie);
 }
 
 bool Store::is_sealed(Handle handle) const {

@@ -16,30 +16,10 @@ namespace {
 
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
-constexpr uint64_t kFreshNs = 1'000'000'000;
-
-bool contains(const std::vector<uint32_t>& sorted, uint32_t value) {
-  return std::binary_search(sorted.begin(), sorted.end(), value);
-}
 
 }  // namespace
 
-// ---------------------------------------------------------------- pins
-
-// Records whose block is pinned at this moment, or was loaded for somebody who has had no time to pin it: poor victims. Sorted.
-std::vector<uint32_t> Store::pinned_records() {
-  std::vector<uint32_t> out;
-  auto add = [&](uint32_t record, uint64_t generation) {
-    if (control(record).generation() == generation) out.push_back(record);
-  };
-  each_pin(add);
-  const uint64_t now = monotonic_ns();
-  for (; !fresh_.empty() && now - fresh_.front().since_ns > kFreshNs; fresh_.pop_front()) fresh_bytes_ -= fresh_.front().bytes;
-  for (const Fresh& one : fresh_) add(one.block.record, one.block.generation);
-  std::sort(out.begin(), out.end());
-  out.erase(std::unique(out.begin(), out.end()), out.end());
-  return out;
-}
+// ---------------------------------------------------------------- zombies
 
 // Unlinked first, then the state: a reader that still found it will see the generation changed, or be seen by the scan.
 void Store::to_zombie(uint32_t record, Event event) {
@@ -51,7 +31,7 @@ void Store::to_zombie(uint32_t record, Event event) {
     flags = below, counters_.evictions_unwritten += due;
   else if (below)
     flags = kFlagDeleted, file_must_go(key_of(record));
-  if (before.state() == State::Sealed && policy_.contains(class_of(record), record)) policy_.remove(class_of(record), record);
+  if (before.state() == State::Sealed) leave_queue(record);
   if (before.state() == State::Created) created_ -= 1;
   if (before.state() == State::Quarantined)
     flags |= kFlagQuarantined;
@@ -65,37 +45,24 @@ void Store::to_zombie(uint32_t record, Event event) {
   zombies_.push_back(record);
 }
 
+// One that evict_least() has taken out is in neither.
+void Store::leave_queue(uint32_t record) {
+  if (is_parked(record))
+    leave_parking(record);
+  else if (policy_.contains(class_of(record), record))
+    policy_.remove(class_of(record), record);
+}
+
 void Store::free_zombie(uint32_t record) {
   const Extent extent = extent_of(record);
   arena_.release(extent, record);
   used_bytes_ -= extent.length;
+  chances_ += 1;
   if (demote(record)) return;
   records_used_ -= 1;
   transition(record, Event::LastPinGone, State::Free, 0);
   index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
   free_head_ = record;
-}
-
-// The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
-// between the writing of its pins and the reading of the generations.
-void Store::scan_zombies() {
-  if (zombies_.empty()) return;
-  fence_full();
-  std::vector<uint32_t> held;
-  each_pin([&](uint32_t record, uint64_t generation) {
-    const Control now = control(record);
-    const uint64_t back = now.flags() & kFlagQuarantined ? 2 : 1;
-    if (now.state() == State::Zombie && generation + back == now.generation()) held.push_back(record);
-  });
-  std::sort(held.begin(), held.end());
-  std::vector<uint32_t> still;
-  for (uint32_t record : zombies_) {
-    if (contains(held, record))
-      still.push_back(record);
-    else
-      free_zombie(record);
-  }
-  zombies_ = std::move(still);
 }
 
 // What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a
@@ -120,15 +87,19 @@ void Store::drain_rings() {
 // Room for `count` extents of this length, as far as pins allow: what is a zombie for no reason any more; then, whichever is
 // worth less for the room it makes, the least valuable blocks of the same class or a slab of another class; then, when the class
 // has nothing left, the cheapest slab anywhere, and at last the cheapest run of slots just long enough.
-void Store::make_room(uint64_t length, size_t count) {
+//
+// What was refused stays refused until something was freed, sealed or unpinned: nothing longer finds room where this found none.
+void Store::make_room(uint64_t length, size_t count, bool last_look) {
   reap_sessions();
   scan_zombies();
   auto room = [&] { return (free_head_ != Index::kAbsent || spare_records()) && arena_.has_room(length); };
   if (room()) return;
+  const uint64_t chances = chances_ + releases();
+  if (length >= refused_length_ && chances == refused_at_) return;
   drain_rings();
-  const std::vector<uint32_t> pinned = pinned_records();
+  unpark(policy_.least(Arena::size_class(length)).record == policy_.kNone && releases() != parked_scanned_at_);
   if (free_head_ == Index::kAbsent && !spare_records()) {
-    evict_least(std::nullopt, count, pinned);
+    evict_least(std::nullopt, count + room_for_more(length));
     scan_zombies();
     if (room()) return;
   }
@@ -138,22 +109,25 @@ void Store::make_room(uint64_t length, size_t count) {
   const auto any = policy_.least();
   bool taken = false;
   if (own.record == policy_.kNone) {
-    taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY, pinned).has_value();
+    taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY).has_value();
   } else if (any.score < own.score) {
     // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
     // slabs.
     const uint64_t at = extent_of(any.record).offset;
     const double worth = own.score * static_cast<double>(slab / size_class * size_class);
-    taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth, pinned).has_value();
+    taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth).has_value();
   }
-  if (!taken) evict_least(size_class, count, pinned);
+  if (!taken) evict_least(size_class, count + room_for_more(length));
   scan_zombies();
   if (arena_.has_room(length)) return;
-  reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY, pinned);
+  reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY);
   scan_zombies();
-  if (reserved_ || fresh_.empty()) return;
-  fresh_.clear(), fresh_bytes_ = 0;  // better than no room
-  make_room(length, count);
+  if (reserved_) return;
+  if (!fresh_.empty() || !last_look) {  // better than no room; and a snapshot of pins may be out of date
+    fresh_.clear(), fresh_bytes_ = 0, poor_until_ns_ = 0;
+    return make_room(length, count, true);
+  }
+  refused_length_ = length, refused_at_ = chances;
 }
 
 // The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
@@ -164,7 +138,7 @@ void Store::make_room_ahead() {
   if (count == 0 || draining_ || !fence_.empty()) return;
   if (const size_t records = index_.max_blocks() - records_used_ + spare_records(); records < count) {
     drain_rings();
-    evict_least(std::nullopt, count - records, pinned_records());
+    evict_least(std::nullopt, count - records + room_for_more(length));
     scan_zombies();
   }
   if (pool_.frontier() < pool_.capacity()) return;
@@ -174,22 +148,32 @@ void Store::make_room_ahead() {
   // Where another class has the least valuable block, make_room() weighs the two.
   if (there == count || free_head_ == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score) return;
   drain_rings();
-  evict_least(size_class, count - there, pinned_records());
+  evict_least(size_class, count - there + room_for_more(length));
   scan_zombies();
 }
 
-// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are passed over and kept.
-void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const std::vector<uint32_t>& pinned) {
-  std::vector<std::pair<uint32_t, double>> passed;
-  std::vector<uint32_t> victims;
-  while (victims.size() < count) {
-    const auto [victim, score] = policy_.pop_least(size_class);
-    if (victim == policy_.kNone) break;
-    if (contains(pinned, victim))
-      passed.emplace_back(victim, score);
-    else
-      victims.push_back(victim);
-    index_.prefetch_whole(victim);
+// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are parked, fresh ones kept. The more were
+// found pinned the more are tried at once: however many there are, the pins are read a few times.
+void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
+  const std::vector<uint32_t> fresh = fresh_records();
+  std::vector<uint32_t> kept, victims;
+  for (size_t wanted = count; victims.size() < count; wanted *= 4) {
+    std::vector<uint32_t> tried;
+    while (tried.size() < wanted) {
+      const uint32_t victim = policy_.pop_least(size_class).record;
+      if (victim == policy_.kNone) break;
+      (std::binary_search(fresh.begin(), fresh.end(), victim) ? kept : tried).push_back(victim);
+      index_.prefetch_whole(victim);
+    }
+    if (tried.empty()) break;
+    std::vector<uint32_t> held = held_among(tried);
+    std::sort(held.begin(), held.end());
+    for (const uint32_t record : tried) {
+      if (std::binary_search(held.begin(), held.end(), record))
+        park(record);
+      else
+        (victims.size() < count ? victims : kept).push_back(record);
+    }
   }
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {
@@ -199,18 +183,18 @@ void Store::evict_least(std::optional<uint64_t> size_class, size_t count, const 
   }
   for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
   counters_.evictions += victims.size();
-  for (auto [record, score] : passed) policy_.insert(class_of(record), record, score);
+  for (const uint32_t record : kept) policy_.insert(class_of(record), record, worth(record));
 }
 
 // Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
 // blocks are worth least together, and less than `limit`. A free run counts as worth nothing.
-std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit,
-                                                const std::vector<uint32_t>& pinned) {
+std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit) {
+  const RecordSet& poor = poor_victims();
   std::vector<double> costs;
   for (const Arena::Piece& piece : pieces) {
     double cost = 0;
     for (uint32_t record : piece.records) {
-      const bool evictable = control(record).state() == State::Sealed && !contains(pinned, record);
+      const bool evictable = control(record).state() == State::Sealed && !poor.contains(record);
       cost += evictable ? worth(record) * static_cast<double>(extent_of(record).length) : INFINITY;
     }
     costs.push_back(cost);
@@ -302,9 +286,11 @@ int Store::tick() {
     if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
   reap_sessions();
   expire();
-  scan_zombies();
+  scan_zombies(true);
+  unpark(true);
+  refused_length_ = ~0ull;  // whoever does not count the pins it clears waits no longer than this
   drain_rings();
-  bool waiting = !zombies_.empty();
+  bool waiting = !zombies_.empty() || !parked_.empty();
   for (auto& [id, session] : sessions_) waiting |= session->ended;
   return waiting ? kTickBusyMs : kTickIdleMs;
 }

@@ -162,6 +162,8 @@ void Store::reap_sessions() {
     counters_.hits += session.file->page().hits.load(std::memory_order_relaxed);
     counters_.misses += session.file->page().misses.load(std::memory_order_relaxed);
     session.file->unlink();
+    // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
+    pins_gone_ += session.file->page().released.load(std::memory_order_relaxed) + scanned_pins_ + 1;
     it = sessions_.erase(it);
   }
 }

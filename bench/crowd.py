@@ -1,0 +1,51 @@
+"""What a put costs the store while others hold pins, as a multiple of the same put beside none.
+
+    make native-tests && python -m bench.crowd [--blocks 65536] [--json FILE]
+
+`build/dev/crowd` (native/bench/crowd.cc) does the work, in processor time of the one thread that serves all: an idle machine is not
+needed. The ratio is of the means, so it has in it what a scan of the pins costs and a put that finds its room does not show.
+"""
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+PROGRAM = Path(__file__).parent.parent / "build" / "dev" / "crowd"
+TITLES = {
+    "clients": "60 clients with 900 pins each",
+    "one": "one client with 40,000 pins",
+    "all": "every block pinned",
+    "stranger": "100 sessions with 65,536 pins each, most of them twice and more",
+}
+
+
+def rows(lines: list[str]) -> list[dict]:
+    """The cases, each with its ratio to the last case `alone` before it."""
+    out, alone = [], None
+    for case in map(json.loads, lines):
+        if case["case"] == "alone":
+            alone = case
+        else:
+            out.append({**case, "alone_us": alone["mean_us"], "ratio": case["mean_us"] / alone["mean_us"]})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=65536, help="blocks of 4 KiB in the pool (default %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    chosen = parser.parse_args()
+    if not PROGRAM.exists():
+        parser.error(f"{PROGRAM.name} is not built: run `make native-tests`")
+    done = subprocess.run([str(PROGRAM), str(chosen.blocks)], stdout=subprocess.PIPE, text=True, check=True)
+    figures = rows(done.stdout.splitlines())
+    for row in figures:
+        print(f"put beside {TITLES[row['case']]}: p50 {row['p50_us']:.1f} µs, mean {row['mean_us']:.1f}, worst "
+              f"{row['worst_us']:.0f}; alone {row['alone_us']:.1f}: {row['ratio']:.1f} x; {row['refused']} refused")  # fmt: skip
+    if chosen.json:
+        chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

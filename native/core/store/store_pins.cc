@@ -1,0 +1,157 @@
+// Pins as the store sees them: whose memory must wait, and which blocks are poor victims.
+//
+// Every word that a client pinned is read where it decides (scan_zombies, held_among): one pass over the pages, compared with a
+// set of bits, so that a pin costs a nanosecond and only a match costs more. Blocks found pinned leave the eviction queue
+// (parked) and come back when pins have gone. How many went is a client's word, a hint: who does not count delays the return of
+// what it held until the next tick, and no memory is reused on it.
+//
+// Invariant: a SEALED record is in its eviction queue or parked, never both; no other record is in either.
+
+#include <algorithm>
+
+#include "core/base/atomics.h"
+#include "core/base/polling.h"
+#include "core/store/store.h"
+
+namespace kv {
+namespace {
+
+constexpr uint64_t kFreshNs = 1'000'000'000;
+constexpr uint64_t kPinsPerRelease = 16;  // a pass over so many pins is worth one that has gone
+constexpr uint64_t kPinsPerBlock = 512;   // a scan of so many pins makes room for one block more than was asked for
+constexpr uint64_t kSessionWords = 64;    // what a session costs a scan beside its pins, in pins
+constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
+constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
+constexpr uint64_t kSnapshotWorth = 16;   // a snapshot serves so many times as long as it took
+
+}  // namespace
+
+// How many pins have gone, as far as their owners say, and how many went for other reasons. Only ever compared.
+uint64_t Store::releases() const {
+  uint64_t sum = pins_gone_;
+  for (auto& [id, session] : sessions_)
+    if (session->file) sum += session->file->page().released.load(std::memory_order_acquire);
+  return sum;
+}
+
+bool Store::worth_a_scan(uint64_t before, uint64_t now) const { return (now - before) > scanned_pins_ / kPinsPerRelease; }
+
+// The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
+// between the writing of its pins and the reading of the generations.
+//
+// What was found pinned before stands first and is looked at again once enough pins have gone, or if `all`.
+void Store::scan_zombies(bool all) {
+  if (zombies_.empty()) return;
+  const uint64_t gone = held_zombies_ ? releases() : 0;  // before the pins: what goes meanwhile is seen the next time
+  const size_t from = all || worth_a_scan(zombies_scanned_at_, gone) ? 0 : held_zombies_;
+  if (from == zombies_.size()) return;
+  for (size_t i = from; i < zombies_.size(); ++i) asked_.add(zombies_[i]);
+  fence_full();
+  std::vector<uint32_t> held;
+  uint64_t pins = 0;
+  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation) {
+    ++pins;
+    if (!RecordSet::has(bits, record)) return;
+    const Control now = control(record);
+    if (generation + (now.flags() & kFlagQuarantined ? 2 : 1) != now.generation()) return;
+    asked_.remove(record);
+    held.push_back(record);
+  });
+  pins_read_ += scanned_pins_ = pins;
+  std::vector<uint32_t> freed;
+  for (size_t i = from; i < zombies_.size(); ++i)
+    if (asked_.contains(zombies_[i])) asked_.remove(zombies_[i]), freed.push_back(zombies_[i]);
+  zombies_.resize(from);
+  zombies_.insert(zombies_.end(), held.begin(), held.end());
+  held_zombies_ = zombies_.size();
+  if (from == 0) zombies_scanned_at_ = gone;
+  for (const uint32_t record : freed) free_zombie(record);
+}
+
+// Of these sealed records the ones whose block is pinned at this moment.
+std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
+  for (const uint32_t record : records) asked_.add(record);
+  std::vector<uint32_t> held;
+  uint64_t pins = 0;
+  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation) {
+    ++pins;
+    if (!RecordSet::has(bits, record) || control(record).generation() != generation) return;
+    asked_.remove(record);
+    held.push_back(record);
+  });
+  for (const uint32_t record : records) asked_.remove(record);
+  pins_read_ += scanned_pins_ = pins;
+  return held;
+}
+
+// Blocks that were loaded for somebody who has had no time to pin them.
+std::vector<uint32_t> Store::fresh_records() {
+  const uint64_t now = monotonic_ns();
+  for (; !fresh_.empty() && now - fresh_.front().since_ns > kFreshNs; fresh_.pop_front()) fresh_bytes_ -= fresh_.front().bytes;
+  std::vector<uint32_t> out;
+  for (const Fresh& one : fresh_)
+    if (control(one.block.record).generation() == one.block.generation) out.push_back(one.block.record);
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+// All poor victims: pinned, or fresh. Where there are many pins it is reused for a while: a block pinned since is a poor choice
+// and no wrong one, because its memory waits for scan_zombies().
+const RecordSet& Store::poor_victims() {
+  const uint64_t begin = monotonic_ns();
+  if (begin < poor_until_ns_) return poor_;
+  poor_.clear();
+  uint64_t pins = 0;
+  each_pin([&](uint32_t record, uint64_t generation) {
+    ++pins;
+    if (!poor_.contains(record) && control(record).generation() == generation) poor_.add(record);
+  });
+  for (const uint32_t record : fresh_records()) poor_.add(record);
+  pins_read_ += pins;
+  const uint64_t end = monotonic_ns();
+  poor_until_ns_ = pins > kFewPins ? end + kSnapshotWorth * (end - begin) : 0;
+  return poor_;
+}
+
+// ---------------------------------------------------------------- parked blocks
+
+bool Store::is_parked(uint32_t record) const { return places_[record] < parked_.size() && parked_[places_[record]] == record; }
+
+void Store::park(uint32_t record) {
+  places_[record] = static_cast<uint32_t>(parked_.size());
+  parked_.push_back(record);
+}
+
+void Store::leave_parking(uint32_t record) {
+  const uint32_t place = places_[record], last = parked_.back();
+  parked_[place] = last;
+  places_[last] = place;
+  parked_.pop_back();
+}
+
+// Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`.
+void Store::unpark(bool all) {
+  if (parked_.empty()) return;
+  const uint64_t gone = releases();
+  if (!all && !worth_a_scan(parked_scanned_at_, gone)) return;
+  parked_scanned_at_ = gone;
+  const std::vector<uint32_t> before = std::exchange(parked_, {});
+  const std::vector<uint32_t> held = held_among(before);
+  for (const uint32_t record : held) asked_.add(record);
+  for (const uint32_t record : before) {
+    if (asked_.contains(record))
+      park(record);
+    else
+      policy_.insert(class_of(record), record, worth(record));
+  }
+  for (const uint32_t record : held) asked_.remove(record);
+}
+
+// Where there are many pins, a scan makes room for more than was asked for: what it costs is shared by the creates that follow.
+size_t Store::room_for_more(uint64_t length) const {
+  const uint64_t words = scanned_pins_ + kSessionWords * sessions_.size();
+  return std::min({words / kPinsPerBlock, pool_.capacity() / kAheadDivisor / std::max<uint64_t>(length, 1),
+                   uint64_t{index_.max_blocks()} / kAheadDivisor});
+}
+
+}  // namespace kv
