@@ -24,6 +24,7 @@ if importlib.util.find_spec("kvclient._core") is not None:
             raise ModuleNotFoundError(hint, name=_needed)
 
     from kvclient.hf.attachment.attach import Attachment, attach, self_test
+    from kvclient.hf.attachment.handoff import Handoff
     from kvclient.hf.attachment.self_test import Verdict
     from kvclient.hf.call import Report
     from kvclient.hf.engine.conversation import Conversation, Turn
@@ -44,6 +45,7 @@ __all__ = [
     "Attachment",
     "Conversation",
     "Engine",
+    "Handoff",
     "Held",
     "Outcome",
     "Refused",

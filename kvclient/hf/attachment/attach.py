@@ -26,6 +26,7 @@ from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attachment import decode_graph, measure
+from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, Known
@@ -205,6 +206,14 @@ class Attachment:
         """Computes a text and leaves its KV in the store; see kvclient.hf.attachment.warm."""
         overlap = self.overlap_tokens if overlap_tokens is None else overlap_tokens
         return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
+
+    def handoff(self, **inputs: Any) -> Handoff:
+        """Prefills one prompt in a thread, for resume() elsewhere; see kvclient.hf.attachment.handoff."""
+        return hand_off(self, self._attached_model(), inputs)
+
+    def resume(self, handoff: Handoff, **generate_kwargs: Any) -> Any:
+        """What generate() returns for a handed prompt, with the KV that was, or is being, computed there."""
+        return resume(self, self._attached_model(), handoff, generate_kwargs)
 
     @contextlib.contextmanager
     def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:

@@ -11,8 +11,10 @@
 namespace kv::peer {
 namespace {
 
-constexpr size_t kStreams = 2;    // to each peer
-constexpr size_t kMaxPeers = 64;  // a bit each in Flight::asked
+constexpr size_t kStreams = 4;                    // to each peer
+constexpr size_t kFewKeys = 16;                   // of one request in any case: a prompt's blocks are followed together
+constexpr std::chrono::microseconds kLinger{50};  // who asks for one key asks for more: they go in one request
+constexpr size_t kMaxPeers = 64;                  // a bit each in Flight::asked
 constexpr size_t kMaxFlights = 4096;
 constexpr size_t kMaxInVain = 4096;
 constexpr uint64_t kInVainMs = 100;  // nobody has it: not asked again at once
@@ -128,6 +130,11 @@ void Tier::run(size_t p, size_t s) {
       if (stream.channel && (peer.state == State::Down || stream.channel->hung_up()))
         stream.receiver.reset(), stream.channel.reset();
       if (!stream.channel) connect(lock, peer, stream);
+      if (!peer.queue.empty()) {
+        lock.unlock();
+        std::this_thread::sleep_for(kLinger);
+        lock.lock();
+      }
       const std::vector<Key> keys = take_batch(peer);
       if (!keys.empty()) {
         peer.in_flight += keys.size();
@@ -184,9 +191,10 @@ void Tier::ping(Peer& peer, Stream& stream) {
   peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
 }
 
-// A fair part of what waits, so that the other streams have work too.
+// What waits, or of much a fair part, so that the other streams have work too.
 std::vector<Key> Tier::take_batch(Peer& peer) const {
-  const size_t most = std::min<size_t>((peer.queue.size() + kStreams - 1) / kStreams, kMaxKeysPerFetch);
+  const size_t fair = std::max((peer.queue.size() + kStreams - 1) / kStreams, std::min(kFewKeys, peer.queue.size()));
+  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
   std::vector<Key> keys;
   while (keys.size() < most) {
     keys.push_back(peer.queue.begin()->second);

@@ -1,0 +1,116 @@
+"""A prompt computed on one host and continued on another, with a stock generate() on both.
+
+Tiny random models, two daemons; the prefiller stops where a test says, on a condition.
+"""
+
+import threading
+
+import pytest
+import torch
+
+import kvclient.hf
+from kvclient.errors import InvalidArgument
+from kvclient.hf import Handoff
+from kvclient.hf.connector.load import Prefix
+from kvclient.hf.connector.save import Publisher
+from tests.hf.zoo import build, generate, prompt
+from tests.hosts.hosts import Hosts
+
+BLOCK, WAIT_S, LAYERS = 16, 60.0, 3
+
+
+@pytest.fixture
+def pair(daemon, tmp_path, wait_until):
+    """(prefilling, decoding) attachments, each of a model of its own, on a host of its own."""
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    with hosts[0].connect() as one, hosts[1].connect() as two:
+        made = [
+            kvclient.hf.attach(build("llama"), client, block_tokens=BLOCK, self_test=False)
+            for client in (one, two)
+        ]
+        made[0].hosts = made[1].hosts = hosts
+        yield made
+        for kv in made:
+            kv.detach()
+
+
+def resumed(kv, handoff, new_tokens=8):
+    out = kv.resume(
+        Handoff.from_json(handoff.to_json()), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+def test_what_one_host_prefilled_the_other_decodes_and_answers_the_same(pair):
+    ids = prompt(100)
+    tokens, logits, _ = generate(build("llama"), ids)
+    handoff = pair[0].handoff(input_ids=ids, attention_mask=torch.ones_like(ids))
+    found, found_logits = resumed(pair[1], handoff)
+    assert torch.equal(found, tokens)
+    assert torch.allclose(found_logits, logits, atol=1e-5)
+    assert pair[1].last.reused_tokens == 96
+    assert handoff.wait(WAIT_S)
+    assert pair[1].hosts.peers(1)["n0"]["fetched"] == 6
+    found, _ = resumed(pair[1], handoff)  # a second time
+    assert torch.equal(found, tokens)
+
+
+@pytest.fixture
+def last_layer(monkeypatch):
+    """(reached, opened): the prefill stops before it writes its last layer, until `opened`."""
+    reached, opened, own = threading.Event(), threading.Event(), Publisher.written
+
+    def written(self, layer, *more):
+        if threading.current_thread().name == "kvclient-handoff" and layer == LAYERS - 1:
+            reached.set()
+            assert opened.wait(WAIT_S)
+        own(self, layer, *more)
+
+    monkeypatch.setattr(Publisher, "written", written)
+    yield reached, opened
+    opened.set()
+
+
+def test_decode_begins_while_the_prefill_still_computes(pair, last_layer, monkeypatch):
+    """The last layer is written only after the other host has taken the first."""
+    ids, (_, opened), own = prompt(100), last_layer, Prefix._loaded
+
+    def loaded(self, layer):
+        opened.set()
+        own(self, layer)
+
+    monkeypatch.setattr(Prefix, "_loaded", loaded)
+    tokens, *_ = generate(build("llama"), ids)
+    handoff = pair[0].handoff(input_ids=ids)
+    assert not handoff.wait(0), "it returns at once"
+    found, _ = resumed(pair[1], handoff)
+    assert opened.is_set() and handoff.wait(WAIT_S)
+    assert torch.equal(found, tokens)
+    assert pair[1].last.followed_tokens == 96
+
+
+def test_a_prefiller_that_dies_half_way_costs_time_and_no_token(pair, last_layer):
+    ids, (reached, _) = prompt(100), last_layer
+    tokens, *_ = generate(build("llama"), ids)
+    handoff = pair[0].handoff(input_ids=ids)
+    assert reached.wait(WAIT_S)
+    pair[0].hosts[0].kill()
+    found, _ = resumed(pair[1], handoff)
+    assert torch.equal(found, tokens)
+
+
+def test_a_handoff_of_another_model_or_none_at_all_is_refused(pair):
+    handoff = pair[0].handoff(input_ids=prompt(40))
+    assert handoff.wait(WAIT_S)
+    other = Handoff(bytes(32), handoff.token_ids, handoff.block_tokens)
+    with pytest.raises(InvalidArgument, match="identity"):
+        pair[1].resume(other)
+    with pytest.raises(InvalidArgument, match="block_tokens=8"):
+        pair[1].resume(Handoff(handoff.identity, handoff.token_ids, 8))
+    for text in ("", "[]", "{}", '{"version": 2}', handoff.to_json().replace("[", "[-1, ")):
+        with pytest.raises(InvalidArgument):
+            Handoff.from_json(text)
+    with pytest.raises(InvalidArgument, match="one prompt"):
+        pair[0].handoff(input_ids=torch.cat([prompt(8), prompt(8)]))
+    assert Handoff.from_json(handoff.to_json()) == handoff
