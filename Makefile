@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo serve model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,8 +53,8 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.hf: $(VENV)/.run
-	@echo "installing torch and transformers"
-	@$(call install,hf model)
+	@echo "installing torch, transformers and what the server needs"
+	@$(call install,hf model serve clients)
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.run
@@ -95,6 +95,9 @@ model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's
 
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
 	@$(PY) examples/demo.py
+
+serve: model ## a daemon, a server and its page on the example model, on loopback, until Ctrl-C
+	@$(PY) examples/serve.py
 
 # Files side by side, as many as JOBS; what is marked `alone` waits for the others (tests/turns.py).
 BESIDE := -n $(JOBS) --dist loadfile

@@ -258,6 +258,16 @@ class Attachment:
         finally:
             self._local.codec = before
 
+    @contextlib.contextmanager
+    def salted(self, salt: bytes) -> Iterator[None]:
+        """Within it, this thread's calls share KV only with calls under the same salt, beside attach()'s."""
+        before = getattr(self._local, "salt", b"")
+        self._local.salt = salt_of(salt)
+        try:
+            yield
+        finally:
+            self._local.salt = before
+
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
         self._known.renew(self._attached_model())
@@ -304,8 +314,9 @@ class Attachment:
         return subject
 
     def _chosen(self) -> Subject:
-        """That of the codec this thread's calls want."""
-        return self._known.of(getattr(self._local, "codec", self._known.codec))
+        """That of the codec and the salt this thread's calls want."""
+        codec = getattr(self._local, "codec", self._known.codec)
+        return self._known.of(codec, getattr(self._local, "salt", b""))
 
     # ---------------------------------------------------------------- inside generate()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kvclient.hf.reuse.blend import Interior
 from kvclient.hf.reuse.eligibility import examine_interior
 from kvclient.hf.reuse.repair import Repair
 
+MOST_SALTS = 1024  # of calls, kept ready
 CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
 
 
@@ -45,6 +47,7 @@ class Known:
         self._client, self._salt, self._weights_digest = client, salt, weights_digest
         self._wanted, self._lock = wanted, threading.Lock()
         self.refusal: str | None = None
+        self._salted: tuple[Subjects | None, OrderedDict[bytes, Subjects]] = (None, OrderedDict())
         self.examine(model, Watch(model))
 
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
@@ -90,14 +93,27 @@ class Known:
                     self._renew(model)
         return self.refusal is None
 
-    def of(self, codec: Kivi | None) -> Subject:
-        """The model as the store sees it with this codec."""
+    def of(self, codec: Kivi | None, salt: bytes = b"") -> Subject:
+        """The model as the store sees it with this codec, for calls under this salt."""
         with self._lock:
             self._follow_salt()
-            if codec == self.codec:
+            if codec == self.codec and not salt:
                 return self.subject
-            own = self.subjects.of(codec, self.subject.interior)
-            return own.calibrated() if self._wanted == CALIBRATED else own
+            subjects = self._salted_subjects(salt) if salt else self.subjects
+            found = subjects.of(codec, self.subject.interior)
+            return found.calibrated() if self._wanted == CALIBRATED and codec != self.codec else found
+
+    def _salted_subjects(self, salt: bytes) -> Subjects:
+        """Those of the salts asked for last; they go with the subjects they were made of."""
+        of, made = self._salted
+        if of is not self.subjects:
+            self._salted = of, made = self.subjects, OrderedDict()
+        if salt not in made:
+            made[salt] = self.subjects.salted(salted(salted(self._namespace_salt, self._salt), salt))
+            if len(made) > MOST_SALTS:
+                made.popitem(last=False)
+        made.move_to_end(salt)
+        return made[salt]
 
     def _follow_salt(self) -> None:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""

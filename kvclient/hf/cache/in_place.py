@@ -242,12 +242,17 @@ class InPlaceLayer(StoreLayer):
         if sinks is not None:
             sinks = sinks.float().contiguous()
         args.sinks = None if sinks is None else sinks.data_ptr()
-        args.sequences = addressof(self._sequences())
+        args.sequences = addressof(self.sequences())
         dense.run(args)
         return out
 
-    def _sequences(self) -> Any:
-        """What the rows attend to, as C sees it."""
+    @property
+    def in_place(self) -> bool:
+        """Whether it still reads the store's blocks where they lie."""
+        return not self._dense
+
+    def sequences(self) -> Any:
+        """What the rows attend to, as C sees it. Valid until the next update()."""
         if self._call is None:
             self._call = self._prepare()
         sequences = self._call[0]

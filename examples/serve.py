@@ -1,0 +1,45 @@
+"""A daemon, an OpenAI-compatible server and its page on the example model, with one command: `make serve`.
+
+    python examples/serve.py [--port 8000] [MODEL]
+
+Ends both with Ctrl-C. Listens on 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import model as example_model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", help="a model directory (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--port", default="8000")
+    parser.add_argument("--memory", default="1GiB", help="of the daemon")
+    given = parser.parse_args()
+    directory = given.model or str(example_model.ensure())
+    with tempfile.TemporaryDirectory(prefix="kvstored-serve-") as home, contextlib.ExitStack() as ends:
+        run = Path(home) / "run"
+        daemon = [sys.executable, "-m", "kvstored", "serve", "--dir", str(run), "--memory", given.memory]
+        server = [sys.executable, "-m", "kvclient.serve", directory, "--dir", str(run), "--port", given.port]
+        for command in (daemon, server):
+            process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+            ends.callback(process.wait)
+            ends.callback(process.send_signal, signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            return process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""kvclient-serve: a model behind OpenAI's HTTP contract, beside a daemon or on its own.
+
+Owns the command line, the loading of the model and the life of the process. Never listens beyond loopback
+unasked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import ipaddress
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """examples:
+  kvclient-serve ./SmolLM2                          beside this host's daemon
+  kvclient-serve ./model.gguf --store 2GiB          on its own, with a cache in its own memory
+  kvclient-serve ./SmolLM2 --api-key-file keys      one key a line; each has a cache of its own
+
+Every flag can be set as KVCLIENT_SERVE_<NAME> too, as KVCLIENT_SERVE_MAX_BATCH_SIZE=8.
+"""
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def size(text: str) -> int:
+    number = text.rstrip("KMGiB")
+    unit = text[len(number) :]
+    if unit not in UNITS or not number.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB or 4GiB")
+    return int(number) * UNITS[unit]
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        "kvclient-serve", description=__doc__.split("\n\n")[0], epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = out.add_argument
+    add("model", help="a directory, a hub id, or a .gguf file")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="default: %(default)s; 0 takes a free one")
+    add("--listen-beyond-loopback", action="store_true", help="needed for a --host that others can reach")
+    add("--served-model-name", help="the name clients ask for (default: the model's last path part)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--dir", help="the daemon's directory (default: this host's)")
+    add("--namespace", default="default", help="of the daemon (default: %(default)s)")
+    add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
+    add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
+    add("--repair", default="calibrated", help="inside prompts: calibrated, auto or none")
+    add("--block-tokens", type=int, default=128, help="of one block (default: %(default)s)")
+    add("--max-batch-size", type=int, default=16, help="computed side by side (default: %(default)s)")
+    add("--max-queue", type=int, default=128, help="waiting behind them; more get 429 (default: %(default)s)")
+    add("--max-batch-tokens", type=int, default=512, help="of a prompt at one time (default: %(default)s)")
+    add("--max-model-len", type=int, help="prompt and answer together (default: the model's)")
+    add("--memory-tokens", type=int, default=1 << 17, help="KV of all that run (default: %(default)s)")
+    add("--request-timeout", type=float, default=600, help="seconds for one request (default: %(default)s)")
+    add("--threads", type=int, help="of torch (default: torch's own)")
+    add("--api-key", action="append", default=[], help="may be given several times; shown in `ps`")
+    add("--api-key-file", type=Path, help="one key a line")
+    add("--warm", type=Path, help="a text to compute before the first request")
+    add("--print-config", action="store_true", help="print what was understood as JSON, and end")
+    return out
+
+
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags over environment over defaults. Ends the process with 2 and the reason where one is wrong."""
+    made = parser()
+    for action in made._actions:
+        name = f"KVCLIENT_SERVE_{action.dest.upper()}"
+        if action.dest != "model" and (value := os.environ.get(name)) is not None:
+            try:
+                made.set_defaults(**{action.dest: action.type(value) if action.type else value})
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                made.error(f"{name}={value!r}: {error}")
+    own = made.parse_args(argv)
+    lowest = {"max_batch_size": 1, "max_queue": 1, "max_batch_tokens": 16, "block_tokens": 16}
+    for name, low in lowest.items():
+        if getattr(own, name) < low:
+            made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
+    if not own.listen_beyond_loopback and not _loopback(own.host):
+        said = "say --listen-beyond-loopback, and --api-key-file"
+        made.error(f"--host {own.host} can be reached by others: {said}")
+    if own.api_key_file is not None:
+        try:
+            own.api_key = [*own.api_key, *own.api_key_file.read_text().split()]
+        except OSError as error:
+            made.error(f"--api-key-file: {error}")
+    return own
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextlib.contextmanager
+def served(own: argparse.Namespace) -> Any:
+    """The Asking over a loaded model, until the block ends."""
+    import torch
+    import transformers
+
+    import kvclient
+    from kvclient.hf import Engine
+    from kvclient.hf.request.stopping import end_tokens
+    from kvclient.serve.asking import Asking
+    from kvclient.serve.loop import Loop
+    from kvclient.serve.scheduler import Limits
+
+    if own.threads:
+        torch.set_num_threads(own.threads)
+    transformers.logging.set_verbosity_error()
+    if own.store:
+        client = kvclient.InMemoryClient(own.store)
+    else:
+        where = {"dir": own.dir} if own.dir else {}
+        client = kvclient.connect(on_error="miss", namespace=own.namespace, **where)
+    given = {"repair": None if own.repair == "none" else own.repair, "block_tokens": own.block_tokens}
+    if own.kv_codec != "none":
+        given["codec"] = own.kv_codec
+    dtype = own.dtype if own.dtype == "auto" else getattr(torch, own.dtype)
+    with client, Engine.from_pretrained(own.model, client, dtype=dtype, **given) as engine:
+        config = engine.model.config.get_text_config(decoder=True)
+        longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
+        limits = Limits(
+            own.max_batch_size, own.max_queue, own.max_batch_tokens, own.memory_tokens, own.request_timeout
+        )
+        loop = Loop(engine.model, engine.kv, limits)
+        try:
+            name = own.served_model_name or Path(own.model).name
+            ends = engine.model.generation_config.eos_token_id
+            ends = frozenset({*end_tokens(ends), *end_tokens(engine.tokenizer.eos_token_id)})
+            vocabulary = engine.model.get_input_embeddings().num_embeddings
+            length = min(own.max_model_len or longest, longest)
+            yield Asking(engine.tokenizer, name, loop, length, vocabulary, own.api_key, ends)
+        finally:
+            loop.close()
+
+
+def first_token(asking: Any, text: str) -> float:
+    """Computes a text, so that /health may say ready. Returns the seconds it took."""
+    import threading
+
+    from kvclient.serve.loop import Done, Failed, Job
+    from kvclient.serve.sampling import Sampler, Sampling
+    from kvclient.serve.text import Text
+
+    began, done, said = time.perf_counter(), threading.Event(), []
+
+    def tell(event: Any) -> None:
+        said.append(event)
+        if isinstance(event, Done | Failed):
+            done.set()
+
+    ids = asking.tokens(text)[-asking.max_tokens + 1 :]
+    asking.loop.submit(Job(ids, 1, Sampler(Sampling(temperature=0), ids), Text(asking.tokenizer), tell))
+    done.wait()
+    if isinstance(said[-1], Failed):
+        raise SystemExit(f"kvclient-serve: the model computes nothing: {said[-1].message}")
+    return time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own = options(argv)
+    if own.print_config:
+        shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(own).items() if k != "api_key"}
+        print(json.dumps({**shown, "api_keys": len(own.api_key)}, indent=2))
+        return 0
+    try:
+        import uvicorn
+
+        from kvclient.serve.app import create_app
+    except ModuleNotFoundError as missing:
+        print(f"kvclient-serve needs {missing.name}: pip install 'kvstored[serve,hf]'", file=sys.stderr)
+        return 2
+    family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind((own.host, own.port))
+            door.listen(1024)  # who asks while the model is loaded waits
+        except OSError as error:
+            print(f"kvclient-serve: cannot listen on {own.host}:{own.port}: {error}", file=sys.stderr)
+            return 2
+        began = time.perf_counter()
+        with served(own) as asking:
+            first_token(asking, own.warm.read_text() if own.warm else "Hello")
+            address = f"http://{own.host}:{door.getsockname()[1]}"
+            took = time.perf_counter() - began
+            print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
+            print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
+            app = create_app(asking, version())
+            config = uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_keep_alive=30, limit_concurrency=1024,
+                h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=5,
+            )  # fmt: skip
+            uvicorn.Server(config).run(sockets=[door])
+    return 0
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("kvstored")
+    except importlib.metadata.PackageNotFoundError:  # a checkout
+        return "0+checkout"
+
+
+def _curl(address: str, name: str) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hi"}]})
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The HTTP server: its routes, its errors, its bounds.
+
+Owns the translation between HTTP and asking/answers. Never computes and never logs what was asked. Invariant:
+every error has OpenAI's shape, an unknown field is one that names it, and a client that hangs up costs at
+most the step under way.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from kvclient.serve import answers
+from kvclient.serve.asking import Ask, Asking
+from kvclient.serve.errors import ApiError, unsupported
+from kvclient.serve.figures import prometheus
+from kvclient.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    WarmRequest,
+)
+
+PAGE = Path(__file__).with_name("page.html")
+MOST_BODY_BYTES = 8 << 20
+
+
+def create_app(asking: Asking, version: str = "") -> FastAPI:
+    app = FastAPI(title="kvclient-serve", version=version, docs_url=None, redoc_url=None)
+    _errors(app)
+    app.add_middleware(Bounded)
+
+    def salt(request: Request) -> bytes:
+        return asking.salt_of(request.headers.get("authorization"))
+
+    Salt = Annotated[bytes, Depends(salt)]
+    _figures(app, asking, Salt, version)
+    _answers(app, asking, Salt)
+    _tokens(app, asking, Salt)
+    return app
+
+
+def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
+    """The page, the model and what it did."""
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": policy})
+
+    @app.get("/health")
+    async def health() -> Response:
+        ready = asking.loop.ready.is_set()
+        return JSONResponse({"status": "ready" if ready else "starting"}, 200 if ready else 503)
+
+    @app.get("/version")
+    async def version_of() -> dict[str, str]:
+        return {"version": version}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(prometheus(asking.loop.stats()), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/stats")
+    async def stats(_: Salt) -> dict[str, Any]:
+        return {**asking.loop.stats(), "store": asking.store_stats()}
+
+    @app.get("/v1/models")
+    async def models(_: Salt) -> dict[str, Any]:
+        return {"object": "list", "data": [asking.card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, _: Salt) -> dict[str, Any]:
+        asking.check_model(name)
+        return asking.card
+
+
+def _answers(app: FastAPI, asking: Asking, Salt: Any) -> None:
+    """What computes an answer."""
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request, salt: Salt) -> Response:
+        shapes = answers.chat_whole, answers.chat_stream
+        return await _answer(asking, asking.chat(asked), asked.stream, request, salt, *shapes)
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
+        shapes = answers.completion_whole, answers.completion_stream
+        return await _answer(asking, asking.completion(asked), asked.stream, request, salt, *shapes)
+
+    @app.post("/v1/responses")
+    async def responses(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
+        def whole(run: answers.Run) -> dict[str, Any]:
+            return answers.response_body(run, answers.new_id("resp"), "completed")
+
+        asks = asking.responses(asked)
+        return await _answer(asking, asks, asked.stream, request, salt, whole, answers.response_stream, True)
+
+
+def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
+    """What is asked beside answers."""
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise unsupported("/v1/embeddings", "this server generates text")
+
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest, _: Salt) -> dict[str, Any]:
+        if asked.messages is not None:
+            ids = asking.chat_tokens(asked.messages)
+        else:
+            text = asked.prompt if asked.prompt is not None else asked.content
+            if text is None:
+                raise ApiError(400, "prompt or messages is needed", param="prompt")
+            ids = list(asking.tokenizer(text, add_special_tokens=asked.add_special_tokens)["input_ids"])
+        return {"tokens": ids, "count": len(ids), "max_model_len": asking.max_tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest, _: Salt) -> dict[str, Any]:
+        return {"prompt": asking.tokenizer.decode(asking.tokens(asked.tokens))}
+
+    @app.post("/v1/warm")
+    async def warm(asked: WarmRequest, request: Request, salt: Salt) -> Response:
+        """Computes a prompt ahead, so that its KV is there: one token is computed and thrown away."""
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "either prompt or messages is needed", param="prompt")
+        if asked.prompt is not None:
+            prompt = asking.tokens(asked.prompt)
+        else:
+            prompt = asking.chat_tokens(asked.messages or [])
+        made = CompletionRequest(prompt=prompt, max_tokens=1, temperature=0, cache=asked.cache)
+        return await _answer(asking, asking.completion(made), False, request, salt, answers.Run.reuse, None)
+
+
+async def _answer(
+    asking: Asking, asks: list[Ask], stream: bool, request: Request, salt: bytes,
+    whole: Callable[[answers.Run], dict[str, Any]],
+    chunks: Callable[[answers.Run], AsyncIterator[dict[str, Any]]] | None, named: bool = False,
+) -> Response:  # fmt: skip
+    run = answers.Run(asking, asks, salt)
+    if stream and chunks is not None:
+        events = answers.as_events(chunks(run), run, named)
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    await run.whole(request.is_disconnected)
+    reuse = run.reuse()
+    tier = "disk" if reuse.get("disk_tokens") else "memory" if reuse.get("reused_tokens") else "none"
+    headers = {
+        "X-KV-Reused-Tokens": str(reuse.get("reused_tokens", 0)),
+        "X-KV-Tier": tier,
+        "X-KV-TTFT": str(reuse.get("ttft_s") or ""),
+    }
+    return JSONResponse(whole(run), headers=headers)
+
+
+def _errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> JSONResponse:
+        return _shown(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body" and not isinstance(part, int))
+        if first["type"] == "extra_forbidden":
+            return _shown(unsupported(place))
+        return _shown(ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _shown(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+class Bounded:
+    """Bodies have a length and a limit, answers a number. Not Starlette's own kind of middleware: behind that
+    one a handler never hears that its client is gone.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given, length = headers.get("x-request-id", ""), headers.get("content-length", "")
+        usable = given.isascii() and given.isprintable() and 0 < len(given) <= 128
+        ident, began = given if usable else uuid.uuid4().hex, time.perf_counter()
+
+        async def numbered(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                took = str(int(1000 * (time.perf_counter() - began)))
+                own = [(b"x-request-id", ident.encode()), (b"openai-processing-ms", took.encode())]
+                message = {**message, "headers": [*message["headers"], *own]}
+            await send(message)
+
+        if scope["method"] == "POST" and not length.isdigit():
+            return await _shown(ApiError(411, "Content-Length is needed"))(scope, receive, numbered)
+        if scope["method"] == "POST" and int(length) > MOST_BODY_BYTES:
+            text = f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}"
+            return await _shown(ApiError(413, text))(scope, receive, numbered)
+        return await self._app(scope, receive, numbered)
+
+
+def _shown(error: ApiError) -> JSONResponse:
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
+    return JSONResponse(error.body, error.status, headers=headers)

@@ -1,0 +1,261 @@
+"""A request of the contract as jobs of the loop: its tokens, its sampling, and what of it cannot be had.
+
+Owns that translation, the tokenizer, and the names of API keys. Never computes and never answers. Invariant:
+what this server cannot do is an ApiError that names it, before anything is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvclient.errors import KVClientError
+from kvclient.serve.errors import ApiError, too_long, unsupported
+from kvclient.serve.grammar import Grammars
+from kvclient.serve.loop import Job, Loop
+from kvclient.serve.sampling import Sampler, Sampling
+from kvclient.serve.schema import (
+    CacheOptions,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Message,
+    NamedTool,
+    ResponsesRequest,
+)
+from kvclient.serve.text import Text
+
+DEFAULT_NEW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Ask:
+    """prompt: token ids. shape: which answer is wanted: a text, a tool's call, or either."""
+
+    prompt: list[int]
+    new_tokens: int
+    sampling: Sampling
+    request: Common
+    schema: dict[str, Any] | None = None
+    constrained: bool = False
+    tools: bool = False
+    forced_tool: bool = False
+    echo: bool = False
+
+
+class Asking:
+    """keys: API keys; none: everybody may ask, and shares KV."""
+
+    def __init__(
+        self, tokenizer: Any, model_name: str, loop: Loop, max_tokens: int, vocabulary: int,
+        keys: Sequence[str] = (), ends: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
+        self._keys, self._ends, self._vocabulary = tuple(keys), ends, vocabulary
+        self.grammars = Grammars(tokenizer, vocabulary)
+        self.fingerprint = "kv_" + hashlib.sha256(loop.identity).hexdigest()[:12]
+        self.card = {
+            "id": model_name, "object": "model", "created": int(time.time()), "owned_by": "kvclient-serve",
+            "max_model_len": max_tokens,
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------- who asks
+
+    def salt_of(self, authorization: str | None) -> bytes:
+        """What a key's KV is under. Raises ApiError 401. Compares with all keys in constant time."""
+        if not self._keys:
+            return b""
+        shown = (authorization or "").removeprefix("Bearer ").encode()
+        matched = [key for key in self._keys if hmac.compare_digest(key.encode(), shown)]
+        if not matched:
+            text = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, text, "authentication_error")
+        return hashlib.sha256(b"kvclient-serve key\0" + matched[0].encode()).digest()
+
+    def store_stats(self) -> dict[str, Any]:
+        """The namespace's figures; empty while there is no daemon."""
+        try:
+            return dict(self.loop.store_stats())
+        except KVClientError:
+            return {}
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            text = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
+            raise ApiError(404, text, code="model_not_found", param="model")
+
+    # ---------------------------------------------------------------- what is asked
+
+    def chat(self, request: ChatRequest) -> list[Ask]:
+        self.check_model(request.model)
+        named = isinstance(request.tool_choice, NamedTool)
+        tools = request.tools if request.tool_choice != "none" else []
+        if (named or request.tool_choice == "required") and not tools:
+            raise ApiError(400, "tool_choice wants a tool, and tools has none", param="tool_choice")
+        prompt = self.chat_tokens(request.messages, tools, request.chat_template_kwargs or {})
+        wanted = request.max_completion_tokens
+        wanted = request.max_tokens if wanted is None else wanted
+        sampling = self._sampling(request, request.top_logprobs if request.logprobs else None)
+        schema, constrained = self._format(request), False
+        if request.response_format is not None and request.response_format.type != "text":
+            constrained = True
+        forced = named or request.tool_choice == "required"
+        if forced:
+            schema, constrained = tool_schema(tools, request.tool_choice), True
+        return [
+            self._ask(prompt, wanted, sampling, request, schema=schema, constrained=constrained,
+                      tools=bool(tools), forced_tool=forced)
+        ]  # fmt: skip
+
+    def completion(self, request: CompletionRequest) -> list[Ask]:
+        self.check_model(request.model)
+        if request.best_of is not None and request.best_of != request.n:
+            raise unsupported("best_of", "ask for n answers and choose")
+        if request.suffix is not None:
+            raise unsupported("suffix")
+        prompts: list[Any] = (
+            [request.prompt]
+            if isinstance(request.prompt, str) or (request.prompt and isinstance(request.prompt[0], int))
+            else list(request.prompt)
+        )
+        if not prompts or len(prompts) > 64:
+            raise ApiError(400, f"{len(prompts)} prompts; 1 to 64 are taken at once", param="prompt")
+        sampling = self._sampling(request, request.logprobs)
+        wanted = 16 if request.max_tokens is None else request.max_tokens
+        if wanted == 0 and not request.echo:
+            raise ApiError(400, "max_tokens=0 has an answer only with echo", param="max_tokens")
+        return [self._ask(self.tokens(one), wanted, sampling, request, echo=request.echo) for one in prompts]
+
+    def responses(self, request: ResponsesRequest) -> list[Ask]:
+        messages = request.input
+        if isinstance(messages, str):
+            messages = [Message(role="user", content=messages)]
+        if request.instructions:
+            messages = [Message(role="system", content=request.instructions), *messages]
+        chat = ChatRequest(
+            model=request.model, messages=messages, max_tokens=request.max_output_tokens,
+            temperature=request.temperature, top_p=request.top_p, stream=request.stream,
+        )  # fmt: skip
+        return self.chat(chat)
+
+    def tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            raise ApiError(400, f"token {wrong} is none of the model's {self._vocabulary}", param="prompt")
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        return list(ids)
+
+    def chat_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), given: dict[str, Any] | None = None
+    ) -> list[int]:
+        """By the model's chat template, with what opens the answer. given: the template's own arguments."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
+        plain = [message.plain() for message in messages]
+        spelled = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        if spelled and "tools" not in str(self.tokenizer.chat_template):
+            plain = with_tools(plain, spelled)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                plain, tools=spelled, add_generation_prompt=True, tokenize=False, **(given or {})
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise ApiError(400, f"the chat template refuses these messages: {error}") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def jobs(self, ask: Ask, salt: bytes, tell: Any) -> list[Job]:
+        """One for each answer. tell: (index of the answer, event), from the loop's thread."""
+        request, cache = ask.request, ask.request.cache
+        salt = self.salted(salt, cache)
+        out = []
+        for index in range(request.n):
+            seed = None if ask.sampling.seed is None else ask.sampling.seed + index
+            sampling = Sampling(**{**ask.sampling.__dict__, "seed": seed})
+            matcher = self.grammars.json(ask.schema) if ask.constrained else None
+            special = ask.tools and not ask.constrained  # <tool_call> is a special token of some models
+            out.append(
+                Job(
+                    ask.prompt, ask.new_tokens, Sampler(sampling, ask.prompt, matcher),
+                    Text(self.tokenizer, request.stop or (), special),
+                    lambda event, index=index: tell(index, event),
+                    ends=frozenset() if request.ignore_eos else self._ends, salt=salt,
+                    read=cache.read, write=cache.write,
+                    prompt_logprobs=ask.sampling.logprobs if ask.echo else None,
+                )
+            )  # fmt: skip
+        return out
+
+    def salted(self, salt: bytes, cache: CacheOptions) -> bytes:
+        return hashlib.sha256(salt + b"\0" + cache.salt.encode()).digest() if cache.salt else salt
+
+    def _ask(
+        self, prompt: list[int], wanted: int | None, sampling: Sampling, request: Common, **more: Any
+    ) -> Ask:
+        room = self.max_tokens - len(prompt)
+        new_tokens = min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
+        if room < max(1, new_tokens):
+            raise too_long(len(prompt), max(1, new_tokens), self.max_tokens)
+        return Ask(prompt, new_tokens, sampling, request, **more)
+
+    def _sampling(self, request: Common, logprobs: int | None) -> Sampling:
+        bias = request.logit_bias or {}
+        wrong = next((token for token in bias if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            text = f"logit_bias of token {wrong}; the model has {self._vocabulary}"
+            raise ApiError(400, text, param="logit_bias")
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                 "repetition_penalty", "seed")  # fmt: skip
+        return Sampling(**{n: getattr(request, n) for n in names}, logit_bias=bias, logprobs=logprobs)
+
+    def _format(self, request: ChatRequest) -> dict[str, Any] | None:
+        asked = request.response_format
+        if asked is None or asked.type != "json_schema":
+            return None
+        if asked.json_schema is None or asked.json_schema.schema_ is None:
+            raise ApiError(400, "response_format json_schema without a schema", param="response_format")
+        return asked.json_schema.schema_
+
+
+def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:
+    """The JSON that a call of one of these tools is."""
+    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    functions = [tool.function for tool in tools if wanted in (None, tool.function.name)]
+    if not functions:
+        raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": f.name}, "arguments": f.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for f in functions
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that knows no tools: told in the system prompt, and earlier calls as text."""
+    told = (
+        "You may call these tools. To call one, answer with only a JSON object "
+        '{"name": …, "arguments": {…}} inside <tool_call></tool_call>.\n' + json.dumps(tools)
+    )
+    out = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            spelled = "".join(f"<tool_call>{json.dumps(call.get('function'))}</tool_call>" for call in calls)
+            message = {"role": "assistant", "content": message["content"] + spelled}
+        elif message["role"] == "tool":
+            message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+        out.append(message)
+    if out and out[0]["role"] == "system":
+        return [{"role": "system", "content": f"{out[0]['content']}\n\n{told}"}, *out[1:]]
+    return [{"role": "system", "content": told}, *out]
+

@@ -1,0 +1,36 @@
+"""What a request can be answered instead of an answer, in OpenAI's shape.
+
+Owns the statuses and their words. Never says what a prompt holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """Answered as {"error": {...}} under `status`. retry_after_s: for a full queue."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
+        param: str | None = None, retry_after_s: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+        self.body: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
+
+
+def unsupported(name: str, detail: str = "") -> ApiError:
+    return ApiError(400, f"{name} is not supported{detail and ': ' + detail}", param=name, code="unsupported")
+
+
+def too_long(tokens: int, wanted: int, limit: int) -> ApiError:
+    longest = max(0, limit - wanted)
+    return ApiError(
+        400 if limit else 413,
+        f"the prompt has {tokens} tokens and {wanted} more are asked for; this server computes {limit} at "
+        f"most: the longest prompt that fits has {longest}",
+        code="context_length_exceeded", param="messages",
+    )  # fmt: skip

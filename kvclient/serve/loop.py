@@ -1,0 +1,299 @@
+"""The one thread that owns the model: it asks the scheduler what to compute, computes it, tells who waits.
+
+Owns the model, its attachment and the caches of the requests under way. HTTP threads hand in jobs and hear of
+them by events; nothing else crosses. Never waits while there is something to compute. Invariants: every job
+that was taken in hears exactly one Done or Failed; a cancelled one costs at most the step that was under way.
+
+A prompt is computed in pieces by generate() itself: each piece finds those before it in the store, where they
+lie, so that decoding goes on in between, a prompt that others share is computed once, and what is computed is
+kept whatever becomes of the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.cache.ragged import step
+from kvclient.serve.sampling import Chosen, Sampler, chosen
+from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
+from kvclient.serve.text import Text
+
+
+@dataclass(frozen=True)
+class Token:
+    """`text` is what may be shown now; it may be empty."""
+
+    text: str
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt is computed; told before the first Token. logprobs: of its tokens, where asked for."""
+
+    cached_tokens: int
+    from_disk: int
+    approximate_tokens: int
+    prefill_s: float
+    logprobs: tuple[Chosen | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: str  # "stop" or "length"
+    text: str  # the last piece
+    stopped: str | None = None  # the stop string that ended it
+
+
+@dataclass(frozen=True)
+class Failed:
+    status: int
+    message: str
+
+
+Event = Token | Prompt | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """tell: called from the loop's thread with each event; must not block. salt: of its KV; b"": nobody's."""
+
+    prompt: Sequence[int]
+    new_tokens: int
+    sampler: Sampler
+    text: Text
+    tell: Callable[[Event], None]
+    ends: frozenset[int] = frozenset()
+    salt: bytes = b""
+    read: bool = True
+    write: bool = True
+    prompt_logprobs: int | None = None
+    entry: Entry | None = None
+    cancelled: bool = False
+    cache: Any = None
+    tokens: list[int] = field(default_factory=list)
+    pieces: int = 0
+    first: Prompt | None = None
+
+
+class Loop:
+    """Thread-safe: submit(), cancel(), stats and close(). Everything else is the loop's own thread's."""
+
+    def __init__(self, model: torch.nn.Module, kv: Attachment, limits: Limits) -> None:
+        self._model, self._kv, self.limits = model, kv, limits
+        self._scheduler = Scheduler(limits, time.monotonic)
+        self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the scheduler's queue length, for submit()
+        self._queued = 0
+        self.counts: Counter[str] = Counter()
+        self.ready = threading.Event()  # a token was computed
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvclient-serve-loop", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- other threads
+
+    def submit(self, job: Job) -> None:
+        """Raises QueueFull."""
+        with self._lock:
+            if self._closed:
+                raise QueueFull("the server is ending")
+            if self._queued >= self.limits.max_queue:
+                raise QueueFull(f"{self._queued} requests wait already, {self.limits.max_queue} may")
+            self._queued += 1
+        self._news.put(lambda: self._take(job))
+
+    def cancel(self, job: Job) -> None:
+        """Its client is gone. Idempotent; nothing is told of it afterwards."""
+        job.cancelled = True
+        self._news.put(lambda: self._drop(job))
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "requests_waiting": self._queued, "requests_running": self._scheduler.active,
+            "held_tokens": self._scheduler.held_tokens, **self.counts, "kv": self._kv.stats,
+        }  # fmt: skip
+
+    @property
+    def identity(self) -> bytes:
+        return self._kv.identity
+
+    def store_stats(self) -> dict[str, Any]:
+        """Raises KVClientError."""
+        return self._kv.client.stats()
+
+    def close(self) -> None:
+        """Ends after the step under way; what is unfinished hears Failed."""
+        with self._lock:
+            self._closed = True
+        self._news.put(None)
+        self._thread.join()
+
+    # ---------------------------------------------------------------- the loop
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while self._hear(block=self._scheduler.idle):
+            for entry in self._scheduler.expired():
+                self._finish(entry.job, Failed(504, f"not done within {self.limits.timeout_s:g} s"))
+            work = self._scheduler.next()
+            if isinstance(work, Prefill):
+                self._guarded([work.entry], functools.partial(self._prefill, work.entry, work.upto))
+            elif isinstance(work, Decode):
+                self._guarded(work.entries, functools.partial(self._decode, work.entries))
+        for entry in self._scheduler.entries:
+            self._finish(entry.job, Failed(503, "the server is ending"))
+
+    def _hear(self, block: bool) -> bool:
+        """Takes in what other threads said. False: the end."""
+        while True:
+            try:
+                news = self._news.get(block=block, timeout=1.0 if block else None)
+            except queue.Empty:
+                return True
+            if news is None:
+                return False
+            news()
+            block = False
+
+    def _take(self, job: Job) -> None:
+        if job.cancelled:
+            return self._left_queue(job)
+        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens)
+        self.counts["requests_total"] += 1
+        return None
+
+    def _left_queue(self, job: Job) -> None:
+        if job.pieces == 0:
+            job.pieces = -1
+            with self._lock:
+                self._queued -= 1
+
+    def _drop(self, job: Job) -> None:
+        if job.entry is not None:
+            self._left_queue(job)
+            self._scheduler.remove(job.entry)
+            job.cache = job.entry = None
+            self.counts["requests_cancelled_total"] += 1
+
+    def _guarded(self, entries: list[Entry], compute: Callable[[], None]) -> None:
+        """One request's failure is its own; of a step for several, each is computed alone then."""
+        try:
+            compute()
+        except Exception as error:  # whatever a model raises ends its requests, never the server
+            if len(entries) > 1:
+                for entry in entries:
+                    self._guarded([entry], functools.partial(self._decode, [entry]))
+                return
+            self.counts["requests_failed_total"] += 1
+            self._finish(entries[0].job, Failed(500, f"{type(error).__name__}: {error}"))
+
+    def _tell(self, job: Job, event: Event) -> None:
+        if not job.cancelled:
+            job.tell(event)
+
+    def _finish(self, job: Job, event: Done | Failed) -> None:
+        if job.entry is not None:
+            self._left_queue(job)
+            self._scheduler.remove(job.entry)
+        job.cache = job.entry = None
+        self._tell(job, event)
+
+    # ---------------------------------------------------------------- computing
+
+    def _prefill(self, entry: Entry, upto: int) -> None:
+        job, last = entry.job, upto == entry.prompt_tokens
+        began = time.perf_counter()
+        self._left_queue(job)
+        job.pieces = max(job.pieces, 0) + 1
+        if job.pieces == 1 and not last:
+            upto = min(entry.prompt_tokens, max(upto, self._stored(job) + self.limits.piece_tokens))
+            last = upto == entry.prompt_tokens
+        ids = torch.tensor([list(job.prompt[:upto])], device=self._model.device)
+        config = GenerationConfig(
+            do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+        given = {"attention_mask": torch.ones_like(ids), "generation_config": config}
+        with self._kv.salted(job.salt), self._kv.bypass(read=not job.read, write=not job.write):
+            out = self._model.generate(ids, **given)
+        report = self._kv.last_here
+        reused = report.reused_tokens if report is not None else 0
+        self.counts["prompt_tokens_computed_total"] += upto - reused
+        if job.first is None:
+            tiers = report.reused_by_tier if report is not None else {}
+            self.counts["prompt_tokens_total"] += entry.prompt_tokens
+            self.counts["cached_tokens_total"] += reused
+            approximate = report.approximate_tokens if report is not None else 0
+            job.first = Prompt(reused, tiers.get("disk", 0), approximate, time.perf_counter() - began)
+        elif reused + 1 < entry.filled:  # the store kept nothing of the pieces before: no more of them
+            entry.whole = True
+        self._scheduler.filled(entry, upto)
+        if last:
+            job.cache = out.past_key_values
+            said = self._prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
+            self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
+            self.ready.set()
+            self._chosen(job, out.logits[0][0])
+
+    def _stored(self, job: Job) -> int:
+        """How many of its first tokens are there already."""
+        with self._kv.salted(job.salt):
+            chain = self._kv.chunker.chain(self._kv.identity, list(job.prompt))
+        return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
+
+    def _prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
+        """Of each token of the prompt: a pass of its own, as scoring wants all logits."""
+        logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
+        told = [chosen(row, token, job.prompt_logprobs or 0)
+                for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip
+        return (None, *told)
+
+    def _decode(self, entries: list[Entry]) -> None:
+        jobs = [entry.job for entry in entries]
+        tokens, caches = [job.tokens[-1] for job in jobs], [job.cache for job in jobs]
+        self.counts["steps_total"] += 1
+        if self._ragged:
+            logits = step(self._model, tokens, caches, self._kv._known.kv.heads)
+        else:
+            logits = torch.cat([self._alone(*one) for one in zip(tokens, caches, strict=True)])
+        for job, row in zip(jobs, logits, strict=True):
+            self._guarded([job.entry], functools.partial(self._chosen, job, row))
+
+    @property
+    def _ragged(self) -> bool:
+        return self._kv._known.options.in_place is not None and self._model.device.type == "cpu"
+
+    def _alone(self, token: int, cache: Any) -> torch.Tensor:
+        ids = torch.tensor([[token]], device=self._model.device)
+        out = type(self._model).forward(self._model, input_ids=ids, past_key_values=cache, use_cache=True)
+        return out.logits[:, -1]
+
+    def _chosen(self, job: Job, logits: torch.Tensor) -> None:
+        if job.new_tokens == 0:  # scoring only
+            return self._finish(job, Done("length", ""))
+        picked = job.sampler.pick(logits.cpu())
+        self.counts["tokens_generated_total"] += 1
+        job.tokens.append(picked.token)
+        if picked.token in job.ends:
+            return self._finish(job, Done("stop", job.text.end()))
+        shown = job.text.add(picked.token)
+        self._tell(job, Token(shown, picked))
+        if job.text.stopped is not None:
+            return self._finish(job, Done("stop", "", job.text.stopped))
+        if job.sampler.matcher is not None and job.sampler.matcher.over:
+            return self._finish(job, Done("stop", job.text.end()))
+        if len(job.tokens) >= job.new_tokens:
+            return self._finish(job, Done("length", job.text.end()))
+        return None

@@ -1,0 +1,110 @@
+"""Choosing a token from logits, for one request: nothing of it is shared with the requests beside it.
+
+Owns the request's random numbers and counts. Never computes logits. Invariant: the same seed, settings and
+logits choose the same tokens, whatever runs beside them; temperature 0 takes the most likely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0: greedy. top_k 0: all. logprobs: how many alternatives are told; None: nothing is."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """logprob, top: natural logarithms, of the model's own distribution."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """matcher: llguidance's, which says what may come next; None: anything may."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], matcher: Any = None) -> None:
+        self.sampling, self.matcher = sampling, matcher
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed % (1 << 63))
+        self._counts: Counter[int] = Counter()
+        self._seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+
+    def pick(self, logits: torch.Tensor) -> Chosen:
+        """logits: [vocabulary], of any floating point type."""
+        own = self.sampling
+        told = logits.float()
+        scores = self._allowed(self._penalised(told))
+        if own.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(self._distribution(scores), 1, generator=self._generator))
+        self._counts[token] += 1
+        self._seen.add(token) if own.repetition_penalty != 1 else None
+        if self.matcher is not None:
+            self.matcher.take(token)
+        if own.logprobs is None:
+            return Chosen(token)
+        return chosen(told, token, own.logprobs)
+
+    def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
+        own = self.sampling
+        if not (own.logit_bias or own.presence_penalty or own.frequency_penalty or self._seen):
+            return scores
+        scores = scores.clone()
+        if self._seen:
+            ids = torch.tensor(sorted(self._seen))
+            held = scores[ids]
+            scores[ids] = torch.where(held > 0, held / own.repetition_penalty, held * own.repetition_penalty)
+        for token, count in self._counts.items():
+            scores[token] -= own.presence_penalty + own.frequency_penalty * count
+        for token, bias in own.logit_bias.items():
+            scores[token] += bias
+        return scores
+
+    def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.matcher is None else self.matcher.mask(scores)
+
+    def _distribution(self, scores: torch.Tensor) -> torch.Tensor:
+        own = self.sampling
+        scores = scores / own.temperature
+        if own.top_k and own.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(own.top_k).values[-1], float("-inf"))
+        probabilities = scores.softmax(-1)
+        if own.min_p:
+            probabilities = probabilities.masked_fill(probabilities < own.min_p * probabilities.max(), 0)
+        if own.top_p < 1:
+            ordered, places = probabilities.sort(descending=True)
+            ordered[ordered.cumsum(-1) - ordered >= own.top_p] = 0
+            probabilities = torch.zeros_like(probabilities).scatter_(0, places, ordered)
+        return probabilities
+
+
+def chosen(logits: torch.Tensor, token: int, alternatives: int) -> Chosen:
+    """A token as the model's own distribution sees it. logits: [vocabulary] in fp32."""
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(alternatives) if alternatives else (torch.empty(0), torch.empty(0))
+    top = tuple(zip(ids.int().tolist(), values.tolist(), strict=True))
+    return Chosen(token, float(logprobs[token]), top)

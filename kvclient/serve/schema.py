@@ -1,0 +1,181 @@
+"""What a request may say, field by field, with its bounds. Fields that are not here are refused by name.
+
+Owns the names and limits of OpenAI's contract as this server keeps it, and of its extensions. Never computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MOST_STOPS, MOST_STOP_CHARS, MOST_CHOICES, MOST_TOOLS = 16, 256, 16, 64
+Tokens = list[int]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class CacheOptions(Strict):
+    """salt: shares KV only with requests under the same. read, write: whether the store is."""
+
+    salt: str = Field("", max_length=256)
+    read: bool = True
+    write: bool = True
+
+
+class Common(Strict):
+    """Of all ways to ask. user, metadata, store and service_tier change nothing here, and are taken."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=5)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=5)
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(None, ge=0)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    cache: CacheOptions = CacheOptions()
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: Any) -> list[str]:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MOST_STOPS or any(len(stop) > MOST_STOP_CHARS for stop in stops):
+            raise ValueError(f"at most {MOST_STOPS} stop strings of {MOST_STOP_CHARS} characters")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: Any) -> Any:
+        if value and any(not -100 <= bias <= 100 for bias in value.values()):
+            raise ValueError("a bias must be in -100..100")
+        return value
+
+
+class Function(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Part(Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Other fields of a message (annotations, audio: null) come back from clients with the answers of
+    others."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        out: dict[str, Any] = {"role": role, "content": content or ""}
+        if self.tool_calls:
+            out["tool_calls"] = self.tool_calls
+        return out
+
+
+class ChatRequest(Common):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Common):
+    prompt: str | Tokens | list[str] | list[Tokens]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+    suffix: None = None
+
+
+class ResponsesRequest(Strict):
+    model: str | None = None
+    input: str | list[Message]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=5)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stream: bool = False
+    store: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class TokenizeRequest(BaseModel):
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    tokens: Tokens
+
+
+class WarmRequest(Strict):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    cache: CacheOptions = CacheOptions()

@@ -1,0 +1,62 @@
+"""The text of an answer as it grows: whole characters only, and nothing of a stop string.
+
+Owns what was shown already. Never chooses a token. Invariant: the pieces that were shown, one after the
+other, are the answer's text up to its end or its first stop string, however the tokens cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a tokenizer shows for a character whose last bytes are still to come
+CONTEXT = 8  # tokens decoded again with each new one: some tokenizers join a word to the one before
+
+
+class Text:
+    """special: whether special tokens are shown."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
+        self._tokenizer, self._stops, self._special = tokenizer, [s for s in stops if s], special
+        self._longest = max(map(len, self._stops), default=1) - 1
+        self._tokens: list[int] = []
+        self._from = 0  # the first token of the part that is decoded again
+        self._held = ""  # decoded, not shown yet
+        self._told = 0  # characters of the part that are in _held or were shown
+        self.stopped: str | None = None
+
+    def add(self, token: int) -> str:
+        """What may be shown now. `stopped` is the stop string that was met, behind which nothing comes."""
+        self._tokens.append(token)
+        part = self._decode(self._from)
+        if not part.endswith(UNFINISHED) or len(self._tokens) - self._from > 4 * CONTEXT:
+            self._held += part[self._told :]
+            self._told = len(part)
+            if len(self._tokens) - self._from >= 2 * CONTEXT:
+                self._from = len(self._tokens) - CONTEXT
+                self._told = len(self._decode(self._from))
+        return self._show()
+
+    def end(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self.stopped is None:
+            self._held += self._decode(self._from)[self._told :]
+        shown, self._held = self._held, ""
+        return "" if self.stopped is not None else shown
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:], skip_special_tokens=not self._special)
+
+    def _show(self) -> str:
+        met = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if met:
+            at, self.stopped = min(met)
+            shown, self._held = self._held[:at], ""
+            return shown
+        kept = next(
+            (n for n in range(min(self._longest, len(self._held)), 0, -1)
+             if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0,
+        )  # fmt: skip
+        cut = len(self._held) - kept
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown

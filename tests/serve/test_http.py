@@ -1,0 +1,192 @@
+"""Proves the HTTP contract on a real server process, by the public openai client and by hand.
+
+Method: a tiny random model with a byte tokenizer, served beside a real daemon or on its own; every answer
+against plain generate() or against another way of asking the same.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed: make test installs it")
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+@pytest.fixture
+def client(tiny):
+    return openai.OpenAI(base_url=tiny.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def said(client, text=TEXT, **more):
+    given = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    return client.chat.completions.create(**{**given, **more})
+
+
+def test_a_stream_is_the_whole_answer_and_counts_what_was_cached(client):
+    whole = said(client)
+    chunks = list(said(client, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 128
+    assert {c.choices[0].finish_reason for c in chunks if c.choices} == {None, whole.choices[0].finish_reason}
+
+
+def test_completions_take_lists_and_ids_and_tell_logprobs(client, tiny):
+    ids = tiny.post("/tokenize", {"prompt": "abc"})[2]["tokens"]
+    given = {"model": "tiny", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
+    by_text, by_ids = (client.completions.create(prompt=p, **given) for p in ("abc", ids))
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    logprobs = by_text.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == len(ids) + 4
+    assert len(client.completions.create(prompt=["a", "b"], n=2, **given).choices) == 4
+    assert tiny.post("/detokenize", {"tokens": ids})[2]["prompt"] == "abc"
+
+
+def test_json_of_a_schema_and_named_tools(client):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = said(client, "x", response_format=asked, max_tokens=60)
+    assert json.loads(answer.choices[0].message.content)["k"] in "ab"
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    chosen = {"type": "function", "function": {"name": "look"}}
+    answer = said(client, "x", tools=tools, tool_choice=chosen, max_tokens=90)
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "look" and json.loads(call.function.arguments)["k"] in "ab"
+    pieces = [d for c in said(client, "x", tools=tools, tool_choice=chosen, max_tokens=90, stream=True)
+              for d in c.choices[0].delta.tool_calls or []]  # fmt: skip
+    assert pieces[0].function.name == "look"
+    assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
+
+
+def test_responses(client):
+    whole = client.responses.create(model="tiny", input="hello", max_output_tokens=8, temperature=0)
+    events = list(
+        client.responses.create(model="tiny", input="hello", max_output_tokens=8, temperature=0, stream=True)
+    )
+    assert whole.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert events[-1].type == "response.completed"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "beams": 4}, 400, "beams"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "temperature": -1},
+            400,
+            "temp",
+        ),
+        (
+            "/v1/chat/completions",
+            {"model": "gpt-4", "messages": [{"role": "user", "content": "x"}]},
+            404,
+            "gpt-4",
+        ),
+        ("/v1/chat/completions", b'{"model": ', 400, "JSON"),
+        ("/v1/chat/completions", b"\xff\xfe{}", 400, ""),
+        ("/v1/completions", {"prompt": [999999], "max_tokens": 1}, 400, "999999"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
+        ("/v1/completions", {"prompt": "x", "stop": ["s"] * 10_000}, 400, "stop"),
+        ("/v1/completions", {"prompt": "x" * 5000, "max_tokens": 4}, 400, "512"),
+        ("/v1/embeddings", {"input": "x"}, 400, "embeddings"),
+        ("/nothing", {}, 404, "nothing"),
+    ],
+)
+def test_what_cannot_be_had_is_an_error_that_names_it(tiny, path, body, status, word):
+    got, _, said = tiny.post(path, body)
+    assert got == status and set(said["error"]) == {"message", "type", "param", "code"}
+    assert word in json.dumps(said)
+
+
+def test_a_client_that_hangs_up_stops_its_computing(tiny):
+    """Streamed or not: what runs is 0 again, and another answer is right."""
+    where = urllib.parse.urlsplit(tiny.url)
+    for stream in (True, False):
+        asked = {"prompt": "a", "max_tokens": 400, "temperature": 1, "stream": stream, "ignore_eos": True}
+        with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as own:
+            own.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            wait_for(lambda: tiny.stats()["requests_running"] == 1)
+            own.sock.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: tiny.stats()["requests_running"] == 0)
+    assert tiny.stats()["requests_cancelled_total"] == 2
+
+
+def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice\nbob\n")
+    tiny = server("--store", "64MiB", "--api-key-file", str(keys))
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
+    assert tiny.post("/v1/chat/completions", body)[0] == 401
+    assert tiny.post("/v1/chat/completions", body, Authorization="Bearer alic")[0] == 401
+
+    def cached(key):
+        status, _, answer = tiny.post("/v1/chat/completions", body, Authorization=f"Bearer {key}")
+        assert status == 200
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("alice"), cached("bob")] == [0, 0]
+    assert cached("alice") >= 128
+
+
+def test_a_full_queue_answers_429_with_when_to_come_again(server):
+    tiny = server("--store", "16MiB", "--max-queue", "1", "--max-batch-size", "1")
+    statuses, again = [], []
+
+    def ask(index):
+        body = {"prompt": f"{index} " + TEXT, "max_tokens": 60, "ignore_eos": True}
+        status, headers, _ = tiny.post("/v1/completions", body)
+        statuses.append(status)
+        again.append(headers.get("Retry-After"))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 429} and "2" in again
+
+
+def test_two_servers_share_what_one_computed_and_a_daemons_death_costs_no_answer(daemon, server):
+    own = daemon(memory="64MiB")
+    first, second = server("--dir", str(own.dir)), server("--dir", str(own.dir))
+    wanted = first.chat(TEXT)
+    got = second.chat(TEXT)
+    assert got["choices"] == wanted["choices"]
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+    own.kill()
+    again = second.chat(TEXT)
+    assert again["choices"] == wanted["choices"]
+
+
+def test_figures_health_and_the_page(tiny):
+    tiny.chat("hi")
+    assert json.loads(tiny.get("/health")[1]) == {"status": "ready"}
+    assert "kvclient_serve_requests_total" in tiny.get("/metrics")[1]
+    assert json.loads(tiny.get("/v1/models/tiny")[1])["id"] == "tiny"
+    page = tiny.get("/")[1]
+    assert '<textarea id="message"' in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def wait_for(condition, deadline_s=60.0):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)

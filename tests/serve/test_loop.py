@@ -1,0 +1,168 @@
+"""Proves that each answer is what it would be alone, whatever runs, joins, fails or is cancelled beside it.
+
+Method: the real loop on a tiny random model in fp32 and the in-memory store; greedy tokens against plain
+generate(), with prompts of many lengths cut into pieces, random cancels, and a row whose sampler raises.
+"""
+
+import queue
+import random
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.serve.loop import Done, Failed, Job, Loop, Token
+from kvclient.serve.sampling import Sampler, Sampling
+from kvclient.serve.scheduler import Limits, QueueFull
+from kvclient.serve.text import Text
+from tests.hf.zoo import build, generate, prompt
+
+NEW, WAIT_S = 12, 120
+LIMITS = Limits(max_batch=4, piece_tokens=64)
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+@pytest.fixture(params=["llama", "gemma", "gpt2"])
+def served(request):
+    model = build(request.param, layers=2)
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=16) as kv,
+    ):
+        loop = Loop(model, kv, LIMITS)
+        yield model, kv, loop
+        loop.close()
+
+
+def ask(loop, ids, events, index, sampler=None, **more):
+    ids = ids[0].tolist()
+    job = Job(
+        ids, NEW, sampler or Sampler(Sampling(temperature=0), ids), Text(Letters()),
+        lambda event: events.put((index, event)), **more,
+    )  # fmt: skip
+    loop.submit(job)
+    return job
+
+
+def ended(events, count):
+    out = {}
+    while len(out) < count:
+        index, event = events.get(timeout=WAIT_S)
+        if isinstance(event, Done | Failed):
+            assert index not in out, "one request heard two ends"
+            out[index] = event
+    return out
+
+
+def alone(model, kv, prompts):
+    with kv.bypass():
+        return [generate(model, ids, NEW)[0][0, ids.shape[1] :].tolist()[:NEW] for ids in prompts]
+
+
+def test_rows_of_unequal_lengths_say_what_they_say_alone(served):
+    model, kv, loop = served
+    shared = prompt(200)
+    prompts = [
+        shared,
+        prompt(33, seed=5),
+        shared[:, :150],
+        prompt(8, seed=9),
+        shared[:, :199],
+        prompt(90, seed=2),
+    ]
+    wanted, events = alone(model, kv, prompts), queue.Queue()
+    jobs = [ask(loop, ids, events, index) for index, ids in enumerate(prompts)]
+    assert all(isinstance(end, Done) for end in ended(events, len(jobs)).values())
+    assert [job.tokens for job in jobs] == wanted
+    assert loop.stats()["cached_tokens_total"] > 0, "what they share was computed more than once"
+
+
+def test_a_row_that_fails_and_rows_that_leave_change_no_other(served):
+    model, kv, loop = served
+
+    class Breaks(Sampler):
+        def pick(self, logits):
+            if self._counts.total() == 3:
+                raise ValueError("broken on purpose")
+            return super().pick(logits)
+
+    chance, events = random.Random(4), queue.Queue()
+    prompts = [prompt(20 + 17 * index, seed=index) for index in range(8)]
+    wanted = alone(model, kv, prompts)
+    jobs = []
+    for index, ids in enumerate(prompts):
+        broken = Breaks(Sampling(temperature=0), []) if index == 3 else None
+        jobs.append(ask(loop, ids, events, index, broken))
+    gone = set(chance.sample([0, 1, 2, 4, 5, 6, 7], 2))
+    for index in gone:
+        loop.cancel(jobs[index])
+    ends = {}
+    while set(range(8)) - gone - set(ends):
+        index, event = events.get(timeout=WAIT_S)
+        if isinstance(event, Done | Failed):
+            ends[index] = event
+    assert isinstance(ends[3], Failed) and "broken on purpose" in ends[3].message
+    for index in set(ends) - {3} - gone:
+        assert jobs[index].tokens == wanted[index]
+
+
+def test_a_cancelled_request_costs_no_step_more(served):
+    _, _, loop = served
+    events = queue.Queue()
+    job = ask(loop, prompt(20), events, 0)
+    while not isinstance(events.get(timeout=WAIT_S)[1], Token):
+        pass
+    loop.cancel(job)
+    other = ask(loop, prompt(20, seed=3), events, 1)
+    ended(events, 1)
+    assert len(job.tokens) < NEW + 1 and len(other.tokens) == NEW
+    assert loop.stats()["requests_running"] == 0
+
+
+def test_two_salts_share_nothing(served):
+    _, _, loop = served
+    events, ids = queue.Queue(), prompt(100)
+    before = loop.stats().get("cached_tokens_total", 0)
+    for index, salt in enumerate((b"one", b"other")):
+        ask(loop, ids, events, index, salt=salt)
+        ended(events, 1)
+    assert loop.stats().get("cached_tokens_total", 0) == before
+    ask(loop, ids, events, 2, salt=b"one")
+    ended(events, 1)
+    assert loop.stats()["cached_tokens_total"] >= before + 80
+
+
+def test_the_same_seed_says_the_same_beside_others(served):
+    _, _, loop = served
+    said = []
+    for beside in (0, 3):
+        events = queue.Queue()
+        sampler = Sampler(Sampling(temperature=1.0, top_p=0.9, seed=7), [])
+        job = ask(loop, prompt(40), events, 0, sampler)
+        for index in range(beside):
+            ask(loop, prompt(30 + index, seed=index + 1), events, index + 1)
+        ended(events, 1 + beside)
+        said.append(job.tokens)
+    assert said[0] == said[1]
+
+
+def test_a_full_queue_is_refused_and_an_end_is_heard():
+    model = build("llama", layers=2)
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        loop, events = Loop(model, kv, Limits(max_batch=1, max_queue=2)), queue.Queue()
+        refused = 0
+        for index in range(12):
+            try:
+                ask(loop, prompt(60, seed=index), events, index)
+            except QueueFull:
+                refused += 1
+        assert refused
+        loop.close()
+        ends = ended(events, 12 - refused)
+        assert all(isinstance(end, Done | Failed) for end in ends.values())
+    assert torch.is_grad_enabled()

@@ -1,0 +1,45 @@
+"""Proves that a streamed answer is the whole answer cut in pieces, whatever its tokens and stop strings are.
+
+Method: random texts cut into random tokens of bytes (Hypothesis), so that characters and stop strings lie
+over token borders, against the text decoded at once.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient.serve.text import Text
+
+
+class Bytes:
+    """Tokens are pieces of bytes; the tokenizer decodes them together."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, skip_special_tokens=True):
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+@given(st.text("abé🙂 \n", max_size=60), st.lists(st.integers(1, 5), min_size=60, max_size=60),
+       st.lists(st.text("abé🙂 ", min_size=1, max_size=5), max_size=3))  # fmt: skip
+def test_the_pieces_are_the_text_up_to_its_first_stop(text, cuts, stops):
+    data, pieces, at = text.encode(), [], 0
+    for cut in cuts:
+        if data[at : at + cut]:
+            pieces.append(data[at : at + cut])
+        at += cut
+    text = b"".join(pieces).decode("utf-8", errors="replace")
+    shown, stream = "", Text(Bytes(pieces), stops)
+    for index in range(len(pieces)):
+        shown += stream.add(index)
+        assert not any(stop in shown for stop in stops), "a stop string was shown"
+        if stream.stopped is not None:
+            break
+    shown += stream.end()
+    met = [at for stop in stops if (at := text.find(stop)) >= 0]
+    whole = text[: min(met)] if met else text
+    if stream.stopped is None:
+        assert shown == text
+    else:
+        # The first stop string to be whole wins: one that begins earlier but ends later may not be whole yet.
+        assert text.startswith(shown + stream.stopped) and len(shown) >= len(whole)
