@@ -24,7 +24,10 @@ ORDERINGS = [
     ),
     # What was found counts only if no other daemon has taken over meanwhile.
     ("client.cc", "std::vector<uint8_t> Client::lookup(", ("find_all(", "presence(", "at->current()")),
-    ("store_pins.cc", "void Store::scan_zombies(", ("releases()", "fence_full();", "each_pin(", "free_zombie(")),
+    (
+        "store_pins.cc", "void Store::scan_zombies(",
+        ("releases()", "fence_full();", "each_pin(", "free_zombie("),
+    ),
     # A pin that goes while the pins are read was seen gone, or counts beyond what was read before.
     ("session_file.cc", "void PinBoard::clear(", (".store(0,", "released", "free_.insert(")),
     ("store_pins.cc", "void Store::unpark(", ("releases()", "held_among(", "policy_.insert(")),
