@@ -64,7 +64,7 @@ def start(base: Path, name: str, at: str, peer: str) -> subprocess.Popen[bytes]:
          "--discard", "--node", name, "--listen", at, "--peer", peer,
          "--namespaces", f"default:salt=file:{base}/salt:share=read"],
         env={**os.environ, "NOTIFY_SOCKET": str(base / f"{name}.ready")},
-        cwd=Path(__file__).resolve().parent.parent, stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).resolve().parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     ready.recv(4096)
     return daemon
