@@ -2,9 +2,9 @@
 
     make native-tests && python -m bench.crowd [--blocks 65536] [--json FILE]
 
-`build/dev/crowd` (native/bench/crowd.cc) does the work, in processor time of the one thread that serves all:
-an idle machine is not needed. The ratio is of the means, so it has in it what a scan of the pins costs, which
-a put that finds its room does not show.
+`build/dev/crowd` (native/bench/crowd.cc) does the work, in processor time of the one thread that serves
+all: an idle machine is not needed. The ratio is of the means, so it has in it what a scan of the pins
+costs and a put that finds its room does not show.
 """
 
 import argparse
@@ -34,19 +34,18 @@ def rows(lines: list[str]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--blocks", type=int, default=65536, help="of 4 KiB in the pool (default %(default)s)"
-    )
+    parser.add_argument("--blocks", type=int, default=65536, help="blocks of 4 KiB (default %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     chosen = parser.parse_args()
     if not PROGRAM.exists():
         parser.error(f"{PROGRAM.name} is not built: run `make native-tests`")
-    done = subprocess.run([str(PROGRAM), str(chosen.blocks)], stdout=subprocess.PIPE, text=True, check=True)
+    command = [str(PROGRAM), str(chosen.blocks)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures = rows(done.stdout.splitlines())
     for row in figures:
         times = f"p50 {row['p50_us']:.1f} µs, mean {row['mean_us']:.1f}, worst {row['worst_us']:.0f}"
-        beside = f"alone {row['alone_us']:.1f}: {row['ratio']:.1f} x; {row['refused']} refused"
-        print(f"put beside {TITLES[row['case']]}: {times}; {beside}")
+        alone = f"alone {row['alone_us']:.1f}: {row['ratio']:.1f} x; {row['refused']} refused"
+        print(f"put beside {TITLES[row['case']]}: {times}; {alone}")
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
 

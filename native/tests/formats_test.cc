@@ -72,6 +72,7 @@ constexpr Field kFields[] = {
     FIELD(SessionPage, misses),
     FIELD(SessionPage, waiting),
     FIELD(SessionPage, ring),
+    FIELD(SessionPage, released),
     FIELD(Mailbox, asked),
     FIELD(Mailbox, request_bytes),
     FIELD(Mailbox, asleep),
