@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
+from kvclient.hf.awq import linear
 from kvclient.kernels import contract, cuda
 
 SHAPES = [(128, 16, 64), (256, 96, 128), (768, 8448, 128), (192, 32, 192)]
@@ -48,7 +49,7 @@ def chosen(device, monkeypatch):
     """The layer takes the kernels for tensors of that device; on the emulation for a CPU's."""
     monkeypatch.setattr(cuda, "DEVICES", (device.type,))
     if device.type == "cpu":
-        monkeypatch.setattr(awq, "_no_kernels", lambda own: None)
+        monkeypatch.setattr(linear, "_no_kernels", lambda own: None)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

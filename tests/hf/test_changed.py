@@ -286,7 +286,7 @@ def test_a_cache_used_after_detach_spoils_no_other_attachment(model, client):
 
 
 def test_a_tolerant_writer_says_what_it_could_not_seal():
-    def fail(_index):
+    def fail(_index, _zero_rest):
         raise Unavailable("gone")
 
     client = SimpleNamespace(suppressed_total=0)

@@ -12,7 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.testing import in_memory
+from kvclient.testing import in_memory_writer
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -38,14 +38,14 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gates = []
-    own = in_memory.GrantedBlock.mark_layer
+    own = in_memory_writer.GrantedBlock.mark_layer
 
     def mark_layer(self, index):
         for gate in gates:
             gate.pass_through(self, index)
         own(self, index)
 
-    monkeypatch.setattr(in_memory.GrantedBlock, "mark_layer", mark_layer)
+    monkeypatch.setattr(in_memory_writer.GrantedBlock, "mark_layer", mark_layer)
 
     def make(client, layer):
         gates.append(Gate(client.session, layer))

@@ -158,7 +158,7 @@ class PagedLayer(InPlaceLayer):
 
     # ---------------------------------------------------------------- attention
 
-    def _sequences(self) -> Any:
+    def sequences(self) -> Any:
         if self._call is None or self._version != self.table.version:
             self._call, self._version = self._prepare(), self.table.version
         sequences, pages, before = self._call[0], self._call[1], self._call[2]
