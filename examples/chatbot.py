@@ -6,13 +6,13 @@ Without input it asks itself three things.
 
 import sys
 
-from side_by_side import ask, engine
+from side_by_side import ask, engine, parser
 
 SELF = ["What is a cache?", "And who uses one?", "Say it shorter."]
 
 
 def main() -> None:
-    with engine(__doc__, repair=None, block_tokens=32) as llm:
+    with engine(parser(__doc__).parse_args(), repair=None, block_tokens=32) as llm:
         chat = [{"role": "system", "content": "You are a friendly assistant that answers in one sentence."}]
         for said in sys.stdin if sys.stdin.isatty() else SELF:
             chat.append({"role": "user", "content": said.strip()})

@@ -5,13 +5,13 @@ middle.
 import argparse
 from pathlib import Path
 
-from side_by_side import ask, engine
+from side_by_side import ask, engine, parser
 
-SOURCE = Path(argparse.__file__).read_text(encoding="utf-8")[20_000:26_000]
+SOURCE = Path(argparse.__file__).read_text(encoding="utf-8")[20_000:21_200]
 
 
 def main() -> None:
-    with engine(__doc__, repair="auto") as llm:
+    with engine(parser(__doc__).parse_args(), repair="auto") as llm:
         llm.warm(SOURCE)
         ask(llm, "file first", f"{SOURCE}\n# What does the class above do?\n#")
         ask(llm, "file first, another question", f"{SOURCE}\n# List its methods:\n#")

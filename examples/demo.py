@@ -1,8 +1,8 @@
 """The main job on a real model: one process computes, the others find it in shared memory.
 
-Starts a daemon in a temporary directory and four inference processes with SmolLM2, has them ask about the
-project's own texts, and prints what happened. Ends everything it started. The exit status is 0 only if every
-expectation held.
+Starts a daemon in a temporary directory and four inference processes with SmolLM2, has them ask about
+chapters of Python's reference, and prints what happened. Ends everything it started. The exit status is 0
+only if every expectation held.
 
     first    computes a document nobody has computed
     second   asks something else about it; third asks the same as first
@@ -15,21 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import pathlib
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from pydoc_data.topics import topics
 
 import model as example_model
+import own_daemon
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+HERE = pathlib.Path(__file__).resolve().parent
 MEMORY = "512MiB"
 NEW_TOKENS = 24
 DOCUMENT_CHARACTERS = 2800  # 500 to 900 tokens
@@ -42,42 +41,14 @@ class Failed(Exception):
     """The demo cannot go on; the text says why."""
 
 
-@contextlib.contextmanager
-def daemon(home: pathlib.Path) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "kvstored", "serve", "--dir", str(home), "--memory", MEMORY, "--discard"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        said = []
-        for line in process.stderr:  # until it ends
-            said.append(line)
-            if " ready " in line:
-                break
-        else:
-            raise Failed(f"the daemon ended:\n{''.join(said)}")
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 class Worker:
     """One inference process."""
 
     def __init__(self, name: str, model_dir: pathlib.Path, home: pathlib.Path) -> None:
         self.name = name
-        command = [sys.executable, str(ROOT / "examples" / "demo_worker.py"), str(model_dir), str(home)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
+        command = [sys.executable, str(HERE / "demo_worker.py"), str(model_dir), str(home)]
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self.read, daemon=True).start()
@@ -218,8 +189,8 @@ ASK = ("\n\nIn short, the text above says that", "\n\nThe most important word of
 
 
 def documents() -> list[str]:
-    texts = [(ROOT / name).read_text() for name in ("LICENSE", "docs/design.md", "docs/formats.md")]
-    return [text[:DOCUMENT_CHARACTERS] for text in texts]
+    """Real texts that every Python has: chapters of its own language reference."""
+    return [topics[name][:DOCUMENT_CHARACTERS] for name in ("execmodel", "naming", "function")]
 
 
 def say(text: str) -> None:
@@ -253,7 +224,7 @@ def main() -> int:
     home = pathlib.Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
     try:
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(daemon(home))
+            server = stack.enter_context(own_daemon.running(home, MEMORY))
             demo = Demo(model_dir, home, stack)
             before = demo.client.stats()
             one, two, three = documents()

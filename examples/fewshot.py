@@ -2,16 +2,16 @@
 inputs.
 """
 
-from side_by_side import engine, text_of
+from side_by_side import engine, parser, text_of
 
 INPUTS = ["the disk is full", "the daemon answers", "a key is missing"]
 
 
 def main() -> None:
-    with engine(__doc__, repair=None, block_tokens=32) as llm:
-        lines = [line for line in text_of("docs/log.md", 6000).splitlines() if line.startswith("- **")]
-        judged = zip(lines, ["good", "bad"] * len(lines), strict=False)
-        shots = "".join(f"Text: {line[4:90]}\nVerdict: {verdict}\n\n" for line, verdict in judged)
+    with engine(parser(__doc__).parse_args(), repair=None, block_tokens=32) as llm:
+        said = [one for one in text_of("execmodel", 1500).replace("\n", " ").split(". ") if len(one) > 40]
+        judged = zip(said, ["good", "bad"] * len(said), strict=False)
+        shots = "".join(f"Text: {one[:90]}\nVerdict: {verdict}\n\n" for one, verdict in judged)
         prefix = len(llm.encode(shots))
         llm.warm(shots)
         for text in INPUTS:

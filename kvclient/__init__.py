@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"  # kvstored's: one distribution (tests/unit/test_public_names.py compares)
+
 # public name -> the module that defines it
 _HOME = {
     "BlockLost": "kvclient.errors",
@@ -42,9 +44,25 @@ _MODULES = ("hf",)
 __all__ = sorted(_HOME)
 
 
+def _imported(module: str) -> Any:
+    """A clone shadows an installed package in every Python that is started in it: that is said."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "kvclient._core":
+            raise
+    raise ImportError(
+        f"{__path__[0]} is source code whose native part is not built: `make build` there, or, to use the "
+        "installed kvstored, start Python in another directory",
+        name="kvclient._core",
+    )
+
+
 def __getattr__(name: str) -> Any:
+    if name == "_core":  # `from kvclient import _core` looks for an attribute first
+        return _imported("kvclient._core")
     if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(_imported(_HOME[name]), name)
         globals()[name] = value
         return value
     if name in _MODULES:

@@ -1,5 +1,7 @@
 """The public names as type checkers see them: what __init__.py loads when it is first used."""
 
+__version__: str
+
 from kvclient import hf as hf
 from kvclient._core import Chain as Chain
 from kvclient._core import copy_into as copy_into

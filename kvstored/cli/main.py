@@ -52,14 +52,12 @@ one, unless --discard is given. A daemon with another --memory, --max-blocks or 
     + _EXIT_HELP,
     "ping": """examples:
   kvstored ping                 exit code 0 if a namespace serves, 1 if none does, 3 if nobody answers
-  kvstored ping --timeout-s 2 --json""",
+  kvstored ping --json""",
     "describe": """examples:
-  kvstored describe $KEY        exit code 1 if it is not there
-  kvstored describe $KEY --json --namespace batch""",
+  kvstored describe $KEY        exit code 1 if it is not there""",
     "pools": """examples:
   kvstored pools                every pool, its size, its owner and whether a process uses it
   kvstored pools --remove       removes those that no daemon, no directory and no process owns
-  kvstored pools --json
 
 Needs no daemon. A pool belongs to the runtime directory whose daemon made it, and waits there for the next
 one. If that directory is gone and no process has the pool open, nobody owns it. A user sees whose other
@@ -256,9 +254,7 @@ def _add_commands_without_daemon(commands: Any) -> None:
     pools = _command(commands, "pools", "list the pools in shared memory, and whose they are")
     pools.add_argument("prefixes", nargs="*", metavar="POOL", help="only these, by the names listed")
     pools.add_argument("--remove", action="store_true", help="remove those that nobody owns")
-    pools.add_argument(
-        "--pool-dir", metavar="DIR", default="", help="look here too, as given to serve --pool-dir"
-    )
+    pools.add_argument("--pool-dir", metavar="DIR", default="", help="look here too, as serve --pool-dir")
     pools.add_argument("--json", action="store_true", help="print JSON")
     fsck = _command(commands, "fsck", "check the blocks on disk, without a daemon")
     fsck.add_argument("directories", nargs="+", metavar="DIR", help="as given to serve --disk")
@@ -380,7 +376,8 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
         from kvstored.server import serve
     except ImportError as error:  # not built, or built for something else
         raise StartupError(
-            f"a part of the daemon is missing: {error}: `make build`, or install again"
+            f"a part of the daemon is missing: {error}"
+            + ("" if "make build" in str(error) else ": `make build`, or install again")
         ) from error
 
     serve(sourced, fresh=given.fresh, discard=given.discard, started_ns=started_ns)

@@ -6,6 +6,7 @@ and the members of one class with another's, and look at sys.modules in a fresh 
 import ast
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,9 +131,39 @@ def test_every_member_is_described():
 def test_type_checkers_see_the_same_names():
     package = Path(kvclient.__file__).parent
     stub = ast.parse((package / "__init__.pyi").read_text())
-    told = {one.name: where.module for where in stub.body[1:] for one in where.names}
+    imports = [one for one in stub.body if isinstance(one, ast.ImportFrom)]
+    told = {one.name: where.module for where in imports for one in where.names}
     assert told.pop("hf") == "kvclient" and told == kvclient._HOME
     assert (package / "py.typed").exists()  # without it they read none of it
+
+
+def test_both_packages_are_of_one_version():
+    import kvstored
+
+    assert kvclient.__version__ == kvstored.__version__
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import kvclient; kvclient.chain",
+        "import kvclient; kvclient.Chain",
+        "import kvclient; kvclient.connect(dir='/nowhere')",
+        "from kvstored import _core",
+        "import kvstored.server",
+    ],
+)
+def test_a_clone_that_was_not_built_says_what_to_do(program, tmp_path):
+    """After `pip install .` Python started in the clone finds the clone first."""
+    for package in ("kvclient", "kvstored"):
+        source = Path(kvclient.__file__).parents[1] / package
+        shutil.copytree(source, tmp_path / package, ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: {tmp_path}") and "`make build`" in last
 
 
 def test_an_unknown_name_is_an_attribute_error():
