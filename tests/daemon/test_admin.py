@@ -62,7 +62,7 @@ def test_draining_refuses_new_blocks_and_waits_for_writers(calls):
     answer = calls.drain(True, wait_ms=50)
     assert answer.draining and answer.unsealed == 1
     assert [one.status for one in calls.create([key("b")]).results] == [NO_SPACE]
-    sealer = threading.Timer(0.1, lambda: calls.seal(lease))
+    sealer = threading.Timer(0.1, lambda: calls.seal(lease, zero_rest=True))
     sealer.start()
     answer = calls.drain(True, wait_ms=15_000)
     sealer.join()

@@ -156,7 +156,7 @@ def test_drain(run, calls):
     lease = calls.create([key("open")]).lease.id
     assert run_json(run, "drain", "--wait-s", "0", code=Exit.NO) == {"draining": True, "unsealed": 1}
     assert "DRAINING" in run("status")[1]
-    calls.seal(lease)
+    calls.seal(lease, zero_rest=True)
     code, out, _ = run("drain")
     assert code == Exit.DONE and "refusing new blocks" in out
     assert run_json(run, "drain", "--off") == {"draining": False, "unsealed": 0}

@@ -184,7 +184,7 @@ def test_two_first_calls_at_once_reorder_the_words_once(chosen, device, monkeypa
 
     outs = []
     other = threading.Thread(target=call, args=(outs,))
-    monkeypatch.setattr(awq, "_reordering", lock)
+    monkeypatch.setattr(linear, "_reordering", lock)
     monkeypatch.setattr(cuda, "awq_repack", first)
     call(outs)
     other.join()
@@ -214,7 +214,7 @@ def test_two_first_calls_in_one_compiled_graph_reorder_the_words_once(chosen, de
             outs.append(compiled(x))
 
     other = threading.Thread(target=call)
-    monkeypatch.setattr(awq, "_reordering", lock)
+    monkeypatch.setattr(linear, "_reordering", lock)
     monkeypatch.setattr(cuda, "run", counted)
     call()
     other.join()
@@ -236,7 +236,7 @@ def test_a_state_taken_before_the_first_call_stays_the_checkpoints(chosen, devic
 def test_a_first_call_is_not_recorded_in_a_graph(chosen, device, monkeypatch):
     """A replay would reorder the words again."""
     layer, x = layer_of(128, 16, 64).to(device), torch.randn(3, 128, device=device).to(torch.float16)
-    monkeypatch.setattr(awq, "_capturing", lambda own: True)
+    monkeypatch.setattr(linear, "_capturing", lambda own: True)
     with torch.no_grad(), pytest.raises(InvalidArgument, match="call the model once before the capture"):
         layer(x)
 

@@ -131,6 +131,7 @@ def fill(client, blocks):
     chain = kvclient.chain(bytes(32), list(range(128 * blocks)))
     with client.create(chain, layout_id) as writer:
         for index in writer.granted:
+            writer[index].layer(0)[...] = 1
             writer[index].mark_layer(0)
 
 

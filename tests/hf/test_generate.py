@@ -226,6 +226,7 @@ def test_another_layout_under_the_same_key_is_a_miss(model, client):
         )
         with client.create(chain, other) as writer:
             for index in writer.granted:
+                writer[index].layer(0)[...] = 1
                 writer[index].mark_layer(0)
         generate(model, ids)
         assert kv.last.reused_tokens == 0

@@ -352,6 +352,7 @@ def test_a_block_behind_the_prefix_that_has_extra_ids_too_is_no_part_of_it(attac
             extra[2 * BLOCK :].tobytes(), kv.identity,
         )  # fmt: skip
         meta.put(writer[0].meta, said)
+        writer.seal(zero_rest=True)
     with kv.bypass():
         _, plain, _ = generate(model, ids, 1)
     _, logits, _ = generate(model, ids, 1)
