@@ -175,7 +175,8 @@ class Demo:
         result["equal"] = result["text"] == self.plain(document, ASK[0])
         self.expect(result["equal"], "third's text after doomed's death differs from plain generate()")
         self.expect(result["lost"] > 0, "third had not joined doomed when it was killed")
-        self.expect(result["published"] == len(chain), "third did not publish what doomed left undone")
+        # The question's first words may fill the block that the document began.
+        self.expect(result["published"] >= len(chain), "third did not publish what doomed left undone")
 
     def memory_is_back(self) -> dict:
         """Nothing that doomed had is left: only sealed blocks take memory."""

@@ -112,7 +112,7 @@ DISK_METRICS: dict[str, About] = {
 # A peer's counters, of each shared namespace. `peer` is a name of the configuration, at most 64.
 PEER_METRICS: dict[str, About] = {
     "up": ("kvstored_peer_up", "gauge", "1 while a connection to the peer stands."),
-    "rtt_us": ("kvstored_peer_round_trip_microseconds", "gauge", "Round trip of the last look at it."),
+    "rtt_us": ("kvstored_peer_round_trip_seconds", "gauge", "Round trip of the last look at it."),
     "bytes_per_s": ("kvstored_peer_bytes_per_second", "gauge", "Speed of the last fetches from it."),
     "queued": ("kvstored_peer_fetches_waiting", "gauge", "Blocks that wait to be asked of it."),
     "in_flight": ("kvstored_peer_fetches_in_flight", "gauge", "Blocks asked of it."),
@@ -229,7 +229,10 @@ def render(figures: Figures) -> str:
         if name in figures.own:
             _metric(lines, about, [({}, figures.own[name])])
     for counter, about in PEER_METRICS.items():
-        samples = [({"namespace": n, "peer": str(peer["node"])}, peer[counter]) for n, peer in figures.peers]
+        scale = 1e-6 if counter.endswith("_us") else 1
+        samples = [
+            ({"namespace": n, "peer": str(peer["node"])}, peer[counter] * scale) for n, peer in figures.peers
+        ]
         _metric(lines, about, samples)
     for counter, about in SERVER_METRICS.items():
         if counter in figures.peer_server:

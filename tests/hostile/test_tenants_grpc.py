@@ -115,7 +115,8 @@ def test_a_writer_writes_and_reads(tenants, fork):
         lease = created.lease.id
         pieces = [store_pb2.WriteRequest(lease_id=lease, key=keys[1], data=b"guest")]
         assert guest.ask(guest.store.Write, iter(pieces))[0] is Code.OK
-        assert guest.ask(guest.store.Seal, store_pb2.SealRequest(lease_id=lease))[0] is Code.OK
+        whole = store_pb2.SealRequest(lease_id=lease, zero_rest=True)
+        assert guest.ask(guest.store.Seal, whole)[0] is Code.OK
         code, _, messages = guest.ask(guest.store.Get, store_pb2.GetRequest(keys=keys))
         assert [one.found for one in messages] == [True, True]
         assert messages[1].data.startswith(b"guest")

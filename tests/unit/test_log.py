@@ -17,6 +17,7 @@ def pipe(monkeypatch):
     """The reading end of a pipe that is standard error; a write that would wait fails."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
+    monkeypatch.setattr(log, "_threshold", log.LEVELS.index("info"))  # another test may have set it
     write = os.write
 
     def at_once(fd: int, data: bytes) -> int:
