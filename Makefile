@@ -108,7 +108,7 @@ test: model native-tests ## build and pass the tests
 
 test-all: model native-tests ## also the slow tests and other releases of transformers
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
-	@$(PY) -m pytest -q $(BESIDE)
+	@$(PY) -m pytest -q $(BESIDE) --whole
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
 	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/test_releases.py

@@ -25,6 +25,8 @@ import pytest
 
 from tests.turns import turn
 
+pytest_plugins = ["tests.processors"]
+
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0

@@ -1,0 +1,84 @@
+"""What this machine's processors can run, decided before the tests begin.
+
+Owns the choice of the cases that differ in nothing but the instruction set or the device: those whose path
+this machine lacks are left out and said in one line at the end, not skipped one by one; of those that an
+emulation runs, every EMULATED_SHARE-th stays, by a hash of its name, unless `--whole` is asked for. Never
+looks at what a test does. Invariant: every process of `pytest -n` chooses the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from functools import cache
+
+import pytest
+
+EMULATED_SHARE = 6
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="all cases of emulated instruction sets, no sample")
+
+
+@cache
+def _lacks(path: str) -> str:
+    from kvclient import kernels
+
+    return kernels.lacks(path) or ""
+
+
+@cache
+def _cuda_lacks() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _left_out(item: pytest.Item, whole: bool) -> str | None:
+    """Why this case is not run here; None if it is."""
+    from tests.kernels import cpu_paths
+
+    called = getattr(item, "callspec", None)
+    parameters = called.params if called is not None else {}
+    path = parameters.get("path")
+    if isinstance(path, str) and path in cpu_paths.PATHS and (lacking := _lacks(path)):
+        if path not in cpu_paths.EMULATED:
+            return f"{path}: {lacking}"
+        if beneath := _lacks("avx512_vnni"):  # the emulation stands on it
+            return f"{path}: {beneath}"
+        if not whole and zlib.crc32(item.nodeid.encode()) % EMULATED_SHARE:
+            return f"{path}, emulated: all of them in `make test-all`"
+    on_gpu = parameters.get("device") == "cuda" or "gpu" in getattr(item, "fixturenames", ())
+    if on_gpu and (lacking := _cuda_lacks()):
+        return lacking
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = config.getoption("--whole")
+    reasons = [_left_out(item, whole) for item in items]
+    config.stash[LEFT_OUT] = Counter(reason for reason in reasons if reason)
+    gone = [item for item, reason in zip(items, reasons, strict=True) if reason]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item, reason in zip(items, reasons, strict=True) if not reason]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of `pytest -n` tells the one that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    if told := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = Counter(told)  # type: ignore[attr-defined]  # the same in each
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if counts := config.stash.get(LEFT_OUT, Counter()):
+        each = "; ".join(f"{count} {reason}" for reason, count in counts.most_common())
+        terminalreporter.write_line(f"left out {counts.total()} cases that differ by processor only: {each}")
