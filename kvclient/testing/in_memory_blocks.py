@@ -67,6 +67,10 @@ class Lookup:
         self.pending = _leading(states, self.resident, PENDING)
         self.on_disk = _leading(states, self.resident, DISK)
 
+    def __repr__(self) -> str:
+        counts = f"{self.resident} resident, {self.pending} pending, {self.on_disk} on disk"
+        return f"<Lookup of {len(self.states)} blocks: {counts}>"
+
 
 def _leading(states: bytes, start: int, wanted: int) -> int:
     count = 0
@@ -123,6 +127,10 @@ class BlockView:
         self._span: Span | None = Span(client.store.readable, record, pin)
         self.tokens = record.tokens
         self.layout_id, self.base_position = record.layout_id, record.base_position
+
+    def __repr__(self) -> str:
+        layers = f"{self.layers_ready} of {self._record.geometry.num_layers} layers"
+        return f"<BlockView of {self.tokens} tokens, {layers} there>"
 
     @property
     def key(self) -> bytes:
@@ -196,6 +204,9 @@ class Blocks(Sequence):
     def __init__(self, client: Holder, items: list[BlockView | str]) -> None:
         self._client, self._items = client, items
         self.hits = sum(isinstance(item, BlockView) for item in items)
+
+    def __repr__(self) -> str:
+        return f"<Blocks: {self.hits} of {len(self)} found>"
 
     def __len__(self) -> int:
         return len(self._items)

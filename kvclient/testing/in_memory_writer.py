@@ -38,6 +38,9 @@ class GrantedBlock:
         self._span = Span(writer.client.store.writable, record, None)
         self.key, self.tokens = record.key, record.tokens
 
+    def __repr__(self) -> str:
+        return f"<GrantedBlock for {self.tokens} tokens>"
+
     @property
     def view(self) -> memoryview:
         """The layers as one memoryview of bytes, each starting on a multiple of 512."""
@@ -118,6 +121,9 @@ class Writer:
         self._granted: dict[int, GrantedBlock] = {}
         for index, (_, item) in enumerate(items):
             self._take(index, item)
+
+    def __repr__(self) -> str:
+        return f"<Writer: {len(self._granted)} of {len(self)} granted>"
 
     def _take(self, index: int, item: Record | str) -> None:
         self.results[index] = "granted" if isinstance(item, Record) else item

@@ -191,7 +191,11 @@ void bind_view(nb::module_& m) {
           "layers_ready", [](const BlockView& b) { return b.batch->layers_ready(b.index); },
           "How many of its layers, from the first on, may be read.")
       .def_prop_ro(
-          "sealed", [](const BlockView& b) { return b.batch->sealed(b.index); }, "Whether it is complete and immutable.");
+          "sealed", [](const BlockView& b) { return b.batch->sealed(b.index); }, "Whether it is complete and immutable.")
+      .def("__repr__", [](const BlockView& b) {
+        return "<BlockView of " + std::to_string(b.tokens()) + " tokens, " + std::to_string(b.batch->layers_ready(b.index)) +
+               " of " + std::to_string(b.layout().num_layers()) + " layers there>";
+      });
 }
 
 }  // namespace
@@ -216,7 +220,11 @@ void bind_blocks(nb::module_& m) {
       .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
            "Waits, for timeout_s seconds at most (the client's by default), for that layer of all blocks that were found.\n"
            "Raises BlockLost when a writer gave its block up, DeadlineExceeded, InvalidArgument.")
-      .def_prop_ro("hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.");
+      .def_prop_ro(
+          "hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.")
+      .def("__repr__", [](const Blocks& b) {
+        return "<Blocks: " + std::to_string(b.batch->hits()) + " of " + std::to_string(b.batch->size()) + " found>";
+      });
   bind_view(m);
 }
 

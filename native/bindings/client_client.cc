@@ -161,6 +161,12 @@ std::string stats(Client& client) {
   return client.stats();
 }
 
+std::string told(const Lookup& l) {
+  const auto behind = [&](Presence kind) { return std::to_string(l.leading(l.resident(), kind)); };
+  return "<Lookup of " + std::to_string(l.states.size()) + " blocks: " + std::to_string(l.resident()) + " resident, " +
+         behind(Presence::Pending) + " pending, " + behind(Presence::OnDisk) + " on disk>";
+}
+
 }  // namespace
 
 void bind_client(nb::module_& m) {
@@ -183,7 +189,8 @@ void bind_client(nb::module_& m) {
           "How many right behind those lie only on disk.")
       .def_prop_ro(
           "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
-          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.");
+          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.")
+      .def("__repr__", told);
 
   nb::class_<Client>(m, "Client", "A session with the store: reads in shared memory, one message for the rest. Thread-safe.")
       .def(

@@ -174,7 +174,8 @@ void bind_granted(nb::module_& m) {
           "whose memory was never asked for.")
       .def_prop_ro(
           "key", [](const GrantedBlock& b) { return to_bytes(b.grants->item(b.index).wanted.key); }, "Its 32 bytes.")
-      .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.");
+      .def_prop_ro("tokens", &GrantedBlock::tokens, "Tokens it will hold.")
+      .def("__repr__", [](const GrantedBlock& b) { return "<GrantedBlock for " + std::to_string(b.tokens()) + " tokens>"; });
 }
 
 }  // namespace
@@ -235,7 +236,11 @@ void bind_writer(nb::module_& m) {
           "Gives up one granted block, or all: promises that copies into it have finished. Idempotent.")
       .def("wait_pending", wait_pending, nb::arg("timeout_s") = nb::none(),
            "Waits, for timeout_s seconds at most (the client's by default), for the blocks others write: each becomes\n"
-           "\"exists\" or \"granted\". False if not all did in time.");
+           "\"exists\" or \"granted\". False if not all did in time.")
+      .def("__repr__", [](const Writer& w) {
+        return "<Writer: " + std::to_string(all_of(w, Grant::Granted).size()) + " of " + std::to_string(w.grants->size()) +
+               " granted>";
+      });
   bind_granted(m);
 }
 

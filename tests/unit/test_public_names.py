@@ -206,3 +206,42 @@ def test_methods_of_the_native_classes_refuse_another_object():
         for stranger in (object(), 7, None):
             with pytest.raises(TypeError):
                 call(stranger, *(0,) * (call is core.Blocks.__getitem__))
+
+
+@pytest.mark.parametrize("kind", ["daemon", "memory"])
+def test_results_say_what_they_are(kind, request):
+    """In a notebook `client.lookup(chain)` is the first thing one looks at."""
+    client = kvclient.InMemoryClient() if kind == "memory" else request.getfixturevalue("daemon")().connect()
+    layout = client.register_layout(
+        kvclient.Layout(block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    )
+    chain = kvclient.chain(bytes(32), range(48), block_tokens=16)
+    with client.create(chain[:2], layout) as writer:
+        assert repr(writer) == "<Writer: 2 of 2 granted>"
+        assert repr(writer[0]) == "<GrantedBlock for 16 tokens>"
+        for index in writer.granted:
+            writer[index].layer(0)[...] = writer[index].layer(1)[...] = 1
+    assert repr(client.lookup(chain)) == "<Lookup of 3 blocks: 2 resident, 0 pending, 0 on disk>"
+    with client.get(chain) as blocks:
+        assert repr(blocks) == "<Blocks: 2 of 3 found>"
+        assert repr(blocks[0]) == "<BlockView of 16 tokens, 2 of 2 layers there>"
+
+
+def test_every_public_name_and_method_says_what_it_does():
+    import kvclient.hf
+
+    silent = []
+    for module in (kvclient, kvclient.hf):
+        for name in module.__all__:
+            value = getattr(module, name)
+            silent += [] if inspect.getdoc(value) else [name]
+            members = [m for m in vars(value) if not m.startswith("_")] if inspect.isclass(value) else []
+            silent += [f"{name}.{m}" for m in members if not _told(value, m)]
+    assert silent == []
+
+
+def _told(owner: type, member: str) -> bool:
+    """A plain attribute is told of by its class."""
+    value = inspect.getattr_static(owner, member)
+    described = callable(value) or isinstance(value, property | classmethod | staticmethod)
+    return not described or bool(inspect.getdoc(getattr(owner, member)))

@@ -40,6 +40,7 @@ class Handoff:
     _prefill: Prefill | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
+        """A text for the other host: the identity, the block size and the token ids, which name the keys."""
         said = {"version": VERSION, "identity": self.identity.hex(), "block_tokens": self.block_tokens}
         return json.dumps({**said, "token_ids": list(self.token_ids)})
 
