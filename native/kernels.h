@@ -193,7 +193,8 @@ struct kvk_pages {
   void* stream;
 };
 
-#define KVK_AWQ_ROWS 64u /* of x, at most, in kvk_awq_multiply() */
+#define KVK_AWQ_ROWS 64u     /* of x, at most, in kvk_awq_multiply() */
+#define KVK_CPU_AWQ_ROWS 16u /* the same, of the CPU */
 
 /* A linear layer's weights of an AWQ "gemm" checkpoint: w[k][n] = (q - z) * s, four bits, groups along k. `words` as they are
  * in the checkpoint, or as kvk_awq_repack() has put them; both take the same bytes. */
@@ -211,7 +212,10 @@ struct kvk_awq {
   void* out; /* multiply: [rows][outputs]; dequantise: [outputs][inputs]; repack: the words, not those given */
   int64_t x_row_stride, out_row_stride;
   void* stream;
+  uint32_t threads; /* CPU: at most so many work on it */
 };
+/* On the CPU kvk_awq_multiply() alone is there: x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows; the words are always the
+ * checkpoint's; outputs a multiple of 8, any group that divides inputs; zeros may be NULL: all of them are 8. */
 
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);

@@ -19,6 +19,7 @@ struct Path {
   void (*dequantise)(const kvk_conversion&);
   void (*rotate)(const kvk_rotation&);
   void (*attend)(const kvk_attention&, const Task&, Scratch);
+  void (*multiply)(const kvk_awq&, uint32_t word_start, uint32_t word_stop);  // of eight columns each
 };
 
 extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath, kAvx512Fp16Path, kAmxPath;

@@ -80,8 +80,28 @@ void attend_naively(const kvk_attention& a, const Task& task, Scratch scratch) {
   }
 }
 
+// A column after the other, in double, from the words as the checkpoint has them.
+void multiply_naively(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
+  constexpr uint32_t kColumn[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  const uint64_t stride = a.outputs / 8;
+  for (uint32_t row = 0; row < a.rows; ++row)
+    for (uint32_t word = word_start; word < word_stop; ++word)
+      for (uint32_t nibble = 0; nibble < 8; ++nibble) {
+        const uint32_t column = 8 * word + kColumn[nibble];
+        const float* x = at(static_cast<const float*>(a.x), static_cast<int64_t>(row) * a.x_row_stride);
+        double sum = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[column];
+        for (uint64_t k = 0; k < a.inputs; ++k) {
+          const uint64_t group = k / a.group;
+          const int zero = a.zeros == nullptr ? 8 : static_cast<int>(a.zeros[group * stride + word] >> 4 * nibble & 15);
+          const int code = static_cast<int>(a.words[k * stride + word] >> 4 * nibble & 15);
+          sum += double{x[k]} * (code - zero) * from_half(a.scales[group * a.outputs + column]);
+        }
+        at(static_cast<float*>(a.out), static_cast<int64_t>(row) * a.out_row_stride)[column] = static_cast<float>(sum);
+      }
+}
+
 }  // namespace
 
-const Path kReferencePath{"reference", quantise_rows, dequantise_rows, rotate_rows, attend_naively};
+const Path kReferencePath{"reference", quantise_rows, dequantise_rows, rotate_rows, attend_naively, multiply_naively};
 
 }  // namespace kvk

@@ -16,6 +16,8 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.awq.packing import BITS
 
+MIDDLE = 0x88888888 - (1 << 32)  # eight zero points of 8
+
 
 def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """The causal model of an AWQ checkpoint in eval mode, on the CPU. Raises InvalidArgument with what is
@@ -28,10 +30,12 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
         raise InvalidArgument(f"dtype={dtype!r}; it must be a floating point torch.dtype")
     config = AutoConfig.from_pretrained(home, local_files_only=True)
     quantisation = getattr(config, "quantization_config", None)
-    group = _group_of(quantisation)
+    group, zeros = _group_of(quantisation)
     del config.quantization_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     tensors = _tensors(home)
+    if not zeros:
+        _add_zeros(tensors)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.quantization_config = quantisation  # save_pretrained() then writes such a checkpoint again
     _replace(model, tensors, group, dtype)
@@ -48,18 +52,19 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     return model.eval()
 
 
-def _group_of(quantisation: Any) -> int:
+def _group_of(quantisation: Any) -> tuple[int, bool]:
+    """The group's size, and whether there are zero points; without them all are 8, the middle."""
     found = quantisation if isinstance(quantisation, dict) else getattr(quantisation, "to_dict", dict)()
     method, version = found.get("quant_method"), str(found.get("version", "gemm")).lower()
     if str(method).lower().rpartition(".")[2] != "awq":
         raise InvalidArgument(f"quant_method={method!r}; this reads awq")
-    if version != "gemm" or found.get("bits") != BITS or not found.get("zero_point", True):
-        kind = f"version={version!r}, bits={found.get('bits')!r}, zero_point={found.get('zero_point')!r}"
-        raise InvalidArgument(f"AWQ {kind}; this reads version 'gemm', 4 bits, with zero points")
+    if version != "gemm" or found.get("bits") != BITS:
+        kind = f"version={version!r}, bits={found.get('bits')!r}"
+        raise InvalidArgument(f"AWQ {kind}; this reads version 'gemm', 4 bits")
     group = found.get("group_size")
     if not isinstance(group, int) or group <= 0:
         raise InvalidArgument(f"group_size={group!r}; it must be a positive number")
-    return group
+    return group, bool(found.get("zero_point", True))
 
 
 def _tensors(home: Path) -> dict[str, torch.Tensor]:
@@ -81,6 +86,13 @@ def _tensors(home: Path) -> dict[str, torch.Tensor]:
         except (OSError, SafetensorError) as error:
             raise InvalidArgument(f"{name} cannot be read: {error}") from error
     return tensors
+
+
+def _add_zeros(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [key.removesuffix(".scales") for key in tensors if key.endswith(".scales")]:
+        groups, outputs = tensors[f"{name}.scales"].shape
+        middle = torch.full((groups, outputs // 8), MIDDLE, dtype=torch.int32)
+        tensors.setdefault(f"{name}.qzeros", middle)
 
 
 def _check_places(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
 """AwqLinear: a linear layer whose weights stay packed in four bits.
 
 On a CUDA device it multiplies with the kernels of native/cuda; fallbacks() counts the calls there that torch
-answered instead, by reason. Owns the layer and the moment its words change their order. Invariant: a weight
-is (q - z) * s, whatever computes with it.
+answered instead, by reason. On the CPU few rows are multiplied by native/cpu, as the words lie. Owns the
+layer and the moment its words change their order. Invariant: a weight is (q - z) * s, whatever computes.
 
 A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
 [in / group, out]; nibble i of word j is column 8j + ORDER[i].
@@ -28,7 +28,7 @@ from kvclient.hf.awq.packing import (
     to_lanes,
     unpack,
 )
-from kvclient.kernels import contract, cuda
+from kvclient.kernels import awq, contract, cuda
 
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
@@ -76,7 +76,38 @@ class AwqLinear(torch.nn.Module):
             if (reason := self._unfit(x)) is None:
                 return self._by_kernels(x)
             _fallbacks[reason] += 1
+        elif self._fits_cpu(x):
+            return self._by_cpu(x)
         return self._by_torch(x)
+
+    def _fits_cpu(self, x: torch.Tensor) -> bool:
+        """Whether native/cpu takes this x: few rows of a type that fp32 holds, and nothing to be traced."""
+        return (
+            x.device.type == self.qweight.device.type == "cpu"
+            and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and 0 < x.numel() <= ROWS_AT_ONCE * self.in_features
+            and not self._in_lanes
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+            and os.environ.get(ENVIRONMENT) != "torch"
+            and _cpu_kernels()
+        )
+
+    def _by_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        """In fp32, whatever the type of x. A row's bits do not depend on the rows beside it."""
+        if x.shape[-1] != self.in_features:
+            raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
+        rows = x.detach().reshape(-1, self.in_features).float().contiguous().numpy()
+        own = None if self.bias is None else self.bias.detach().float().numpy()
+        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy(), own)
+        threads = torch.get_num_threads()
+        parts = [
+            torch.from_numpy(awq.multiply(rows[at : at + awq.ROWS], *packed, self.group, threads))
+            for at in range(0, len(rows), awq.ROWS)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // max(1, self.in_features)
@@ -197,6 +228,11 @@ def _(words: torch.Tensor, done: torch.Tensor, group: int) -> None:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _cpu_kernels() -> bool:
+    return contract.built("_cpu.so") and contract.lacks("auto") is None
 
 
 @cache

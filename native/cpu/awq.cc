@@ -1,0 +1,50 @@
+// kvk_awq_multiply of the CPU: the arguments checked, the columns cut into tasks, the path's loops.
+//
+// Never allocates. Invariant: what passes the checks keeps every index of the loops inside what the caller described.
+#include "cpu/awq.h"
+
+#include "argument_checks.h"
+#include "cpu/paths.h"
+#include "cpu/pool.h"
+
+namespace kvk {
+namespace {
+
+int check(const kvk_awq* a) {
+  if (int status = check_version(a)) return status;
+  if (int status = check_count("inputs", a->inputs)) return status;
+  if (int status = check_count("outputs", a->outputs)) return status;
+  if (a->group < 1 || a->inputs % a->group != 0)
+    return fail(KVK_INVALID, "group=%u; it must divide inputs=%u", a->group, a->inputs);
+  if (a->outputs % 8 != 0) return fail(KVK_INVALID, "outputs=%u; it must be a multiple of 8", a->outputs);
+  if (a->dtype != KVK_F32) return fail(KVK_UNSUPPORTED, "dtype=%u; the CPU multiplies f32", a->dtype);
+  if (a->rows > KVK_CPU_AWQ_ROWS) return fail(KVK_INVALID, "rows=%u; at most %u", a->rows, KVK_CPU_AWQ_ROWS);
+  const bool nothing = a->rows == 0 || a->outputs == 0 || a->inputs == 0;
+  if (!nothing && (a->words == nullptr || a->scales == nullptr || a->x == nullptr || a->out == nullptr))
+    return fail(KVK_INVALID, "a null pointer for [%u, %u]", a->inputs, a->outputs);
+  return KVK_OK;
+}
+
+struct Call {
+  const kvk_awq& a;
+  const Path* path;
+};
+
+void run_task(void* context, uint32_t, uint64_t i) {
+  const Call& call = *static_cast<const Call*>(context);
+  const uint32_t start = static_cast<uint32_t>(i) * kAwqTaskWords, all = call.a.outputs / 8;
+  call.path->multiply(call.a, start, all - start < kAwqTaskWords ? all : start + kAwqTaskWords);
+}
+
+}  // namespace
+}  // namespace kvk
+
+extern "C" int kvk_awq_multiply(const kvk_awq* args) {
+  if (int status = kvk::check(args)) return status;
+  kvk::Call call{*args, kvk::path_of(args->path)};
+  if (call.path == nullptr) return KVK_UNSUPPORTED;
+  if (args->rows == 0 || args->outputs == 0 || args->inputs == 0) return KVK_OK;
+  const uint64_t tasks = (uint64_t{args->outputs} / 8 + kvk::kAwqTaskWords - 1) / kvk::kAwqTaskWords;
+  kvk::run_on(args->threads < 1 ? 1 : args->threads, tasks, kvk::run_task, &call);
+  return KVK_OK;
+}

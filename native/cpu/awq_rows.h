@@ -1,0 +1,165 @@
+// A few rows times the packed words of an AWQ layer, for AVX2 and what has more: codes become fp32 in registers.
+//
+// Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: a column's sum is taken in one
+// order, whatever the rows, the threads and the cut into tasks, so a call's bits depend on nothing but the path; and all
+// paths but the naive one share this order. Local to the including file (cpu/numbers.h says why).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/awq.h"
+#include "cpu/numbers.h"
+#include "cpu/vector.h"
+
+namespace kvk {
+namespace {
+
+constexpr uint32_t kLane = 8;                        // words at once, of eight columns each
+constexpr uint32_t kPanels = kAwqTaskWords / kLane;  // of a task
+constexpr int kNibbleColumn[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+using AwqSums = float[KVK_CPU_AWQ_ROWS][kPanels][8][kLane];  // [row][panel][nibble][word]
+
+inline __m256i awq_words(const uint32_t* words, uint32_t count) {
+  if (count >= kLane) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_epi32(reinterpret_cast<const int*>(words),
+                               _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane));
+}
+
+// Nibble `n` of each word times kNibbleUnit[n]: left where it is in the word, which saves a shift for each of them. The top one
+// would be a sign there and is moved.
+inline __m256 awq_nibble(__m256i words, int n) {
+  if (n == 7) return _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15 << 4 * n)));
+}
+
+// Powers of two: dividing by them rounds nothing.
+constexpr float kNibbleUnit[8] = {1, 16, 256, 4096, 65536, 1048576, 16777216, 1};
+
+// Eight rows of eight, the other way round.
+inline void awq_turn(__m256 (&a)[8]) {
+  __m256 b[8], c[8];
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    c[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    c[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+    c[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    c[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x20);
+    a[i + 4] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x31);
+  }
+}
+
+// The panel's scales and zeros of one group, by nibble.
+struct AwqGroup {
+  __m256 scale[8], zero[8];
+
+  AwqGroup(const kvk_awq& a, uint32_t group, uint32_t word, uint32_t count) {
+    const uint16_t* scales = a.scales + uint64_t{group} * a.outputs + 8 * word;
+    __m256 column[8];
+    for (uint32_t j = 0; j < kLane; ++j)
+      column[j] =
+          j < count ? _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8 * j))) : _mm256_setzero_ps();
+    awq_turn(column);
+    const __m256i zeros = a.zeros == nullptr ? _mm256_set1_epi32(static_cast<int>(0x88888888u))
+                                             : awq_words(a.zeros + uint64_t{group} * (a.outputs / 8) + word, count);
+#pragma GCC unroll 8
+    for (int n = 0; n < 8; ++n) {
+      const __m256 unit = _mm256_set1_ps(1 / kNibbleUnit[n]);
+      scale[n] = _mm256_mul_ps(column[kNibbleColumn[n]], unit);
+      zero[n] = awq_nibble(zeros, n);
+    }
+  }
+};
+
+// One group's part of R rows, nibbles B to B + N, then those after them.
+template <uint32_t R, int N, int B>
+inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, const float* const* x,
+                     const float* sums, float (*total)[kPanels][8][kLane]) {
+  __m256 dot[R][N];
+  for (uint32_t r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) dot[r][n] = _mm256_setzero_ps();
+  const uint64_t stride = a.outputs / 8;
+  for (uint32_t k = 0; k < a.group; ++k) {
+    const __m256i packed = awq_words(words + k * stride, count);
+    if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(words + k * stride + 2 * kLane), _MM_HINT_T0);
+    __m256 code[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) code[n] = awq_nibble(packed, B + n);
+#pragma GCC unroll 8
+    for (uint32_t r = 0; r < R; ++r) {
+      const __m256 factor = _mm256_broadcast_ss(x[r] + k);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) dot[r][n] = _mm256_fmadd_ps(factor, code[n], dot[r][n]);
+    }
+  }
+  for (uint32_t r = 0; r < R; ++r) {
+    const __m256 sum = _mm256_set1_ps(sums[r]);
+    for (int n = 0; n < N; ++n) {
+      float* place = total[r][0][B + n];
+      const __m256 found = _mm256_fnmadd_ps(g.zero[B + n], sum, dot[r][n]);
+      _mm256_storeu_ps(place, _mm256_fmadd_ps(g.scale[B + n], found, _mm256_loadu_ps(place)));
+    }
+  }
+  if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, words, count, x, sums, total);
+}
+
+// The rows of x from their `start` on, for one group and panel, R at a time as long as there are so many.
+template <uint32_t R>
+inline uint32_t awq_some(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, uint32_t group, uint32_t row,
+                         const float* sums, uint32_t panel, AwqSums& total) {
+  for (; row + R <= a.rows; row += R) {
+    const float* x[R];
+    for (uint32_t r = 0; r < R; ++r)
+      x[r] = at(static_cast<const float*>(a.x), static_cast<int64_t>(row + r) * a.x_row_stride) + uint64_t{group} * a.group;
+    // Of the row's sums only those of this panel are meant: rows lie kPanels apart.
+    awq_part<R, 8 / R, 0>(a, g, words, count, x, sums + row, reinterpret_cast<float (*)[kPanels][8][kLane]>(&total[row][panel]));
+  }
+  return row;
+}
+
+inline float awq_sum(const float* x, uint32_t count) {
+  float out = 0;
+  for (uint32_t i = 0; i < count; ++i) out += x[i];
+  return out;
+}
+
+void multiply_awq(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
+  AwqSums total;
+  const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
+  for (uint32_t r = 0; r < a.rows; ++r) std::memset(total[r], 0, panels * sizeof total[r][0]);
+  float sums[KVK_CPU_AWQ_ROWS];
+  for (uint32_t group = 0; group < a.inputs / a.group; ++group) {
+    for (uint32_t r = 0; r < a.rows; ++r)
+      sums[r] = awq_sum(at(static_cast<const float*>(a.x), static_cast<int64_t>(r) * a.x_row_stride) + uint64_t{group} * a.group,
+                        a.group);
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+      const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
+      const AwqGroup g(a, group, word, count);
+      const uint32_t* words = a.words + uint64_t{group} * a.group * (a.outputs / 8) + word;
+      uint32_t row = awq_some<4>(a, g, words, count, group, 0, sums, panel, total);
+      row = awq_some<2>(a, g, words, count, group, row, sums, panel, total);
+      awq_some<1>(a, g, words, count, group, row, sums, panel, total);
+    }
+  }
+  for (uint32_t r = 0; r < a.rows; ++r) {
+    float* out = at(static_cast<float*>(a.out), static_cast<int64_t>(r) * a.out_row_stride);
+    for (uint32_t word = word_start; word < word_stop; ++word)
+      for (int n = 0; n < 8; ++n) {
+        const uint32_t column = 8 * word + static_cast<uint32_t>(kNibbleColumn[n]), local = word - word_start;
+        const float bias = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[column];
+        out[column] = total[r][local / kLane][n][local % kLane] + bias;
+      }
+  }
+}
+
+}  // namespace
+}  // namespace kvk

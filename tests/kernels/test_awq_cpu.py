@@ -1,0 +1,75 @@
+"""Proves that the CPU's AWQ kernels compute what the words stand for, on every path of this machine.
+
+Method: random words, zeros and scales; the oracle unpacks them with NumPy and multiplies in double. The same
+rows alone, beside others and on other numbers of threads must come back with the same bits.
+"""
+
+import numpy as np
+import pytest
+
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import awq, contract
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+HERE = [name for name in contract.PATHS[1:] if contract.lacks(name) is None]
+
+
+def layer(inputs, outputs, group, seed):
+    source = np.random.default_rng(seed)
+    words = source.integers(-(2**31), 2**31, (inputs, outputs // 8), dtype=np.int64).astype(np.int32)
+    zeros = source.integers(-(2**31), 2**31, (inputs // group, outputs // 8), dtype=np.int64).astype(np.int32)
+    scales = source.uniform(0.001, 0.02, (inputs // group, outputs)).astype(np.float16)
+    bias = source.standard_normal(outputs).astype(np.float32)
+    return words, zeros, scales, bias
+
+
+def codes(words):
+    out = np.empty((words.shape[0], words.shape[1], 8), np.int64)
+    for place, column in enumerate(ORDER):
+        out[:, :, column] = words.view(np.uint32) >> 4 * place & 15
+    return out.reshape(words.shape[0], -1)
+
+
+def weights(words, zeros, scales, group):
+    centred = codes(words) - (8 if zeros is None else codes(zeros).repeat(group, 0))
+    return centred * scales.astype(np.float64).repeat(group, 0)
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("outputs", [8, 56, 64, 72, 264, 576])
+def test_rows_times_packed_words(path, group, outputs):
+    inputs = 384
+    words, zeros, scales, bias = layer(inputs, outputs, group, group + outputs)
+    x = np.random.default_rng(1).standard_normal((16, inputs)).astype(np.float32)
+    for held, added in ((zeros, bias), (None, None)):
+        wanted = x.astype(np.float64) @ weights(words, held, scales, group)
+        wanted += 0 if added is None else added
+        bound = 4e-7 * np.abs(x).sum(1).max() * float(scales.max()) * 15
+        whole = awq.multiply(x, words, held, scales, added, group, path=path)
+        assert np.abs(whole - wanted).max() <= bound
+        for rows in (0, 1, 2, 3, 5, 7, 8, 11, 15):
+            alone = awq.multiply(x[:rows], words, held, scales, added, group, threads=rows % 4, path=path)
+            assert np.array_equal(alone, whole[:rows]), rows
+
+
+def test_the_vector_paths_agree_to_the_bit():
+    words, zeros, scales, bias = layer(256, 1000, 64, 3)
+    x = np.random.default_rng(2).standard_normal((13, 256)).astype(np.float32)
+    found = [awq.multiply(x, words, zeros, scales, bias, 64, path=path) for path in HERE[1:]]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def test_what_does_not_fit_is_refused():
+    words, zeros, scales, bias = layer(64, 16, 32, 1)
+    x = np.zeros((2, 64), np.float32)
+    for args, said in (
+        ((np.zeros((17, 64), np.float32), words, zeros, scales, bias, 32), "17 rows; at most 16"),
+        ((x, words, zeros, scales, bias, 48), "no groups of 48"),
+        ((x, words, zeros[:1], scales, bias, 32), "zeros is int32"),
+        ((x, words, zeros, scales.astype(np.float32), bias, 32), "scales is float32"),
+        ((x.astype(np.float64), words, zeros, scales, bias, 32), "x is float64"),
+        ((x[:, ::-1], words, zeros, scales, bias, 32), "strided"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            awq.multiply(*args)
