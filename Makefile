@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo serve page model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -55,6 +55,11 @@ $(VENV)/.dev: $(VENV)/.run
 $(VENV)/.hf: $(VENV)/.run
 	@echo "installing torch, transformers and what the server needs"
 	@$(call install,hf model serve clients)
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.run
+	@echo "installing playwright"
+	@$(call install,browser)
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.run
@@ -98,6 +103,9 @@ demo: model ## one daemon, several processes, a real model: the first computes, 
 
 serve: model ## a daemon, a server and its page on the example model, on loopback, until Ctrl-C
 	@$(PY) examples/serve.py
+
+page: model $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
+	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
 # Files side by side, as many as JOBS; what is marked `alone` waits for the others (tests/turns.py).
 BESIDE := -n $(JOBS) --dist loadfile

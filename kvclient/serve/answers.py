@@ -121,15 +121,14 @@ class Run:
         prompt = next((c.prompt for c in self.choices if c.prompt is not None), None)
         if prompt is None:
             return {}
-        disk, asked = prompt.from_disk, len(self.choices[0].ask.prompt)
-        computed = asked - prompt.cached_tokens
+        disk, peer, asked = prompt.from_disk, prompt.from_peer, len(self.choices[0].ask.prompt)
         return {
             "prompt_tokens": asked, "reused_tokens": prompt.cached_tokens,
-            "memory_tokens": prompt.cached_tokens - disk, "disk_tokens": disk,
+            "memory_tokens": prompt.cached_tokens - disk - peer, "disk_tokens": disk, "peer_tokens": peer,
             "approximate_tokens": prompt.approximate_tokens,
             "ttft_s": round(self.first_at - self.began, 4) if self.first_at else None,
-            # What the same prompt costs at the rate this one was computed at: an estimate, and called one.
-            "cold_ttft_estimate_s": round(prompt.prefill_s * asked / computed, 4) if computed else None,
+            # At the rate prompts were computed lately: an estimate, and called one.
+            "cold_ttft_estimate_s": None if prompt.cold_s is None else round(prompt.cold_s, 4),
         }  # fmt: skip
 
 

@@ -53,7 +53,10 @@ def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
-        policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+        policy = (
+            "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+            "base-uri 'none'"
+        )
         return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": policy})
 
     @app.get("/health")

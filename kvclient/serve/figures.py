@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-GAUGES = ("requests_waiting", "requests_running", "held_tokens")
+GAUGES = (
+    "requests_waiting", "requests_running", "held_tokens", "kv_bytes_per_token",
+    "kv_bytes_per_token_uncoded",
+)  # fmt: skip
 
 
 def prometheus(stats: dict[str, Any]) -> str:

@@ -29,6 +29,8 @@ from kvclient.serve.sampling import Chosen, Sampler, chosen
 from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
 from kvclient.serve.text import Text
 
+RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
+
 
 @dataclass(frozen=True)
 class Token:
@@ -44,8 +46,9 @@ class Prompt:
 
     cached_tokens: int
     from_disk: int
+    from_peer: int
     approximate_tokens: int
-    prefill_s: float
+    cold_s: float | None  # what computing all of it would take, at the rate of lately; None: not known yet
     logprobs: tuple[Chosen | None, ...] = ()
 
 
@@ -98,7 +101,11 @@ class Loop:
         self._queued = 0
         self.counts: Counter[str] = Counter()
         self.ready = threading.Event()  # a token was computed
-        self._closed = False
+        form = kv.form
+        plain = 2 * form.layers * form.heads * form.head_dim * form.dtype.itemsize
+        coded = form.layers * form.codec.bytes_per_token(form.heads, form.head_dim) if form.codec else plain
+        self._bytes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
+        self._closed, self._token_s = False, 0.0  # seconds of computing one token of a prompt
         self._thread = threading.Thread(target=self._run, name="kvclient-serve-loop", daemon=True)
         self._thread.start()
 
@@ -123,6 +130,7 @@ class Loop:
         return {
             "requests_waiting": self._queued, "requests_running": self._scheduler.active,
             "held_tokens": self._scheduler.held_tokens, **self.counts, "kv": self._kv.stats,
+            **self._bytes,
         }  # fmt: skip
 
     @property
@@ -231,12 +239,14 @@ class Loop:
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
+        self._note_rate(upto - reused, time.perf_counter() - began)
         if job.first is None:
             tiers = report.reused_by_tier if report is not None else {}
             self.counts["prompt_tokens_total"] += entry.prompt_tokens
             self.counts["cached_tokens_total"] += reused
             approximate = report.approximate_tokens if report is not None else 0
-            job.first = Prompt(reused, tiers.get("disk", 0), approximate, time.perf_counter() - began)
+            cold_s = self._token_s * entry.prompt_tokens if self._token_s else None
+            job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), approximate, cold_s)
         elif reused + 1 < entry.filled:  # the store kept nothing of the pieces before: no more of them
             entry.whole = True
         self._scheduler.filled(entry, upto)
@@ -246,6 +256,12 @@ class Loop:
             self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
             self.ready.set()
             self._chosen(job, out.logits[0][0])
+
+    def _note_rate(self, tokens: int, seconds: float) -> None:
+        """Seconds a token, from calls of which the prompt's tokens are most of the work."""
+        if tokens >= RATE_TOKENS:
+            rate = seconds / tokens
+            self._token_s = 0.75 * self._token_s + 0.25 * rate if self._token_s else rate
 
     def _stored(self, job: Job) -> int:
         """How many of its first tokens are there already."""
