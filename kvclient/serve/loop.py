@@ -87,6 +87,7 @@ class Job:
     cache: Any = None
     tokens: list[int] = field(default_factory=list)
     pieces: int = 0
+    exact: bool = True  # nothing of it was computed behind approximate tokens
     first: Prompt | None = None
 
 
@@ -192,6 +193,7 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
+            self._publish(job)
             job.cache = job.entry = None
             self.counts["requests_cancelled_total"] += 1
 
@@ -202,6 +204,7 @@ class Loop:
         except Exception as error:  # whatever a model raises ends its requests, never the server
             if len(entries) > 1:
                 for entry in entries:
+                    _cut_back(entry.job)
                     self._guarded([entry], functools.partial(self._decode, [entry]))
                 return
             self.counts["requests_failed_total"] += 1
@@ -215,8 +218,23 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
-        job.cache = job.entry = None
         self._tell(job, event)
+        if isinstance(event, Done):
+            self._publish(job)
+        job.cache = job.entry = None
+
+    def _publish(self, job: Job) -> None:
+        """Its answer's blocks, so that the next turn of its conversation finds them: also of one whose client
+        left, for what it saw comes back.
+        """
+        if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
+            return
+        text = [*job.prompt, *job.tokens[:-1]]  # the newest has no KV yet
+        try:
+            with self._kv.salted(job.salt):
+                self.counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
+        except Exception:  # without a store there is nothing to keep; the answer is whole
+            self.counts["publish_failed_total"] += 1
 
     # ---------------------------------------------------------------- computing
 
@@ -239,6 +257,7 @@ class Loop:
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
+        job.exact = job.exact and (report is None or not report.approximate_tokens)
         self._note_rate(upto - reused, time.perf_counter() - began)
         if job.first is None:
             tiers = report.reused_by_tier if report is not None else {}
@@ -313,3 +332,11 @@ class Loop:
         if len(job.tokens) >= job.new_tokens:
             return self._finish(job, Done("length", job.text.end()))
         return None
+
+
+def _cut_back(job: Job) -> None:
+    """Takes away the token that a step which failed left in some of its layers."""
+    length = len(job.prompt) + len(job.tokens) - 1
+    for layer in job.cache.layers:
+        if (more := layer.get_seq_length() - length) > 0:
+            layer.crop(-more)

@@ -12,6 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf.cache.ragged import RaggedLayer
 from kvclient.serve.loop import Done, Failed, Job, Loop, Token
 from kvclient.serve.sampling import Sampler, Sampling
 from kvclient.serve.scheduler import Limits, QueueFull
@@ -109,6 +110,38 @@ def test_a_row_that_fails_and_rows_that_leave_change_no_other(served):
     assert isinstance(ends[3], Failed) and "broken on purpose" in ends[3].message
     for index in set(ends) - {3} - gone:
         assert jobs[index].tokens == wanted[index]
+
+
+def test_a_step_that_fails_in_the_middle_is_computed_again_row_by_row(served, monkeypatch):
+    model, kv, loop = served
+    prompts, events = [prompt(40 + 9 * index, seed=index) for index in range(3)], queue.Queue()
+    wanted = alone(model, kv, prompts)
+    left, attend = [2], RaggedLayer.attend
+
+    def breaks(layer, query, *args):
+        if layer.index == 1 and query.shape[0] > 1 and left[0]:
+            left[0] -= 1
+            raise ValueError("broken behind the first layers' new token")
+        return attend(layer, query, *args)
+
+    monkeypatch.setattr(RaggedLayer, "attend", breaks)
+    jobs = [ask(loop, ids, events, index) for index, ids in enumerate(prompts)]
+    ended(events, 3)
+    assert left[0] == 0 and [job.tokens for job in jobs] == wanted
+
+
+def test_the_next_turn_finds_the_answer_of_the_one_before(served):
+    model, kv, loop = served
+    events, ids = queue.Queue(), prompt(70, seed=3)
+    said = ask(loop, ids, events, 0)
+    ended(events, 1)
+    turn = torch.tensor([[*ids[0].tolist(), *said.tokens, *prompt(20, seed=4)[0].tolist()]])
+    wanted = alone(model, kv, [turn])[0]
+    before = loop.stats()["cached_tokens_total"]
+    again = ask(loop, turn, events, 1)
+    ended(events, 1)
+    assert loop.stats()["cached_tokens_total"] - before == 80, "64 of its prompt, 16 more with the answer"
+    assert again.tokens == wanted
 
 
 def test_a_cancelled_request_costs_no_step_more(served):

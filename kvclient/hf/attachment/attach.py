@@ -30,6 +30,7 @@ from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, Known
+from kvclient.hf.attachment.publish import publish
 from kvclient.hf.attachment.self_test import Verdict, prove, prove_model
 from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.attachment.warm import Stored, check_overlap, warm
@@ -206,6 +207,10 @@ class Attachment:
         """Computes a text and leaves its KV in the store; see kvclient.hf.attachment.warm."""
         overlap = self.overlap_tokens if overlap_tokens is None else overlap_tokens
         return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
+
+    def publish(self, token_ids: Sequence[int], cache: Any) -> int:
+        """Leaves in the store what a loop of the caller's own computed; see kvclient.hf.attachment.publish."""
+        return publish(self, self._attached_model(), token_ids, cache)
 
     def handoff(self, **inputs: Any) -> Handoff:
         """Prefills one prompt in a thread, for resume() elsewhere; see kvclient.hf.attachment.handoff."""

@@ -1,0 +1,43 @@
+"""Leaves in the store what a caller's own loop computed: the blocks of a text whose KV one row's cache holds.
+
+Owns nothing: it borrows the cache. Never computes. Invariant: only for a text whose every token was computed,
+or reused exactly, by the model as it is now; the caller knows that, and calls it for no other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvclient.hf.cache.layer import StoreLayer
+from kvclient.hf.call import Clock
+from kvclient.hf.connector.save import Publisher
+
+if TYPE_CHECKING:
+    from kvclient.hf.attachment.attach import Attachment
+
+
+def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: Any) -> int:
+    """How many blocks it published. Those that are there already, and those whose tokens lie in the store's
+    blocks, are left as they are.
+    """
+    subject, options = attachment._current(model), attachment._known.options
+    layers = list(cache.layers)
+    if subject is None or any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
+        return 0
+    held = min(layer.get_seq_length() for layer in layers)
+    chain = options.chunker.chain(subject.identity, list(tokens[:held]))
+    first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
+    if first >= len(chain):
+        return 0
+    form = subject.form
+    layout = -1 if subject.layout_id is None else subject.layout_id
+    own = Publisher(
+        attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
+    )  # fmt: skip
+    try:
+        own.publish(chain, first, 0, 0, [(layer.storage, layer.origin) for layer in layers])
+    finally:
+        own.abort()
+    return own.published
