@@ -209,7 +209,7 @@ class Attachment:
         return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
 
     def publish(self, token_ids: Sequence[int], cache: Any) -> int:
-        """Leaves in the store what a loop of the caller's own computed; see kvclient.hf.attachment.publish."""
+        """Leaves in the store what a caller's own loop computed; see kvclient.hf.attachment.publish."""
         return publish(self, self._attached_model(), token_ids, cache)
 
     def handoff(self, **inputs: Any) -> Handoff:
