@@ -49,7 +49,7 @@ $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and lint need"
-	@$(call install,dev)
+	@$(call install,dev deploy)
 	@touch $@
 
 $(VENV)/.hf: $(VENV)/.run

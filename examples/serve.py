@@ -2,7 +2,7 @@
 
     python examples/serve.py [--port 8000] [MODEL]
 
-Ends both with Ctrl-C. Listens on 127.0.0.1 only.
+Ends both with Ctrl-C or SIGTERM, and frees their memory. Listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ def main() -> int:
     parser.add_argument("--port", default="8000")
     parser.add_argument("--memory", default="1GiB", help="of the daemon")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = given.model or str(example_model.ensure())
     with tempfile.TemporaryDirectory(prefix="kvstored-serve-") as home, contextlib.ExitStack() as ends:
         run = Path(home) / "run"
         daemon = [sys.executable, "-m", "kvstored", "serve", "--dir", str(run), "--memory", given.memory]
+        daemon.append("--discard")  # its directory goes with it: nobody would find its memory again
         server = [sys.executable, "-m", "kvclient.serve", directory, "--dir", str(run), "--port", given.port]
         for command in (daemon, server):
             process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
             ends.callback(process.wait)
-            ends.callback(process.send_signal, signal.SIGINT)
+            ends.callback(process.terminate)  # a background job of a shell ignores SIGINT
         with contextlib.suppress(KeyboardInterrupt):
             return process.wait()
     return 0
