@@ -177,6 +177,14 @@ def _errors(app: FastAPI) -> None:
             return _shown(unsupported(place))
         return _shown(ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None))
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def no_text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+        return _shown(ApiError(400, f"half a surrogate pair at character {error.start} of a text"))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> JSONResponse:
+        return _shown(ApiError(500, f"the server failed: {type(error).__name__}", "server_error"))
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return _shown(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from kvclient.errors import KVClientError
 from kvclient.serve.errors import ApiError, too_long, unsupported
@@ -57,6 +60,8 @@ class Asking:
     ) -> None:  # fmt: skip
         self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
         self._keys, self._ends, self._vocabulary = tuple(keys), ends, vocabulary
+        signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
+        self._template_words = {*signature.parameters, "messages", "chat_template"}
         self.grammars = Grammars(tokenizer, vocabulary)
         self.fingerprint = "kv_" + hashlib.sha256(loop.identity).hexdigest()[:12]
         self.card = {
@@ -144,7 +149,10 @@ class Asking:
         return self.chat(chat)
 
     def tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            prompt.encode()  # raises UnicodeEncodeError for what no tokenizer takes, each in words of its own
+            prompt = self.tokenizer(prompt)["input_ids"]
+        ids = list(prompt)
         wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             raise ApiError(400, f"token {wrong} is none of the model's {self._vocabulary}", param="prompt")
@@ -158,6 +166,9 @@ class Asking:
         """By the model's chat template, with what opens the answer. given: the template's own arguments."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
+        own = sorted(set(given or ()) & self._template_words)
+        if own:  # a template of the client's own is a program that may run for hours
+            raise unsupported(f"chat_template_kwargs.{own[0]}")
         plain = [message.plain() for message in messages]
         spelled = [tool.model_dump(exclude_none=True) for tool in tools] or None
         if spelled and "tools" not in str(self.tokenizer.chat_template):
@@ -168,6 +179,7 @@ class Asking:
             )
         except Exception as error:  # a template is a program of the model's author
             raise ApiError(400, f"the chat template refuses these messages: {error}") from error
+        text.encode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def jobs(self, ask: Ask, salt: bytes, tell: Any) -> list[Job]:

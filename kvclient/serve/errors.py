@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_CHARS = 1000  # of a message: it may quote what was asked
+
 
 class ApiError(Exception):
     """Answered as {"error": {...}} under `status`. retry_after_s: for a full queue."""
@@ -15,6 +17,8 @@ class ApiError(Exception):
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
         param: str | None = None, retry_after_s: int | None = None,
     ) -> None:  # fmt: skip
+        # Half a surrogate pair, as a client's JSON may have it, has no bytes; and a message is for people.
+        message = message.encode(errors="backslashreplace").decode()[:MOST_CHARS]
         super().__init__(message)
         self.status, self.retry_after_s = status, retry_after_s
         self.body: dict[str, Any] = {

@@ -5,6 +5,7 @@ against plain generate() or against another way of asking the same.
 """
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -106,6 +107,16 @@ def test_responses(client):
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
         ("/v1/completions", {"prompt": "x", "stop": ["s"] * 10_000}, 400, "stop"),
         ("/v1/completions", {"prompt": "x" * 5000, "max_tokens": 4}, 400, "512"),
+        ("/v1/completions", b'{"prompt": "\\ud800", "max_tokens": 1}', 400, "surrogate"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
+        ("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}', 404, "d800"),
+        ("/v1/completions", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "body"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{}"}},
+            400,
+            "chat_template_kwargs.chat_template",
+        ),
         ("/v1/embeddings", {"input": "x"}, 400, "embeddings"),
         ("/nothing", {}, 404, "nothing"),
     ],
@@ -114,6 +125,26 @@ def test_what_cannot_be_had_is_an_error_that_names_it(tiny, path, body, status, 
     got, _, said = tiny.post(path, body)
     assert got == status and set(said["error"]) == {"message", "type", "param", "code"}
     assert word in json.dumps(said)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^((a+)+)+$"},
+        {"type": "string", "pattern": "(" * 5000 + "a+" + ")" * 5000},
+        {"type": "array", "items": {"type": "string"}, "minItems": 10**9},
+        functools.reduce(lambda inner, _: {"type": "object", "properties": {"a": inner}}, range(200), {}),
+    ],
+    ids=["backtracks", "nested regex", "a billion items", "deep"],
+)
+def test_a_schema_that_explodes_is_bounded_and_others_are_served(tiny, schema):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "response_format": asked}
+    status, _, answer = tiny.post("/v1/chat/completions", body)
+    assert status in (200, 400)
+    assert status == 200 or len(answer["error"]["message"]) <= 1000
+    assert tiny.chat("and now")["choices"][0]["finish_reason"] in ("stop", "length")
 
 
 def test_a_client_that_hangs_up_stops_its_computing(tiny):
