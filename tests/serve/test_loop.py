@@ -1,7 +1,8 @@
 """Proves that each answer is what it would be alone, whatever runs, joins, fails or is cancelled beside it.
 
-Method: the real loop on a tiny random model in fp32 and the in-memory store; greedy tokens against plain
-generate(), with prompts of many lengths cut into pieces, random cancels, and a row whose sampler raises.
+Method: the real loop on tiny random models in fp32 (with windows, soft caps and sinks too) and the in-memory
+store; greedy tokens against plain generate(), with prompts of many lengths cut into pieces, random cancels,
+and a row whose sampler raises.
 """
 
 import queue
@@ -28,7 +29,7 @@ class Letters:
         return "".join(chr(97 + i % 26) for i in ids)
 
 
-@pytest.fixture(params=["llama", "gemma", "gpt2"])
+@pytest.fixture(params=["llama", "gemma2", "gpt2", "gpt_oss"])
 def served(request):
     model = build(request.param, layers=2)
     with (
