@@ -1,8 +1,13 @@
-"""What the tests of kvclient.hf over tiny models share: an in-memory store, and the counts of fallbacks."""
+"""What the tests of kvclient.hf share: an in-memory store, the example checkpoint, counts of fallbacks."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 import kvclient
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -67,3 +72,14 @@ def home(tmp_path_factory):
     fast.save_pretrained(home)
     build("llama").save_pretrained(home)
     return home
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    """SmolLM2's checkpoint."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import model as example_model
+    finally:
+        sys.path.pop(0)
+    return example_model.ensure()

@@ -33,16 +33,6 @@ HALF_WAY = 12  # the layer of 30 behind which a process is killed
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def model_dir() -> Path:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import model as example_model
-    finally:
-        sys.path.pop(0)
-    return example_model.ensure()
-
-
 def load(model_dir, dtype):
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()

@@ -1,0 +1,21 @@
+"""Models larger than their memory: layers read from disk into a few slots while others compute.
+
+    model = StreamingCausalLM.from_pretrained(directory, StreamingConfig(memory=2 << 30))
+    model.generate(...)  # and attach(), Engine: it is the stock model
+
+Owns where each layer's weights lie and when they are read. Never changes what a layer computes. Invariant:
+logits have the same bits for every residency.
+"""
+
+from kvclient.hf.streaming.model import StreamingCausalLM, streaming_stats
+from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed
+from kvclient.hf.streaming.residency import StreamingConfig
+
+__all__ = [
+    "DiskMover",
+    "MemoryMover",
+    "StreamingCausalLM",
+    "StreamingConfig",
+    "StreamingFailed",
+    "streaming_stats",
+]

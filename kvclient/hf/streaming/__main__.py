@@ -1,0 +1,92 @@
+"""python -m kvclient.hf.streaming DIR --memory 2GiB --prompt "..." [--json]
+
+Owns the command: loads a checkpoint under a limit, generates, and prints tokens a second beside the most that
+the disk allows. Never asks a hub. Invariant: the figures are of the tokens it printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from kvclient.errors import KVClientError
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
+from kvclient.hf.streaming.residency import RESIDENCIES
+
+UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
+
+
+def memory(text: str) -> int:
+    """Bytes of `2GiB`, `512MiB` or a plain number."""
+    number, shift = (text[:-3], UNITS[text[-3:]]) if text[-3:] in UNITS else (text, 0)
+    try:
+        return int(float(number) * (1 << shift))
+    except ValueError:
+        units = ", ".join(UNITS)
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, with or without {units}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    name, about = "python -m kvclient.hf.streaming", "Generates with a model whose layers are read from disk."
+    asked = argparse.ArgumentParser(prog=name, description=about)
+    asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
+    asked.add_argument("--memory", type=memory, help="for weights and slots: 2GiB; default: what is free")
+    asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
+    asked.add_argument("--prompt", default="The capital of France is")
+    asked.add_argument("--max-new-tokens", type=int, default=16)
+    asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
+    asked.add_argument("--json", action="store_true", help="one object on standard output, nothing else")
+    return asked
+
+
+def run(asked: argparse.Namespace) -> dict[str, object]:
+    def told(done: int, whole: int) -> None:
+        print(f"\rrearranging layer {done} of {whole}", end="\n" if done == whole else "", file=sys.stderr)
+
+    config = StreamingConfig(residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots)
+    began = time.perf_counter()
+    model = StreamingCausalLM.from_pretrained(asked.directory, config, progress=told)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
+    loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
+    held, moved = stats["bytes_held"], stats["bytes_per_pass"]
+    print(f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token", file=sys.stderr)
+    inputs = tokenizer(asked.prompt, return_tensors="pt")
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False)
+    took_s, stats = time.perf_counter() - began, streaming_stats(model)
+    tokens = out.shape[1] - inputs["input_ids"].shape[1]
+    rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
+    model.kvstored_streams.close()
+    return {
+        "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
+        "loaded_s": loaded_s, "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
+        "ceiling_tokens_per_s": rate / moved if rate and moved else None, "stats": stats,
+    }  # fmt: skip
+
+
+def main() -> int:
+    asked = parser().parse_args()
+    try:
+        found = run(asked)
+    except (KVClientError, OSError, ValueError) as error:
+        print(json.dumps({"error": str(error)}) if asked.json else f"error: {error}", file=sys.stderr)
+        return 1
+    if asked.json:
+        print(json.dumps(found))
+        return 0
+    ceiling = found["ceiling_tokens_per_s"]
+    most = f"; the reads alone would allow {ceiling:.2f}" if ceiling else "; nothing is read"
+    print(found["text"])
+    print(f"{found['tokens']} tokens, {found['tokens_per_s']:.2f} a second{most}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""A causal model of which some layers lie on the disk.
+
+Owns the model's parameters: which are filled for good, and which only while their layer computes. Never
+changes a module's forward. Invariant: a streamed weight is a tensor without memory (torch's "meta") whenever
+its layer does not compute, so that nobody reads what another layer has put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
+from kvclient.hf.awq.linear import AwqLinear
+from kvclient.hf.streaming.mover import DiskMover, pages
+from kvclient.hf.streaming.rearrange import Arrangement, Part, Stored, arrangement, split
+from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
+from kvclient.hf.streaming.scheduler import Mover, Scheduler, Slot
+
+Place = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+class StreamingCausalLM:
+    """from_pretrained() gives the stock model of transformers; its layers are read as they are asked for."""
+
+    @staticmethod
+    def from_pretrained(
+        directory: str | Path, config: StreamingConfig | None = None, *, dtype: torch.dtype | None = None,
+        mover: Callable[[Arrangement], Mover] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> torch.nn.Module:  # fmt: skip
+        """The model of a directory with safetensors, AWQ or plain, in eval mode, on the CPU. dtype: what it
+        computes in; progress: told of layers rearranged and of all, the first time. Raises InvalidArgument
+        for a directory or a memory that will not do, StreamingFailed for what the disk refuses.
+        """
+        home = Path(directory)
+        if not (home / "config.json").is_file():
+            raise InvalidArgument(
+                f"{home} is no directory with a config.json; a hub id must be fetched first"
+            )
+        config = config or StreamingConfig()
+        model, group = _empty(home, dtype)
+        arranged = arrangement(home, progress)
+        rest = _outside(home)
+        sizes = [{name: part.piece.length for name, part in layer.items()} for layer in arranged.layers]
+        chosen = plan(config, sizes, sum(tensor.nbytes for tensor in rest.values()))
+        layers = model.get_submodule(arranged.prefix)
+        if len(layers) != len(arranged.layers):
+            raise InvalidArgument(
+                f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
+            )
+        for layer, parts in zip(layers, arranged.layers, strict=True):
+            _pack(layer, parts, group, model.dtype)
+        _fill_outside(model, rest, arranged.prefix, home.name)
+        moved = (mover or (lambda own: DiskMover(own.path)))(arranged)
+        model.kvstored_streams = Streams(layers, arranged, chosen, config, moved, model.dtype)
+        model.kvstored_digest = _digest(arranged, rest)
+        if (home / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
+        return model.eval()
+
+
+def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
+    """Bytes and loads so far, how often a layer was there already, seconds waited for each, bytes a pass."""
+    streams: Streams = model.kvstored_streams
+    found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
+    if (scheduler := streams.scheduler) is None:
+        return found
+    return {
+        **found, "bytes": scheduler.bytes, "loads": scheduler.loads, "hits": scheduler.hits,
+        "retries": scheduler.retries, "filling_s": scheduler.filling_s, "waited_s": dict(scheduler.waited_s),
+    }  # fmt: skip
+
+
+class Streams:
+    """The streamed layers of one model: their slots, and whose weights point into which."""
+
+    def __init__(
+        self, layers: Any, arranged: Arrangement, chosen: Plan, config: StreamingConfig, mover: Mover,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.plan, self._dtype = chosen, dtype
+        self._holding = threading.local()
+        self._users: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._streamed: dict[int, list[Part]] = {}
+        self.scheduler: Scheduler | None = None
+        for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
+            for name in PARTS:
+                if name in chosen.streamed[number]:
+                    self._streamed.setdefault(number, []).append(parts[name])
+                    _leave(layer, parts[name])
+                else:
+                    held = pages(parts[name].piece.length)
+                    mover.fill(number, [parts[name].piece], held)
+                    _set(_places(layer, parts[name], held, dtype))
+        if self._streamed:
+            pieces = {n: tuple(part.piece for part in parts) for n, parts in self._streamed.items()}
+            self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead)
+            for number in self._streamed:
+                layers[number].register_forward_pre_hook(self._before(number))
+                layers[number].register_forward_hook(self._after(number), always_call=True)
+        else:
+            mover.close()
+
+    def close(self) -> None:
+        """Ends the reading; the model cannot be called any more."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+    def _before(self, number: int) -> Callable[..., None]:
+        def before(layer: torch.nn.Module, _args: Any) -> None:
+            assert self.scheduler is not None
+            stack = contextlib.ExitStack()
+            slot = stack.enter_context(self.scheduler.holding(number))
+            with self._lock:
+                self._users[number] = self._users.get(number, 0) + 1
+                if self._users[number] == 1:
+                    self._point(number, layer, slot)
+            held = self._holding.__dict__.setdefault("stacks", {})
+            held.setdefault(number, []).append(stack)
+
+        return before
+
+    def _after(self, number: int) -> Callable[..., None]:
+        """Also after an exception in the layer."""
+
+        def after(layer: torch.nn.Module, _args: Any, _out: Any) -> None:
+            stacks = self._holding.__dict__.get("stacks", {}).get(number)
+            if not stacks:
+                return  # the layer was never given its weights
+            with self._lock:
+                self._users[number] -= 1
+                if not self._users[number]:
+                    for part in self._streamed[number]:
+                        _leave(layer, part)
+            stacks.pop().close()
+
+        return after
+
+    def _point(self, number: int, layer: torch.nn.Module, slot: Slot) -> None:
+        at = 0
+        for part in self._streamed[number]:
+            _set(_places(layer, part, slot.memory[at : at + part.piece.length], self._dtype))
+            at += part.piece.length
+
+
+def _places(layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype) -> Iterator[Place]:
+    for stored in part.tensors:
+        owner, _, attribute = stored.name.rpartition(".")
+        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, attribute)
+
+
+def _tensor(stored: Stored, memory: memoryview, dtype: torch.dtype, attribute: str) -> torch.Tensor:
+    kind = getattr(torch, stored.dtype)
+    if not stored.length:
+        return torch.empty(stored.shape, dtype=kind)
+    count = stored.length // kind.itemsize
+    found = torch.frombuffer(memory, dtype=kind, count=count, offset=stored.offset).view(stored.shape)
+    return found.to(dtype) if found.is_floating_point() and attribute != "scales" else found
+
+
+def _set(places: Iterator[Place]) -> None:
+    for module, attribute, tensor in places:
+        if attribute in module._buffers:
+            module._buffers[attribute] = tensor
+        else:
+            module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _leave(layer: torch.nn.Module, part: Part) -> None:
+    """The part's weights have no memory from here on."""
+    for stored in part.tensors:
+        owner, _, attribute = stored.name.rpartition(".")
+        module = layer.get_submodule(owner)
+        empty = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+        _set(iter([(module, attribute, empty)]))
+
+
+# ---------------------------------------------------------------- the model's frame
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters that are made here have no memory; buffers, which hold what no checkpoint has, do."""
+    register = torch.nn.Module.register_parameter
+
+    def registered(module: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
+        register(module, name, value)
+        if value is not None:
+            module._parameters[name] = torch.nn.Parameter(value.to("meta"), requires_grad=False)
+
+    torch.nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _empty(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]:
+    """The model without weights, and the size of AWQ's groups if it is packed."""
+    config = AutoConfig.from_pretrained(home, local_files_only=True)
+    group = None
+    if (quantisation := getattr(config, "quantization_config", None)) is not None:
+        group, _ = _group_of(quantisation)
+        del config.quantization_config
+    with _without_memory():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    if quantisation is not None:
+        model.config.quantization_config = quantisation
+    return model, group
+
+
+def _pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtype: torch.dtype) -> None:
+    """Linear layers that the checkpoint has packed become AwqLinear; a tensor without a place is an error."""
+    stored = {tensor.name: tensor for part in parts.values() for tensor in part.tensors}
+    for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+        linear = layer.get_submodule(name)
+        if group is None or not isinstance(linear, torch.nn.Linear):
+            raise InvalidArgument(f"the checkpoint quantises {name}, a {type(linear).__name__}")
+        bias = linear.bias is not None
+        packed = AwqLinear(linear.in_features, linear.out_features, group, bias, dtype)
+        if f"{name}.qzeros" not in stored:
+            packed.qzeros.fill_(MIDDLE)
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(owner), attribute, packed)
+    own = layer.state_dict()
+    made = {name for name in own if name.endswith(".qzeros") and name not in stored}
+    wrong = [n for n, t in stored.items() if n not in own or tuple(own[n].shape) != t.shape]
+    if lost := sorted(set(own) - set(stored) - made) + sorted(wrong):
+        raise InvalidArgument(f"tensors without a counterpart, or of another shape: {', '.join(lost[:5])}")
+
+
+def _outside(home: Path) -> dict[str, torch.Tensor]:
+    """All that belongs to no layer."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(home.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({key: file.get_tensor(key) for key in list(file.keys()) if split(key) is None})
+    return found
+
+
+def _fill_outside(model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str) -> None:
+    own = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
+    if lost := sorted(key for key, value in rest.items() if key not in own or own[key].shape != value.shape):
+        raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")
+    for key, value in rest.items():
+        owner, _, attribute = key.rpartition(".")
+        _set(iter([(model.get_submodule(owner), attribute, value.to(model.dtype))]))
+    model.tie_weights()
+    if lost := [
+        key for key, value in model.named_parameters() if value.is_meta and not key.startswith(f"{prefix}.")
+    ]:
+        raise InvalidArgument(f"{name} has no {', '.join(lost[:5])}")
+
+
+def _digest(arranged: Arrangement, rest: dict[str, torch.Tensor]) -> bytes:
+    digest = hashlib.sha256(arranged.digest)
+    for key in sorted(rest):
+        tensor = rest[key].contiguous()
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.digest()

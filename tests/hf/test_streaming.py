@@ -1,0 +1,216 @@
+"""Proves that a model whose layers are read from disk computes what the model in memory does.
+
+Method: a tiny llama, packed (AWQ) and plain, under each residency, bit for bit against the model in memory;
+a disk that lies or is short; layers that raise; two threads; the scheduler alone with a mover that tells what
+it filled; the command on SmolLM2. Real files, real reads.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import transformers
+
+import kvclient
+import kvclient.hf
+from kvclient.errors import InvalidArgument
+from kvclient.hf import awq
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
+from kvclient.hf.streaming.mover import DiskMover, Piece
+from kvclient.hf.streaming.scheduler import Scheduler
+from tests.hf.awq_checkpoint import write_checkpoint
+
+RESIDENCIES = {
+    "full_resident": {},
+    "partial_resident": {"keep_first_k": 1, "keep_last_k": 1},
+    "ffn_only_stream": {},
+    "full_stream": {"n_staging_slots": 3},
+    "auto": {"memory": 1 << 30},
+}
+PROMPT = torch.arange(1, 25)[None]
+
+
+@pytest.fixture(scope="module", params=["awq", "plain"])
+def home(request, tmp_path_factory):
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    home = tmp_path_factory.mktemp(request.param)
+    if request.param == "awq":
+        write_checkpoint(home, model, 32)
+    else:
+        model.save_pretrained(home)
+    return home
+
+
+def opened(home, residency, **more):
+    config = StreamingConfig(residency=residency, **{**RESIDENCIES.get(residency, {}), **more})
+    return StreamingCausalLM.from_pretrained(home, config)
+
+
+def logits(model):
+    with torch.inference_mode():
+        return model(PROMPT).logits
+
+
+def answer(model, **options):
+    return model.generate(PROMPT, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+
+
+def test_every_residency_has_the_same_bits(home):
+    packed = "quantization_config" in json.loads((home / "config.json").read_text())
+    stock = (
+        awq.from_pretrained(home)
+        if packed
+        else transformers.AutoModelForCausalLM.from_pretrained(home).eval()
+    )
+    want, said = logits(stock), answer(stock)
+    for residency in RESIDENCIES:
+        model = opened(home, residency)
+        assert torch.equal(logits(model), want), residency
+        assert torch.equal(answer(model), said), residency
+        moved = streaming_stats(model)["bytes_per_pass"]
+        assert (moved == 0) == (residency in ("full_resident", "auto"))
+        model.kvstored_streams.close()
+
+
+def test_an_answer_reads_each_layer_once_a_pass(home):
+    model = opened(home, "full_stream", n_staging_slots=2)
+    answer(model)
+    stats = streaming_stats(model)
+    assert stats["loads"] >= 12 * 5 - 2 and stats["bytes"] == stats["loads"] * stats["bytes_per_pass"] // 5
+    model.kvstored_streams.close()
+
+
+def test_outside_of_its_turn_a_layer_has_no_weights(home):
+    model = opened(home, "full_stream")
+    logits(model)
+    assert all(value.is_meta for value in model.model.layers.state_dict().values())
+    with pytest.raises(InvalidArgument, match="meta"):
+        kvclient.hf.attach(model, kvclient.InMemoryClient())
+    model.kvstored_streams.close()
+
+
+def test_a_layer_that_raises_gives_its_slot_back(home):
+    model = opened(home, "full_stream")
+    want, broken = logits(model), model.model.layers[2].mlp
+    for _ in range(4):  # more often than there are slots
+
+        def fails(_module, _args):
+            raise RuntimeError("in the middle")
+
+        handle = broken.register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            logits(model)
+        handle.remove()
+    assert torch.equal(logits(model), want)
+    model.kvstored_streams.close()
+
+
+def test_two_threads_share_the_slots(home):
+    model = opened(home, "full_stream")
+    want, got = logits(model), []
+    threads = [threading.Thread(target=lambda: got.extend(logits(model) for _ in range(5))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 10 and all(torch.equal(one, want) for one in got)
+    model.kvstored_streams.close()
+
+
+def test_bytes_that_changed_on_the_disk_are_never_computed_with(home):
+    model = opened(home, "full_stream")
+    path = home / "kvstored-streaming.bin"
+    whole = path.read_bytes()
+    try:
+        at = len(whole) // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(
+            StreamingFailed, match=r"kvstored-streaming\.bin, layer \d, offset \d+: the bytes"
+        ):
+            for _ in range(3):
+                logits(model)
+        os.truncate(path, at)
+        with pytest.raises(StreamingFailed, match="the file ends"):
+            for _ in range(3):
+                logits(model)
+    finally:
+        path.write_bytes(whole)
+    assert torch.equal(logits(model), logits(opened(home, "full_resident")))
+    model.kvstored_streams.close()
+
+
+def test_a_file_that_was_not_finished_is_written_anew(home):
+    want = logits(opened(home, "full_resident"))
+    index = home / "kvstored-streaming.json"
+    index.unlink()
+    (home / "kvstored-streaming.bin.part").write_bytes(b"half")
+    written = []
+    model = StreamingCausalLM.from_pretrained(home, progress=lambda done, all: written.append((done, all)))
+    assert written == [(i, 5) for i in range(1, 6)] and torch.equal(logits(model), want)
+    index.write_text(index.read_text().replace('"piece": [0', '"piece": [1'))
+    assert torch.equal(logits(opened(home, "full_resident")), want)
+
+
+def test_too_little_memory_is_said_with_the_numbers(home):
+    with pytest.raises(
+        InvalidArgument, match=r"memory=1000; with every layer streamed the model needs \d+ bytes"
+    ):
+        opened(home, "auto", memory=1000)
+    with pytest.raises(InvalidArgument, match="a hub id must be fetched first"):
+        StreamingCausalLM.from_pretrained("some/model")
+
+
+class Telling(DiskMover):
+    """Fills slots with the layer's number, and tells."""
+
+    def __init__(self):
+        self.filled, self.path = [], None
+
+    def fill(self, layer, pieces, slot):
+        slot[:1] = bytes([layer])
+        self.filled.append(layer)
+
+    def close(self):
+        pass
+
+
+def test_a_slot_is_filled_only_when_nobody_computes_from_it():
+    scheduler = Scheduler(Telling(), {n: (Piece(0, 4096, 0),) for n in range(6)}, slots=2, ahead=1)
+    try:
+        with scheduler.holding(0) as first, scheduler.holding(1) as second:
+            got = []
+            third = threading.Thread(target=lambda: got.append(_held(scheduler, 4)))
+            third.start()
+            third.join(0.2)  # it must wait: both slots are being computed from
+            assert not got and (first.memory[0], second.memory[0]) == (0, 1)
+        third.join(30)
+        assert got == [4]
+    finally:
+        scheduler.close()
+
+
+def _held(scheduler, layer):
+    with scheduler.holding(layer) as slot:
+        return slot.memory[0]
+
+
+def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)  # what is rearranged lies beside these
+    command = [sys.executable, "-m", "kvclient.hf.streaming"]
+    asked = ["--residency", "full_stream", "--max-new-tokens", "4", "--json"]
+    done = subprocess.run([*command, str(tmp_path), *asked], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] == 4 and "Paris" in found["text"] and found["ceiling_tokens_per_s"] > 0
+    done = subprocess.run([*command, "/nowhere", "--json"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "no directory with a config.json" in json.loads(done.stderr)["error"]
