@@ -77,11 +77,11 @@ class DiskRig:
 
     def put(self, count: int, keys: list[bytes] | None = None, **options: Any) -> list[bytes]:
         keys = new_keys(count) if keys is None else keys
+        self.keys += keys  # before: a daemon that dies may have sealed what it did not answer
         with self.client.create(keys, self.layout, **options) as writer:
             assert writer.results == ["granted"] * len(keys), writer.results
             for index in writer.granted:
                 fill(writer[index], BLOCK.num_layers)
-        self.keys += keys
         self.deleted -= set(keys)
         return keys
 
