@@ -7,6 +7,7 @@ it filled; the command on SmolLM2. Real files, real reads.
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -158,6 +159,22 @@ def test_a_file_that_was_not_finished_is_written_anew(home):
     assert written == [(i, 5) for i in range(1, 6)] and torch.equal(logits(model), want)
     index.write_text(index.read_text().replace('"piece": [0', '"piece": [1'))
     assert torch.equal(logits(opened(home, "full_resident")), want)
+
+
+def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(home, tmp_path):
+    """As on a full disk, a write takes only a part of what it is given, the last layer's too."""
+    opened(home, "full_stream").kvstored_streams.close()
+    most = (home / "kvstored-streaming.bin").stat().st_size - 100
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((home / name).read_bytes())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
+    try:
+        with pytest.raises(StreamingFailed, match=r"\.bin\.part, layer 4, offset \d+: File too large"):
+            opened(tmp_path, "full_stream")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(logits(opened(tmp_path, "full_resident")), logits(opened(home, "full_resident")))
 
 
 def test_too_little_memory_is_said_with_the_numbers(home):

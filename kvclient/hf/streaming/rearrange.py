@@ -160,7 +160,9 @@ def _layer(
             data.extend(held.data)
         data.extend(bytes(-len(data) % PAGE or (0 if data else PAGE)))
         try:
-            out.write(data)
+            left = memoryview(data)
+            while left:  # a write takes less than all: near a full disk, or of more than 2 GiB
+                left = left[out.write(left) :]
         except OSError as error:
             raise StreamingFailed(out.name, number, begin, error.strerror) from error
         yield part, {"piece": [begin, len(data), kvclient.crc32c(data)], "tensors": said}
