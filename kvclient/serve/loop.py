@@ -300,7 +300,7 @@ class Loop:
         tokens, caches = [job.tokens[-1] for job in jobs], [job.cache for job in jobs]
         self.counts["steps_total"] += 1
         if self._ragged:
-            logits = step(self._model, tokens, caches, self._kv._known.kv.heads)
+            logits = step(self._model, tokens, caches, self._kv._model_state.kv.heads)
         else:
             logits = torch.cat([self._alone(*one) for one in zip(tokens, caches, strict=True)])
         for job, row in zip(jobs, logits, strict=True):
@@ -308,7 +308,7 @@ class Loop:
 
     @property
     def _ragged(self) -> bool:
-        return self._kv._known.options.in_place is not None and self._model.device.type == "cpu"
+        return self._kv._model_state.options.in_place is not None and self._model.device.type == "cpu"
 
     def _alone(self, token: int, cache: Any) -> torch.Tensor:
         ids = torch.tensor([[token]], device=self._model.device)

@@ -22,7 +22,7 @@ from kvclient.blocks.codec import Kivi
 from kvclient.hf import attention
 from kvclient.hf.cache import staging
 from kvclient.hf.cache.device import DeviceLayer
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.reuse import blend
 from kvclient.kernels import contract, cuda
 from kvclient.kernels.transfer import HostMemory
@@ -130,7 +130,7 @@ def test_blocks_are_quantised_on_the_gpu(place, client, monkeypatch, codec):
     """The same bytes as by a CPU: what one wrote the other finds."""
     monkeypatch.setattr(contract, "cuda_lacks", lambda own=0: None)
     source = noise(2, 2, 64, 32, dtype=torch.bfloat16).to(place)
-    form = Form(1, 2, 32, torch.bfloat16, Kivi.named(codec))
+    form = BlockFormat(1, 2, 32, torch.bfloat16, Kivi.named(codec))
     size = 64 * form.codec.bytes_per_token(2, 32)
     written = []
     for devices in ((place.type,), ()):

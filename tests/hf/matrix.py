@@ -8,7 +8,7 @@ from __future__ import annotations
 import transformers
 
 from kvclient.hf.model.structure import Refused, check_structure
-from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.zoo import REFUSED, SERVED, WINDOWED, build
 
@@ -31,10 +31,10 @@ def _row(model) -> tuple[str, str]:
     except Refused as refused:
         return f"refused: {_reason(refused, model)}", "refused"
     try:
-        interior = examine_interior(model, kv, Repair())
+        non_prefix = examine_non_prefix(model, kv, Repair())
     except Refused as refused:
         return "exact", f"refused: {_reason(refused, model)}"
-    return "exact", f"approximate; keys turn by {_convention(interior.rope, kv.head_dim)}"
+    return "exact", f"approximate; keys turn by {_convention(non_prefix.rope, kv.head_dim)}"
 
 
 def _convention(rope, head_dim: int) -> str:

@@ -15,7 +15,7 @@ from kvclient.hf.attention import registered
 from kvclient.hf.attention.handle import tell
 from kvclient.hf.attention.registered import without
 from kvclient.hf.model.rope import Rope, Turning, rotated
-from kvclient.hf.reuse.attention_scores import Asked
+from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.blend import Blend
 from kvclient.hf.reuse.drift import ALIKE, MOST, NOISE, REACHES, Drift
 from kvclient.hf.reuse.repair import Repair
@@ -99,7 +99,7 @@ def test_the_first_pass_ends_where_nobody_is_asked(attach, model):
         layer.mlp.register_forward_hook(lambda _m, args, _out: rows.append(args[0].shape[1]))
         for layer in model.model.layers
     ]
-    kv._known.watch = type(kv._known.watch)(model)  # these hooks are no change of the model
+    kv._model_state.watch = type(kv._model_state.watch)(model)  # these hooks are no change of the model
     try:
         for shift in (SHIFT, 0):
             rows.clear()
@@ -123,7 +123,7 @@ def test_planted_attention_is_found():
     keys[:, 1, [*planted, 11, 12], 0] = 40.0
     values[:, 1, [11, 12]] = values[:, 1, planted].mean(-2, keepdim=True)  # say what the head says anyhow
     keys[:, 0, 20, 0] = 40.0  # of a group that does not look for it
-    one = Asked(length, 4, 6)
+    one = AttentionScores(length, 4, 6)
     for layer in (0, 4, 5):
         tell(one.handed(layer, keys, values), query, 1.0)
     assert one.of() is None  # neither the first layers nor the last are asked

@@ -79,7 +79,7 @@ def test_a_refresh_that_is_refused_leaves_the_attachment_refused(model, kv):
 def test_a_refusal_is_found_out_once(model, kv, monkeypatch):
     model.model.layers[1].register_forward_hook(foreign_hook)
     generate(model, prompt(70), 1)
-    monkeypatch.setattr(kv._known, "examine", None)
+    monkeypatch.setattr(kv._model_state, "examine", None)
     generate(model, prompt(70), 1)
     assert kv.last.bypassed == "refused"
 

@@ -16,7 +16,7 @@ import kvclient.hf
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.kernels import NotQuantisable
 from tests.hf.zoo import build, generate, prompt
 
@@ -41,7 +41,7 @@ def reference(x, bits, axis_groups):
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_comes_back_as_near_as_the_reference(bits, group, dtype):
-    form = Form(1, 3, 16, dtype, Kivi(bits, group))
+    form = BlockFormat(1, 3, 16, dtype, Kivi(bits, group))
     source = torch.randn(2, 3, 128, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     size = form.codec.bytes_per_token(3, 16) * 128
 
@@ -71,10 +71,10 @@ def test_what_is_written_comes_back_as_near_as_the_reference(bits, group, dtype)
 )
 def test_bytes_per_token(bits, group, share):
     assert Kivi(bits, group).bytes_per_token(3, 64) <= share * 2 * 3 * 64 * 2
-    small = Form(2, 3, 64, torch.bfloat16, Kivi(bits, group)).layout(128)
+    small = BlockFormat(2, 3, 64, torch.bfloat16, Kivi(bits, group)).layout(128)
     assert (
         small.block_bytes()
-        <= (share + 0.05) * Form(2, 3, 64, torch.bfloat16).layout(128).block_bytes() + 4096
+        <= (share + 0.05) * BlockFormat(2, 3, 64, torch.bfloat16).layout(128).block_bytes() + 4096
     )
     assert kvclient.Layout.from_blob(bytes(small)) == small
 
@@ -133,7 +133,7 @@ def test_what_the_codec_cannot_hold_is_not_stored_and_counted(model, client, mon
     def beyond(*_args):
         raise NotQuantisable("beyond 65504")
 
-    monkeypatch.setattr(Form, "write", beyond)
+    monkeypatch.setattr(BlockFormat, "write", beyond)
     plain, *_ = generate(model, prompt(101))
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int8", self_test=False) as kv:
         tokens, *_ = generate(model, prompt(101))
@@ -196,7 +196,7 @@ def test_sinks_are_stored_only_by_who_computed_them(model, client):
     ids = prompt(101)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, codec="int4", self_test=False) as kv:
         generate(model, ids)
-        sinks = kv._known.subject.sinks
+        sinks = kv._model_state.served.sinks
         key = kvclient.chain(sinks.first.identity, ids[0, :4].tolist(), 4)
         assert client.delete(key) == 1
         generate(model, ids)

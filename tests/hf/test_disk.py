@@ -10,7 +10,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf.request import load_or_compute as pace_module
-from kvclient.hf.request.load_or_compute import UNMEASURED_WAIT_S, Pace, Patience
+from kvclient.hf.request.load_or_compute import UNMEASURED_WAIT_S, PrefillSpeed, WaitBudget
 from tests.daemon.test_disk_tier import files
 from tests.hf.zoo import build, generate, prompt
 
@@ -31,7 +31,7 @@ def served(daemon, tmp_path):
 @pytest.fixture
 def patient(monkeypatch):
     """A tiny model computes its prompt in a millisecond: nobody would wait for a disk on a busy machine."""
-    monkeypatch.setattr(Pace, "patience_s", lambda self, client, tokens, length_bytes: 30.0)
+    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, length_bytes: 30.0)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_load_that_is_slower_than_prefill_is_not_taken(served, model, wait_unt
         wait_until(lambda: len(files(tmp_path)) >= 4, "the blocks are written")
         served.restart()
         wait_until(lambda: client.stats()["on_disk"] == 4, "the directory is indexed")
-        monkeypatch.setattr(Pace, "prefill_s", lambda self, tokens: 1e-9)
+        monkeypatch.setattr(PrefillSpeed, "prefill_s", lambda self, tokens: 1e-9)
         monkeypatch.setattr(type(client), "load_estimate_s", lambda self, length_bytes: 1.0)
         tokens, *_ = generate(model, ids)
         assert torch.equal(tokens, plain)
@@ -98,7 +98,7 @@ def crowd_out(client, kv, keys):
         if set(client.lookup(keys).states) == {3}:
             return
         others = kvclient.chain(bytes([number]) * 32, list(range(100 * BLOCK)), BLOCK)
-        with client.create(others, kv._known.subject.layout_id, priority=90) as writer:
+        with client.create(others, kv._model_state.served.layout_id, priority=90) as writer:
             writer.seal(zero_rest=True)
     raise AssertionError("the blocks stay in memory")
 
@@ -106,7 +106,7 @@ def crowd_out(client, kv, keys):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_document_evicted_to_disk_is_found(served, model, wait_until, monkeypatch, tmp_path, waits):
     """Its records still say what a search goes by."""
-    monkeypatch.setattr(Pace, "patience_s", lambda self, client, tokens, length_bytes: 30.0 * waits)
+    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, length_bytes: 30.0 * waits)
     document, options = prompt(100, seed=5), {"block_tokens": BLOCK, "repair": "auto", "self_test": False}
     computed = torch.cat([prompt(21, seed=2), document, prompt(20, seed=3)], 1)
     with served.connect() as client, kvclient.hf.attach(model, client, **options) as kv:
@@ -128,7 +128,7 @@ def test_pace_measures_prefill():
         def load_estimate_s(self, length_bytes):
             return self.estimate
 
-    pace, client = Pace(), Client()
+    pace, client = PrefillSpeed(), Client()
     assert pace.patience_s(client, 1000, 1 << 20) == UNMEASURED_WAIT_S
     pace.note(100, 1.0)
     assert pace.patience_s(client, 1000, 1 << 20) == pytest.approx(10)  # the daemon has loaded nothing yet
@@ -152,14 +152,14 @@ def test_a_disk_that_hangs_costs_a_request_one_wait(monkeypatch, measured, all_s
 
     now_s = 100.0
     monkeypatch.setattr(pace_module, "monotonic", lambda: now_s)
-    pace = Pace()
+    pace = PrefillSpeed()
     if measured:
         pace.note(100, 1.0)
-    patience = Patience(pace, Client(), 1000)
+    patience = WaitBudget(pace, Client(), 1000)
     waited = []
     for _ in range(20):
         waited.append(patience.wait_s(400, 1 << 20))
         now_s += waited[-1]
     assert sum(waited) == pytest.approx(all_s)
     assert waited[-1] == 0
-    assert Patience(pace, Client(), 1000).wait_s(400, 1 << 20) == waited[0]
+    assert WaitBudget(pace, Client(), 1000).wait_s(400, 1 << 20) == waited[0]

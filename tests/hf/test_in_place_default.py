@@ -19,7 +19,7 @@ from kvclient.hf import attention
 from kvclient.hf.attachment import self_test
 from kvclient.hf.attention import backends
 from kvclient.hf.cache.in_place import InPlaceLayer
-from kvclient.hf.connector.load import Prefix
+from kvclient.hf.connector.load import PrefixSource
 from tests.hf.zoo import generate, known, near, prompt
 
 BLOCK = 16
@@ -50,14 +50,14 @@ def test_it_is_the_default_and_leaves_with_the_attachment(client, left):
 
 def refuse_self_test(monkeypatch):
     monkeypatch.setattr(self_test, "_passed", {})
-    own = Prefix.arrays
+    own = PrefixSource.arrays
 
     def wrong(self, layer):
         return [
             part._replace(block=(part.block[0], part.block[1] + np.float32(1))) for part in own(self, layer)
         ]
 
-    monkeypatch.setattr(Prefix, "arrays", wrong)
+    monkeypatch.setattr(PrefixSource, "arrays", wrong)
 
 
 def choose_eager(model):

@@ -16,9 +16,9 @@ from kvclient.blocks import meta
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
 from kvclient.hf.call import Clock
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope
-from kvclient.hf.reuse.blend import Blend, Interior, decoder_layers
+from kvclient.hf.reuse.blend import Blend, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.hf.zoo import build, generate, prompt
@@ -179,15 +179,15 @@ def test_planted_seams_are_found(model):
     """Tokens whose stored KV is off are the ones that are computed anew."""
     planted = [3, 40, 41, 77]
     kv = Planted(model, 100, planted)
-    interior = Interior(
+    non_prefix = NonPrefixReuse(
         probe_rope(model),
         decoder_layers(model, 6),
         Repair("cacheblend", ratio=0.04, sink_tokens=0, recency_tokens=0),
         model.config,
     )
     segment = Segment(10, 110, APPROXIMATE, (Piece(kv, 0, 100),), 10)
-    form = Form(6, 2, 8, torch.float32)
-    blend = Blend(interior, [segment], 0, 120, Clock(), form)
+    form = BlockFormat(6, 2, 8, torch.float32)
+    blend = Blend(non_prefix, [segment], 0, 120, Clock(), form)
     blend.check(1, kv.fresh)
     columns = blend.columns().tolist()
     assert [c - 10 for c in columns if 10 <= c < 110] == planted
@@ -220,7 +220,7 @@ def test_only_chosen_rows_go_through_the_layers(attach, model, check_layer, scan
         layer.mlp.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape[1]))
         for layer in model.model.layers
     ]
-    kv._known.watch = type(kv._known.watch)(model)  # these hooks are no change of the model
+    kv._model_state.watch = type(kv._model_state.watch)(model)  # these hooks are no change of the model
     try:
         generate(model, asked(13), 1)
     finally:

@@ -11,7 +11,7 @@ import torch
 import kvclient.hf
 from kvclient.blocks.codec import Kivi
 from kvclient.hf.call import Clock
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.save import Publisher
 from tests.hf.zoo import build, generate, near, prompt
 
@@ -111,7 +111,7 @@ def test_blocks_sealed_before_a_claim_leave_no_wrong_last_block(client, monkeypa
 @pytest.mark.parametrize("codec", [None, Kivi(8, BLOCK)])
 def test_a_block_is_sealed_only_if_all_its_columns_came(client, codec):
     """They come in stretches, in order: what is behind a gap fills no block, and nothing counts twice."""
-    form = Form(1, 2, 8, torch.float32, codec)
+    form = BlockFormat(1, 2, 8, torch.float32, codec)
     chain = kvclient.chain(bytes(32), list(range(2 * BLOCK)), BLOCK)
     own = Publisher(client, client.register_layout(form.layout(BLOCK)), 1, 35, None, Clock(), form)
     storage = torch.randn(2, 1, 2, 2 * BLOCK, 8)

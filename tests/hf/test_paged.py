@@ -315,7 +315,7 @@ def test_columns_of_padding_are_zero_where_pages_become_a_tensor(client, left):
     mask = torch.ones_like(rows)
     rows[1, :30], mask[1, :30] = 5, 0
     with attached(model, client) as kv:
-        kv._known.options.pool.memory.fill_(torch.nan)
+        kv._model_state.options.pool.memory.fill_(torch.nan)
         _, _, cache = generate(model, rows, 2, attention_mask=mask)
         assert all(layer.keys.isfinite().all() and layer.values.isfinite().all() for layer in cache.layers)
         assert float(cache.layers[0].keys[1, :, :30].abs().max()) == 0

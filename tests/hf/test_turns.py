@@ -10,7 +10,7 @@ import pytest
 
 import kvclient
 from kvclient.hf import Engine, Window
-from kvclient.hf.engine.saved_state import Shelf
+from kvclient.hf.engine.saved_state import SavedState
 from tests.hf.test_window import Words, ids
 from tests.hf.zoo import build
 
@@ -73,7 +73,7 @@ def test_the_newest_saved_state_outlives_turns_that_cannot_be_saved(engine, clie
         room = turn < 2
         monkeypatch.setattr(client.store, "create", create if room else lambda *_args, **_given: "no_space")
         assert talk.say(ids(10, seed=turn), 2).saved == room
-        newest = Shelf(client, lambda: engine.kv.identity, "full", SMALL, 50).newest()
+        newest = SavedState(client, lambda: engine.kv.identity, "full", SMALL, 50).newest()
         assert newest == min(turn + 1, 2)
 
 
@@ -82,7 +82,7 @@ def test_a_turn_that_cannot_be_saved_for_an_error_is_undone(engine, monkeypatch)
     for one in (talk, wanted):
         one.say(ids(40), 5)
     with monkeypatch.context() as patch:
-        patch.setattr(Shelf, "save", lambda *_: 1 / 0)
+        patch.setattr(SavedState, "save", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             talk.say(ids(30, seed=2), 5)
     assert talk.turn == 1

@@ -156,7 +156,7 @@ def test_what_a_pass_itself_changes_is_no_change(model, client, monkeypatch):
     with kvclient.hf.attach(model, client, **OPTIONS) as kv:
         generate(model, prompt(70), 1)
         with monkeypatch.context() as patch:
-            patch.setattr(kv._known, "examine", None)
+            patch.setattr(kv._model_state, "examine", None)
             for given in ({}, {"num_beams": 2}, {"use_cache": False}, {"output_attentions": True}):
                 generate(model, prompt(70), 3, **given)
         assert kv.stats["reused_tokens"] > 0

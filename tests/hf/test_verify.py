@@ -65,7 +65,7 @@ def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
 def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
     from kvclient.hf.connector import load
 
-    honest, in_place = load.Prefix.load, load.Prefix.arrays
+    honest, in_place = load.PrefixSource.load, load.PrefixSource.arrays
 
     def wrong(self, layer, storage):
         honest(self, layer, storage)
@@ -75,8 +75,8 @@ def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
         parts = in_place(self, layer)
         return [part._replace(block=(part.block[0], part.block[1] + np.float32(1))) for part in parts]
 
-    monkeypatch.setattr(load.Prefix, "load", wrong)
-    monkeypatch.setattr(load.Prefix, "arrays", wrong_in_place)
+    monkeypatch.setattr(load.PrefixSource, "load", wrong)
+    monkeypatch.setattr(load.PrefixSource, "arrays", wrong_in_place)
     assert not kv.verify(PROMPTS)["prefix"].passed
 
 
@@ -87,16 +87,16 @@ def test_keys_that_are_not_moved_are_seen(kv, monkeypatch):
     def still(self, layer, keys, shift, out):
         out[...] = keys
 
-    monkeypatch.setattr("kvclient.hf.attachment.measure.examine_interior", _without_proof)
+    monkeypatch.setattr("kvclient.hf.attachment.measure.examine_non_prefix", _without_proof)
     monkeypatch.setattr(Rope, "turn", still)
     assert kv.verify(PROMPTS)["none"].mean_kl > right
 
 
 def _without_proof(model, kv, repair):
     from kvclient.hf.model.rope import probe_rope
-    from kvclient.hf.reuse.blend import Interior, decoder_layers
+    from kvclient.hf.reuse.blend import NonPrefixReuse, decoder_layers
 
-    return Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
+    return NonPrefixReuse(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
 
 
 def test_without_prompts_the_model_writes_them(kv, monkeypatch):
@@ -211,8 +211,9 @@ def test_what_is_kept_is_what_was_measured(model, client, monkeypatch):
     with kvclient.hf.attach(model, client, block_tokens=16, repair="selective", self_test=False) as kv:
         wanted = kv.calibrate(PROMPTS)["selective"]
         own = Repair("selective", seam_tokens=60, sink_tokens=9, recency_tokens=30)
-        kv._known.subject = dataclasses.replace(
-            kv._known.subject, interior=dataclasses.replace(kv._known.subject.interior, repair=own)
+        served = kv._model_state.served
+        kv._model_state.served = dataclasses.replace(
+            served, non_prefix=dataclasses.replace(served.non_prefix, repair=own)
         )
         found = kv.calibrate(PROMPTS)["selective"]
         assert (found.found, found.mean_kl) == (wanted.found, wanted.mean_kl)

@@ -20,7 +20,7 @@ from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine, Window
 from kvclient.hf.engine import saved_state
-from kvclient.hf.engine.saved_state import Shelf
+from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.window import WindowCache
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.request import stopping
@@ -250,7 +250,7 @@ def test_states_do_not_pile_up(engine, client):
         talk.say(ids(5, seed=turn), 2)
     stats = client.stats()
     assert (stats["blocks"], stats["pins"], stats["created"]) == (2, 0, 0)
-    assert Shelf(client, lambda: engine.kv.identity, "many", SMALL, 50).newest() == 6
+    assert SavedState(client, lambda: engine.kv.identity, "many", SMALL, 50).newest() == 6
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -11,7 +11,7 @@ import torch
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Handoff
-from kvclient.hf.connector.load import Prefix
+from kvclient.hf.connector.load import PrefixSource
 from kvclient.hf.connector.save import Publisher
 from tests.hf.zoo import build, generate, prompt
 from tests.hosts.hosts import Hosts
@@ -74,13 +74,13 @@ def last_layer(monkeypatch):
 
 def test_decode_begins_while_the_prefill_still_computes(pair, last_layer, monkeypatch):
     """The last layer is written only after the other host has taken the first."""
-    ids, (_, opened), own = prompt(100), last_layer, Prefix._loaded
+    ids, (_, opened), own = prompt(100), last_layer, PrefixSource._loaded
 
     def loaded(self, layer):
         opened.set()
         own(self, layer)
 
-    monkeypatch.setattr(Prefix, "_loaded", loaded)
+    monkeypatch.setattr(PrefixSource, "_loaded", loaded)
     tokens, *_ = generate(build("llama"), ids)
     handoff = pair[0].handoff(input_ids=ids)
     assert not handoff.wait(0), "it returns at once"

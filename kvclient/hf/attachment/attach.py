@@ -29,7 +29,7 @@ from kvclient.hf.attachment import decode_graph, measure
 from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
-from kvclient.hf.attachment.model_state import CALIBRATED, Known
+from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
 from kvclient.hf.attachment.self_test import Verdict, prove, prove_model
 from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
@@ -37,11 +37,11 @@ from kvclient.hf.attachment.warm import Stored, check_overlap, warm
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.page_pool import PagedStats
 from kvclient.hf.call import Report, Totals
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.structure import Refused, base_model
-from kvclient.hf.request.load_or_compute import Pace
+from kvclient.hf.request.load_or_compute import PrefillSpeed
 from kvclient.hf.request.request import Options, Request
-from kvclient.hf.request.served_model import AS_COMPUTED, Subject, codec_of
+from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.verify import Verification
 
@@ -109,8 +109,8 @@ def attach(
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
-        known = Known(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
-        attachment = Attachment(model, client, known)
+        state = ModelState(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
+        attachment = Attachment(model, client, state)
         attachment.overlap_tokens = check_overlap(overlap_tokens)
         if self_test:
             prove(attachment, model, attach)
@@ -131,14 +131,14 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
 class Attachment:
     """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
 
-    def __init__(self, model: torch.nn.Module, client: Any, known: Known) -> None:
+    def __init__(self, model: torch.nn.Module, client: Any, model_state: ModelState) -> None:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
         self.decoding, self.overlap_tokens = 0, 0
-        self._known, self._local, self._lock = known, threading.local(), threading.Lock()
+        self._model_state, self._local, self._lock = model_state, threading.local(), threading.Lock()
         self._model: torch.nn.Module | None = model
-        self._totals, self._memory, self._pace = Totals(), Memory(), Pace()
+        self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
 
     # ---------------------------------------------------------------- what users call
 
@@ -160,9 +160,9 @@ class Attachment:
 
     def paged_stats(self) -> PagedStats:
         """Pages in use, shared and copied. Raises InvalidArgument without paged=True."""
-        if self._known.options.pool is None:
+        if self._model_state.options.pool is None:
             raise InvalidArgument("this attachment has no pages; attach with paged=True")
-        return self._known.options.pool.stats
+        return self._model_state.options.pool.stats
 
     @property
     def identity(self) -> bytes:
@@ -170,19 +170,19 @@ class Attachment:
         return self._chosen().identity
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BlockFormat:
         """How the blocks of this thread's calls hold K and V."""
         return self._chosen().form
 
     @property
     def chunker(self) -> Chunker:
         """The rule that prompts are cut into blocks by."""
-        return self._known.options.chunker
+        return self._model_state.options.chunker
 
     @property
     def repair(self) -> Repair | None:
         """How what is reused inside a prompt is made right; None while only prefixes are reused."""
-        return getattr(self._chosen().interior, "repair", None)
+        return getattr(self._chosen().non_prefix, "repair", None)
 
     def verify(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
         """Measures each way of reuse against a cold run: KL, top-1 agreement, first divergence, TTFT.
@@ -195,9 +195,9 @@ class Attachment:
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
         this machine, with the least repair that passes; without one off, unless attach() was told a repair.
         """
-        with self.coded(self._known.codec or AS_COMPUTED):
+        with self.coded(self._model_state.codec or AS_COMPUTED):
             verification, passed = measure.calibrate(self, self._attached_model(), prompts)
-        self._known.calibrated(passed)
+        self._model_state.calibrated(passed)
         return verification
 
     def warm(
@@ -253,10 +253,10 @@ class Attachment:
         """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
         "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.
         """
-        chosen = codec_of(codec, self._known.options.chunker)
+        chosen = codec_of(codec, self._model_state.options.chunker)
         if chosen is not None:
-            chosen.check(self._known.options.chunker.most, self.form.head_dim)
-        before = getattr(self._local, "codec", self._known.codec)
+            chosen.check(self._model_state.options.chunker.most, self.form.head_dim)
+        before = getattr(self._local, "codec", self._model_state.codec)
         self._local.codec = chosen
         try:
             yield
@@ -275,13 +275,13 @@ class Attachment:
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
-        self._known.renew(self._attached_model())
+        self._model_state.renew(self._attached_model())
 
     def detach(self) -> None:
         """Gives the model its own generate() back. Idempotent. Not while another thread computes with it."""
         model, self._model = self._model, None
         if model is not None and model.__dict__.get(PLACE) is self:
-            self._known.adopted.give_back(model)
+            self._model_state.adopted.give_back(model)
             del model.__dict__[PLACE]
             for name, before in self._before.items():
                 if before is None:
@@ -305,23 +305,23 @@ class Attachment:
 
     # ---------------------------------------------------------------- what it knows about the model
 
-    def _current(self, model: torch.nn.Module) -> Subject | None:
+    def _current(self, model: torch.nn.Module) -> ServedModel | None:
         """The model as it is now, or None if it was changed into one that is refused."""
-        return self._chosen() if self._known.current(model) else None
+        return self._chosen() if self._model_state.current(model) else None
 
-    def _served(self, modes: bool = True) -> Subject:
+    def _served(self, modes: bool = True) -> ServedModel:
         """The model as it is now. Raises Refused where generate() would go without the store."""
-        subject = self._current(self._attached_model())
-        if subject is None:
-            raise Refused(str(self._known.refusal))
-        if modes and self._known.watch.training():
+        served = self._current(self._attached_model())
+        if served is None:
+            raise Refused(str(self._model_state.refusal))
+        if modes and self._model_state.watch.training():
             raise Refused(TRAINING)
-        return subject
+        return served
 
-    def _chosen(self) -> Subject:
+    def _chosen(self) -> ServedModel:
         """That of the codec and the salt this thread's calls want."""
-        codec = getattr(self._local, "codec", self._known.codec)
-        return self._known.of(codec, getattr(self._local, "salt", b""))
+        codec = getattr(self._local, "codec", self._model_state.codec)
+        return self._model_state.of(codec, getattr(self._local, "salt", b""))
 
     # ---------------------------------------------------------------- inside generate()
 
@@ -343,10 +343,10 @@ class Attachment:
         whole = getattr(self._local, "bypass", None) == (True, True)
         if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return self._run_without(reason, started, model, args, kwargs)
-        if not self._known.current(model):
-            return self._run_without("refused", started, model, args, kwargs, self._known.refusal)
-        watch = self._known.watch  # not after the subject: of one examined since, it would know the change
-        subject = self._chosen()
+        if not self._model_state.current(model):
+            return self._run_without("refused", started, model, args, kwargs, self._model_state.refusal)
+        watch = self._model_state.watch  # before the served model: of a later one it would know the change
+        served = self._chosen()
         if watch.training():
             return self._run_without("training", started, model, args, kwargs, TRAINING)
         no_read, no_write = getattr(self._local, "bypass", (False, False))
@@ -354,14 +354,14 @@ class Attachment:
         inside, publish_tokens = getattr(self._local, "limits", (True, None))
         limits = {"publish_tokens": publish_tokens, "search": inside}
         limits["static"] = getattr(self._local, "static", False)
-        own = (self.client, subject, dataclasses.replace(self._known.options, **limits))
-        client, subject, options = own if trial is None else trial.on(subject)
+        own = (self.client, served, dataclasses.replace(self._model_state.options, **limits))
+        client, served, options = own if trial is None else trial.on(served)
         request = Request(
-            client, subject, options, self._memory, self._pace, not no_read, not no_write, self.padded,
+            client, served, options, self._memory, self._pace, not no_read, not no_write, self.padded,
             started, lambda: not (watch.training() or watch.changed()),
         )  # fmt: skip
         if trial is None and options.in_place is None:
-            request.report.dense = self._known.adopted.left
+            request.report.dense = self._model_state.adopted.left
         args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
         outer, self._local.request = getattr(self._local, "request", None), request
         try:

@@ -71,7 +71,7 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
     """Attachment.decode_graph()."""
     local = attachment._local
     # In place on a CPU it is the model's own forward, over a tail that does not move.
-    recorded = not attachment._known.options.in_place or model.device.type == DeviceLayer.device_type
+    recorded = not attachment._model_state.options.in_place or model.device.type == DeviceLayer.device_type
     if recorded:
         check(model)
     with attachment._lock:

@@ -20,10 +20,10 @@ from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.call import Report
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.request.request import Options
-from kvclient.hf.request.served_model import AS_COMPUTED, Subject
+from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
 from kvclient.hf.reuse import calibration
-from kvclient.hf.reuse.blend import Interior
-from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.blend import NonPrefixReuse
+from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.verify import Verification, block_tokens_for, own_text
 from kvclient.hf.reuse.verify import verify as measure
@@ -37,17 +37,19 @@ ROOM = 4  # prompts' worth of blocks a trial's store has room for
 
 
 class Trial:
-    """What a thread's calls use instead of the attachment's own client, options and interior."""
+    """What a thread's calls use instead of the attachment's own client, options and non-prefix reuse."""
 
-    def __init__(self, client: Any, layout_id: int, options: Options, interior: Interior | None) -> None:
+    def __init__(
+        self, client: Any, layout_id: int, options: Options, non_prefix: NonPrefixReuse | None
+    ) -> None:
         self._client, self._layout_id, self._options = client, layout_id, options
-        self._interior = interior
+        self._non_prefix = non_prefix
         self.report = Report()
 
-    def on(self, subject: Subject) -> tuple[Any, Subject, Options]:
-        sinks = subject.sinks.elsewhere(self._client) if subject.sinks is not None else None
-        changed = {"layout_id": self._layout_id, "interior": self._interior, "sinks": sinks}
-        own = dataclasses.replace(subject, **changed)
+    def on(self, served: ServedModel) -> tuple[Any, ServedModel, Options]:
+        sinks = served.sinks.elsewhere(self._client) if served.sinks is not None else None
+        changed = {"layout_id": self._layout_id, "non_prefix": self._non_prefix, "sinks": sinks}
+        own = dataclasses.replace(served, **changed)
         return self._client, own, self._options
 
 
@@ -55,34 +57,35 @@ def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[in
     """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
     kv._served(modes=False)
     try:
-        interior = examine_interior(model, kv._known.kv, kv.repair or Repair())
+        non_prefix = examine_non_prefix(model, kv._model_state.kv, kv.repair or Repair())
     except Refused:
         return _measure(kv, model, None, {}, prompts)
-    repairs = {name: dataclasses.replace(interior.repair, method=name) for name in STRATEGIES}
-    return _measure(kv, model, interior, repairs, prompts)
+    repairs = {name: dataclasses.replace(non_prefix.repair, method=name) for name in STRATEGIES}
+    return _measure(kv, model, non_prefix, repairs, prompts)
 
 
 def calibrate(
     kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
-) -> tuple[Verification, Interior | None]:
+) -> tuple[Verification, NonPrefixReuse | None]:
     """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused. Whatever the
     attachment's own repair says, what is tried is what the kept file will stand for.
     """
     kv._served(modes=False)
-    interior = examine_interior(model, kv._known.kv, Repair())
-    repairs = {"selective": dataclasses.replace(interior.repair, method="selective")} | {
-        f"cacheblend {ratio:.2f}": dataclasses.replace(interior.repair, method="cacheblend", ratio=ratio)
+    non_prefix = examine_non_prefix(model, kv._model_state.kv, Repair())
+    repairs = {"selective": dataclasses.replace(non_prefix.repair, method="selective")} | {
+        f"cacheblend {ratio:.2f}": dataclasses.replace(non_prefix.repair, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
     }
     attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
-    repairs["attention"] = dataclasses.replace(interior.repair, **attended)
-    verification = _measure(kv, model, interior, repairs, prompts)
+    repairs["attention"] = dataclasses.replace(non_prefix.repair, **attended)
+    verification = _measure(kv, model, non_prefix, repairs, prompts)
     for name, repair in repairs.items():
         if verification[name].passed:
             outcome = verification[name]
-            _keep(functools.partial(calibration.save, kv._known.subjects.unsalted, repair, outcome))
-            return verification, dataclasses.replace(interior, repair=repair)
-    _keep(functools.partial(calibration.forget, kv._known.subjects.unsalted))
+            unsalted = kv._model_state.served_models.unsalted
+            _keep(functools.partial(calibration.save, unsalted, repair, outcome))
+            return verification, dataclasses.replace(non_prefix, repair=repair)
+    _keep(functools.partial(calibration.forget, kv._model_state.served_models.unsalted))
     return verification, None
 
 
@@ -94,18 +97,18 @@ def _keep(write: Callable[[], object]) -> None:
 
 
 def _measure(
-    kv: Attachment, model: torch.nn.Module, interior: Interior | None, repairs: dict[str, Repair],
+    kv: Attachment, model: torch.nn.Module, non_prefix: NonPrefixReuse | None, repairs: dict[str, Repair],
     prompts: Sequence[Sequence[int]] | None,
 ) -> Verification:  # fmt: skip
     with evaluating(model):
         codec = kv.form.codec
         codec = AS_COMPUTED if codec is None else codec.name
         prompts = own_text(model) if prompts is None else prompts
-        return measure(model, functools.partial(_trial, kv, interior, prompts), repairs, prompts, codec)
+        return measure(model, functools.partial(_trial, kv, non_prefix, prompts), repairs, prompts, codec)
 
 
 def _trial(
-    kv: Attachment, interior: Interior | None, prompts: Sequence[Sequence[int]],
+    kv: Attachment, non_prefix: NonPrefixReuse | None, prompts: Sequence[Sequence[int]],
     repair: Repair | None, call: Callable[[], Any],
 ) -> Report:  # fmt: skip
     from kvclient.testing.in_memory import InMemoryClient
@@ -117,8 +120,8 @@ def _trial(
     layout = form.layout(size)
     longest = max(map(len, prompts))
     cut = Chunker("fixed", size)
-    options = dataclasses.replace(kv._known.options, chunker=cut, follow=False, publish_generated=False)
-    inside = None if repair is None or interior is None else dataclasses.replace(interior, repair=repair)
+    options = dataclasses.replace(kv._model_state.options, chunker=cut, follow=False, publish_generated=False)
+    inside = None if repair is None or non_prefix is None else dataclasses.replace(non_prefix, repair=repair)
     with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
         trial = Trial(client, client.register_layout(layout), options, inside)
         outer = getattr(kv._local, "bypass", (False, False))

@@ -19,22 +19,22 @@ from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salted
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.kernel_install import Adopted
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.identity import read_dimensions
 from kvclient.hf.model.structure import DTYPE_NAMES, check_structure
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.request.request import Options
-from kvclient.hf.request.served_model import Subject, Subjects
+from kvclient.hf.request.served_model import ServedModel, ServedModels
 from kvclient.hf.reuse import calibration
-from kvclient.hf.reuse.blend import Interior
-from kvclient.hf.reuse.eligibility import examine_interior
+from kvclient.hf.reuse.blend import NonPrefixReuse
+from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair
 
 MOST_SALTS = 1024  # of calls, kept ready
 CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
 
 
-class Known:
+class ModelState:
     """wanted: the repair that attach() was told, or CALIBRATED. options: as it was told, with where blocks
     are read as this model allows it.
     """
@@ -47,7 +47,7 @@ class Known:
         self._client, self._salt, self._weights_digest = client, salt, weights_digest
         self._wanted, self._lock = wanted, threading.Lock()
         self.refusal: str | None = None
-        self._salted: tuple[Subjects | None, OrderedDict[bytes, Subjects]] = (None, OrderedDict())
+        self._salted: tuple[ServedModels | None, OrderedDict[bytes, ServedModels]] = (None, OrderedDict())
         self.examine(model, Watch(model))
 
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
@@ -56,19 +56,20 @@ class Known:
         watch.settle()
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
-        form, namespace_salt = Form.of(kv, self.codec), self._client.salt or b""
+        form, namespace_salt = BlockFormat.of(kv, self.codec), self._client.salt or b""
         most = self.options.chunker.most
         dimensions = read_dimensions(
             model, watch.attributes, bytes(form.layout(most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
             salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
-        subjects = Subjects(self._client, form, dimensions, most)
-        repair = calibration.load(subjects.unsalted) if self._wanted == CALIBRATED else self._wanted
-        interior = examine_interior(model, kv, repair) if isinstance(repair, Repair) else None
-        subject = subjects.of(self.codec, interior)
+        served_models = ServedModels(self._client, form, dimensions, most)
+        repair = calibration.load(served_models.unsalted) if self._wanted == CALIBRATED else self._wanted
+        non_prefix = examine_non_prefix(model, kv, repair) if isinstance(repair, Repair) else None
+        served = served_models.of(self.codec, non_prefix)
         # All at once and last: whatever was raised until here, the next call examines again.
         self.options = dataclasses.replace(self.options, in_place=in_place, pool=pool)
-        self.kv, self._namespace_salt, self.subjects, self.subject = kv, namespace_salt, subjects, subject
+        self.kv, self._namespace_salt = kv, namespace_salt
+        self.served_models, self.served = served_models, served
         self.watch, self.refusal = watch, None
 
     def renew(self, model: torch.nn.Module) -> None:
@@ -93,23 +94,23 @@ class Known:
                     self._renew(model)
         return self.refusal is None
 
-    def of(self, codec: Kivi | None, salt: bytes = b"") -> Subject:
+    def of(self, codec: Kivi | None, salt: bytes = b"") -> ServedModel:
         """The model as the store sees it with this codec, for calls under this salt."""
         with self._lock:
             self._follow_salt()
             if codec == self.codec and not salt:
-                return self.subject
-            subjects = self._salted_subjects(salt) if salt else self.subjects
-            found = subjects.of(codec, self.subject.interior)
+                return self.served
+            served_models = self._salted_subjects(salt) if salt else self.served_models
+            found = served_models.of(codec, self.served.non_prefix)
             return found.calibrated() if self._wanted == CALIBRATED and codec != self.codec else found
 
-    def _salted_subjects(self, salt: bytes) -> Subjects:
-        """Those of the salts asked for last; they go with the subjects they were made of."""
+    def _salted_subjects(self, salt: bytes) -> ServedModels:
+        """Those of the salts asked for last; they go with the served models they were made of."""
         of, made = self._salted
-        if of is not self.subjects:
-            self._salted = of, made = self.subjects, OrderedDict()
+        if of is not self.served_models:
+            self._salted = of, made = self.served_models, OrderedDict()
         if salt not in made:
-            made[salt] = self.subjects.salted(salted(salted(self._namespace_salt, self._salt), salt))
+            made[salt] = self.served_models.salted(salted(salted(self._namespace_salt, self._salt), salt))
             if len(made) > MOST_SALTS:
                 made.popitem(last=False)
         made.move_to_end(salt)
@@ -120,11 +121,11 @@ class Known:
         if (now := self._client.salt) is None or now == self._namespace_salt:
             return
         self._namespace_salt = now
-        self.subjects = self.subjects.salted(salted(now, self._salt))
-        self.subject = self.subjects.of(self.codec, self.subject.interior)
+        self.served_models = self.served_models.salted(salted(now, self._salt))
+        self.served = self.served_models.of(self.codec, self.served.non_prefix)
 
-    def calibrated(self, passed: Interior | None) -> None:
+    def calibrated(self, passed: NonPrefixReuse | None) -> None:
         """Takes what calibration let pass; None, and no repair was asked for: prefixes only."""
         if passed is not None or self._wanted == CALIBRATED:
             self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
-            self.subject = dataclasses.replace(self.subject, interior=passed)
+            self.served = dataclasses.replace(self.served, non_prefix=passed)

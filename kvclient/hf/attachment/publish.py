@@ -22,17 +22,17 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     """How many blocks it published. Those that are there already, and those whose tokens lie in the store's
     blocks, are left as they are.
     """
-    subject, options = attachment._current(model), attachment._known.options
+    served, options = attachment._current(model), attachment._model_state.options
     layers = list(cache.layers)
-    if subject is None or any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
+    if served is None or any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
         return 0
     held = min(layer.get_seq_length() for layer in layers)
-    chain = options.chunker.chain(subject.identity, list(tokens[:held]))
+    chain = options.chunker.chain(served.identity, list(tokens[:held]))
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
     if first >= len(chain):
         return 0
-    form = subject.form
-    layout = -1 if subject.layout_id is None else subject.layout_id
+    form = served.form
+    layout = -1 if served.layout_id is None else served.layout_id
     own = Publisher(
         attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
     )  # fmt: skip

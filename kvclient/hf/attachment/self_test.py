@@ -79,14 +79,14 @@ def prove_model(
 
 def prove(kv: Attachment, model: torch.nn.Module, attach: Callable[..., Any]) -> None:
     """Tests the model as this attachment serves it; blocks are read in place only where that passes too."""
-    adopted = kv._known.adopted
+    adopted = kv._model_state.adopted
     if adopted.wanted and not adopted.asked:
         try:
             kv.padded = prove_model(model, attach, in_place=True).padded
             return
         except (Refused, RuntimeError):
             adopted.give_up(model, "self_test")
-            kv._known.examine(model, Watch(model))
+            kv._model_state.examine(model, Watch(model))
     kv.padded = prove_model(model, attach, adopted.wanted, adopted.paged_tokens is not None).padded
 
 

@@ -22,7 +22,7 @@ from kvclient.kernels import contract, cuda
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockFormat:
     """Ids of layouts are no help to recognise one: a daemon numbers them anew."""
 
     layers: int
@@ -32,7 +32,7 @@ class Form:
     codec: Kivi | None = None
 
     @classmethod
-    def of(cls, kv: KVShape, codec: Kivi | None = None) -> Form:
+    def of(cls, kv: KVShape, codec: Kivi | None = None) -> BlockFormat:
         return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec)
 
     def layout(self, block_tokens: int) -> Layout:

@@ -20,8 +20,8 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.cache.layer import StoreLayer
-from kvclient.hf.connector.full_precision import Sinks
-from kvclient.hf.connector.load import Found
+from kvclient.hf.connector.full_precision import FullPrecisionBlocks
+from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.save import Publisher
 
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
@@ -50,12 +50,12 @@ class Stretch:
     next_at: int  # tokens of the row's text with which the next block's end is certain
 
 
-class Offer:
+class Claims:
     """The claims of one request. `tail_tokens`: whether what is left behind whole blocks is offered too."""
 
     def __init__(
-        self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher, sinks: Sinks | None,
-        priority: int, step: int, same: Callable[[], bool],
+        self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher,
+        sinks: FullPrecisionBlocks | None, *, priority: int, step: int, same: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._client, self._identity, self._chunker = client, identity, chunker
         self.publisher, self.sinks = publisher, sinks
@@ -65,7 +65,7 @@ class Offer:
     # ---------------------------------------------------------------- before the forward pass
 
     def claim(
-        self, one: Found, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
+        self, one: PrefixMatch, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
     ) -> None:
         """Claims what is missing of the blocks within the first `limit` tokens. What others hold or just
         sealed is taken along instead. shared: the groups of this batch that share blocks name them in
@@ -85,7 +85,7 @@ class Offer:
         if shared:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
 
-    def claim_tail(self, one: Found) -> None:
+    def claim_tail(self, one: PrefixMatch) -> None:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
@@ -93,7 +93,7 @@ class Offer:
             group = one.group
             self._claim_rest(group.tokens, len(one.chain), one.starts[-1], group.rows[0], group.pad)
 
-    def claim_gaps(self, one: Found, inside: Sequence[Segment], stop: int) -> None:
+    def claim_gaps(self, one: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
         """Claims what is computed behind approximate tokens, up to token `stop`, where it fills a block."""
         root, row, pad = approximate_root(self._identity), one.group.rows[0], one.group.pad
         ends = [*(segment.start for segment in inside[1:]), len(one.group.tokens)]
@@ -138,7 +138,7 @@ class Offer:
     def _publishers(self) -> list[Publisher]:
         return [self.publisher, *(self.sinks.publishers if self.sinks is not None else ())]
 
-    def follow(self, found: Sequence[Found], inside: Sequence[Segment]) -> None:
+    def follow(self, found: Sequence[PrefixMatch], inside: Sequence[Segment]) -> None:
         """From here on generated() is told of what the rows say."""
         for one in found:
             start, root = (inside[-1].stop, approximate_root(self._identity)) if inside else (0, None)

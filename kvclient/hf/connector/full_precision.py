@@ -16,24 +16,24 @@ from kvclient.blocks import meta
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted
-from kvclient.hf.connector.block_format import Form
-from kvclient.hf.connector.load import Found
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.save import Publisher
 
 SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class FullForm:
+class FullPrecisionFormat:
     """What they are stored as: the model's own type, under this identity."""
 
     identity: bytes
     layout_id: int | None  # None: this client may only read
-    form: Form
+    form: BlockFormat
     tokens: int  # of a block, at most
 
     @classmethod
-    def of(cls, client: Any, form: Form, dimensions: Dimensions, tokens: int) -> FullForm:
+    def of(cls, client: Any, form: BlockFormat, dimensions: Dimensions, tokens: int) -> FullPrecisionFormat:
         own = dataclasses.replace(form, codec=None)
         layout = own.layout(tokens)
         identity = reuse_identity(dataclasses.replace(dimensions, codec=own.parameters, layout=bytes(layout)))
@@ -42,28 +42,30 @@ class FullForm:
         except NotPermitted:
             return cls(identity, None, own, tokens)
 
-    def elsewhere(self, client: Any) -> FullForm:
+    def elsewhere(self, client: Any) -> FullPrecisionFormat:
         """The same in another store."""
         return dataclasses.replace(self, layout_id=client.register_layout(self.form.layout(self.tokens)))
 
 
 @dataclass(frozen=True)
-class FullForms:
+class FullPrecisionFormats:
     """Those of the first tokens and of the last."""
 
-    first: FullForm
-    last: FullForm
+    first: FullPrecisionFormat
+    last: FullPrecisionFormat
 
     @classmethod
-    def of(cls, client: Any, form: Form, dimensions: Dimensions, block_tokens: int) -> FullForms | None:
+    def of(
+        cls, client: Any, form: BlockFormat, dimensions: Dimensions, block_tokens: int
+    ) -> FullPrecisionFormats | None:
         """None if the blocks are stored as computed anyway."""
         if form.codec is None:
             return None
         sizes = (SINK_TOKENS, block_tokens)
-        return cls(*(FullForm.of(client, form, dimensions, size) for size in sizes))
+        return cls(*(FullPrecisionFormat.of(client, form, dimensions, size) for size in sizes))
 
-    def elsewhere(self, client: Any) -> FullForms:
-        return FullForms(self.first.elsewhere(client), self.last.elsewhere(client))
+    def elsewhere(self, client: Any) -> FullPrecisionFormats:
+        return FullPrecisionFormats(self.first.elsewhere(client), self.last.elsewhere(client))
 
     def get(self, client: Any, chunker: Chunker, tokens: Any) -> Any:
         """What there is of the first tokens and of any block of prompts that begin so, pinned."""
@@ -71,12 +73,12 @@ class FullForms:
         return client.get([*first.keys, *chunker.chain(self.last.identity, tokens).keys])
 
 
-class Sinks:
+class FullPrecisionBlocks:
     """Those of one request: taken for the groups whose prefix was found, published for the others."""
 
     def __init__(
-        self, forms: FullForms, client: Any, chunker: Chunker, first: Publisher, last: Publisher,
-        priority: int,
+        self, forms: FullPrecisionFormats, client: Any, chunker: Chunker, *, first: Publisher,
+        last: Publisher, priority: int,
     ) -> None:  # fmt: skip
         self._forms, self._client, self._chunker, self._priority = forms, client, chunker, priority
         self._first, self._last = first, last
@@ -87,7 +89,7 @@ class Sinks:
     def published(self) -> int:
         return sum(publisher.published for publisher in self.publishers)
 
-    def take(self, one: Found) -> None:
+    def take(self, one: PrefixMatch) -> None:
         """Has the found prefix begin, and end, with what was computed."""
         if not one.views:
             return
@@ -101,7 +103,7 @@ class Sinks:
             if (own := self._get(one, chain[last:], self._forms.last)) is not None:
                 one.tail = (last, *own)
 
-    def offer(self, one: Found, stop: int) -> None:
+    def offer(self, one: PrefixMatch, stop: int) -> None:
         """Claims the first tokens, and the last whole block within the first `stop`, if they are computed
         here.
         """
@@ -128,7 +130,7 @@ class Sinks:
         if before is not None:
             self._client.delete(before)
 
-    def _get(self, one: Found, chain: Any, own: FullForm) -> tuple[Any, Form] | None:
+    def _get(self, one: PrefixMatch, chain: Any, own: FullPrecisionFormat) -> tuple[Any, BlockFormat] | None:
         """The chain's only block, if it holds these tokens as computed."""
         blocks = self._client.get(chain)
         one.handles.append(blocks)

@@ -20,28 +20,28 @@ from kvclient.blocks.match import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 
 RESIDENT, ON_DISK = 2, 3  # a look-up's states
 
 
-class Part(NamedTuple):
+class BlockSpan(NamedTuple):
     """Tokens first..first + tokens of a block, for columns column.. of a row."""
 
     row: int
     column: int
-    block: Any  # K and V as Form.in_place gives them
+    block: Any  # K and V as BlockFormat.in_place gives them
     tokens: int
     first: int = 0
 
 
 @dataclass
-class Found:
+class PrefixMatch:
     """The leading blocks of one group's chain."""
 
     group: Group
     chain: Any
-    form: Form
+    form: BlockFormat
     layers: int
     views: list[Any] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)  # what to release
@@ -148,10 +148,12 @@ class Found:
         self.handles.clear()
 
 
-class Prefix:
+class PrefixSource:
     """Source of the first `columns` columns of every row."""
 
-    def __init__(self, found: list[Found], columns: int, layers: int, stall_s: float, clock: Clock) -> None:
+    def __init__(
+        self, found: list[PrefixMatch], columns: int, layers: int, stall_s: float, clock: Clock
+    ) -> None:
         self.found = found
         self.columns = columns
         self._layers = layers
@@ -196,7 +198,7 @@ class Prefix:
             pad = min(found.group.pad, self.columns)
             if pad:
                 target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
-            read = Form.read if on_cpu else Form.read_tensor
+            read = BlockFormat.read if on_cpu else BlockFormat.read_tensor
             for row, start, block, count in self._blocks(found, layer, read):
                 own = block if count == block.shape[2] else block[:, :, :count]
                 target[:, row, :, start : start + count] = own
@@ -204,7 +206,7 @@ class Prefix:
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
 
-    def _place_sinks(self, found: Found, layer: int, storage: torch.Tensor) -> None:
+    def _place_sinks(self, found: PrefixMatch, layer: int, storage: torch.Tensor) -> None:
         if found.sinks is None:
             return
         view, form = found.sinks
@@ -215,34 +217,34 @@ class Prefix:
         own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
         storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
 
-    def arrays(self, layer: int) -> list[Part]:
+    def arrays(self, layer: int) -> list[BlockSpan]:
         """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
         release().
         """
-        all_blocks: list[Part] = []
+        all_blocks: list[BlockSpan] = []
         for found in self.found:
             self._await(found, layer)
             started = time.perf_counter()
-            parts = [Part(*part) for part in self._blocks(found, layer, Form.in_place)]
+            parts = [BlockSpan(*part) for part in self._blocks(found, layer, BlockFormat.in_place)]
             all_blocks += parts if found.sinks is None else self._with_sinks(found, layer, parts)
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
         return all_blocks
 
-    def _with_sinks(self, found: Found, layer: int, parts: list[Part]) -> list[Part]:
+    def _with_sinks(self, found: PrefixMatch, layer: int, parts: list[BlockSpan]) -> list[BlockSpan]:
         """The first tokens in full, in the place of the same ones of the first block."""
         view, form = found.sinks
         count = min(view.tokens, self.columns - found.group.pad)
         out = []
         for part in parts:
             if part.column == found.group.pad:
-                out.append(Part(part.row, part.column, form.in_place(view, layer), count))
-                part = Part(part.row, part.column + count, part.block, part.tokens - count, count)
+                out.append(BlockSpan(part.row, part.column, form.in_place(view, layer), count))
+                part = BlockSpan(part.row, part.column + count, part.block, part.tokens - count, count)
             if part.tokens:
                 out.append(part)
         return out
 
-    def _await(self, found: Found, layer: int) -> None:
+    def _await(self, found: PrefixMatch, layer: int) -> None:
         if found.pending:
             self._wait(found, layer)
 
@@ -250,7 +252,7 @@ class Prefix:
         if layer == self._layers - 1:
             self._finish()
 
-    def _wait(self, found: Found, layer: int) -> None:
+    def _wait(self, found: PrefixMatch, layer: int) -> None:
         started = time.perf_counter()
         try:
             for index in sorted(found.pending):
@@ -263,7 +265,7 @@ class Prefix:
             self._clock.wait_s += time.perf_counter() - started
 
     def _blocks(
-        self, found: Found, layer: int, read: Callable[[Form, Any, int], Any]
+        self, found: PrefixMatch, layer: int, read: Callable[[BlockFormat, Any, int], Any]
     ) -> Iterator[tuple[int, int, Any, int]]:
         pad = found.group.pad
         sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]

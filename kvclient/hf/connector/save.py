@@ -17,7 +17,7 @@ from kvclient.blocks.bfloat16 import bits
 from kvclient.errors import BlockLost
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.kernels import NotQuantisable
 
 
@@ -42,7 +42,7 @@ class Publisher:
 
     def __init__(
         self, client: Any, layout_id: int, layers: int, priority: int, ttl_s: float | None, clock: Clock,
-        form: Form,
+        form: BlockFormat,
     ):  # fmt: skip
         self._client, self._layout_id, self._layers = client, layout_id, layers
         self._priority, self._ttl_s = priority, ttl_s

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvclient.errors import InvalidArgument, NotPermitted
-from kvclient.hf.engine.saved_state import Shelf, State
+from kvclient.hf.engine.saved_state import SavedState, State
 from kvclient.hf.engine.window import Held, Window, WindowCache
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.request.stopping import Listener
@@ -49,10 +49,11 @@ class Conversation:
     """
 
     def __init__(
-        self, model: torch.nn.Module, tokenizer: Any, shelf: Shelf, window: Window, system: Sequence[int],
+        self, model: torch.nn.Module, tokenizer: Any, saved_state: SavedState, window: Window,
+        system: Sequence[int],
         ends: frozenset[int], weights: Callable[[], bytes],
     ) -> None:  # fmt: skip
-        self._model, self._tokenizer, self._shelf, self._ends = model, tokenizer, shelf, ends
+        self._model, self._tokenizer, self._saved_state, self._ends = model, tokenizer, saved_state, ends
         self._window, self._system = window, list(system)
         self._weights, self._computed_by = weights, weights()
         self._state = State()
@@ -120,7 +121,7 @@ class Conversation:
 
     def forget(self) -> None:
         """Deletes the conversation from the store, and begins anew."""
-        self._shelf.forget()
+        self._saved_state.forget()
         self._state, self._cache, self._taken_over = State(), self._begun(), False
 
     def _begun(self) -> WindowCache:
@@ -137,10 +138,10 @@ class Conversation:
 
     def _catch_up(self) -> bool:
         """Takes what the store has if that is newer than what is here."""
-        if self._shelf.newest() <= self._state.turn:
+        if self._saved_state.newest() <= self._state.turn:
             return False
         cache = self._begun()
-        state = self._shelf.load(cache)
+        state = self._saved_state.load(cache)
         if state is None:
             return False
         self._cache, self._state = cache, state
@@ -148,7 +149,7 @@ class Conversation:
 
     def _saved(self) -> bool:
         try:
-            return self._shelf.save(self._cache, self._state)
+            return self._saved_state.save(self._cache, self._state)
         except (NotPermitted, ConnectionError):
             return False
 

@@ -31,7 +31,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment, attach
 from kvclient.hf.call import Report
 from kvclient.hf.engine.conversation import Conversation
-from kvclient.hf.engine.saved_state import Shelf
+from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.window import Window
 from kvclient.hf.request.stopping import Listener, end_tokens
 from kvclient.hf.reuse.verify import Verification
@@ -189,15 +189,15 @@ class Engine:
         too once the model is another than the one that computed the turns before: their words are not kept.
         """
         window = Window() if window is None else window
-        shelf = Shelf(self.kv.client, lambda: self.kv._served().identity, name, window, priority)
+        saved_state = SavedState(self.kv.client, lambda: self.kv._served().identity, name, window, priority)
         ids = self.encode(system) if system else []
-        own = (self.model, self.tokenizer, shelf, window, ids, self._ends)
+        own = (self.model, self.tokenizer, saved_state, window, ids, self._ends)
         return Conversation(*own, self._computed_by)
 
     def _computed_by(self) -> bytes:
         """The identity of the model as it is now, whatever the namespace's salt."""
         self.kv._served()
-        return self.kv._known.subjects.unsalted
+        return self.kv._model_state.served_models.unsalted
 
     # ---------------------------------------------------------------- keeping
 
@@ -212,13 +212,13 @@ class Engine:
         before it when they were computed, with a codec those as computed too; says how many.
         """
         ids = tuple(self.encode(text))
-        client, subject, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
-        with contextlib.ExitStack() as pins, plan(client, subject.identity, ids, chunker=chunker) as found:
+        client, served, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
+        with contextlib.ExitStack() as pins, plan(client, served.identity, ids, chunker=chunker) as found:
             # The plan holds every copy of them that it came upon: of these one is enough.
             held = [client.get(list({piece.key: None for one in found for piece in one.pieces}))]
             pins.callback(held[0].release)
-            if subject.sinks is not None:
-                held.append(subject.sinks.get(client, chunker, ids))
+            if served.sinks is not None:
+                held.append(served.sinks.get(client, chunker, ids))
                 pins.callback(held[1].release)
             count = sum(one.hits for one in held)
             self._keep(ids, pins.pop_all() if count else None)

@@ -41,7 +41,7 @@ class State:
     pending: int = -1  # the last token chosen: it has no KV yet. -1: none
 
 
-class Shelf:
+class SavedState:
     """The two places of one conversation of one model, under one window."""
 
     def __init__(

@@ -23,19 +23,20 @@ from kvclient.hf.cache.paged import PagedDeviceLayer, PagedLayer, leaders
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import StaticDeviceLayer, StaticLayer, Steps
 from kvclient.hf.call import Prompt, Report
-from kvclient.hf.connector.block_format import Form
-from kvclient.hf.connector.load import Found, Prefix
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.request.options import Options
 from kvclient.hf.reuse.blend import Blend, BlendLayer
 
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 
 
-class Filling:
+class CacheBuilder:
     """Of one request. `staged`: blocks on their way to a GPU; `steps`: of a decode loop to be recorded."""
 
     def __init__(
-        self, options: Options, form: Form, prompt: Prompt, found: Sequence[Found], prefix: Prefix | None,
+        self, options: Options, form: BlockFormat, prompt: Prompt, found: Sequence[PrefixMatch],
+        prefix: PrefixSource | None,
         blend: Blend | None, report: Report,
     ) -> None:  # fmt: skip
         self._left = functools.partial(_left, report)

@@ -16,7 +16,7 @@ WEIGHT = 0.3  # of the newest measurement
 UNMEASURED_WAIT_S = 2.0  # the longest wait for a load while nothing is known about prefill
 
 
-class Pace:
+class PrefillSpeed:
     """Seconds of prefill per token, as a moving average."""
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Pace:
         return 0.0 if load_s is not None and load_s >= compute_s else compute_s
 
 
-class Patience:
+class WaitBudget:
     """How long one request waits for the disk: for a stretch no longer than it is worth, for all of them
     together no longer than computing the whole prompt would take, however many a disk that hangs holds up.
     """
 
-    def __init__(self, pace: Pace, client: Any, prompt_tokens: int) -> None:
+    def __init__(self, pace: PrefillSpeed, client: Any, prompt_tokens: int) -> None:
         self._pace, self._client, self._prompt_tokens = pace, client, prompt_tokens
         self._ends_s: float | None = None  # of the clock; from the first wait on
 

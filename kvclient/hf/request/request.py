@@ -23,16 +23,16 @@ from kvclient.hf.cache.layer import StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
-from kvclient.hf.connector.block_format import Form
-from kvclient.hf.connector.claim import Offer
-from kvclient.hf.connector.full_precision import Sinks
-from kvclient.hf.connector.load import Found, Prefix
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.claim import Claims
+from kvclient.hf.connector.full_precision import FullPrecisionBlocks
+from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.connector.save import Publisher
-from kvclient.hf.request.cache_layers import Filling
+from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.decode_step import Step
-from kvclient.hf.request.load_or_compute import Pace, Patience
+from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
-from kvclient.hf.request.served_model import Subject
+from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.stopping import end_tokens
 from kvclient.hf.reuse.blend import MOST_MASK_BYTES, Blend, mask_bytes
 
@@ -41,12 +41,13 @@ class Request:
     """Made when generate() is called; its prefill() runs in the place of the model's own."""
 
     def __init__(
-        self, client: Any, subject: Subject, options: Options, memory: Memory, pace: Pace, read: bool,
+        self, client: Any, served: ServedModel, options: Options, memory: Memory, pace: PrefillSpeed,
+        read: bool,
         write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.report = Report()
-        self._client, self._subject, self._options = client, subject, options
-        self._read, self._write = read, write and subject.layout_id is not None
+        self._client, self._served_model, self._options = client, served, options
+        self._read, self._write = read, write and served.layout_id is not None
         if write and not self._write:
             self.report.write_bypassed = "not_permitted"
         self._memory = memory
@@ -55,11 +56,11 @@ class Request:
         self._started, self._unchanged = started, unchanged
         self._clock = Clock()
         self._prompt: Prompt | None = None
-        self._patience: Patience | None = None
-        self._found: list[Found] = []
-        self._prefix: Prefix | None = None
+        self._patience: WaitBudget | None = None
+        self._found: list[PrefixMatch] = []
+        self._prefix: PrefixSource | None = None
         self._staged: Staged | None = None  # the same on its way to a GPU
-        self._offer: Offer | None = None
+        self._claims: Claims | None = None
         self._inside: list[Segment] = []  # what is reused behind the prefix
         self._plan: Plan | None = None
         self._blend: Blend | None = None
@@ -84,7 +85,7 @@ class Request:
             self.report.bypass_detail = bypassed.detail or None
             return run()
         self.report.prompt_tokens = self._prompt.tokens
-        self._patience = Patience(self._pace, self._client, self._prompt.tokens)
+        self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -116,8 +117,8 @@ class Request:
                 input_ids[:, -1].cpu()  # the token exists when the device has computed it
             self.report.ttft_s = time.perf_counter() - self._started
         if self._generated:
-            assert self._offer is not None and self._prompt is not None
-            self._offer.generated(input_ids, self._prompt.length, self._eos, self._layers)
+            assert self._claims is not None and self._prompt is not None
+            self._claims.generated(input_ids, self._prompt.length, self._eos, self._layers)
             self._note_published()
 
     def finish(self) -> None:
@@ -153,12 +154,12 @@ class Request:
         """Finds, claims, and fills the cache with layers that load on demand."""
         assert self._prompt is not None
         began = time.perf_counter()
-        subject, options = self._subject, self._options
-        self._offer = offer = self._make_offer()
+        served, options = self._served_model, self._options
+        self._claims = claims = self._make_claims()
         self._found = found = [
-            Found(
-                group, options.chunker.chain(subject.identity, group.tokens), subject.form,
-                subject.form.layers,
+            PrefixMatch(
+                group, options.chunker.chain(served.identity, group.tokens), served.form,
+                served.form.layers,
             )
             for group in self._prompt.groups
         ]  # fmt: skip
@@ -167,55 +168,57 @@ class Request:
             if read:
                 one.extend(self._client, len(one.chain), follow)
                 one.extend_from_disk(self._client, follow, self._worth_waiting_s)
-            if read and subject.interior is not None:
+            if read and served.non_prefix is not None:
                 one.extend_part(self._client)
             inside = self._inside = self._search(one, config) if read else []
             if self._write:
                 stop = len(one.group.tokens)
                 stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
                 limit = min(inside[0].start, stop) if inside else stop
-                offer.claim(one, read, follow, claimed, limit, len(found) > 1)
-                if offer.sinks is not None:  # not before the claim: it may find more blocks
-                    offer.sinks.offer(one, limit)
+                claims.claim(one, read, follow, claimed, limit, len(found) > 1)
+                if claims.sinks is not None:  # not before the claim: it may find more blocks
+                    claims.sinks.offer(one, limit)
                 if inside:
-                    offer.claim_gaps(one, inside, stop)
-                elif subject.interior is not None and stop == len(one.group.tokens):
-                    offer.claim_tail(one)
-            if offer.sinks is not None:
-                offer.sinks.take(one)
-        if len(found) > 1 and offer.publisher.claimed:
+                    claims.claim_gaps(one, inside, stop)
+                elif served.non_prefix is not None and stop == len(one.group.tokens):
+                    claims.claim_tail(one)
+            if claims.sinks is not None:
+                claims.sinks.take(one)
+        if len(found) > 1 and claims.publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
-        offer.publisher.loaded = columns
-        self._prefix = Prefix(found, columns, subject.form.layers, options.follow_timeout_s, self._clock)
+        claims.publisher.loaded = columns
+        self._prefix = PrefixSource(found, columns, served.form.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
         if inside:
-            assert subject.interior is not None
+            assert served.non_prefix is not None
             self._blend = Blend(
-                subject.interior, inside, columns, self._prompt.length, self._clock, subject.form
+                served.non_prefix, inside, columns, self._prompt.length, self._clock, served.form
             )
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
-    def _make_offer(self) -> Offer:
-        subject, options = self._subject, self._options
+    def _make_claims(self) -> Claims:
+        served, options = self._served_model, self._options
 
-        def publisher(layout_id: int | None, form: Form) -> Publisher:
+        def publisher(layout_id: int | None, form: BlockFormat) -> Publisher:
             layout_id = -1 if layout_id is None else layout_id
             return Publisher(
                 self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
             )
 
-        own = publisher(subject.layout_id, subject.form)
         sinks = None
-        if subject.sinks is not None:
-            first, last = subject.sinks.first, subject.sinks.last
-            both = (publisher(own.layout_id, own.form) for own in (first, last))
-            sinks = Sinks(subject.sinks, self._client, options.chunker, *both, options.priority)
-        given = (own, sinks, options.priority, subject.form.step, self._same)
-        return Offer(self._client, subject.identity, options.chunker, *given)
+        if served.sinks is not None:
+            first, last = (publisher(f.layout_id, f.form) for f in (served.sinks.first, served.sinks.last))
+            sinks = FullPrecisionBlocks(
+                served.sinks, self._client, options.chunker, first=first, last=last, priority=options.priority
+            )
+        return Claims(
+            self._client, served.identity, options.chunker, publisher(served.layout_id, served.form), sinks,
+            priority=options.priority, step=served.form.step, same=self._same,
+        )  # fmt: skip
 
     def _same(self) -> bool:
         """Whether the model is still the one whose identity the blocks would have."""
@@ -225,15 +228,15 @@ class Request:
 
     @property
     def _block_bytes(self) -> int:
-        return self._subject.form.layout(self._options.chunker.most).block_bytes()
+        return self._served_model.form.layout(self._options.chunker.most).block_bytes()
 
-    def _search(self, one: Found, config: Any) -> list[Segment]:
+    def _search(self, one: PrefixMatch, config: Any) -> list[Segment]:
         """Stretches behind the prefix that are stored, but were computed behind other tokens."""
         assert self._prompt is not None
-        interior, last = self._subject.interior, len(one.group.tokens) - 1
+        non_prefix, last = self._served_model.non_prefix, len(one.group.tokens) - 1
         exact = min(one.tokens, last)
         if (
-            interior is None
+            non_prefix is None
             or not self._options.search
             or len(self._prompt.groups) > 1
             or one.group.pad
@@ -242,10 +245,10 @@ class Request:
             return []
         self._plan = plan(
             self._client,
-            self._subject.identity,
+            self._served_model.identity,
             one.group.tokens[:last],
             exact_tokens=exact,
-            min_tokens=interior.repair.min_tokens,
+            min_tokens=non_prefix.repair.min_tokens,
             chunker=self._options.chunker,
             patience=self._worth_waiting_s,
         )
@@ -255,9 +258,9 @@ class Request:
             if segment.kind == APPROXIMATE
             and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
         ]
-        size = mask_bytes(interior, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
+        size = mask_bytes(non_prefix, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
         if size > MOST_MASK_BYTES:
-            needed = f"a mask of {size} bytes for {interior.config._attn_implementation}"
+            needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"
             warnings.warn(
                 f"reuse inside {last + 1} tokens needs {needed}, at most {MOST_MASK_BYTES} are given: only "
                 "the prefix is reused; the kernels of kvclient.hf.attention need none",
@@ -274,17 +277,19 @@ class Request:
         return wait_s
 
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
-        assert self._prompt is not None and self._offer is not None
-        own = (self._options, self._subject.form, self._prompt, self._found, self._prefix, self._blend)
-        filling = Filling(*own, self.report)
-        self._layers = filling.layers(config, device, self._offer.written(), self._memory)
-        self._staged, self._steps = filling.staged, filling.steps
+        assert self._prompt is not None and self._claims is not None
+        builder = CacheBuilder(
+            self._options, self._served_model.form, self._prompt, self._found, self._prefix,
+            self._blend, self.report,
+        )  # fmt: skip
+        self._layers = builder.layers(config, device, self._claims.written(), self._memory)
+        self._staged, self._steps = builder.staged, builder.steps
         replace_layers(cache, self._layers)
 
     # ---------------------------------------------------------------- after it
 
     def _prefilled(self, forward_s: float) -> None:
-        assert self._prompt is not None and self._offer is not None
+        assert self._prompt is not None and self._claims is not None
         report, clock = self.report, self._clock
         report.load_s, report.wait_s = clock.load_s, clock.wait_s
         report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
@@ -304,26 +309,26 @@ class Request:
             one.release()
         self._release_plan()
         self._close_staged()
-        self._offer.seal()
+        self._claims.seal()
         self._note_published()
         for layer in self._layers:
             layer.written = None
         if self._generated:
-            self._offer.follow(self._found, self._inside)
+            self._claims.follow(self._found, self._inside)
 
     def _note_published(self) -> None:
-        assert self._offer is not None
-        publisher = self._offer.publisher
+        assert self._claims is not None
+        publisher = self._claims.publisher
         self.report.published_blocks = publisher.published
         self.report.no_space, self.report.unavailable = publisher.no_space, publisher.unavailable
         self.report.lost_blocks = publisher.lost
         self.report.not_quantisable = publisher.not_quantisable
-        self.report.published_full_blocks = self._offer.sinks.published if self._offer.sinks else 0
+        self.report.published_full_blocks = self._claims.sinks.published if self._claims.sinks else 0
 
     def _give_back(self) -> None:
         try:
-            if self._offer is not None:
-                self._offer.abort()
+            if self._claims is not None:
+                self._claims.abort()
         finally:
             for one in self._found:
                 one.release()

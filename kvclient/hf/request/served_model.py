@@ -1,8 +1,8 @@
 """A model as the store sees it: under which identity, in which form, and what may be reused of it.
 
-Owns one Subject per codec that a call has asked for. Never looks at the model: what is known of it comes from
-kvclient.hf.attach. Invariant: the subjects of one Subjects differ in nothing but the codec and what follows
-from it, so what one codec stored another never finds.
+Owns one ServedModel per codec that a call has asked for. Never looks at the model: what is known of it comes
+from kvclient.hf.attachment. Invariant: those of one ServedModels differ in nothing but the codec and what
+follows from it, so what one codec stored another never finds.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
-from kvclient.hf.connector.block_format import Form
-from kvclient.hf.connector.full_precision import FullForms
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.full_precision import FullPrecisionFormats
 from kvclient.hf.reuse import calibration
-from kvclient.hf.reuse.blend import Interior
+from kvclient.hf.reuse.blend import NonPrefixReuse
 
 AS_COMPUTED = "none"  # the codec of a call that wants none, where attach() was given one
 
 
 @dataclass(frozen=True)
-class Subject:
+class ServedModel:
     """Valid until the model changes."""
 
     identity: bytes
     unsalted: bytes  # what calibration is kept under: the model's identity with this codec, whoever asks
     layout_id: int | None  # None: this client may only read
-    form: Form  # how its K and V lie in blocks
-    interior: Interior | None = None  # None: only prefixes are reused
-    sinks: FullForms | None = None  # None: blocks hold what was computed
+    form: BlockFormat  # how its K and V lie in blocks
+    non_prefix: NonPrefixReuse | None = None  # None: only prefixes are reused
+    sinks: FullPrecisionFormats | None = None  # None: blocks hold what was computed
 
-    def calibrated(self) -> Subject:
+    def calibrated(self) -> ServedModel:
         """With the repair that has passed with blocks of this codec; without one, for prefixes only."""
-        if self.interior is None:
+        if self.non_prefix is None:
             return self
         repair = calibration.load(self.unsalted)
-        interior = None if repair is None else dataclasses.replace(self.interior, repair=repair)
-        return dataclasses.replace(self, interior=interior)
+        non_prefix = None if repair is None else dataclasses.replace(self.non_prefix, repair=repair)
+        return dataclasses.replace(self, non_prefix=non_prefix)
 
 
 def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
@@ -54,32 +54,32 @@ def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
     return codec
 
 
-class Subjects:
+class ServedModels:
     """The dimensions are those of the default codec, `form`'s."""
 
-    def __init__(self, client: Any, form: Form, dimensions: Dimensions, block_tokens: int) -> None:
+    def __init__(self, client: Any, form: BlockFormat, dimensions: Dimensions, block_tokens: int) -> None:
         self._client, self._form, self._block_tokens = client, form, block_tokens
         self._dimensions = dimensions
-        self._made: dict[Kivi | None, Subject] = {}
+        self._made: dict[Kivi | None, ServedModel] = {}
 
-    def salted(self, salt: bytes) -> Subjects:
+    def salted(self, salt: bytes) -> ServedModels:
         """The same under another salt."""
         dimensions = dataclasses.replace(self._dimensions, salt=salt)
-        return Subjects(self._client, self._form, dimensions, self._block_tokens)
+        return ServedModels(self._client, self._form, dimensions, self._block_tokens)
 
     @property
     def unsalted(self) -> bytes:
-        """Of the default codec, as Subject has it."""
+        """Of the default codec, as ServedModel has it."""
         return reuse_identity(dataclasses.replace(self._dimensions, salt=b""))
 
-    def of(self, codec: Kivi | None, interior: Interior | None) -> Subject:
+    def of(self, codec: Kivi | None, non_prefix: NonPrefixReuse | None) -> ServedModel:
         """Made at the first call that asks for it. There are no more than there are codecs."""
         made = self._made.get(codec)
         if made is None:
             made = self._made[codec] = self._make(codec)
-        return dataclasses.replace(made, interior=interior)
+        return dataclasses.replace(made, non_prefix=non_prefix)
 
-    def _make(self, codec: Kivi | None) -> Subject:
+    def _make(self, codec: Kivi | None) -> ServedModel:
         form = dataclasses.replace(self._form, codec=codec)
         layout = form.layout(self._block_tokens)
         changed = {"codec": form.parameters, "layout": bytes(layout)}
@@ -88,6 +88,6 @@ class Subjects:
             layout_id = self._client.register_layout(layout)
         except NotPermitted:
             layout_id = None
-        sinks = FullForms.of(self._client, form, dimensions, self._block_tokens)
+        sinks = FullPrecisionFormats.of(self._client, form, dimensions, self._block_tokens)
         unsalted = reuse_identity(dataclasses.replace(dimensions, salt=b""))
-        return Subject(reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks)
+        return ServedModel(reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks)

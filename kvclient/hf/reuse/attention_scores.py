@@ -18,7 +18,7 @@ ROWS = 32  # of the question, at most: its last
 FIRST, STOP = 1 / 6, 2 / 3
 
 
-class Asked:
+class AttentionScores:
     """Of one pass. rows: how many tokens stand behind the last reused one; layers: of the model."""
 
     def __init__(self, length: int, rows: int, layers: int) -> None:

@@ -26,10 +26,10 @@ from kvclient.hf.attention.backends import NAMES
 from kvclient.hf.attention.registered import PREFIX, at
 from kvclient.hf.cache.layer import Shape, StoreLayer, as_array
 from kvclient.hf.call import Clock, Lost
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import Rope, turned_tensor
 from kvclient.hf.model.structure import Refused
-from kvclient.hf.reuse.attention_scores import Asked
+from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.drift import Drift
 from kvclient.hf.reuse.repair import Repair
 from kvclient.kernels import contract, cuda
@@ -41,7 +41,7 @@ PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer w
 
 
 @dataclass(frozen=True)
-class Interior:
+class NonPrefixReuse:
     """What reuse inside a prompt needs to know of a model."""
 
     rope: Rope
@@ -67,12 +67,14 @@ def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
     return found[0]
 
 
-def mask_bytes(interior: Interior, segments: Sequence[Segment], exact: int, length: int, size: int) -> int:
+def mask_bytes(
+    non_prefix: NonPrefixReuse, segments: Sequence[Segment], exact: int, length: int, size: int
+) -> int:
     """Of the mask that such a pass needs, with elements of `size` bytes."""
-    if interior.shows:
+    if non_prefix.shows:
         return 0
-    fresh = interior.repair.fresh(segments, length)
-    rows = interior.repair.scanned(segments, fresh) if interior.repair.checks else fresh
+    fresh = non_prefix.repair.fresh(segments, length)
+    rows = non_prefix.repair.scanned(segments, fresh) if non_prefix.repair.checks else fresh
     return int(rows[exact:].sum()) * length * size
 
 
@@ -80,33 +82,33 @@ class Blend:
     """One pass. `with` it, run the model's own prefill with `layers` in its cache."""
 
     def __init__(
-        self, interior: Interior, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
-        form: Form,
+        self, non_prefix: NonPrefixReuse, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
+        form: BlockFormat,
     ) -> None:  # fmt: skip
-        self._interior, self._segments, self._clock, self._form = interior, segments, clock, form
+        self._non_prefix, self._segments, self._clock, self._form = non_prefix, segments, clock, form
         self.exact, self.length = exact, length
-        self._fresh = interior.repair.fresh(segments, length)
+        self._fresh = non_prefix.repair.fresh(segments, length)
         self.found = sum(len(segment) for segment in segments)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
-        checks = interior.repair.checks
-        self.cut = interior.repair.cut(len(interior.decoder))
+        checks = non_prefix.repair.checks
+        self.cut = non_prefix.repair.cut(len(non_prefix.decoder))
         self.looking = False  # while rows enter a layer for their K and V only
-        self._scanned = interior.repair.scanned(segments, self._fresh) if checks else self._fresh
+        self._scanned = non_prefix.repair.scanned(segments, self._fresh) if checks else self._fresh
         # Of this pass's tokens, those that go through the layers so far; chosen ones from `cut` on.
         self._rows = torch.nonzero(self._scanned[exact:]).squeeze(1)
         self.chosen = not checks
         self._mask: torch.Tensor | None = None
         self._hooks: list[Any] = []
-        self.asked: Asked | None = None  # while live rows are computed over what is stored
+        self.asked: AttentionScores | None = None  # while live rows are computed over what is stored
         # Where that pass ended: what stands before all that is reused waits there for the other rows.
         self._joined, self._waiting = -1, torch.empty(0)
         self.drift: Drift | None = None
-        asks = interior.repair.asks(segments, exact)
-        if asks and interior.repair.attended_ratio == 1:
+        asks = non_prefix.repair.asks(segments, exact)
+        if asks and non_prefix.repair.attended_ratio == 1:
             self._choose(torch.ones(length, dtype=torch.bool))
-        elif asks and interior.shows:
-            self.asked = Asked(length, length - segments[-1].stop, len(interior.decoder))
+        elif asks and non_prefix.shows:
+            self.asked = AttentionScores(length, length - segments[-1].stop, len(non_prefix.decoder))
             live = torch.ones(length, dtype=torch.bool)
             for segment in segments:
                 live[segment.start : segment.stop] = False
@@ -132,7 +134,7 @@ class Blend:
         for segment in self._segments:
             at = segment.start - low
             for piece in segment.pieces:
-                _place(self._interior.rope, self._form, layer, piece, segment.shift, storage, at)
+                _place(self._non_prefix.rope, self._form, layer, piece, segment.shift, storage, at)
                 at += piece.count
         self._clock.load_s += time.perf_counter() - began
 
@@ -148,7 +150,7 @@ class Blend:
         size = norm.mean(dim=1, keepdim=True).clamp_min(1e-30)
         deviation = torch.zeros(self.length)
         deviation[columns] = torch.nan_to_num((square / size).sum(dim=0), nan=torch.inf).cpu()
-        self._choose(self._interior.repair.worst(deviation, self._fresh, self._scanned))
+        self._choose(self._non_prefix.repair.worst(deviation, self._fresh, self._scanned))
 
     def _choose(self, fresh: torch.Tensor, done: int = 0) -> None:
         """done: columns from the pass's first on that are as they have to be."""
@@ -162,13 +164,13 @@ class Blend:
         with contextlib.suppress(_Seen):
             run()
         asked, self.asked = self.asked, None
-        repair, segments = self._interior.repair, self._segments
+        repair, segments = self._non_prefix.repair, self._segments
         if (attention := asked.of()) is None:  # a compiled graph, which tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
             self.chosen, self._mask = False, None
             return
         chosen = repair.attended(attention, self._fresh)
-        self.drift, self._joined = Drift(self._interior.rope, segments, chosen, asked.values), asked.stop
+        self.drift, self._joined = Drift(self._non_prefix.rope, segments, chosen, asked.values), asked.stop
         # What stands before all that is reused is as it must be, as far as the first pass went.
         self._choose(chosen, segments[0].start - self.exact)
 
@@ -177,7 +179,7 @@ class Blend:
     def __enter__(self) -> Blend:
         thread = threading.get_ident()
         try:
-            for index, module in enumerate(self._interior.decoder):
+            for index, module in enumerate(self._non_prefix.decoder):
                 hook = _Hook(self, index, thread)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:  # an interrupt: what is on would cut the rows of this thread's next call
@@ -206,7 +208,7 @@ class Blend:
             self._look(module, *self._cut(args, kwargs, before, before))
         if self.whole:
             return None
-        if index == len(self._interior.decoder) - 1 and self.asked is None:
+        if index == len(self._non_prefix.decoder) - 1 and self.asked is None:
             # The next token is told from the last row; of the others nobody wants more than K and V.
             self._look(module, *self._cut(args, kwargs, before, self._rows))
             self._rows, self._mask = self._rows[-1:], None
@@ -260,7 +262,7 @@ class Blend:
             return mask[:, :, rows]
         if mask is not None:
             raise InvalidArgument(f"a decoder layer is given a mask of type {type(mask).__name__}")
-        if self._mask is None and self._interior.shows:
+        if self._mask is None and self._non_prefix.shows:
             self._mask = at(rows + self.exact, self.length, hidden.dtype)
         elif self._mask is None:  # the model relied on all rows being there: now each needs its own
             columns = torch.arange(self.length, device=hidden.device)
@@ -341,7 +343,7 @@ class BlendLayer(StoreLayer):
         return self.keys, self.values
 
     def _ask(
-        self, blend: Blend, asked: Asked, key_states: torch.Tensor, value_states: torch.Tensor
+        self, blend: Blend, asked: AttentionScores, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         before = self._length
         storage = self._room(blend.length, key_states)
@@ -369,7 +371,7 @@ def compared(
 
 
 def _place(
-    rope: Rope, form: Form, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
+    rope: Rope, form: BlockFormat, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
 ) -> None:
     """Copies one piece of a block to columns at.., its keys turned."""
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)

@@ -20,10 +20,10 @@ from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
 from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.cache.layer import Shape, as_array, replace_layers
 from kvclient.hf.call import Clock
-from kvclient.hf.connector.block_format import Form
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope, rotated
 from kvclient.hf.model.structure import KVShape, Refused, widest_window
-from kvclient.hf.reuse.blend import Blend, BlendLayer, Interior, decoder_layers
+from kvclient.hf.reuse.blend import Blend, BlendLayer, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.repair import Repair
 
 LENGTH = 40  # tokens of the proof's prompt
@@ -32,17 +32,17 @@ STRETCHES = ((3, 17, 9), (20, 33, -5))  # start, stop, and how far away they wer
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
-def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Interior:
+def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> NonPrefixReuse:
     """Raises Refused, with the reason."""
     if window := widest_window(model.config.get_text_config(decoder=True)):
         raise Refused(
             f"{type(model).__name__} has layers that see {window} tokens: only prefixes are reused"
         )
-    interior = Interior(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
+    non_prefix = NonPrefixReuse(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
     with evaluating(model):
         for method in ("none", "cacheblend"):
             proof = dataclasses.replace(
-                interior, repair=Repair(method, ratio=0.0, sink_tokens=0, min_tokens=1)
+                non_prefix, repair=Repair(method, ratio=0.0, sink_tokens=0, min_tokens=1)
             )
             difference = _prove(model, kv, proof)
             if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
@@ -50,11 +50,11 @@ def examine_interior(model: torch.nn.Module, kv: KVShape, repair: Repair) -> Int
                     f"{type(model).__name__}: a pass over some rows ({method}) gives logits that differ by "
                     f"{difference:.2g} from a full one: it does not treat rows by their position alone"
                 )
-    return interior
+    return non_prefix
 
 
 @torch.no_grad()
-def _prove(model: torch.nn.Module, kv: KVShape, interior: Interior) -> float:
+def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> float:
     config = model.config.get_text_config(decoder=True)
     step = max(1, config.vocab_size // LENGTH)
     ids = ((torch.arange(LENGTH) * 7 % LENGTH) * step)[None].to(model.device)
@@ -62,9 +62,9 @@ def _prove(model: torch.nn.Module, kv: KVShape, interior: Interior) -> float:
     wanted = model(input_ids=ids, past_key_values=plain, use_cache=True).logits[0, -1]
     segments = []
     for start, stop, away in STRETCHES:
-        piece = Piece(_Stored(plain, interior, start, stop, away), 0, stop - start)
+        piece = Piece(_Stored(plain, non_prefix, start, stop, away), 0, stop - start)
         segments.append(Segment(start, stop, APPROXIMATE, (piece,), start + away))
-    blend = Blend(interior, segments, 0, LENGTH, Clock(), Form.of(kv))
+    blend = Blend(non_prefix, segments, 0, LENGTH, Clock(), BlockFormat.of(kv))
     shape = Shape(1, kv.heads, kv.head_dim, kv.dtype, model.device, LENGTH)
     cache = DynamicCache(config=config)
     replace_layers(cache, [BlendLayer(blend, index, shape) for index in range(kv.layers)])
@@ -78,10 +78,12 @@ def _prove(model: torch.nn.Module, kv: KVShape, interior: Interior) -> float:
 class _Stored:
     """A block with tokens start..stop of a cache, as if they had stood `away` positions behind."""
 
-    def __init__(self, cache: DynamicCache, interior: Interior, start: int, stop: int, away: int) -> None:
+    def __init__(
+        self, cache: DynamicCache, non_prefix: NonPrefixReuse, start: int, stop: int, away: int
+    ) -> None:
         self.tokens = stop - start
         self._layers = []
-        for layer, turning in zip(cache.layers, interior.rope.layers, strict=True):
+        for layer, turning in zip(cache.layers, non_prefix.rope.layers, strict=True):
             keys, values = layer.keys[0, :, start:stop].cpu(), layer.values[0, :, start:stop].cpu()
             if turning.inv_freq is not None:
                 keys = rotated(keys, turning.inv_freq, away, turning.convention).to(keys.dtype)
