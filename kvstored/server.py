@@ -24,7 +24,7 @@ from kvstored.config.config import Config
 from kvstored.config.sources import Sourced
 from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.process import runtime_dir
-from kvstored.process.limits import connections_within, cpu_seconds, end_within, own_memory_bytes
+from kvstored.process.limits import SESSION_DESCRIPTORS, connections_within, cpu_seconds, end_within, own_memory_bytes
 from kvstored.process.notify import notify
 from kvstored.process.reload import Reload
 from kvstored.rpc.admin import AdminService
@@ -98,7 +98,7 @@ class Daemon:
             self._sessions = _core.SessionServer(
                     config.in_dir("kvstored.sock"),
                     list(self._stores.values()),
-                    config.max_sessions,
+                    connections_within(config, SESSION_DESCRIPTORS),
                     config.max_pins,
                     self._tenants,
                 )

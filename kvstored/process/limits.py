@@ -13,6 +13,7 @@ from kvstored.config.config import Config
 from kvstored.errors import StartupError
 
 SPARE_DESCRIPTORS = 16  # for a few clients and transfers
+SESSION_DESCRIPTORS = 3  # of a session: its socket, its process, its page
 
 
 def own_memory_bytes() -> int:
@@ -30,22 +31,30 @@ def cpu_seconds() -> float:
 
 
 def need_descriptors(config: Config) -> None:
-    """Raises StartupError where the limit leaves the daemon none for a client: gRPC ends a process that lacks
-    one by a signal."""
+    """Raises the soft limit as far as all sessions and connections need it and the hard limit allows.
+
+    Raises StartupError where that leaves the daemon none for a client: gRPC ends a process that lacks one by a
+    signal."""
     needed = len(os.listdir("/proc/self/fd")) - 1 + _own_descriptors(config) + SPARE_DESCRIPTORS
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed + 2 * SESSION_DESCRIPTORS * config.max_sessions
+    if 0 <= limit < wanted:
+        limit = wanted if hard < 0 else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if 0 <= limit < needed:
         raise StartupError(
-            f"the limit on open files is {limit}, this configuration needs {needed}, and 3 more for each "
-            "session: ulimit -n, LimitNOFILE"
+            f"the limit on open files is {limit}, this configuration needs {needed}, and {SESSION_DESCRIPTORS} "
+            "more for each session: ulimit -n, LimitNOFILE"
         )
 
 
 def connections_within(config: Config, descriptors_each: int) -> int:
-    """As many as sessions, but never more than half of the descriptors that the daemon itself leaves."""
+    """As many as max_sessions, but never more than half of the descriptors that the daemon itself leaves: the
+    sessions have one half, the connections of other users the other. One at least."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = max(limit - _own_descriptors(config), SPARE_DESCRIPTORS)
-    return min(config.max_sessions, left // (2 * descriptors_each)) if limit >= 0 else config.max_sessions
+    most = max(1, left // (2 * descriptors_each))
+    return min(config.max_sessions, most) if limit >= 0 else config.max_sessions
 
 
 def _own_descriptors(config: Config) -> int:

@@ -71,6 +71,7 @@ def right(started, namespace: str = "default") -> str:
     return "write"
 
 
+NOT_PERMITTED = 5  # of kv::Code
 MANY = tuple(range(20_000, 20_059))
 
 
@@ -275,19 +276,42 @@ def test_how_long_an_answer_takes(tenants, fork):
     fork(as_user(WRITER, work)).finish()
 
 
-def test_a_stranger_is_not_spoken_to(tenants, fork):
-    """Whoever is on no list gets the end of the connection, whatever is asked, and is counted."""
+def test_a_stranger_hears_that_it_is_on_no_list(tenants, fork):
+    """By the library; it is not told that the daemon is gone, nor which namespaces there are."""
 
     def work(_steps) -> None:
+        said = set()
+        for name in ("default", "nothere") * 8:  # the refusal and the request may cross each other
+            with pytest.raises(NotPermitted, match=r"in no namespace's `readers` or `writers`") as refused:
+                tenants.connect(namespace=name)
+            said.add(str(refused.value).replace(name, ""))
+        assert len(said) == 1
+
+    fork(as_user(STRANGER, work)).finish()
+
+
+def test_a_stranger_is_told_the_same_whatever_it_asks(tenants, fork):
+    """Whoever is on no list gets a refusal and the end of the connection, and nothing it sends is read."""
+
+    def work(_steps) -> None:
+        said = set()
         for packet in (
             request(raw.ATTACH, 1, raw.attach_body()),
             request(raw.ATTACH, 1, raw.attach_body(b"nothere")),
             request(raw.STATS, 0),
             b"x" * 16,
         ):
-            with contextlib.suppress(Dropped, OSError), RawSession(tenants.socket_path) as session:
-                session.ask(packet)
-                raise AssertionError("answered")
+            with RawSession(tenants.socket_path) as session:
+                with contextlib.suppress(Dropped):
+                    session.send(packet)
+                with contextlib.suppress(Dropped):  # the news that the packet was not read may come before the answer
+                    said.add(session.receive())
+                    continue
+                said.add(session.receive())
+                with pytest.raises(Dropped):
+                    session.receive()
+        (one,) = said
+        assert one[:3] == (raw.ATTACH, 1 + NOT_PERMITTED, 0) and not session.fds
 
     tenants.connect().close()
     fork(as_user(STRANGER, work)).finish()

@@ -184,7 +184,7 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
   }
   std::vector<uint8_t> body;
   protocol::append(body, attach);
-  return exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
+  return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
 }
 
 Attachment::Attachment() : number_(next_number()) {}

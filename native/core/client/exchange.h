@@ -23,6 +23,10 @@ protocol::Request request_of(protocol::Op op, uint32_t count, uint32_t tag);
 std::vector<uint8_t> exchange(int socket, const protocol::Request& request, std::span<const uint8_t> body,
                               std::vector<Fd>* descriptors, const std::function<void()>& meanwhile = {});
 
+// Of a session that may be refused before its request is read: the refusal is thrown then.
+std::vector<uint8_t> first_exchange(int socket, const protocol::Request& request, std::span<const uint8_t> body,
+                                    std::vector<Fd>* descriptors);
+
 // Nothing was asked if it returns nothing: the request is too long, or the daemon does not look at the mailbox now.
 std::optional<std::vector<uint8_t>> exchange_by_mailbox(Mailbox& box, int socket, const protocol::Request& request,
                                                         std::span<const uint8_t> body, const std::function<void()>& meanwhile);

@@ -158,29 +158,47 @@ void SessionServer::run() {
   }
 }
 
+// The answer to an attach that was not read: it is there before the peer asks, and the peer's request is not waited for.
+void SessionServer::turn_away(Fd socket, Code code, const std::string& text) {
+  refused_.fetch_add(1);
+  protocol::Reply reply{protocol::kMagic, static_cast<uint16_t>(protocol::Op::Attach),
+                        static_cast<uint16_t>(1 + static_cast<int>(code)), 0, 0};
+  iovec parts[2] = {{&reply, sizeof reply}, {const_cast<char*>(text.data()), text.size()}};
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  static_cast<void>(::sendmsg(socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL));  // whoever is gone needs no answer
+}
+
 // A few: whoever is turned away knocks again at once, perhaps, and others wait to be served.
 void SessionServer::accept_some() {
   for (int accepted = 0; accepted < kAcceptsAtOnce; ++accepted) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EMFILE || errno == ENFILE) && spare_) {  // turned away, or the listener would wake us for ever
       spare_.reset();
-      const bool turned_away = static_cast<bool>(Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
+      Fd last(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      const bool waited = static_cast<bool>(last);
+      if (waited) turn_away(std::move(last), Code::Unavailable, "the daemon has no descriptor left for another session");
       spare_ = Fd(::eventfd(0, EFD_CLOEXEC));
-      if (!turned_away) return;  // nobody was waiting
-      refused_.fetch_add(1);
+      if (!waited) return;
       continue;
     }
     if (!socket) return;
     auto connection = std::make_unique<Connection>();
-    bool welcome = false;
-    if (auto who = credentials_of(socket.get())) {
-      connection->who = std::move(*who);
-      admit(*connection);
-      welcome = may_stay(*connection);
+    if (auto who = credentials_of(socket.get())) connection->who = std::move(*who);  // else: nobody in particular
+    admit(*connection);
+    const std::string user = "user " + std::to_string(connection->who.uid);
+    if (!may_stay(*connection)) {  // the same words whatever namespaces there are
+      turn_away(
+          std::move(socket), Code::NotPermitted,
+          user + " is in no namespace's `readers` or `writers`, nor is a group of it: the daemon's operator can name it there");
+      continue;
     }
-    if (!welcome || !room_for(connection->who)) {
-      refused_.fetch_add(1);
-      continue;  // closing is the answer: a stranger learns nothing
+    if (!room_for(connection->who)) {
+      turn_away(std::move(socket), Code::Unavailable,
+                user + " finds no room: the daemon takes " + std::to_string(most_sessions(connection->who.uid)) +
+                    " sessions of one user like this and " + std::to_string(options_.max_sessions) + " in all");
+      continue;
     }
     connection->since_ms = now_ms();
     // A process that is gone before we ask leaves EOF behind; one whose pid was taken meanwhile cannot hold this socket.

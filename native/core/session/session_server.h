@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/base/error.h"
 #include "core/base/latency.h"
 #include "core/base/processor.h"
 #include "core/format/protocol.h"
@@ -68,6 +69,7 @@ class SessionServer {
 
   void run();
   void accept_some();
+  void turn_away(Fd socket, Code code, const std::string& text);
   bool serve(Connection& connection);  // false: no message had come
   bool serve_mailbox(Connection& connection);
   bool serve_last();
