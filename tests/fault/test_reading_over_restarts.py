@@ -9,7 +9,7 @@ import numpy as np
 
 from kvclient.testing.conformance.case import SMALL, fill, new_keys, pattern, wait_until
 
-RESTARTS = 50
+RESTARTS, OF_A_SAMPLE = 50, 16  # with --whole, and else
 
 
 def reading(client, keys, over, seen):
@@ -32,7 +32,8 @@ def reading(client, keys, over, seen):
             seen["errors"].append(error)
 
 
-def test_reading_goes_on_over_restarts(daemon, layouts):
+def test_reading_goes_on_over_restarts(daemon, layouts, request):
+    restarts = RESTARTS if request.config.getoption("--whole") else OF_A_SAMPLE
     started = daemon(memory="16MiB")
     client = started.connect()
     small, _ = layouts(client)
@@ -44,7 +45,7 @@ def test_reading_goes_on_over_restarts(daemon, layouts):
     reader = threading.Thread(target=reading, args=(client, keys, over, seen))
     reader.start()
     try:
-        for number in range(RESTARTS):
+        for number in range(restarts):
             before = seen["gets"]
             hurried = number % 7 == 3  # the daemon goes again at once: the reader has no session with it
             if not hurried:

@@ -20,13 +20,11 @@ from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
 PROGRAM = """
-import functools, json, sys
+import json, sys
 import torch
 import kvclient, kvclient.hf
 from transformers.models.llama import modeling_llama as code
 from tests.hf.zoo import build, generate, prompt
-edit, socket = sys.argv[1:3]
-model = build("llama", layers=2)
 
 class Scale(torch.nn.Module):
     def __init__(self, inner):
@@ -42,66 +40,74 @@ def closed(factor):
 def defaulted(x, factor=DEFAULT):
     return torch.nn.functional.silu(x) * factor
 
-for layer in model.model.layers:
-    layer.self_attn.o_proj = Scale(layer.self_attn.o_proj)
-    if edit.startswith(("closure", "default")):
-        del layer.mlp.act_fn  # a module: in its place a plain function
-    if edit.startswith("closure"):
-        layer.mlp.act_fn = closed(1.0 if edit == "closure" else 0.5)
-    if edit.startswith("default"):
-        layer.mlp.act_fn = defaulted
-if edit == "method":
-    before = code.LlamaMLP.forward
-    code.LlamaMLP.forward = lambda self, x: 0.5 * before(self, x)
-if edit == "function":
-    rotate = code.apply_rotary_pos_emb
+def halved(forward):
+    return lambda self, x: 0.5 * forward(self, x)
+
+def turned(rotate):
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
         q, k = rotate(q, k, cos, sin, *args, **kwargs)
         return q, k * 0.5
-    code.apply_rotary_pos_emb = apply_rotary_pos_emb
-ids = prompt(70)
-plain = generate(model, ids, 4)[0].tolist()
-with kvclient.connect(socket) as client:
+    return apply_rotary_pos_emb
+
+def run(edit):
+    model = build("llama", layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Scale(layer.self_attn.o_proj)
+        if edit in ("closure", "other closure", "default"):
+            del layer.mlp.act_fn  # a module: in its place a plain function
+            layer.mlp.act_fn = {"closure": closed(1.0), "other closure": closed(0.5), "default": defaulted}[edit]
+    if edit == "method":
+        code.LlamaMLP.forward = halved(FORWARD)
+    if edit == "function":
+        code.apply_rotary_pos_emb = turned(ROTATE)
+    ids = prompt(70)
+    plain = generate(model, ids, 4)[0].tolist()
     with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
         said = generate(model, ids, 4)[0].tolist()
         print(json.dumps([kv.last.reused_tokens, said == plain, kv.last.published_blocks, kv.identity.hex()]))
+    code.LlamaMLP.forward, code.apply_rotary_pos_emb = FORWARD, ROTATE
+
+FORWARD, ROTATE = code.LlamaMLP.forward, code.apply_rotary_pos_emb
+with kvclient.connect(sys.argv[1]) as client:
+    for edit in sys.argv[2:]:
+        run(edit)
 """
 
 
-def run(daemon, edit, formula="1.0 * self.inner(x)", default="1.0", seed="0"):
+def run(daemon, *edits, formula="1.0 * self.inner(x)", default="1.0", seed="0"):
+    """Of each edit, in turn: tokens reused, whether the answer is right, blocks published, the identity."""
     program = PROGRAM.replace("FORMULA", formula).replace("DEFAULT", default)
     done = subprocess.run(
-        [sys.executable, "-c", program, edit, str(daemon.dir)], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", program, str(daemon.dir), *edits], cwd=ROOT, capture_output=True, text=True,
         timeout=300, env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("same",), ("same", "0.5 * self.inner(x)")),
-        (("same",), ("method",)),
-        (("same",), ("function",)),
-        (("closure",), ("closure, other",)),
-        (("default",), ("default", "1.0 * self.inner(x)", "0.5")),
-    ],
-    ids=["a formula", "a method of a class", "a function of the file", "a closure", "a default"],
-)
-def test_an_edit_misses_what_the_unedited_published(daemon, first, second):
-    served = daemon("64MiB")
-    reused, right, published, before = run(served, *first)
-    assert (reused, right) == (0, True) and published >= 4
-    reused, right, _, after = run(served, *second)
-    assert before != after
-    assert (reused, right) == (0, True)
+def test_an_edit_misses_what_the_unedited_published(daemon):
+    """A method of a class, a function of the file, a closure; and, in a program that differs in one number, a
+    formula and a default."""
+    served, seen = daemon("64MiB"), []
+    for reused, right, published, identity in run(served, "same", "closure", "default"):
+        assert (reused, right) == (0, True) and published >= 4
+        seen.append(identity)
+    for edits, other in (
+        (("method", "function", "other closure"), {}),
+        (("same",), {"formula": "0.5 * self.inner(x)"}),
+        (("default",), {"default": "0.5"}),
+    ):
+        for edit, found in zip(edits, run(served, *edits, **other), strict=True):
+            reused, right, _, identity = found
+            assert (reused, right) == (0, True), (edit, other)
+            assert identity not in seen, (edit, other)
+            seen.append(identity)
 
 
 def test_the_same_code_hits_in_another_process_with_another_hash_seed(daemon):
     served = daemon("64MiB")
-    *_, before = run(served, "closure", seed="1")
-    reused, right, _, after = run(served, "closure", seed="2")
+    [[*_, before]] = run(served, "closure", seed="1")
+    [[reused, right, _, after]] = run(served, "closure", seed="2")
     assert before == after
     assert right and reused >= 64
 

@@ -158,9 +158,9 @@ def test_bf16_is_bitwise_that_of_the_same_kv(daemon, model_dir, tokens, record_p
     divergences = []
     with (
         server.connect() as client,
-        kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False, self_test=False) as kv,
     ):
-        for length in (2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1):
+        for length in (2 * BLOCK - 1, 2 * BLOCK + 1):
             ids = torch.tensor([tokens[1][:length]])
             _cold, cold_logits, cache = generate(model, ids)
             warm, warm_logits, _ = generate(model, ids)
@@ -192,6 +192,7 @@ def test_generated_text_is_found_by_the_next_turn(daemon, fp32, tokens):
 # ---------------------------------------------------------------- several processes
 
 
+@pytest.mark.slow  # `make demo`, below, goes the same way
 def test_one_computes_another_finds_a_third_survives(daemon, processes, model_dir, wait_until):
     """The issue's sentence, and the death of a writer half-way with a follower behind it."""
     server = daemon(memory="256MiB")
@@ -233,7 +234,7 @@ def test_two_that_start_at_once_compute_it_once(daemon, processes):
     first, second = processes(server), processes(server)
     for process in (first, second):
         process.answer()
-    document, question = (ROOT / "docs" / "tour.md").read_text()[:2000], "\n\nIn short,"
+    document, question = (ROOT / "docs" / "tour.md").read_text()[:900], "\n\nIn short,"
     for process in (first, second):
         process.ask(document, question)
     one, other = first.answer(), second.answer()

@@ -229,5 +229,9 @@ def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens"] == 4 and "Paris" in found["text"] and found["ceiling_tokens_per_s"] > 0
-    done = subprocess.run([*command, "/nowhere", "--json"], capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_names_a_directory_that_is_none():
+    command = [sys.executable, "-m", "kvclient.hf.streaming", "/nowhere", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no directory with a config.json" in json.loads(done.stderr)["error"]

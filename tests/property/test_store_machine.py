@@ -351,7 +351,7 @@ def few(examples: int, steps: int) -> settings:
 
 
 class TestStore(StoreMachine.TestCase):
-    settings = few(examples=60, steps=40)
+    settings = few(examples=30, steps=40)
 
 
 @pytest.mark.slow
