@@ -24,7 +24,13 @@ from kvstored.config.config import Config
 from kvstored.config.sources import Sourced
 from kvstored.errors import ConfigError, StartupError, StoreError
 from kvstored.process import runtime_dir
-from kvstored.process.limits import SESSION_DESCRIPTORS, connections_within, cpu_seconds, end_within, own_memory_bytes
+from kvstored.process.limits import (
+    SESSION_DESCRIPTORS,
+    connections_within,
+    cpu_seconds,
+    end_within,
+    own_memory_bytes,
+)
 from kvstored.process.notify import notify
 from kvstored.process.reload import Reload
 from kvstored.rpc.admin import AdminService

@@ -33,8 +33,8 @@ def cpu_seconds() -> float:
 def need_descriptors(config: Config) -> None:
     """Raises the soft limit as far as all sessions and connections need it and the hard limit allows.
 
-    Raises StartupError where that leaves the daemon none for a client: gRPC ends a process that lacks one by a
-    signal."""
+    Raises StartupError where that leaves the daemon none for a client: gRPC ends a process that lacks one by
+    a signal."""
     needed = len(os.listdir("/proc/self/fd")) - 1 + _own_descriptors(config) + SPARE_DESCRIPTORS
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed + 2 * SESSION_DESCRIPTORS * config.max_sessions
@@ -43,8 +43,8 @@ def need_descriptors(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if 0 <= limit < needed:
         raise StartupError(
-            f"the limit on open files is {limit}, this configuration needs {needed}, and {SESSION_DESCRIPTORS} "
-            "more for each session: ulimit -n, LimitNOFILE"
+            f"the limit on open files is {limit}, this configuration needs {needed}, and "
+            f"{SESSION_DESCRIPTORS} more for each session: ulimit -n, LimitNOFILE"
         )
 
 

@@ -55,7 +55,8 @@ def run(edit):
         layer.self_attn.o_proj = Scale(layer.self_attn.o_proj)
         if edit in ("closure", "other closure", "default"):
             del layer.mlp.act_fn  # a module: in its place a plain function
-            layer.mlp.act_fn = {"closure": closed(1.0), "other closure": closed(0.5), "default": defaulted}[edit]
+            made = {"closure": closed(1.0), "other closure": closed(0.5), "default": defaulted}
+            layer.mlp.act_fn = made[edit]
     if edit == "method":
         code.LlamaMLP.forward = halved(FORWARD)
     if edit == "function":

@@ -304,7 +304,7 @@ def test_a_stranger_is_told_the_same_whatever_it_asks(tenants, fork):
             with RawSession(tenants.socket_path) as session:
                 with contextlib.suppress(Dropped):
                     session.send(packet)
-                with contextlib.suppress(Dropped):  # the news that the packet was not read may come before the answer
+                with contextlib.suppress(Dropped):  # that it was not read may be told first
                     said.add(session.receive())
                     continue
                 said.add(session.receive())
