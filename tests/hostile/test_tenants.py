@@ -71,7 +71,6 @@ def right(started, namespace: str = "default") -> str:
     return "write"
 
 
-NOT_PERMITTED = 5  # of kv::Code
 MANY = tuple(range(20_000, 20_059))
 
 
@@ -311,7 +310,7 @@ def test_a_stranger_is_told_the_same_whatever_it_asks(tenants, fork):
                 with pytest.raises(Dropped):
                     session.receive()
         (one,) = said
-        assert one[:3] == (raw.ATTACH, 1 + NOT_PERMITTED, 0) and not session.fds
+        assert one[:3] == (raw.ATTACH, NOT_PERMITTED, 0) and not session.fds
 
     tenants.connect().close()
     fork(as_user(STRANGER, work)).finish()
