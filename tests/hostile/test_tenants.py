@@ -276,15 +276,12 @@ def test_how_long_an_answer_takes(tenants, fork):
 
 
 def test_a_stranger_hears_that_it_is_on_no_list(tenants, fork):
-    """By the library; it is not told that the daemon is gone, nor which namespaces there are."""
+    """By the library: not that the daemon is gone. The refusal and the request may cross each other."""
 
     def work(_steps) -> None:
-        said = set()
-        for name in ("default", "nothere") * 8:  # the refusal and the request may cross each other
-            with pytest.raises(NotPermitted, match=r"in no namespace's `readers` or `writers`") as refused:
+        for name in ("default", "nothere") * 8:
+            with pytest.raises(NotPermitted, match=r"in no namespace's `readers` or `writers`"):
                 tenants.connect(namespace=name)
-            said.add(str(refused.value).replace(name, ""))
-        assert len(said) == 1
 
     fork(as_user(STRANGER, work)).finish()
 
@@ -294,12 +291,8 @@ def test_a_stranger_is_told_the_same_whatever_it_asks(tenants, fork):
 
     def work(_steps) -> None:
         said = set()
-        for packet in (
-            request(raw.ATTACH, 1, raw.attach_body()),
-            request(raw.ATTACH, 1, raw.attach_body(b"nothere")),
-            request(raw.STATS, 0),
-            b"x" * 16,
-        ):
+        asked = [request(raw.ATTACH, 1, raw.attach_body(name)) for name in (b"default", b"nothere")]
+        for packet in (*asked, request(raw.STATS, 0), b"x" * 16):
             with RawSession(tenants.socket_path) as session:
                 with contextlib.suppress(Dropped):
                     session.send(packet)
