@@ -34,7 +34,7 @@ def picture() -> str:
     lines = [
         ("kvstored: one pool of KV blocks in shared memory", 150),
         ("a hit is a read of memory: no call, no copy", 176),
-        ("a block is immutable once sealed, all layers, 128 tokens", 200),
+        ("a block is immutable once sealed, all layers of its tokens", 200),
     ]
     pool = '<rect class="pool" x="20" y="120" width="660" height="106" rx="8"/>' + "".join(
         f'<text x="350" y="{y}" text-anchor="middle">{line}</text>' for line, y in lines

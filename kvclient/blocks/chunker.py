@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvclient.blocks.layout import MAX_BLOCK_TOKENS
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_BLOCK_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 
@@ -39,7 +39,9 @@ class Chunker:
     paragraph or document behind a block; a new part begins there. All but "fixed" need the tokenizer.
     """
 
-    def __init__(self, name: str = "fixed", block_tokens: int = 128, tokenizer: Any = None) -> None:
+    def __init__(
+        self, name: str = "fixed", block_tokens: int = DEFAULT_BLOCK_TOKENS, tokenizer: Any = None
+    ) -> None:
         if name not in CHUNKERS:
             raise InvalidArgument(f"chunker={name!r}; it must be one of {', '.join(CHUNKERS)}")
         check_bounds("block_tokens", block_tokens, 1, MAX_BLOCK_TOKENS)

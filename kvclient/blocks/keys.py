@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvclient._core import Chain, extra_ids_from_digests, root_key, window_fingerprints
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 
 __all__ = ["Chain", "chain", "extra_ids_from_digests", "root_key", "window_fingerprints"]
 
@@ -20,7 +21,7 @@ __all__ = ["Chain", "chain", "extra_ids_from_digests", "root_key", "window_finge
 def chain(
     identity: bytes,
     token_ids: Sequence[int] | Any,
-    block_tokens: int = 128,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
     extra_ids: Sequence[int] | Any | None = None,
     partial: bool = False,
     counts: Sequence[int] | None = None,

@@ -36,6 +36,7 @@ MAX_LAYERS = 512
 MAX_KV_HEADS = 65_536
 MAX_HEAD_DIM = 65_536
 MAX_BLOCK_TOKENS = 65_535
+DEFAULT_BLOCK_TOKENS = 32  # one for all: KV is found only in blocks of the size it was published in
 MAX_META_FIXED = 1 << 20
 MAX_META_PER_TOKEN = 4096
 MAX_LAYER_BYTES_PER_TOKEN = 1 << 24
@@ -188,7 +189,7 @@ class Layout:
     num_kv_heads: int
     head_dim: int
     dtype: str = "bfloat16"
-    block_tokens: int = 128
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
     kv_per_layer: int = 2
     meta_fixed: int = META_FIXED
     meta_per_token: int = META_PER_TOKEN

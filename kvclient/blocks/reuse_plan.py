@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.blocks.match import Library, Patience, Piece, Run, find_runs
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
@@ -89,7 +90,7 @@ def plan(
     client: Any,
     identity: bytes,
     token_ids: Sequence[int] | Any,
-    block_tokens: int = 128,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
     *,
     exact_tokens: int | None = None,
     min_tokens: int = 1,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import Breaker
 from kvclient.errors import Closed, Detached, Unavailable
@@ -93,7 +93,7 @@ class KVClient:
             return self._again(methodcaller("get", keys, follow, wait_s, verify))
 
     def find(
-        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+        self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:
         """Sealed blocks anywhere in the tokens: (offset, key), by offset. Candidates, as fingerprints say it:
         compare their tokens (kvclient.blocks.plan does). on_disk: also such as were evicted and lie there.

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import NoBlocks, NoLookup, NoWriter
 from kvclient.client.client import Answer, KVClient
@@ -73,7 +73,7 @@ class TolerantClient(KVClient):
         return None if seconds < 0 else seconds
 
     def find(
-        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+        self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:
         return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens, on_disk), list)
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
+
 EXAMPLES = """examples:
   kvclient-serve ./SmolLM2                          beside this host's daemon
   kvclient-serve ./model.gguf --store 2GiB          on its own, with a cache in its own memory
@@ -54,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
     add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
     add("--repair", default="calibrated", help="inside prompts: calibrated, auto or none")
-    add("--block-tokens", type=int, default=32, help="of one block (default: %(default)s); "
-        "KV is shared only among equals, and kvclient.hf.attach() itself takes 128")
+    add("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS, help="of one block (default: %(default)s); "
+        "KV is shared only among equals, and all parts of kvclient have the same default")
     add("--max-batch-size", type=int, default=16, help="computed side by side (default: %(default)s)")
     add("--max-queue", type=int, default=128, help="waiting behind them; more get 429 (default: %(default)s)")
     add("--max-batch-tokens", type=int, default=512, help="of a prompt at one time (default: %(default)s)")

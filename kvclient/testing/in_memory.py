@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvclient.blocks.layout import MAX_LOAD_BYTES, layout_blob
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, check_real, whole_seconds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, split_keys
@@ -103,7 +103,7 @@ class InMemoryClient:
         return None
 
     def find(
-        self, identity: bytes, token_ids: Any, block_tokens: int = 128, on_disk: bool = False
+        self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:
         """Sealed blocks anywhere in the tokens: (offset, key), by offset; places of one do not overlap."""
         from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint

@@ -14,6 +14,11 @@ import time
 import urllib.parse
 
 import pytest
+import torch
+import transformers
+
+import kvclient
+import kvclient.hf
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: make test installs it")
 
@@ -205,6 +210,30 @@ def test_two_servers_share_what_one_computed_and_a_daemons_death_costs_no_answer
     own.kill()
     again = second.chat(TEXT)
     assert again["choices"] == wanted["choices"]
+
+
+def test_with_their_defaults_server_and_library_share_what_either_computed(daemon, server, home):
+    """Completions of token ids, so that both see the same prompt; nobody names a size of blocks."""
+    started = daemon("64MiB")
+    one = server("--dir", str(started.dir))
+    model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
+
+    def by_server(ids):
+        asked = {"prompt": ids, "max_tokens": 1, "temperature": 0}
+        status, headers, said = one.post("/v1/completions", asked)
+        assert status == 200, said
+        return int(headers["X-KV-Reused-Tokens"])
+
+    with kvclient.connect(dir=started.dir) as client, kvclient.hf.attach(model, client) as kv:
+
+        def by_library(ids):
+            model.generate(torch.tensor([ids]), max_new_tokens=1, do_sample=False, pad_token_id=0)
+            return kv.last.reused_tokens
+
+        for number, (first, then) in enumerate(((by_server, by_library), (by_library, by_server))):
+            ids = [5 + (number + 7 * place) % 50 for place in range(100)]
+            assert first(ids) == 0
+            assert then(ids) == 96
 
 
 def test_figures_health_and_the_page(tiny):

@@ -22,6 +22,7 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salt_of
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
@@ -53,7 +54,7 @@ def attach(
     model: torch.nn.Module,
     client: Any,
     *,
-    block_tokens: int = 128,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
     salt: bytes | str | None = None,
     priority: int = 35,
     ttl_s: float | None = None,
