@@ -227,8 +227,9 @@ TEST(a_daemon_without_descriptors_turns_clients_away_and_goes_on) {
   const uint64_t refused = daemon.server->refused();
   CHECK(::connect(unconnected.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
   CHECK(eventually([&] { return daemon.server->refused() == refused + 1; }));
-  char byte;
-  CHECK(::recv(unconnected.get(), &byte, 1, 0) <= 0);
+  protocol::Reply said{};
+  CHECK(::recv(unconnected.get(), &said, sizeof said, 0) == sizeof said && said.status == status(Code::Unavailable));
+  CHECK(::recv(unconnected.get(), &said, sizeof said, 0) <= 0);
   CHECK_EQ(honest->touch(std::vector<Key>{key(1)}), 0u);  // served meanwhile
   fill.clear();
   CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);

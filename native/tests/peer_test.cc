@@ -1,0 +1,131 @@
+// Goal: blocks go from one store to another while both are used, and no thread of the tier or the server outlives it or touches
+// what another owns. Method: two stores, a server and a tier in one process, so that the sanitizers see both ends (`make asan`).
+#include <thread>
+#include <vector>
+
+#include "core/peer/server.h"
+#include "core/peer/tier.h"
+#include "tests/check.h"
+#include "tests/store_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+namespace {
+
+constexpr uint64_t kBytes = 16 << 20;
+constexpr uint32_t kPages = 3;
+constexpr uint64_t kWanted = 150;  // fetched by several threads, in different orders
+
+const peer::Secret kSalt{7, 7, 7};
+
+// A store whose blocks hold bytes that follow from their numbers.
+struct Host : Rig {
+  Host() : Rig(kBytes, 4096), pool(segments.pool.get(), kBytes, true) {}
+  Grant fill(uint64_t number) {
+    const Granted granted = create(number, kPages);
+    if (granted.status != Grant::Granted) return granted.status;
+    std::memset(pool.data() + granted.extent.offset, static_cast<int>(number % 251), (kPages - 1) * kPageBytes);
+    CHECK(seal(granted.handle) == Done::Ok);
+    return Grant::Granted;
+  }
+  // As it was filled: read under a pin of the daemon's own.
+  bool right(uint64_t number) {
+    const auto job = store->begin_read(key(number));
+    if (!job || !job->sealed) return false;
+    const auto* at = reinterpret_cast<const uint8_t*>(pool.data() + job->extent.offset);
+    bool same = true;
+    for (uint64_t i = 0; i < (kPages - 1) * kPageBytes; ++i) same &= at[i] == number % 251;
+    store->end_read(job->handle);
+    return same;
+  }
+  Mapping pool;
+};
+
+std::unique_ptr<peer::Server> serve(Host& host, uint16_t port = 0) {
+  auto server =
+      std::make_unique<peer::Server>(peer::Server::Options{.node = "a", .address = "127.0.0.1", .port = port, .peers = {"b"}});
+  server->share(*host.store, kSalt);
+  server->start();
+  return server;
+}
+
+std::unique_ptr<peer::Tier> tier_of(Host& host, uint16_t port, const peer::Secret& salt = kSalt) {
+  auto tier = std::make_unique<peer::Tier>(*host.store, "b", salt, std::vector<peer::Tier::Address>{{"a", "127.0.0.1", port}});
+  tier->start();
+  return tier;
+}
+
+}  // namespace
+
+TEST(blocks_are_fetched_by_many_threads_while_both_stores_are_used) {
+  Host here, there;
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(there.fill(i) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = tier_of(here, server->port());
+  here.store->attach_peers(tier.get());
+  std::atomic<bool> over{false};
+  std::vector<std::thread> others;
+  for (Host* host : {&here, &there})
+    others.emplace_back([&, host] {  // puts, removals and figures beside it, never enough to evict
+      for (uint64_t i = 10'000; !over.load(); ++i) {
+        host->fill(10'000 + i % 100);
+        host->store->remove(key(10'000 + (i + 50) % 100));
+        host->store->settle();
+        CHECK(server->stats().connections <= 8);
+        CHECK(tier->stats().size() == 1);
+      }
+    });
+  std::vector<std::thread> askers;
+  for (uint64_t number = 0; number < 3; ++number)
+    askers.emplace_back([&, number] {
+      for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key((i * 7 + number * 50) % kWanted), kDefaultPriority);
+    });
+  for (auto& asker : askers) asker.join();
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(eventually([&] { return here.resident(i); }));
+  over = true;
+  for (auto& other : others) other.join();
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(here.right(i));
+  CHECK(tier->stats()[0].fetched >= kWanted);
+  here.store->attach_peers(nullptr);
+  tier->stop();
+  server->stop();
+  here.store->check_integrity();
+  there.store->check_integrity();
+}
+
+// Fails if a connection's thread, a flight or a half filled block is left behind.
+TEST(either_end_may_stop_in_the_middle_and_another_server_is_found_again) {
+  Host here, there;
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(there.fill(i) == Grant::Granted);
+  auto server = serve(there);
+  const uint16_t port = server->port();
+  auto tier = tier_of(here, port);
+  here.store->attach_peers(tier.get());
+  for (int round = 0; round < 3; ++round) {
+    for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key(i), kDefaultPriority);
+    server->stop();
+    server.reset();
+    CHECK(eventually([&] { return tier->stats()[0].in_flight == 0 && tier->stats()[0].queued == 0; }));
+    server = serve(there, port);
+    CHECK(eventually([&] { return tier->stats()[0].state == "up"; }));
+  }
+  for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key(i), kDefaultPriority);
+  here.store->attach_peers(nullptr);
+  tier->stop();
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(!here.resident(i) || here.right(i));
+  CHECK_EQ(here.store->stats().created, 0u);
+  here.store->check_integrity();
+}
+
+TEST(another_salt_gets_nothing) {
+  Host here, there;
+  CHECK(there.fill(1) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = tier_of(here, server->port(), peer::Secret{8});
+  here.store->attach_peers(tier.get());
+  here.store->promote(key(1), kDefaultPriority);
+  CHECK(eventually([&] { return server->stats().refused > 0; }));
+  CHECK(!here.resident(1));
+  here.store->attach_peers(nullptr);
+}
