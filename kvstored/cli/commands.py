@@ -19,9 +19,10 @@ import grpc
 
 from kvstored.cli import render, stop
 from kvstored.cli.answers import complain, show
+from kvstored.cli.block_facts import block_facts
 from kvstored.errors import ConfigError, Exit
 from kvstored.process import runtime_dir
-from kvstored.v1 import admin_pb2, admin_pb2_grpc, block_pb2, store_pb2, store_pb2_grpc
+from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 
 MAX_KEYS = 1024
 CLEAR = "\x1b[H\x1b[J"
@@ -215,21 +216,6 @@ def reload(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _block(block: Any) -> dict[str, Any]:
-    state = block_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower()
-    numbers = (
-        "token_count",
-        "layout_id",
-        "base_position",
-        "priority",
-        "generation",
-        "length_bytes",
-        "ttl_ms",
-        "created_ms",
-    )
-    return {"key": block.key.hex(), "state": state, **{name: getattr(block, name) for name in numbers}}
-
-
 def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator[dict[str, Any]]:
     token, left = "", most
     while left > 0:
@@ -237,7 +223,7 @@ def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator
             namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix
         )
         reply = daemon.admin.List(request, timeout=daemon.timeout_s)
-        yield from map(_block, reply.blocks)
+        yield from map(block_facts, reply.blocks)
         left -= len(reply.blocks)
         token = reply.next_page_token
         if not token:
@@ -247,7 +233,7 @@ def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator
 def _described(daemon: Connection, given: argparse.Namespace) -> dict[str, Any] | None:
     request = admin_pb2.DescribeRequest(namespace=given.namespace, key=given.key)
     try:
-        return _block(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)
+        return block_facts(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)
     except grpc.RpcError as error:
         # An unknown namespace is NOT_FOUND too, and is the caller's error, not the answer no.
         if error.code() is not grpc.StatusCode.NOT_FOUND or "namespace" in error.details():

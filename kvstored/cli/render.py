@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstored.config.units import approximate_size, format_duration
@@ -209,15 +209,20 @@ def _open_to(one: dict[str, Any]) -> str:
     return (said or "nobody but the daemon's own user and root") + ("; salted" if one["salted"] else "")
 
 
+def _or_dash(value: int | None, text: Callable[[int], str] = str) -> str:
+    """What is not known of a block on disk before it is loaded."""
+    return "-" if value is None else text(value)
+
+
 def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:
     rows = [
         (
             one["key"],
             one["state"],
-            str(one["token_count"]),
-            approximate_size(one["length_bytes"]),
-            str(one["layout_id"]),
-            str(one["priority"]),
+            _or_dash(one["token_count"]),
+            _or_dash(one["length_bytes"], approximate_size),
+            _or_dash(one["layout_id"]),
+            _or_dash(one["priority"]),
             format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-",
         )
         for one in blocks
@@ -235,10 +240,10 @@ def block_text(one: dict[str, Any], now_ms: int) -> str:
     facts = {
         "key": one["key"],
         "state": one["state"],
-        "tokens": f"{one['token_count']}, from position {one['base_position']}",
-        "size": approximate_size(one["length_bytes"]) + f" ({one['length_bytes']} bytes)",
-        "layout": one["layout_id"],
-        "priority": one["priority"],
+        "tokens": _or_dash(one["token_count"], lambda n: f"{n}, from position {one['base_position']}"),
+        "size": _or_dash(one["length_bytes"], lambda n: f"{approximate_size(n)} ({n} bytes)"),
+        "layout": _or_dash(one["layout_id"]),
+        "priority": _or_dash(one["priority"]),
         "age": age,
         "ttl": format_duration(one["ttl_ms"] / 1000) if one["ttl_ms"] else "none",
         "generation": one["generation"],

@@ -5,12 +5,15 @@ with files, memory and leftovers in it; then the whole list of tests/fault/disk.
 """
 
 import contextlib
+import json
 import os
 import random
 import time
 
 import pytest
 
+from kvstored.cli.main import main
+from kvstored.errors import Exit
 from tests.conftest import DaemonFailed
 from tests.fault.children import eventually
 from tests.fault.disk import DiskRig, tolerated
@@ -52,6 +55,25 @@ def kill_many_starts(kv: DiskRig, integrity, rounds: int, choose: random.Random)
 
 def test_killed_at_many_moments_of_the_start(rig, integrity):
     kill_many_starts(rig(), integrity, 8, random.Random(5))
+
+
+def test_what_is_not_known_of_a_file_is_not_listed_as_a_number(rig, capsys):
+    """Found by its name alone: `ls` told 0 tokens, 0 bytes and layout 255."""
+    kv = rig()
+    (one,) = kv.put_on_disk(1)
+    kv.restart(memory_too=True)
+
+    def listed():
+        assert main(["ls", "--dir", str(kv.daemon.dir), "--json"]) == Exit.DONE
+        (block,) = json.loads(capsys.readouterr().out)
+        return [block[name] for name in ("key", "token_count", "layout_id", "length_bytes", "created_ms")]
+
+    assert listed() == [one.hex(), None, None, None, None]
+    assert main(["ls", "--dir", str(kv.daemon.dir)]) == Exit.DONE
+    assert "255" not in capsys.readouterr().out.replace(one.hex(), "")
+    assert kv.load([one]) == [True]
+    _, tokens, _, length, _ = listed()
+    assert tokens == 32 and length > 0
 
 
 @pytest.mark.slow
