@@ -105,6 +105,11 @@ class Config:
         high=1 << 50,
         show=format_size,
     )
+    disk_mounted: bool = _field(
+        "whether each directory in disk must be on another file system than /, so that a disk that is not "
+        "mounted does not fill the root file system",
+        False, _yes, show=lambda yes: "yes" if yes else "no",
+    )  # fmt: skip
     disk_fanout: str = _field(
         "directories below each of them: LEVELSxDIGITS of the key; fixed for what lies there",
         "2x1",

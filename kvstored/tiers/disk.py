@@ -110,7 +110,7 @@ class Tiers:
 
         try:
             for name, store in stores.items():
-                directories = Directories(config.disk, name)
+                directories = Directories(config.disk, name, config.disk_mounted)
                 native = _core.DiskTier(
                     store,
                     directories.paths,

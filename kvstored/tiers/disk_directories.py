@@ -28,7 +28,8 @@ LOOK_S = 1.0  # a disk that takes longer to list what is kept aside is asked aga
 class Directories:
     """Those of one namespace, one below each directory of the configuration."""
 
-    def __init__(self, configured: Sequence[str], namespace: str) -> None:
+    def __init__(self, configured: Sequence[str], namespace: str, mounted: bool = False) -> None:
+        self._mounted = mounted
         self.paths = [os.path.join(directory, namespace) for directory in configured]
         self._locks: list[int] = []
         self._look: asyncio.Task[None] | None = None
@@ -42,6 +43,9 @@ class Directories:
         try:
             if not os.path.isdir(parent := os.path.dirname(directory)):
                 raise StartupError(f"disk: {directory}: {parent} is no directory: mount it or make it first")
+            if self._mounted and os.stat(_existing(directory)).st_dev == os.stat("/").st_dev:
+                why = "is on the root file system, and disk_mounted is set: mount it"
+                raise StartupError(f"disk: {directory} {why}")
             for one in (directory, path):
                 runtime_dir.prepare(one, "disk directory")
             self._locks.append(_locked(path))
@@ -66,6 +70,11 @@ class Directories:
     async def _look_aside(self) -> None:
         found = [await _kept(os.path.join(path, ASIDE)) for path in self.paths]
         self._aside = sum(count for count, _ in found), sum(size_bytes for _, size_bytes in found)
+
+
+def _existing(directory: str) -> str:
+    """Where it is, or where it would be made."""
+    return directory if os.path.isdir(directory) else os.path.dirname(directory)
 
 
 def _locked(path: str) -> int:

@@ -59,6 +59,13 @@ class Place(Protocol):
         """What removing it would give back, per device."""
 
 
+def available_bytes() -> int:
+    """What this machine can give now without ending a process: as the kernel estimates it, and swap."""
+    with open("/proc/meminfo") as lines:
+        kib = dict(line.split(":", 1) for line in lines)
+    return sum(int(kib[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+
+
 class Named:
     """Files in /dev/shm or another directory. Session pages are always in /dev/shm; a hugetlbfs, which has
     whole huge pages only, gets the pool alone."""
@@ -110,7 +117,11 @@ class Named:
 
     def free_bytes(self, role: str) -> int | None:
         system = os.statvfs(self._directory(role))
-        return system.f_bavail * system.f_frsize if system.f_blocks else None
+        if not system.f_blocks:
+            return None
+        free_bytes = system.f_bavail * system.f_frsize
+        reserved = file_system(self._directory(role))[0] == "hugetlbfs"  # taken from the machine before
+        return free_bytes if reserved else min(free_bytes, available_bytes())
 
     def held_bytes(self, prefix: str) -> dict[object, int]:
         held: dict[object, int] = {}
@@ -174,7 +185,7 @@ class Sealed:
         return SEALED, "this machine"
 
     def free_bytes(self, role: str) -> int | None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_bytes()
 
     def held_bytes(self, prefix: str) -> dict[object, int]:
         return {}

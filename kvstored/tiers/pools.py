@@ -321,9 +321,10 @@ class Segments:
             free_bytes += sum(held.get(device, 0) for held in held_by_old)
             if need_bytes > free_bytes:
                 advised = pool_list.advice()
+                lacking = need_bytes - free_bytes
                 raise StartupError(
-                    f"memory: {called} has {free_bytes} bytes free ({approximate_size(free_bytes)}), "
-                    f"{need_bytes} more are needed ({approximate_size(need_bytes)}): "
+                    f"memory: {called} has {free_bytes} bytes free now ({approximate_size(free_bytes)}), "
+                    f"{need_bytes} are needed: {lacking} more ({approximate_size(lacking)}): "
                     "give less --memory, or a larger file system" + (f"; {advised}" if advised else "")
                 )
         return roomy

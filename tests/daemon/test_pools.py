@@ -88,7 +88,7 @@ def test_memory_that_is_short_and_fsck_name_what_nobody_owns(daemon, tmp_path, c
             cwd=ROOT, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == Exit.CANNOT_START
-        assert "more are needed" in done.stderr and "kvstored pools --remove" in done.stderr
+        assert "bytes free now" in done.stderr and "kvstored pools --remove" in done.stderr
     finally:
         main(["pools", prefix, "--remove"])
     assert files(prefix) == []

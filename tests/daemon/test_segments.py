@@ -144,8 +144,9 @@ def test_too_little_memory_is_an_error_that_names_both_sizes_and_costs_no_block(
     wanted = min(16 << 40, system.f_bavail * system.f_frsize * 4 >> 21 << 21)
     code, text = start_refused(stopped.dir, "--memory", str(wanted))
     assert code == Exit.CANNOT_START
-    free, need = map(int, re.search(r"has (\d+) bytes free .*, (\d+) more are needed", text).groups())
-    assert need > free and need >= wanted and "/dev/shm" in text
+    said = re.search(r"has (\d+) bytes free now .*, (\d+) are needed: (\d+) more ", text)
+    free, need, lacking = map(int, said.groups())
+    assert lacking == need - free > 0 and need >= wanted and "/dev/shm" in text
     assert served(stopped), "a start that failed has cost the blocks"
 
 

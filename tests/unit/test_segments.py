@@ -214,9 +214,19 @@ def test_a_pool_that_the_store_refuses_is_replaced(world):
 def test_what_cannot_fit_is_refused_before_anything_is_removed(world):
     _, (pool,) = world.open()
     before = world.files(pool.prefix)
-    with pytest.raises(StartupError, match=r"has \d+ bytes free .*, \d+ more are needed"):
+    with pytest.raises(StartupError, match=r"has \d+ bytes free now .*, \d+ are needed: \d+ more"):
         world.open(dataclasses.replace(GEOMETRY, capacity_bytes=1 << 60))
     assert world.files(pool.prefix) == before and adopted(world) == [True]
+
+
+def test_what_the_machine_can_give_now_counts_and_not_what_it_has(world, monkeypatch):
+    """A tmpfs, or a memfd, may be larger than the memory that is left."""
+    monkeypatch.setattr(pool_files, "available_bytes", lambda: 4096)
+    for pool in ("shm", "memfd"):
+        place = pool_files.Named(SHM_DIR) if pool == "shm" else pool_files.Sealed(None)
+        assert place.free_bytes("pool") == 4096
+    monkeypatch.undo()
+    assert 0 < pool_files.available_bytes() < 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_session_pages_go_with_their_pool(world):
