@@ -21,7 +21,7 @@ def test_another_build_takes_over_under_load():
     assert re.search(r"^1\.0\.0 -> 1\.0\.1: no daemon for \d+ ms, blocks kept$", said, re.MULTILINE), said
     assert done.returncode == 0 and "all as expected" in said
     clients = re.findall(
-        r"^client \d: (\d+) reads.*; (\d+) writes.*; (errors 0.*); \d+ calls", said, re.MULTILINE
+        r"^client \d: (\d+) reads.*; (\d+) writes.*; (errors 0.*); \d+ writes without", said, re.MULTILINE
     )
     assert len(clients) == 2, said + done.stderr
     for reads, writes, harm in clients:
