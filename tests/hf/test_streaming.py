@@ -21,6 +21,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
+from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import DiskMover, Piece
 from kvclient.hf.streaming.scheduler import Scheduler
 from tests.hf.awq_checkpoint import write_checkpoint
@@ -79,7 +80,7 @@ def test_every_residency_has_the_same_bits(home):
         assert torch.equal(answer(model), said), residency
         moved = streaming_stats(model)["bytes_per_pass"]
         assert (moved == 0) == (residency in ("full_resident", "auto"))
-        model.kvstored_streams.close()
+        streams_of(model).close()
 
 
 def test_an_answer_reads_each_layer_once_a_pass(home):
@@ -87,16 +88,14 @@ def test_an_answer_reads_each_layer_once_a_pass(home):
     answer(model)
     stats = streaming_stats(model)
     assert stats["loads"] >= 12 * 5 - 2 and stats["bytes"] == stats["loads"] * stats["bytes_per_pass"] // 5
-    model.kvstored_streams.close()
+    streams_of(model).close()
 
 
 def test_outside_of_its_turn_a_layer_has_no_weights(home):
     model = opened(home, "full_stream")
     logits(model)
     assert all(value.is_meta for value in model.model.layers.state_dict().values())
-    with pytest.raises(InvalidArgument, match="meta"):
-        kvclient.hf.attach(model, kvclient.InMemoryClient())
-    model.kvstored_streams.close()
+    streams_of(model).close()
 
 
 def test_a_layer_that_raises_gives_its_slot_back(home):
@@ -112,7 +111,7 @@ def test_a_layer_that_raises_gives_its_slot_back(home):
             logits(model)
         handle.remove()
     assert torch.equal(logits(model), want)
-    model.kvstored_streams.close()
+    streams_of(model).close()
 
 
 def test_two_threads_share_the_slots(home):
@@ -124,7 +123,7 @@ def test_two_threads_share_the_slots(home):
     for thread in threads:
         thread.join()
     assert len(got) == 10 and all(torch.equal(one, want) for one in got)
-    model.kvstored_streams.close()
+    streams_of(model).close()
 
 
 def test_bytes_that_changed_on_the_disk_are_never_computed_with(home):
@@ -146,7 +145,7 @@ def test_bytes_that_changed_on_the_disk_are_never_computed_with(home):
     finally:
         path.write_bytes(whole)
     assert torch.equal(logits(model), logits(opened(home, "full_resident")))
-    model.kvstored_streams.close()
+    streams_of(model).close()
 
 
 def test_a_file_that_was_not_finished_is_written_anew(home):
@@ -163,7 +162,7 @@ def test_a_file_that_was_not_finished_is_written_anew(home):
 
 def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(home, tmp_path):
     """As on a full disk, a write takes only a part of what it is given, the last layer's too."""
-    opened(home, "full_stream").kvstored_streams.close()
+    streams_of(opened(home, "full_stream")).close()
     most = (home / "kvstored-streaming.bin").stat().st_size - 100
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((home / name).read_bytes())
@@ -235,3 +234,48 @@ def test_the_command_names_a_directory_that_is_none():
     command = [sys.executable, "-m", "kvclient.hf.streaming", "/nowhere", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no directory with a config.json" in json.loads(done.stderr)["error"]
+
+
+@pytest.mark.parametrize("residency", ["full_stream", "partial_resident", "ffn_only_stream"])
+@pytest.mark.parametrize("first", ["streamed", "resident"])
+def test_streamed_and_resident_find_what_the_other_published(home, residency, first):
+    """One identity: the same weights, wherever they lie; each answers as it does without the store."""
+    streamed = opened(home, residency)
+    if (home / "config.json").read_text().find("quantization_config") >= 0:
+        resident = awq.from_pretrained(home)
+    else:
+        resident = transformers.AutoModelForCausalLM.from_pretrained(home).eval()
+    models = [streamed, resident] if first == "streamed" else [resident, streamed]
+    ids = PROMPT.repeat(1, 3)
+    with kvclient.InMemoryClient(32 << 20) as client:
+        identities, answers = [], []
+        for model in models:
+            plain = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            with kvclient.hf.attach(model, client, block_tokens=16) as kv:
+                reused = []
+                for _ in range(2):
+                    answers.append(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))
+                    assert kv.last.bypassed is None
+                    reused.append(kv.last.reused_tokens)
+                identities.append(kv.identity)
+                assert reused == ([0, 64] if model is models[0] else [64, 64])
+            assert all(torch.equal(plain, answer) for answer in answers)
+        assert identities[0] == identities[1]
+    streams_of(streamed).close()
+
+
+def test_scales_that_are_no_numbers_and_files_of_others_are_not_read(home, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in home.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(home / "model.safetensors")
+    save_file({"other.layers.0.weight": torch.zeros(3)}, tmp_path / "adapter.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    streams_of(StreamingCausalLM.from_pretrained(tmp_path)).close()
+    if not (scales := [name for name in tensors if name.endswith(".scales")]):
+        return
+    tensors[scales[0]][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidArgument, match=f"{scales[0]} has nan; all must be finite"):
+        StreamingCausalLM.from_pretrained(tmp_path)

@@ -35,6 +35,7 @@ from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.window import Window
 from kvclient.hf.request.stopping import Listener, end_tokens
 from kvclient.hf.reuse.verify import Verification
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 
 MODES = ("baseline", "prefix", "chunk")
 Codec = str | Kivi | None  # None: as attach() was told
@@ -90,11 +91,13 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], client: Any = None, *, dtype: str | torch.dtype = "auto",
-        device: str | None = None, gguf_file: str | None = None, **options: Any,
+        device: str | None = None, gguf_file: str | None = None, streaming: StreamingConfig | None = None,
+        **options: Any,
     ) -> Engine:  # fmt: skip
         """A model by hub id, directory or .gguf file. client: None attaches to this host's daemon, and goes
-        on without while there is none. device: "auto" takes the accelerator torch has, or the CPU. Other
-        options are attach()'s.
+        on without while there is none. device: "auto" takes the accelerator torch has, or the CPU. streaming:
+        layers are read from the directory as they compute (kvclient.hf.streaming), on the CPU. Other options
+        are attach()'s.
         """
         if client is None:
             import kvclient
@@ -107,6 +110,12 @@ class Engine:
         if gguf_file is not None:
             given["gguf_file"] = gguf_file
         tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
+        if streaming is not None:
+            if given or device not in (None, "cpu"):
+                raise InvalidArgument(f"streaming takes a directory on the CPU; got {given or device!r}")
+            wanted = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            streamed = StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted)
+            return cls(streamed, tokenizer, client, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
         if device == "auto":
             device = str(torch.accelerator.current_accelerator() or "cpu")

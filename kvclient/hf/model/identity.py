@@ -18,6 +18,7 @@ import torch
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
 from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
+from kvclient.hf.streaming.model import streams_of
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more
 
@@ -61,20 +62,35 @@ def digest_weights(model: torch.nn.Module) -> bytes:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor) and id(tensor) not in added
     ]
-    return _digest_tensors(named)
+    streams = streams_of(model)
+    if streams is None:
+        return _digest_tensors(named)
+    if streams.digests is None:  # one pass over what lies on the disk; each load is verified since
+        of_layers = []
+        for prefix, layer in streams.filled_layers():
+            own = layer.state_dict(prefix=f"{prefix}.", keep_vars=True).items()
+            of_layers += _digest_rows([(name, t) for name, t in own if isinstance(t, torch.Tensor)])
+        streams.digests = of_layers
+    moved = {row[0] for row in streams.digests}
+    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moved])
+    return hashlib.sha256(encode(sorted(rows + streams.digests))).digest()
 
 
 # ---------------------------------------------------------------- digests
 
 
 def _digest_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    return hashlib.sha256(encode(_digest_rows(named))).digest()
+
+
+def _digest_rows(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[Any]]:
+    """By name: its dtype, shape and the SHA-256 of its bytes."""
     named = sorted(named, key=lambda item: item[0])
     # A tied tensor has several names and is read once.
     unique = {_place(tensor): tensor for _, tensor in named}
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as threads:
         digests = dict(zip(unique, threads.map(_digest_bytes, unique.values()), strict=True))
-    rows = [[n, str(t.dtype), list(t.shape), digests[_place(t)]] for n, t in named]
-    return hashlib.sha256(encode(rows)).digest()
+    return [[n, str(t.dtype), list(t.shape), digests[_place(t)]] for n, t in named]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

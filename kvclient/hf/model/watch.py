@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
 from kvclient.hf.model.code import Code
+from kvclient.hf.streaming.model import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
 SAMPLES = 4  # numbers of each tensor that are looked at
@@ -34,13 +35,14 @@ class Watch:
         self._model = model
         self._modules = modules = list(model.modules())
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
-        self._dicts = [d for m in modules for d in (m._modules, m._parameters, m._buffers) if d]
-        self._empty = [d for m in modules for d in (m._parameters, m._buffers, m._modules) if not d]
+        streams = streams_of(model)  # weights that come and go with each call are no change of the model
+        moved = streams.modules() if streams is not None else set()
+        held = [d for m in modules if id(m) not in moved for d in (m._parameters, m._buffers)]
+        dicts = [*(m._modules for m in modules), *held]
+        self._dicts, self._empty = [d for d in dicts if d], [d for d in dicts if not d]
         self._hooked = [(m, m._forward_hooks, m._forward_pre_hooks) for m in modules]
         self._hooks = [d for _, *both in self._hooked for d in both]
-        tensors = [
-            t for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None
-        ]
+        tensors = [t for d in held for t in d.values() if t is not None]
         self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
         self._tensors = tensors
         self._parameters = {id(t) for t in tensors}

@@ -17,6 +17,7 @@ import transformers
 
 from kvclient.errors import KVClientError
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
+from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
 UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
@@ -63,7 +64,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     took_s, stats = time.perf_counter() - began, streaming_stats(model)
     tokens = out.shape[1] - inputs["input_ids"].shape[1]
     rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
-    model.kvstored_streams.close()
+    streams_of(model).close()
     return {
         "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
         "loaded_s": loaded_s, "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,

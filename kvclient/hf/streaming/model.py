@@ -8,8 +8,8 @@ its layer does not compute, so that nobody reads what another layer has put ther
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.streaming.mover import DiskMover, pages
-from kvclient.hf.streaming.rearrange import Arrangement, Part, Stored, arrangement, split
+from kvclient.hf.streaming.rearrange import Arrangement, Part, Stored, arrangement, sources, split
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
 from kvclient.hf.streaming.scheduler import Mover, Scheduler, Slot
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
+# Not an attribute of the model: what a module has is part of its identity.
+_streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams] = weakref.WeakKeyDictionary()
 
 
 class StreamingCausalLM:
@@ -61,16 +63,20 @@ class StreamingCausalLM:
             _pack(layer, parts, group, model.dtype)
         _fill_outside(model, rest, arranged.prefix, home.name)
         moved = (mover or (lambda own: DiskMover(own.path)))(arranged)
-        model.kvstored_streams = Streams(layers, arranged, chosen, config, moved, model.dtype)
-        model.kvstored_digest = _digest(arranged, rest)
+        _streams[model] = Streams(layers, arranged, chosen, config, moved, model.dtype)
         if (home / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
         return model.eval()
 
 
+def streams_of(model: torch.nn.Module) -> Streams | None:
+    """None: a model whose weights are all in memory for good."""
+    return _streams.get(model)
+
+
 def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     """Bytes and loads so far, how often a layer was there already, seconds waited for each, bytes a pass."""
-    streams: Streams = model.kvstored_streams
+    streams = _streams[model]
     found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
     if (scheduler := streams.scheduler) is None:
         return found
@@ -87,7 +93,8 @@ class Streams:
         self, layers: Any, arranged: Arrangement, chosen: Plan, config: StreamingConfig, mover: Mover,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self.plan, self._dtype = chosen, dtype
+        self.plan, self._dtype, self._layers, self._prefix = chosen, dtype, layers, arranged.prefix
+        self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
         self._holding = threading.local()
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -116,17 +123,35 @@ class Streams:
         if self.scheduler is not None:
             self.scheduler.close()
 
+    def modules(self) -> set[int]:
+        """The ids of those whose weights have memory only while they compute."""
+        found = set()
+        for number, parts in self._streamed.items():
+            names = {stored.name.rpartition(".")[0] for part in parts for stored in part.tensors}
+            found.update(id(self._layers[number].get_submodule(name)) for name in names)
+        return found
+
+    def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
+        for number in self._streamed:
+            layer = self._layers[number]
+            self._before(number)(layer, None)
+            try:
+                yield f"{self._prefix}.{number}", layer
+            finally:
+                self._after(number)(layer, None, None)
+
     def _before(self, number: int) -> Callable[..., None]:
         def before(layer: torch.nn.Module, _args: Any) -> None:
             assert self.scheduler is not None
-            stack = contextlib.ExitStack()
-            slot = stack.enter_context(self.scheduler.holding(number))
-            with self._lock:
-                self._users[number] = self._users.get(number, 0) + 1
-                if self._users[number] == 1:
-                    self._point(number, layer, slot)
-            held = self._holding.__dict__.setdefault("stacks", {})
-            held.setdefault(number, []).append(stack)
+            with contextlib.ExitStack() as stack:
+                slot = stack.enter_context(self.scheduler.holding(number))
+                with self._lock:
+                    if not self._users.get(number):
+                        self._point(number, layer, slot)
+                    self._users[number] = self._users.get(number, 0) + 1
+                held = self._holding.__dict__.setdefault("stacks", {})
+                held.setdefault(number, []).append(stack.pop_all())  # else: the slot is free again
 
         return before
 
@@ -244,7 +269,7 @@ def _outside(home: Path) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     found = {}
-    for path in sorted(home.glob("*.safetensors")):
+    for path in (home / name for name in sources(home)):
         with safe_open(path, framework="pt") as file:
             found.update({key: file.get_tensor(key) for key in list(file.keys()) if split(key) is None})
     return found
@@ -262,12 +287,3 @@ def _fill_outside(model: Any, rest: dict[str, torch.Tensor], prefix: str, name: 
         key for key, value in model.named_parameters() if value.is_meta and not key.startswith(f"{prefix}.")
     ]:
         raise InvalidArgument(f"{name} has no {', '.join(lost[:5])}")
-
-
-def _digest(arranged: Arrangement, rest: dict[str, torch.Tensor]) -> bytes:
-    digest = hashlib.sha256(arranged.digest)
-    for key in sorted(rest):
-        tensor = rest[key].contiguous()
-        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.digest()

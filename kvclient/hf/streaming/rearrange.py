@@ -73,21 +73,32 @@ def arrangement(home: Path, progress: Callable[[int, int], None] | None = None) 
         except OSError as error:
             raise StreamingFailed(home / f"{NAME}.lock", 0, 0, error.strerror) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sources = _sources(home)
-        found = _read(home, sources)
+        source_files = sources(home)
+        found = _read(home, source_files)
         if found is None:
-            _write(home, sources, progress)
-            found = _read(home, sources)
+            _write(home, source_files, progress)
+            found = _read(home, source_files)
         if found is None:
             raise StreamingFailed(home / f"{NAME}.json", 0, 0, "it was changed as soon as it was written")
         return found
 
 
-def _sources(home: Path) -> dict[str, list[int]]:
-    """What tells that the checkpoint is another now: of each file its size and time."""
-    stats = {path.name: path.stat() for path in sorted(home.glob("*.safetensors"))}
-    if not stats:
+def sources(home: Path) -> dict[str, list[int]]:
+    """The checkpoint's files, and what tells that one is another now: its size and time.
+
+    Raises InvalidArgument."""
+    index = home / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    elif (home / "model.safetensors").is_file():
+        names = ["model.safetensors"]  # not what lies beside it: an adapter, or a consolidated copy
+    else:
+        names = sorted(path.name for path in home.glob("*.safetensors"))
+    if lost := [name for name in names if Path(name).name != name or not (home / name).is_file()]:
+        raise InvalidArgument(f"{index}: {', '.join(map(repr, lost[:5]))}: no file of {home}")
+    if not names:
         raise InvalidArgument(f"{home} has no safetensors")
+    stats = {name: (home / name).stat() for name in names}
     return {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()}
 
 
@@ -151,6 +162,8 @@ def _layer(
         for name in own:
             file, key = tensors[name]
             tensor = file.get_tensor(key).contiguous()
+            if name.endswith(".scales") and not bool(tensor.isfinite().all()):
+                raise InvalidArgument(f"{key} has {float(tensor[~tensor.isfinite()][0])}; all must be finite")
             data.extend(bytes(-len(data) % ALIGNMENT))
             held = tensor.flatten().view(_bytes()).numpy()
             kind = str(tensor.dtype).removeprefix("torch.")
