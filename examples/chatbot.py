@@ -12,7 +12,7 @@ SELF = ["What is a cache?", "And who uses one?", "Say it shorter."]
 
 
 def main() -> None:
-    with engine(parser(__doc__).parse_args(), repair=None) as llm:
+    with engine(parser(__doc__).parse_args(), repair=None, block_tokens=32) as llm:
         chat = [{"role": "system", "content": "You are a friendly assistant that answers in one sentence."}]
         for said in sys.stdin if sys.stdin.isatty() else SELF:
             chat.append({"role": "user", "content": said.strip()})

@@ -32,7 +32,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 MEMORY = "512MiB"
 NEW_TOKENS = 24
 DOCUMENT_CHARACTERS = 2800  # 500 to 900 tokens
-BLOCK_TOKENS = 32
+BLOCK_TOKENS = 128
 HALF_WAY = 12  # the layer of 30 behind which the doomed process is killed
 START_TIMEOUT_S, ANSWER_TIMEOUT_S = 300.0, 300.0
 

@@ -6,7 +6,7 @@ TURNS = 4
 
 
 def main() -> None:
-    with engine(parser(__doc__).parse_args(), repair=None) as llm:
+    with engine(parser(__doc__).parse_args(), repair=None, block_tokens=32) as llm:
         conversation = text_of("with", 800)
         for turn in range(TURNS):
             conversation += f"\n\nUser: please explain sentence {turn + 1} of the text above.\nAssistant:"

@@ -24,7 +24,7 @@ def main() -> int:
     options.add_argument("--moved", action="store_true", help="the texts in another order each time")
     chosen = options.parse_args()
     others = 0
-    with engine(chosen, repair="auto" if chosen.moved else None) as llm:
+    with engine(chosen, repair="auto" if chosen.moved else None, block_tokens=32) as llm:
         for document in DOCUMENTS if chosen.moved else ():
             warmed = llm.warm(document)
             print(f"warmed {warmed.tokens} tokens, {warmed.blocks} blocks. {warmed.note}")

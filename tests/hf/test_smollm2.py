@@ -23,7 +23,7 @@ import kvclient.hf
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 64
-DEFAULT_BLOCK = 32  # what the processes use
+DEFAULT_BLOCK = 128  # what the processes use
 NEW_TOKENS = 6
 BOUNDARIES = sorted({blocks * BLOCK + shift for blocks in (1, 2) for shift in (-1, 0, 1)})
 TEXTS = ("LICENSE", "docs/design.md", "docs/tour.md")

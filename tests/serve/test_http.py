@@ -231,9 +231,9 @@ def test_with_their_defaults_server_and_library_share_what_either_computed(daemo
             return kv.last.reused_tokens
 
         for number, (first, then) in enumerate(((by_server, by_library), (by_library, by_server))):
-            ids = [5 + (number + 7 * place) % 50 for place in range(100)]
+            ids = [5 + (number + 7 * place) % 50 for place in range(200)]
             assert first(ids) == 0
-            assert then(ids) == 96
+            assert then(ids) == 128
 
 
 def test_figures_health_and_the_page(tiny):
