@@ -8,14 +8,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <utility>
 
 #include "core/base/error.h"
+#include "core/base/polling.h"
 #include "core/format/block.h"
 
 namespace kv {
 namespace {
-constexpr uint64_t kFaultStep = 8ull << 20;  // small, so that stop() is prompt
-}
+constexpr uint64_t kFaultStep = 8ull << 20;        // small, so that stop() is prompt
+constexpr std::chrono::milliseconds kAgain{1000};  // from a refusal of the file system to the next try
+}  // namespace
 
 Pool::Pool(int fd, uint64_t capacity, uint64_t frontier)
     : fd_(::fcntl(fd, F_DUPFD_CLOEXEC, 3)), capacity_(capacity), mapping_(fd, capacity, true), frontier_(frontier) {}
@@ -28,7 +32,11 @@ void Pool::start(std::function<void(uint64_t)> grown, std::function<void(uint64_
 }
 
 void Pool::stop() {
-  stop_.store(true);
+  {
+    std::lock_guard lock(mutex_);
+    stop_.store(true);
+  }
+  stopping_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -36,13 +44,17 @@ bool Pool::grow() {
   // Held over the callback: steps are told in their order, and who finds nothing left to grow finds all of it told.
   std::lock_guard one_at_a_time(grow_mutex_);
   const uint64_t before = frontier_.load(std::memory_order_relaxed);
-  if (before >= capacity_ || full_.load(std::memory_order_relaxed)) return false;
+  if (before >= capacity_ || monotonic_ns() < again_ns_) return false;
   const uint64_t step = std::min(kGrowStep, capacity_ - before);
   if (::fallocate(fd_.get(), 0, static_cast<off_t>(before), static_cast<off_t>(step)) != 0) {
     std::lock_guard lock(mutex_);
     problem_ = errno_text("the pool stays at " + std::to_string(before) + " of " + std::to_string(capacity_) + " bytes");
-    full_.store(true, std::memory_order_relaxed);
+    again_ns_ = monotonic_ns() + 1'000'000ull * static_cast<uint64_t>(kAgain.count());
     return false;
+  }
+  if (std::exchange(again_ns_, 0)) {
+    std::lock_guard lock(mutex_);
+    problem_.clear();
   }
   frontier_.store(before + step, std::memory_order_release);
   if (grown_) grown_(before + step);
@@ -54,7 +66,12 @@ void Pool::run(std::function<void(uint64_t)> faulted) {
   ::pthread_setname_np(::pthread_self(), "kv-fault");
   uint64_t at = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
-    if (at >= frontier() && !grow() && at >= frontier()) return;  // a create may have taken the last step
+    if (at >= frontier() && !grow() && at >= frontier()) {  // a create may have taken the last step
+      if (at >= capacity_) return;
+      std::unique_lock lock(mutex_);
+      stopping_.wait_for(lock, kAgain, [this] { return stop_.load(); });
+      continue;
+    }
     const uint64_t step = std::min(kFaultStep, frontier() - at);
     if (::madvise(mapping_.data() + at, step, MADV_POPULATE_WRITE) != 0) {
       std::lock_guard lock(mutex_);

@@ -23,7 +23,8 @@ class Pool {
   void start(std::function<void(uint64_t)> grown, std::function<void(uint64_t)> faulted);
   void stop();
 
-  // Adds one step now. False if the pool has its full size, or the file system has no room (then problem() says so).
+  // Adds one step now. False if the pool has its full size, or the file system has no room: then problem() says so until there
+  // is some again, for which it looks once a second.
   bool grow();
 
   uint64_t capacity() const { return capacity_; }
@@ -47,9 +48,10 @@ class Pool {
   std::atomic<uint64_t> frontier_;
   std::atomic<uint64_t> faulted_{0};
   std::atomic<bool> stop_{false};
-  std::atomic<bool> full_{false};  // fallocate refused: no further growth
-  std::mutex grow_mutex_;          // one grower at a time; taken before the store's lock, never inside it
-  mutable std::mutex mutex_;       // guards problem_
+  std::mutex grow_mutex_;     // one grower at a time; taken before the store's lock, never inside it
+  uint64_t again_ns_ = 0;     // under grow_mutex_: fallocate refused, and is not asked before; 0: it gave what was asked last
+  mutable std::mutex mutex_;  // guards problem_
+  std::condition_variable stopping_;
   std::string problem_;
   std::function<void(uint64_t)> grown_;
   std::thread thread_;
