@@ -32,6 +32,7 @@ PREFIX = re.compile(r"kvstored-[0-9a-f]{16}-\d{1,2}")
 # SEAL as well: a client that may write could otherwise seal the memory against writing, for ever.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8  # Linux 6.3
+MEMINFO = "/proc/meminfo"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
 
 
@@ -60,9 +61,13 @@ class Place(Protocol):
 
 
 def available_bytes() -> int:
-    """What this machine can give now without ending a process: as the kernel estimates it, and swap."""
-    with open("/proc/meminfo") as lines:
-        kib = dict(line.split(":", 1) for line in lines)
+    """What this machine can give now without ending a process: as the kernel estimates it, and swap. Where
+    the kernel does not say (/proc without meminfo, as ProcSubset=pid has it): all its memory."""
+    try:
+        with open(MEMINFO) as lines:
+            kib = dict(line.split(":", 1) for line in lines)
+    except FileNotFoundError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return sum(int(kib[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
 
 
