@@ -20,7 +20,7 @@ from typing import Any
 if importlib.util.find_spec("kvclient._core") is not None:
     for _needed in ("torch", "transformers"):
         if importlib.util.find_spec(_needed) is None:
-            hint = f"kvclient.hf needs {_needed}: pip install 'kvstored[hf]'"
+            hint = f"kvclient.hf needs {_needed}: pip install torch transformers"
             raise ModuleNotFoundError(hint, name=_needed)
 
     from kvclient.hf.attachment.attach import Attachment, attach, self_test

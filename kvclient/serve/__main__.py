@@ -182,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from kvclient.serve.app import create_app
     except ModuleNotFoundError as missing:
-        print(f"kvclient-serve needs {missing.name}: pip install 'kvstored[serve,hf]'", file=sys.stderr)
+        hint = "pip install '.[serve,hf]' in kvstored's source"
+        print(f"kvclient-serve needs {missing.name}: {hint}", file=sys.stderr)
         return 2
     family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as door:

@@ -30,7 +30,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError:
-            raise ApiError(400, "structured output needs llguidance: pip install 'kvstored[serve]'") from None
+            raise ApiError(400, "structured output needs llguidance: pip install llguidance") from None
         schema = {"type": "object"} if schema is None else schema
         spelled = json.dumps(schema)
         if len(spelled) > MOST_SCHEMA_BYTES:

@@ -191,7 +191,7 @@ try:
 except ModuleNotFoundError as error:
     print(json.dumps([str(error), error.name]))
 """)
-    assert said == [f"kvclient.hf needs {missing}: pip install 'kvstored[hf]'", missing]
+    assert said == [f"kvclient.hf needs {missing}: pip install torch transformers", missing]
 
 
 def test_the_fake_does_not_load_torch():
