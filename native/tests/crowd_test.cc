@@ -115,3 +115,23 @@ TEST(a_parked_block_counts_its_uses_is_deleted_and_comes_back_in_its_place) {
   CHECK(rig.resident(11));  // eight of the ten and the place of the deleted one
   rig.store->check_integrity();
 }
+
+TEST(what_a_page_claims_is_believed_as_far_as_it_is_possible) {
+  Rig rig(kMiB * 4, 256);
+  const uint64_t absurd = 1'000'000'000'000'000'000, possible = 100'000'000'000;
+  {
+    Page honest(*rig.store), liar(*rig.store);
+    honest.board->count(1000, 10);
+    liar.board->count(absurd, absurd);
+    const auto stats = rig.store->stats();
+    CHECK(stats.hits >= 1000 && stats.hits < possible && stats.misses < possible);
+    rig.store->end_session(liar.id);
+    rig.store->end_session(honest.id);
+  }
+  CHECK(eventually([&] {
+    rig.store->tick();
+    return rig.segments.session_files() == 0;  // their pages are read a last time, and go
+  }));
+  const auto stats = rig.store->stats();
+  CHECK(stats.hits >= 1000 && stats.hits < possible && stats.misses < possible);  // nor kept
+}

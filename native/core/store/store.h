@@ -260,6 +260,7 @@ class Store {
   void drain_rings();
   uint32_t new_session_id();
   void reap_sessions();
+  static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
   void expire();
   bool expires_at(uint32_t record, uint32_t second) const;
   void remember_expiry(uint32_t record);

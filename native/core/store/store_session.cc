@@ -159,8 +159,8 @@ void Store::reap_sessions() {
       quarantined_ -= 1;
       to_zombie(record, Event::SessionLockFree);
     }
-    counters_.hits += session.file->page().hits.load(std::memory_order_relaxed);
-    counters_.misses += session.file->page().misses.load(std::memory_order_relaxed);
+    counters_.hits += credible(session, session.file->page().hits);
+    counters_.misses += credible(session, session.file->page().misses);
     session.file->unlink();
     // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
     pins_gone_ += session.file->page().released.load(std::memory_order_relaxed) + scanned_pins_ + 1;
