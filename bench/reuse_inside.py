@@ -33,7 +33,7 @@ CHUNKERS = (("fixed", 0), *((name, n) for name in ("sentence", "paragraph") for 
 SHIFTS = (1, 37, 64, 127)
 
 
-class ServedModel:
+class Subject:
     """The model, plain and attached, and the texts."""
 
     def __init__(self, dtype: str, client: Any, repairs: dict[str, Any], kvboost: bool) -> None:
@@ -174,9 +174,9 @@ def repaired(kv: Any, repair: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- the cases
 
 
-def document(served: ServedModel, shifts: tuple[int, ...], sizes: list[int]) -> Iterator[dict[str, Any]]:
+def document(subject: Subject, shifts: tuple[int, ...], sizes: list[int]) -> Iterator[dict[str, Any]]:
     """One document behind another preamble, computed inside a prompt, or alone."""
-    text, licence, other = served.texts[0], served.texts[3], served.texts[2]
+    text, licence, other = subject.texts[0], subject.texts[3], subject.texts[2]
     for size in sizes:
         body, behind = text[300 : 300 + size], text[300 + size :]
         prompts = {s: other[50 : 50 + s] + body + behind[:QUESTION] for s in range(1, 128)}
@@ -185,43 +185,43 @@ def document(served: ServedModel, shifts: tuple[int, ...], sizes: list[int]) -> 
             "computed alone": body,
         }
         for name, source in sources.items():
-            served.fresh()
-            served.store(source)
-            rows = [row for s in shifts for row in served.measured(prompts[s], behind[QUESTION:])]
-            found = mean(found_of(served, prompt, size) for prompt in prompts.values())
+            subject.fresh()
+            subject.store(source)
+            rows = [row for s in shifts for row in subject.measured(prompts[s], behind[QUESTION:])]
+            found = mean(found_of(subject, prompt, size) for prompt in prompts.values())
             for row in averaged(f"document of {size}, {name}", rows):
                 yield row | {"document_found": found}
 
 
-def found_of(served: ServedModel, prompt: list[int], size: int) -> float:
+def found_of(subject: Subject, prompt: list[int], size: int) -> float:
     from kvclient.blocks import plan
 
-    kv = served.kv
-    with plan(served.client, kv.identity, prompt[:-1], min_tokens=32, chunker=kv.chunker) as segments:
+    kv = subject.kv
+    with plan(subject.client, kv.identity, prompt[:-1], min_tokens=32, chunker=kv.chunker) as segments:
         return min(1.0, (segments.tokens("approximate") + segments.tokens("exact")) / size)
 
 
-def conversation(served: ServedModel) -> Iterator[dict[str, Any]]:
+def conversation(subject: Subject) -> Iterator[dict[str, Any]]:
     """Eight turns, each a prompt of all that was said."""
-    text = served.texts[1]
-    history = list(served.texts[3][:200])
+    text = subject.texts[1]
+    history = list(subject.texts[3][:200])
     ratios, times, equal, theirs = [], [], [], []
-    served.fresh()
+    subject.fresh()
     for turn in range(8):
         history += text[turn * 60 : turn * 60 + 60]
-        cold, cold_s = served.generate(history, plain=True)
-        out, own_s = served.generate(history)
+        cold, cold_s = subject.generate(history, plain=True)
+        out, own_s = subject.generate(history)
         ratios.append(own_s / cold_s)
         times.append(own_s)
         equal.append(int(out.sequences[0, -1]) == int(cold.sequences[0, -1]))
-        if served.boosted is not None:
-            with served.without(served.model):
-                theirs.append(served.boosted.first(history)[2] / cold_s)
-        answer, _ = served.generate(history, max_new_tokens=40)
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                theirs.append(subject.boosted.first(history)[2] / cold_s)
+        answer, _ = subject.generate(history, max_new_tokens=40)
         history = answer.sequences[0].tolist()
-        if served.boosted is not None:
-            with served.without(served.model):
-                served.boosted.store(history[:-1])
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                subject.boosted.store(history[:-1])
     yield {
         "case": "conversation of 8 turns",
         "ttft_to_hf": ratios[-1],
@@ -231,46 +231,46 @@ def conversation(served: ServedModel) -> Iterator[dict[str, Any]]:
     } | ({"kvboost_ttft_to_hf": mean(theirs[1:])} if theirs else {})
 
 
-def shared(served: ServedModel) -> Iterator[dict[str, Any]]:
+def shared(subject: Subject) -> Iterator[dict[str, Any]]:
     """Exact prefixes as applications have them: the second and later calls."""
-    code, text = served.code, served.texts[1]
+    code, text = subject.code, subject.texts[1]
     cases = {"code context, 3 questions": code[:2000], "few-shot": text[:600], "system prompt": text[:260]}
     for name, prefix in cases.items():
-        served.fresh()
-        served.store(prefix + text[1000:1020])
+        subject.fresh()
+        subject.store(prefix + text[1000:1020])
         prompts = [prefix + text[1100 + 40 * i : 1130 + 40 * i] for i in range(3)]
-        rows = [row for ids in prompts for row in served.measured(ids, only="auto")]
+        rows = [row for ids in prompts for row in subject.measured(ids, only="auto")]
         yield from averaged(name, rows)
 
 
-def nothing(served: ServedModel) -> Iterator[dict[str, Any]]:
+def nothing(subject: Subject) -> Iterator[dict[str, Any]]:
     """Prompts nobody has seen: what looking and publishing cost."""
     ratios, theirs = [], []
     for number, start in enumerate((3100, 4300, 5500, 6700)):
-        ids = served.code[start : start + 1000]
-        served.fresh()
+        ids = subject.code[start : start + 1000]
+        subject.fresh()
         times = {
-            plain: served.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
+            plain: subject.generate(ids, plain=plain)[1] for plain in (number % 2 == 0, number % 2 == 1)
         }
-        if served.boosted is not None:
-            with served.without(served.model):
-                theirs.append(served.boosted.first(ids)[2] / times[True])
+        if subject.boosted is not None:
+            with subject.without(subject.model):
+                theirs.append(subject.boosted.first(ids)[2] / times[True])
         ratios.append(times[False] / times[True])
     yield {"case": "nothing to reuse, 1,000 tokens", "ttft_to_hf": median(ratios)} | (
         {"kvboost_ttft_to_hf": median(theirs)} if theirs else {}
     )
 
 
-def window(served: ServedModel) -> Iterator[dict[str, Any]]:
+def window(subject: Subject) -> Iterator[dict[str, Any]]:
     """A long text fed by turns of 200 tokens into bounded memory, against all of it in full."""
     from kvclient.hf.engine.window import Window, WindowCache
 
-    torch, text, turns = served.torch, served.texts[1][:1600], range(200, 1600, 200)
+    torch, text, turns = subject.torch, subject.texts[1][:1600], range(200, 1600, 200)
     with torch.no_grad():
         rows = [i for start in turns for i in range(start - 1, start + WINDOW_POSITIONS - 1)]
-        cold = served.model(torch.tensor([text])).logits[0, rows].log_softmax(-1)
+        cold = subject.model(torch.tensor([text])).logits[0, rows].log_softmax(-1)
     for recent, older in ((128, 1536), (128, 512), (128, 0)):
-        cache = WindowCache(served.model, Window(recent=recent, older=older))
+        cache = WindowCache(subject.model, Window(recent=recent, older=older))
         far: list[float] = []
         sizes, fed = [], 0
         for start in turns:
@@ -288,29 +288,29 @@ def window(served: ServedModel) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def chunkers(served: ServedModel) -> Iterator[dict[str, Any]]:
+def chunkers(subject: Subject) -> Iterator[dict[str, Any]]:
     """A document of 1,000 tokens warmed in parts by each chunker, or computed in context in blocks cut by it;
     then behind another preamble.
     """
-    text, licence, other = served.texts[0], served.texts[3], served.texts[2]
+    text, licence, other = subject.texts[0], subject.texts[3], subject.texts[2]
     body, behind = text[300:1300], text[1300:]
     prompts = [other[50 : 50 + s] + body + behind[:QUESTION] for s in (37, 127)]
     ways = [(True, *way) for way in CHUNKERS] + [(False, name, 0) for name in WAYS_TO_CUT]
     for alone, chunker, overlap in ways:
-        served.fresh()
+        subject.fresh()
         cut = "fixed" if alone else chunker
-        served.reattach(f"{alone} {chunker} {overlap}", chunker=cut, tokenizer=served.tokenizer)
+        subject.reattach(f"{alone} {chunker} {overlap}", chunker=cut, tokenizer=subject.tokenizer)
         parts = 1
         if alone:
-            parts = served.kv.warm(body, chunker=chunker, overlap_tokens=overlap).parts
+            parts = subject.kv.warm(body, chunker=chunker, overlap_tokens=overlap).parts
         else:
-            served.generate(licence[:40] + body + licence[100:160])
-        rows = [row for ids in prompts for row in served.measured(ids, behind[QUESTION:], only="auto")]
-        found = mean(found_of(served, prompt, len(body)) for prompt in prompts)
+            subject.generate(licence[:40] + body + licence[100:160])
+        rows = [row for ids in prompts for row in subject.measured(ids, behind[QUESTION:], only="auto")]
+        found = mean(found_of(subject, prompt, len(body)) for prompt in prompts)
         how = f"warmed, overlap {overlap}" if alone else "in context, blocks cut so"
         for row in averaged(f"{chunker}, {how}", rows):
             yield row | {"parts": parts, "document_found": found}
-    served.reattach("after chunkers")
+    subject.reattach("after chunkers")
 
 
 CASES: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
@@ -353,8 +353,8 @@ def main() -> None:
         repairs[f"attention {ratio:g}"] = kvclient.hf.Repair("attention", attended_ratio=ratio)
     rows = []
     with daemon() as home, kvclient.connect(dir=home) as client:
-        served = ServedModel(chosen.dtype, client, repairs, chosen.kvboost)
-        served.generate(served.code[:150], plain=True)  # whatever torch does once
+        subject = Subject(chosen.dtype, client, repairs, chosen.kvboost)
+        subject.generate(subject.code[:150], plain=True)  # whatever torch does once
         for name in chosen.case or CASES:
             given: tuple[Any, ...] = ()
             if name == "document":
@@ -362,7 +362,7 @@ def main() -> None:
                 given = ((1, 64) if chosen.quick else SHIFTS, sizes)
             elif name == "swapped" and chosen.tokens:
                 given = (chosen.tokens,)
-            for row in (CASES | ONLY_ASKED)[name](served, *given):
+            for row in (CASES | ONLY_ASKED)[name](subject, *given):
                 rows.append(row)
                 say(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if chosen.json:

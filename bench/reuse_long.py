@@ -32,12 +32,12 @@ STRETCH = 256  # tokens of a prompt fed at once
 ITEMS, CHOICES, CHOICE_TOKENS, PASSAGE = 12, 4, 16, 480
 
 
-def queries(served: Any) -> Iterator[dict[str, Any]]:
+def queries(subject: Any) -> Iterator[dict[str, Any]]:
     """Two documents in an order nobody asked for before, behind a preamble of its own length."""
     import kvclient
 
     chance = random.Random(1)
-    whole = [token for text in (*served.texts, served.code) for token in text]
+    whole = [token for text in (*subject.texts, subject.code) for token in text]
     step = len(whole) // DOCUMENTS
     documents = [whole[i * step : i * step + DOCUMENT_TOKENS] for i in range(DOCUMENTS)]
     weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
@@ -45,31 +45,31 @@ def queries(served: Any) -> Iterator[dict[str, Any]]:
     ratios: list[list[float]] = [[] for _ in hundreds]
     found: list[list[float]] = [[] for _ in hundreds]
     theirs: list[list[float]] = [[] for _ in hundreds]
-    own, boosted = served.client, served.boosted
+    own, boosted = subject.client, subject.boosted
     if boosted is not None:
         boosted.fresh(STORE_MIB << 20, chunk_size=BLOCK_TOKENS)
     with daemon(f"{STORE_MIB}MiB") as home, kvclient.connect(dir=home) as client:
-        served.client = client
-        served.reattach("queries", block_tokens=BLOCK_TOKENS)
+        subject.client = client
+        subject.reattach("queries", block_tokens=BLOCK_TOKENS)
         for number in range(QUERIES):
             one, two = chance.choices(documents, weights, k=2)
             at = chance.randrange(len(whole) - 100)
             ids = whole[at : at + chance.randrange(10, 40)] + one + two + whole[at + 50 : at + 70]
-            _, own_s = served.generate(ids)
-            report = served.kv.last
+            _, own_s = subject.generate(ids)
+            report = subject.kv.last
             found[number // 100].append((report.approximate_tokens + report.reused_tokens) / len(ids))
             boosted_s = 0.0
             if boosted is not None:
-                with served.without(served.model):
+                with subject.without(subject.model):
                     boosted_s = boosted.first(ids, keep=True)[2]
             if number % SAMPLED == 0:
-                plain_s = served.generate(ids, plain=True)[1]
+                plain_s = subject.generate(ids, plain=True)[1]
                 ratios[number // 100].append(plain_s / own_s)
                 if boosted_s:
                     theirs[number // 100].append(plain_s / boosted_s)
         evictions = client.stats()["evictions"]
-        served.client = own
-        served.reattach("after queries")
+        subject.client = own
+        subject.reattach("after queries")
     gains = [mean(each) for each in ratios]
     row = {
         "case": f"{QUERIES} queries, {STORE_MIB} MiB", "last_to_first": gains[-1] / gains[0],
@@ -79,16 +79,16 @@ def queries(served: Any) -> Iterator[dict[str, Any]]:
     yield row | ({"kvboost": " ".join(f"{mean(each):.2f}" for each in theirs)} if boosted is not None else {})
 
 
-def far(served: Any) -> Iterator[dict[str, Any]]:
+def far(subject: Any) -> Iterator[dict[str, Any]]:
     """A text of 20,000 tokens in a window of 512 + 2,048. There is no cold run of more tokens than the model
     has positions: behind those, it is one of the last 7,680 tokens.
     """
     from kvclient.hf.engine.window import Window, WindowCache
 
-    torch = served.torch
-    text = [token for one in (*served.texts, served.code) for token in one]
+    torch = subject.torch
+    text = [token for one in (*subject.texts, subject.code) for token in one]
     text = (text * (FAR_TOKENS // len(text) + 1))[:FAR_TOKENS]
-    cache = WindowCache(served.model, Window(recent=512, older=2048))
+    cache = WindowCache(subject.model, Window(recent=512, older=2048))
     fed = 0
     for stop in range(FAR_TURN, FAR_TOKENS + 1, FAR_TURN):
         cut = stop - FAR_POSITIONS
@@ -96,8 +96,8 @@ def far(served: Any) -> Iterator[dict[str, Any]]:
         said += [cache.feed([token]) for token in text[cut : stop - 1]]
         fed = stop - 1
         seen = text[max(0, fed - FAR_SEEN) : fed]
-        with torch.no_grad(), served.without(served.model):
-            cold = served.model(torch.tensor([seen]), logits_to_keep=FAR_POSITIONS).logits[0].log_softmax(-1)
+        with torch.no_grad(), subject.without(subject.model):
+            cold = subject.model(torch.tensor([seen]), logits_to_keep=FAR_POSITIONS).logits[0].log_softmax(-1)
         own = torch.stack(said).log_softmax(-1)
         held = cache.held
         yield {
@@ -107,10 +107,10 @@ def far(served: Any) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def choice(served: Any) -> Iterator[dict[str, Any]]:
+def choice(subject: Any) -> Iterator[dict[str, Any]]:
     """Which of four pieces of a text follows a passage of it, by their likelihood."""
-    chance, torch = random.Random(2), served.torch
-    texts = [*served.texts, served.code]
+    chance, torch = random.Random(2), subject.torch
+    texts = [*subject.texts, subject.code]
     right: dict[str, list[bool]] = {"0 %": [], "50 %": [], "95 %": []}
     like_cold: dict[str, list[bool]] = {"50 %": [], "95 %": []}
     for number in range(ITEMS):
@@ -125,15 +125,15 @@ def choice(served: Any) -> Iterator[dict[str, Any]]:
         prompt = texts[(number + 1) % len(texts)][:24] + passage
         chosen = {}
         for share, stored in (("0 %", 0), ("50 %", PASSAGE // 2), ("95 %", PASSAGE)):
-            served.reattach(f"choice {number} {share}")
+            subject.reattach(f"choice {number} {share}")
             if stored:
-                served.generate(texts[(number + 2) % len(texts)][30:70] + passage[:stored])
-            out, _ = served.generate(prompt, plain=not stored)
+                subject.generate(texts[(number + 2) % len(texts)][30:70] + passage[:stored])
+            out, _ = subject.generate(prompt, plain=not stored)
             scores = []
             for piece in pieces:
                 cache = copy.deepcopy(out.past_key_values)
                 with torch.no_grad():
-                    logits = served.model(torch.tensor([piece[:-1]]), past_key_values=cache).logits[0]
+                    logits = subject.model(torch.tensor([piece[:-1]]), past_key_values=cache).logits[0]
                 said = torch.cat([out.logits[0].reshape(1, -1), logits]).float().log_softmax(-1)
                 scores.append(float(said.gather(1, torch.tensor(piece)[:, None]).mean()))
             chosen[share] = scores.index(max(scores))
@@ -145,12 +145,12 @@ def choice(served: Any) -> Iterator[dict[str, Any]]:
         yield row | ({"as_cold": mean(like_cold[share])} if share in like_cold else {})
 
 
-def search(served: Any) -> Iterator[dict[str, Any]]:
+def search(subject: Any) -> Iterator[dict[str, Any]]:
     """What it costs to look for a prompt of which nothing is stored, in a table of so many blocks."""
     import kvclient
     from kvclient.blocks import plan
 
-    chance, identity, client = random.Random(2), bytes(32), served.client
+    chance, identity, client = random.Random(2), bytes(32), subject.client
     layout = client.register_layout(kvclient.Layout(1, 1, 1, "uint8", 128))
     before = client.stats()["blocks"]
     for _ in range(0, STORED, STORED_AT_ONCE):
@@ -170,32 +170,32 @@ def search(served: Any) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def rounding(served: Any) -> Iterator[dict[str, Any]]:
+def rounding(subject: Any) -> Iterator[dict[str, Any]]:
     """What rounding alone does to the rows of one document: the same weights computed in fp32, and cold runs
     that were fed the prompt in stretches or had transformers' eager attention.
     """
-    torch, text, licence, other = served.torch, served.texts[0], served.texts[3], served.texts[2]
+    torch, text, licence, other = subject.torch, subject.texts[0], subject.texts[3], subject.texts[2]
     body, behind = text[300:1300], text[1300:1384]
     question, following = behind[:20], behind[20:]
-    whole = copy.deepcopy(served.model).float()
+    whole = copy.deepcopy(subject.model).float()
     for name, source in (("in context", licence[:40] + body + licence[100:160]), ("alone", body)):
-        served.fresh()
-        served.store(source)
+        subject.fresh()
+        subject.store(source)
         rows = []
         for shift in (1, 37, 64, 127):
             ids = other[50 : 50 + shift] + body + question
-            with torch.no_grad(), served.without(whole):
+            with torch.no_grad(), subject.without(whole):
                 logits = whole(torch.tensor([ids + following[:-1]])).logits[0, len(ids) - 1 :]
             ways = {"cold": True, "stretches": True, "eager": True, "reused": False}
             said = {"fp32": logits.log_softmax(-1)}
             for way, plain in ways.items():
                 given = {"prefill_chunk_size": STRETCH} if way == "stretches" else {}
-                eager = _eager(served.model) if way == "eager" else contextlib.nullcontext()
-                with served.kv.bypass(read=False), eager:
-                    out, _ = served.generate(ids, plain, **given)
-                    said[way] = served.said(out.logits[0], out.past_key_values, following, plain)
+                eager = _eager(subject.model) if way == "eager" else contextlib.nullcontext()
+                with subject.kv.bypass(read=False), eager:
+                    out, _ = subject.generate(ids, plain, **given)
+                    said[way] = subject.said(out.logits[0], out.past_key_values, following, plain)
             pairs = [("fp32", way) for way in ways] + [("cold", way) for way in ways if way != "cold"]
-            rows.append({f"kl_{a}_{b}": served.far(said[a], said[b]) for a, b in pairs})
+            rows.append({f"kl_{a}_{b}": subject.far(said[a], said[b]) for a, b in pairs})
         yield {"case": f"rounding, {name}"} | {key: mean(row[key] for row in rows) for key in rows[0]}
 
 
@@ -212,28 +212,28 @@ def _eager(model: Any) -> Iterator[None]:
         model.__dict__[PLACE] = before
 
 
-def codecs(served: Any) -> Iterator[dict[str, Any]]:
+def codecs(subject: Any) -> Iterator[dict[str, Any]]:
     """A prefix of 512 tokens of three texts, reused quantised; with and without its last block in full."""
     from kvclient.blocks.codec import Kivi
 
     for codec in (Kivi(8, 32), Kivi(8, 128), Kivi(4, 32), Kivi(4, 128)):
         kls: dict[str, list[float]] = {"kl": [], "kl_without_last": []}
-        for text in served.texts[:3]:
+        for text in subject.texts[:3]:
             prompt, behind = text[1000:1532], text[1532:1596]
-            served.reattach(f"codec {codec}", codec=codec)
-            cold, _ = served.generate(prompt, plain=True)
-            said = served.said(cold.logits[0], cold.past_key_values, behind, plain=True)
-            served.generate(prompt)
+            subject.reattach(f"codec {codec}", codec=codec)
+            cold, _ = subject.generate(prompt, plain=True)
+            said = subject.said(cold.logits[0], cold.past_key_values, behind, plain=True)
+            subject.generate(prompt)
             for name in kls:
-                with served.kv.bypass(read=False):
-                    out, _ = served.generate(prompt)
-                own = served.said(out.logits[0], out.past_key_values, behind)
+                with subject.kv.bypass(read=False):
+                    out, _ = subject.generate(prompt)
+                own = subject.said(out.logits[0], out.past_key_values, behind)
                 kls[name].append(float((said.exp() * (said - own)).sum(-1).mean()))
-                last = served.kv._model_state.served.sinks.last
-                served.client.delete(served.kv.chunker.chain(last.identity, prompt)[3:])
+                last = subject.kv._model_state.served.sinks.last
+                subject.client.delete(subject.kv.chunker.chain(last.identity, prompt)[3:])
         bytes_ratio = codec.bytes_per_token(3, 64) / (2 * 3 * 64 * 2)
         yield {
             "case": f"int{codec.bits}, groups of {codec.group}", "bytes_to_bf16": bytes_ratio,
-            "full_tokens": served.kv.stats["full_tokens"], **{name: mean(own) for name, own in kls.items()},
+            "full_tokens": subject.kv.stats["full_tokens"], **{name: mean(own) for name, own in kls.items()},
         }  # fmt: skip
-    served.reattach("after codecs")
+    subject.reattach("after codecs")

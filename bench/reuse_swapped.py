@@ -64,34 +64,34 @@ OTHERS = (
 )
 
 
-def others(served: Any) -> Iterator[dict[str, Any]]:
-    return swapped(served, pairs=OTHERS)
+def others(subject: Any) -> Iterator[dict[str, Any]]:
+    return swapped(subject, pairs=OTHERS)
 
 
 def swapped(
-    served: Any, sizes: Sequence[int] = SWAPPED, pairs: Sequence[tuple[Any, ...]] = PAIRS
+    subject: Any, sizes: Sequence[int] = SWAPPED, pairs: Sequence[tuple[Any, ...]] = PAIRS
 ) -> Iterator[dict[str, Any]]:
     """Two documents, in the other order; the continuation is that of the one that now comes last. Beside it,
     what the other one means to it: the KL of the same prompt without that, computed cold.
     """
-    texts = texts_of(served)
+    texts = texts_of(subject)
     if missing := {name for pair in pairs for name in pair[::2]} - set(texts):
         raise SystemExit(f"no {', '.join(sorted(missing))} in {LICENCES}: Debian's base-files has them")
     for size in sizes:
         every = []
         for pair in pairs:
-            rows = _pair(served, texts, size, *pair)
+            rows = _pair(subject, texts, size, *pair)
             every += rows
             yield from averaged(f"two documents of {size}, swapped: {pair[2]}, {pair[0]}", rows)
         yield from averaged(f"two documents of {size}, swapped: {len(pairs)} pairs", every)
 
 
-def texts_of(served: Any) -> dict[str, list[int]]:
+def texts_of(subject: Any) -> dict[str, list[int]]:
     read = {name: (ROOT / name).read_text() for name in (*DOCUMENTS, *OTHER_DOCUMENTS)}
     read |= {module.__name__: inspect.getsource(module) for module in (*MODULES, *OTHER_MODULES)}
     licences = (LICENCES / name for name in ("GPL-3", "LGPL-3", "MPL-1.1", "GFDL-1.3"))
     read |= {path.name: path.read_text() for path in licences if path.exists()}
-    return {name: served.encode(text) for name, text in read.items()}
+    return {name: subject.encode(text) for name, text in read.items()}
 
 
 def parts_of(
@@ -109,18 +109,18 @@ def parts_of(
     return texts[around][:40] + one + two + texts[around][100:160], before, two, one, behind
 
 
-def _pair(served: Any, texts: dict[str, list[int]], size: int, *pair: Any) -> list[dict[str, Any]]:
+def _pair(subject: Any, texts: dict[str, list[int]], size: int, *pair: Any) -> list[dict[str, Any]]:
     source, before, two, one, behind = parts_of(texts, size, *pair)
     following = behind[QUESTION : QUESTION + POSITIONS]
-    served.fresh()
-    served.store(source)
-    rows = served.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
+    subject.fresh()
+    subject.store(source)
+    rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
     said = [
-        served.said(out.logits[0], out.past_key_values, following, plain=True)
+        subject.said(out.logits[0], out.past_key_values, following, plain=True)
         for ids in (before + two + one, before + one)
-        for out, _ in [served.generate(ids + behind[:QUESTION], plain=True)]
+        for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
     ]
-    without = served.far(*said)
+    without = subject.far(*said)
     return [row | {"kl_without_the_other": without} for row in rows]
 
 

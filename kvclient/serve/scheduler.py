@@ -66,7 +66,7 @@ class Scheduler:
     def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
         self.limits, self._now = limits, now
         self._waiting: deque[Entry] = deque()
-        self._builder: list[Entry] = []
+        self._filling: list[Entry] = []
         self._running: list[Entry] = []
         self._arrivals = self._pieces = 0
         self._decode_due = False
@@ -77,19 +77,19 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        return len(self._builder) + len(self._running)
+        return len(self._filling) + len(self._running)
 
     @property
     def entries(self) -> list[Entry]:
-        return [*self._waiting, *self._builder, *self._running]
+        return [*self._waiting, *self._filling, *self._running]
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._builder or self._running)
+        return not (self._waiting or self._filling or self._running)
 
     @property
     def held_tokens(self) -> int:
-        return sum(entry.total_tokens for entry in (*self._builder, *self._running))
+        return sum(entry.total_tokens for entry in (*self._filling, *self._running))
 
     def submit(self, job: Any, prompt_tokens: int, new_tokens: int) -> Entry:
         """Raises QueueFull."""
@@ -103,7 +103,7 @@ class Scheduler:
 
     def remove(self, entry: Entry) -> None:
         """It has ended, or was cancelled. Idempotent."""
-        for place in (self._waiting, self._builder, self._running):
+        for place in (self._waiting, self._filling, self._running):
             if entry in place:
                 place.remove(entry)
 
@@ -115,16 +115,16 @@ class Scheduler:
     def next(self) -> Prefill | Decode | None:
         """What to compute; None: nothing is there. The caller tells filled() of a Prefill."""
         self._admit()
-        if self._running and (self._decode_due or not self._builder):
+        if self._running and (self._decode_due or not self._filling):
             self._decode_due = False
             return Decode(list(self._running))
-        if not self._builder:
+        if not self._filling:
             return None
         self._decode_due = bool(self._running)
         self._pieces += 1
         # Short prompts first, so that they need not wait for a long one's end; every fourth piece the oldest.
         oldest = self._pieces % 4 == 0
-        entry = min(self._builder, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
+        entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
         alone = self.active == 1 and not self._waiting
         upto = entry.prompt_tokens
         if not (entry.whole or alone):
@@ -134,8 +134,8 @@ class Scheduler:
     def filled(self, entry: Entry, upto: int) -> None:
         """So many tokens of its prompt are computed; behind the last it runs."""
         entry.filled = upto
-        if upto >= entry.prompt_tokens and entry in self._builder:
-            self._builder.remove(entry)
+        if upto >= entry.prompt_tokens and entry in self._filling:
+            self._filling.remove(entry)
             self._running.append(entry)
 
     def _admit(self) -> None:
@@ -143,4 +143,4 @@ class Scheduler:
             held = self.held_tokens + self._waiting[0].total_tokens
             if self.active and held > self.limits.memory_tokens:
                 return
-            self._builder.append(self._waiting.popleft())
+            self._filling.append(self._waiting.popleft())

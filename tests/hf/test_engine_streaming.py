@@ -26,3 +26,5 @@ def test_it_says_the_same_and_finds_what_the_other_published(home, client, tmp_p
         assert found.report.reused_tokens == (len(DOCUMENT) - 1) // BLOCK * BLOCK
     with pytest.raises(InvalidArgument, match="'meta'"):
         Engine.from_pretrained(tmp_path, client, streaming=streamed, device="meta", **options)
+    with pytest.raises(InvalidArgument, match="dtype='float33'"):
+        Engine.from_pretrained(tmp_path, client, streaming=streamed, dtype="float33")

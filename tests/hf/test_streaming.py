@@ -7,7 +7,9 @@ it filled; the command on SmolLM2. Real files, real reads.
 
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -262,6 +264,59 @@ def test_streamed_and_resident_find_what_the_other_published(home, residency, fi
             assert all(torch.equal(plain, answer) for answer in answers)
         assert identities[0] == identities[1]
     streams_of(streamed).close()
+
+
+def test_a_resident_weight_of_a_streamed_layer_is_part_of_the_identity(home):
+    """The digest that is kept is that of streamed weights alone: an edit of another misses the old KV."""
+    model, ids = opened(home, "ffn_only_stream"), PROMPT.repeat(1, 3)
+
+    def answer():
+        return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    with (
+        kvclient.InMemoryClient(32 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=16) as kv,
+    ):
+        answer(), answer()
+        assert kv.last.reused_tokens == 64
+        before, attention = kv.identity, model.model.layers[2].self_attn.v_proj
+        with torch.no_grad():
+            (attention.scales if hasattr(attention, "scales") else attention.weight).mul_(0.5)
+        edited = answer()
+        assert (kv.last.bypassed, kv.last.reused_tokens) == (None, 0) and kv.identity != before
+        with kv.bypass():
+            assert torch.equal(answer(), edited)
+    streams_of(model).close()
+
+
+def test_a_layer_that_cannot_be_given_its_weights_gives_its_slot_back(home, monkeypatch):
+    model = opened(home, "full_stream")
+    want, streams = logits(model), streams_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "_point", lambda *_: 1 / 0)
+        for _ in range(4):  # more often than there are slots
+            with pytest.raises(ZeroDivisionError):
+                logits(model)
+    assert torch.equal(logits(model), want)
+    streams.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors'"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "'../model.safetensors'"),
+        ("[]", "no weight_map"),
+        ("{", "no weight_map"),
+    ],
+)
+def test_an_index_that_cannot_be_followed_is_refused_by_name(home, tmp_path, said, wrong):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(home, checkpoint)
+    shutil.copy(home / "model.safetensors", tmp_path)  # what a path out of the directory would find
+    (checkpoint / "model.safetensors.index.json").write_text(said)
+    with pytest.raises(InvalidArgument, match=re.escape(wrong)):
+        StreamingCausalLM.from_pretrained(checkpoint)
 
 
 def test_scales_that_are_no_numbers_and_files_of_others_are_not_read(home, tmp_path):

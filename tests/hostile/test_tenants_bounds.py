@@ -4,6 +4,7 @@ are served beside it. Method: forked children that become other users and hold a
 
 import contextlib
 import os
+import resource
 import socket
 import struct
 import threading
@@ -18,6 +19,7 @@ from kvstored.rpc.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
 from tests.hostile.conftest import GROWTH_BYTES, private_bytes
+from tests.hostile.raw import Dropped, RawSession
 from tests.hostile.test_tenants_grpc import OTHER, WRITER, Guest
 
 pytestmark = [
@@ -273,3 +275,46 @@ def test_idle_connections_leave_the_owner_descriptors(daemon, fork):
     for holder in holders:
         holder.go_on()
         holder.finish()
+
+
+def attach_many(one, times: int):
+    """A child's work: as many sessions as it gets; announces how many, and that the others were told why."""
+
+    def work(steps) -> None:
+        held, refused = [], 0
+        for _ in range(times):
+            session = RawSession(one.socket_path)
+            with contextlib.suppress(Dropped):
+                status, why = session.attach()
+                assert status == 0 or b"finds no room" in why, why
+                held += [session] if status == 0 else []
+                refused += status != 0
+        assert refused
+        steps.reached(str(len(held)))
+
+    return work
+
+
+def test_sessions_leave_the_owner_descriptors(daemon, fork):
+    """max_sessions is 256, and there are descriptors for a dozen: two users who hold all they get are told
+    that there is no room, and the owner is served by both doors."""
+    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
+    one.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *one.command]
+    one.start()
+    holders = [fork(as_user(who, attach_many(one, 60))) for who in (WRITER, OTHER)]
+    assert 2 <= sum(int(holder.next_step()) for holder in holders) <= 16
+    with one.connect() as client:
+        client.touch(new_keys(1))
+    owners = Guest(one, None, "grpc.sock")
+    assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
+    for holder in holders:
+        holder.go_on()
+        holder.finish()
+
+
+def test_the_soft_limit_on_open_files_is_raised_as_far_as_sessions_need(daemon):
+    one = daemon("8MiB", (), start=False)
+    one.command = ["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", *one.command]
+    one.start()
+    soft, hard = resource.prlimit(one.pid, resource.RLIMIT_NOFILE)
+    assert min(hard, 2 * 3 * 256) <= soft <= hard

@@ -50,8 +50,7 @@ class Conversation:
 
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, saved_state: SavedState, window: Window,
-        system: Sequence[int],
-        ends: frozenset[int], weights: Callable[[], bytes],
+        system: Sequence[int], ends: frozenset[int], weights: Callable[[], bytes],
     ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._saved_state, self._ends = model, tokenizer, saved_state, ends
         self._window, self._system = window, list(system)

@@ -113,7 +113,9 @@ class Engine:
         if streaming is not None:
             if given or device not in (None, "cpu"):
                 raise InvalidArgument(f"streaming takes a directory on the CPU; got {given or device!r}")
-            wanted = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if dtype != "auto" and not isinstance(wanted, torch.dtype):
+                raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")
             streamed = StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted)
             return cls(streamed, tokenizer, client, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()

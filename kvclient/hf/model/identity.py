@@ -65,14 +65,14 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     streams = streams_of(model)
     if streams is None:
         return _digest_tensors(named)
+    moving = streams.moving()
     if streams.digests is None:  # one pass over what lies on the disk; each load is verified since
-        of_layers = []
+        read = []
         for prefix, layer in streams.filled_layers():
-            own = layer.state_dict(prefix=f"{prefix}.", keep_vars=True).items()
-            of_layers += _digest_rows([(name, t) for name, t in own if isinstance(t, torch.Tensor)])
-        streams.digests = of_layers
-    moved = {row[0] for row in streams.digests}
-    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moved])
+            of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True).items()
+            read += _digest_rows([(name, tensor) for name, tensor in of_layer if name in moving])
+        streams.digests = read
+    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving])
     return hashlib.sha256(encode(sorted(rows + streams.digests))).digest()
 
 

@@ -36,13 +36,17 @@ class Watch:
         self._modules = modules = list(model.modules())
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         streams = streams_of(model)  # weights that come and go with each call are no change of the model
-        moved = streams.modules() if streams is not None else set()
+        moving = {(id(m), key) for m, key in streams.moving().values()} if streams is not None else set()
+        moved = {number for number, _ in moving}
         held = [d for m in modules if id(m) not in moved for d in (m._parameters, m._buffers)]
         dicts = [*(m._modules for m in modules), *held]
         self._dicts, self._empty = [d for d in dicts if d], [d for d in dicts if not d]
         self._hooked = [(m, m._forward_hooks, m._forward_pre_hooks) for m in modules]
         self._hooks = [d for _, *both in self._hooked for d in both]
-        tensors = [t for d in held for t in d.values() if t is not None]
+        tensors = [
+            t for m in modules for d in (m._parameters, m._buffers) for key, t in d.items()
+            if t is not None and (id(m), key) not in moving
+        ]  # fmt: skip
         self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
         self._tensors = tensors
         self._parameters = {id(t) for t in tensors}

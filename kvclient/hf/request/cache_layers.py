@@ -36,8 +36,7 @@ class CacheBuilder:
 
     def __init__(
         self, options: Options, form: BlockFormat, prompt: Prompt, found: Sequence[PrefixMatch],
-        prefix: PrefixSource | None,
-        blend: Blend | None, report: Report,
+        prefix: PrefixSource | None, blend: Blend | None, report: Report,
     ) -> None:  # fmt: skip
         self._left = functools.partial(_left, report)
         self._options, self._form, self._prompt, self._found = options, form, prompt, found

@@ -42,8 +42,7 @@ class Request:
 
     def __init__(
         self, client: Any, served: ServedModel, options: Options, memory: Memory, pace: PrefillSpeed,
-        read: bool,
-        write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
+        read: bool, write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.report = Report()
         self._client, self._served_model, self._options = client, served, options

@@ -123,12 +123,14 @@ class Streams:
         if self.scheduler is not None:
             self.scheduler.close()
 
-    def modules(self) -> set[int]:
-        """The ids of those whose weights have memory only while they compute."""
-        found = set()
+    def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
+        found = {}
         for number, parts in self._streamed.items():
-            names = {stored.name.rpartition(".")[0] for part in parts for stored in part.tensors}
-            found.update(id(self._layers[number].get_submodule(name)) for name in names)
+            for stored in (stored for part in parts for stored in part.tensors):
+                owner, _, attribute = stored.name.rpartition(".")
+                module = self._layers[number].get_submodule(owner)
+                found[f"{self._prefix}.{number}.{stored.name}"] = module, attribute
         return found
 
     def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:

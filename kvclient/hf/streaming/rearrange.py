@@ -89,7 +89,10 @@ def sources(home: Path) -> dict[str, list[int]]:
     Raises InvalidArgument."""
     index = home / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"{index} has no weight_map that can be read: {error}") from error
     elif (home / "model.safetensors").is_file():
         names = ["model.safetensors"]  # not what lies beside it: an adapter, or a consolidated copy
     else:

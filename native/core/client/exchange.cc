@@ -97,24 +97,22 @@ std::vector<uint8_t> exchange(int socket, const protocol::Request& request, std:
   return next_reply(socket, request, answer_polling.worthwhile(now) ? now + kAnswerPollNs : 0, descriptors);
 }
 
+// Whoever is turned away finds the reason here, perhaps behind the news that the request was lost.
 std::vector<uint8_t> first_exchange(int socket, const protocol::Request& request, std::span<const uint8_t> body,
                                     std::vector<Fd>* descriptors) {
-  try {
-    return exchange(socket, request, body, descriptors);
-  } catch (const Error& error) {
-    if (error.code != Code::Detached) throw;
-    // Closed before it read what we ask: its reason may lie here already, perhaps behind the news that the request was lost.
-    for (int looks = 0; looks < 2; ++looks) {
-      std::span<const uint8_t> bytes;
-      try {
-        bytes = receive(socket, 0, nullptr);
-      } catch (const Error&) {
-        continue;
-      }
-      return read_reply(request, bytes);
+  const auto unless_gone = [](auto&& step) {
+    try {
+      step();
+      return true;
+    } catch (const Error& error) {
+      if (error.code != Code::Detached) throw;
+      return false;
     }
-    throw;
-  }
+  };
+  unless_gone([&] { send(socket, request, body); });
+  std::span<const uint8_t> bytes;
+  if (!unless_gone([&] { bytes = receive(socket, 0, descriptors); })) bytes = receive(socket, 0, descriptors);
+  return read_reply(request, bytes);
 }
 
 std::optional<std::vector<uint8_t>> exchange_by_mailbox(Mailbox& box, int socket, const protocol::Request& request,

@@ -185,7 +185,12 @@ void SessionServer::accept_some() {
     }
     if (!socket) return;
     auto connection = std::make_unique<Connection>();
-    if (auto who = credentials_of(socket.get())) connection->who = std::move(*who);  // else: nobody in particular
+    auto who = credentials_of(socket.get());
+    if (!who) {  // never taken for anybody: the daemon itself may be the unmapped user
+      turn_away(std::move(socket), Code::NotPermitted, "the kernel does not say who connects");
+      continue;
+    }
+    connection->who = std::move(*who);
     admit(*connection);
     const std::string user = "user " + std::to_string(connection->who.uid);
     if (!may_stay(*connection)) {  // the same words whatever namespaces there are
