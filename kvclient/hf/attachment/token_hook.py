@@ -11,6 +11,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvclient.hf.request.request import Request
+from kvclient.hf.speculation import Speculation
 
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
 
@@ -45,7 +46,8 @@ def none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     if given.get("past_key_values") is not None:
         return "user_cache"
-    if given.get("custom_generate") is not None:
+    custom = given.get("custom_generate")
+    if custom is not None and not isinstance(custom, Speculation):  # which calls _prefill, and cuts first
         return "custom_generate"
     config = given.get("generation_config") or model.generation_config
     implementation = given.get("cache_implementation", getattr(config, "cache_implementation", None))

@@ -35,6 +35,7 @@ from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.window import Window
 from kvclient.hf.request.stopping import Listener, end_tokens
 from kvclient.hf.reuse.verify import Verification
+from kvclient.hf.speculation import Speculation, SpeculationReport
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 
 MODES = ("baseline", "prefix", "chunk")
@@ -71,6 +72,7 @@ class Result:
     first_logits: torch.Tensor  # of the first new token
     finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
     mode: str  # that it was asked for in
+    speculation: SpeculationReport | None = None  # where it was asked for
 
     @property
     def reuse_ratio(self) -> float:
@@ -155,15 +157,16 @@ class Engine:
         on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
         temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, stop: str | Sequence[str] = (),
         soft_stop: float = 1.0, repetition_penalty: float = 1.0, seed: int | None = None,
-        prefill_chunk_size: int | None = None, codec: Codec = None,
+        prefill_chunk_size: int | None = None, codec: Codec = None, speculation: Speculation | None = None,
     ) -> Result:  # fmt: skip
         """One answer. mode: "baseline" without the store, "prefix" with exact reuse only, "chunk" with all
         that is switched on. on_token: called with each token's id and the text it adds. cacheable_prefix_len:
         only so many of the prompt's tokens are published. temperature 0 takes the most likely token.
         soft_stop: from this share of max_new_tokens on, the answer ends with a sentence. codec: of the blocks
-        that are stored and found; None: attach()'s.
+        that are stored and found; None: attach()'s. speculation: several tokens a pass, the same answer.
         """
         sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
+        sampling |= {"custom_generate": speculation} if speculation is not None else {}
         with self._coded(codec):
             return self._answers(
                 [prompt], [max_new_tokens], mode, on_token, cacheable_prefix_len, stop, soft_stop, seed,
@@ -324,6 +327,7 @@ class Engine:
                 torch.manual_seed(seed)
             out = self._run(rows, listener, sampling | {"max_new_tokens": max(limits)})
         ended, report = time.perf_counter(), self._last()
+        drafted = getattr(sampling.get("custom_generate"), "last", None)
         results = []
         for index, row in enumerate(rows):
             tokens, text, finish = listener.answer(index)
@@ -331,7 +335,7 @@ class Engine:
             speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
             logits = out.logits[0][index].detach().clone()
             times = (listener.first_at - began, ended - began, speed)
-            results.append(Result(text, tokens, len(row), *times, report, logits, finish, mode))
+            results.append(Result(text, tokens, len(row), *times, report, logits, finish, mode, drafted))
         return results
 
     def _coded(self, codec: Codec) -> contextlib.AbstractContextManager[None]:

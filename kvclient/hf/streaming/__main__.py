@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvclient.errors import KVClientError
+from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.hf.speculation import Speculation
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
@@ -42,8 +43,25 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
     asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
+    asked.add_argument("--draft", help="several tokens a pass: `lookup`, or a directory of a small model")
     asked.add_argument("--json", action="store_true", help="one object on standard output, nothing else")
     return asked
+
+
+def drafts(named: str | None) -> Speculation | None:
+    if named is None or named == "lookup":
+        return None if named is None else Speculation()
+    home = Path(named)
+    if not (home / "config.json").is_file():
+        raise InvalidArgument(f"--draft {named}: neither `lookup` nor a directory with a config.json")
+    return Speculation(transformers.AutoModelForCausalLM.from_pretrained(home, local_files_only=True).eval())
+
+
+def said(speculation: Speculation | None) -> dict[str, object]:
+    if speculation is None or (last := speculation.last) is None:
+        return {}
+    figures = {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance}
+    return {"speculation": {**figures, "speed_up": last.speed_up, "passes": last.passes, "off": last.off}}
 
 
 def run(asked: argparse.Namespace) -> dict[str, object]:
@@ -58,9 +76,11 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     held, moved = stats["bytes_held"], stats["bytes_per_pass"]
     print(f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token", file=sys.stderr)
     inputs = tokenizer(asked.prompt, return_tensors="pt")
+    speculation = drafts(asked.draft)
+    given = {"custom_generate": speculation} if speculation is not None else {}
     began = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False)
+        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **given)
     took_s, stats = time.perf_counter() - began, streaming_stats(model)
     tokens = out.shape[1] - inputs["input_ids"].shape[1]
     rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
@@ -69,6 +89,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
         "loaded_s": loaded_s, "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
         "ceiling_tokens_per_s": rate / moved if rate and moved else None, "stats": stats,
+        **said(speculation),
     }  # fmt: skip
 
 
@@ -86,6 +107,10 @@ def main() -> int:
     most = f"; the reads alone would allow {ceiling:.2f}" if ceiling else "; nothing is read"
     print(found["text"])
     print(f"{found['tokens']} tokens, {found['tokens_per_s']:.2f} a second{most}", file=sys.stderr)
+    if "speculation" in found:
+        told = found["speculation"]
+        rate = f"{told['tokens_per_pass']:.2f} tokens a pass, {told['acceptance']:.0%} of the drafts right"
+        print(rate, file=sys.stderr)
     return 0
 
 
