@@ -121,7 +121,7 @@ test-all: model native-tests ## also the slow tests and other releases of transf
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
 	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/test_releases.py
 
-engines: build $(VENV)/.dev ## vLLM on the store, in processes of its own (installs 2.5 GB beside the checkout, once)
+engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
 	@PYTHON="$(PYTHON)" .ci/engines
 	@$(PY) -m pytest -q -m engines tests/engines
 

@@ -6,14 +6,13 @@ Method: the signatures of the installed release beside those recorded in vllm_si
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.engines.conftest import ROOT, python_of
+from tests.engines.signatures import differences, recorded
 
 pytestmark = pytest.mark.engines
-RECORDED = Path(__file__).with_name("vllm_signatures.json")
 
 
 def test_the_base_classes_are_as_recorded():
@@ -22,11 +21,5 @@ def test_the_base_classes_are_as_recorded():
         check=True, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SIGNATURES ")]
-    now, recorded = json.loads(line.removeprefix("SIGNATURES ")), json.loads(RECORDED.read_text())
-    differ = [
-        f"{kind}.{name}: recorded {recorded[kind].get(name)!r}, now {now[kind].get(name)!r}"
-        for kind in recorded
-        for name in sorted({*recorded[kind], *now[kind]})
-        if recorded[kind].get(name) != now[kind].get(name)
-    ]
-    assert not differ, "\n".join(differ)
+    now = json.loads(line.removeprefix("SIGNATURES "))
+    assert not differences(now, recorded("vllm")), "\n".join(differences(now, recorded("vllm")))

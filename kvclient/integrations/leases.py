@@ -1,0 +1,89 @@
+"""Pins that stand between "it is there" and the load that follows: an engine asks first and loads later.
+
+Owns the pins and their time; never looks at a block. Invariants: what was answered as there stays in memory
+until it was loaded, or `lease_s` have passed; no more than `max_blocks` are held, the oldest go first; none
+is held after close().
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class _Lease:
+    __slots__ = ("blocks", "keys", "until")
+
+    def __init__(self, blocks: Any, keys: set[bytes], until: float) -> None:
+        self.blocks, self.keys, self.until = blocks, keys, until
+
+
+class Leases:
+    """Thread-safe. A timer runs only while something is held."""
+
+    def __init__(self, lease_s: float, max_blocks: int) -> None:
+        self._lease_s, self._max_blocks = lease_s, max_blocks
+        self._lock = threading.Lock()
+        self._held: deque[_Lease] = deque()  # oldest first
+        self._timer: threading.Timer | None = None
+        self._closed = False
+
+    def hold(self, keys: Iterable[bytes], blocks: Any) -> None:
+        """Takes the pins over."""
+        with self._lock:
+            if self._closed:
+                blocks.release()
+                return
+            self._held.append(_Lease(blocks, set(keys), time.monotonic() + self._lease_s))
+            while self.count > self._max_blocks and len(self._held) > 1:
+                self._held.popleft().blocks.release()
+            self._arm()
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Those were loaded: for each the oldest lease that has it is done with it."""
+        with self._lock:
+            left = set(keys)
+            for lease in self._held:
+                if mine := lease.keys & left:
+                    lease.keys -= mine
+                    left -= mine
+                    if not lease.keys:
+                        lease.blocks.release()
+            self._held = deque(lease for lease in self._held if lease.keys)
+            self._arm()
+
+    @property
+    def count(self) -> int:
+        """Blocks held at the moment."""
+        return sum(len(lease.keys) for lease in self._held)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for lease in self._held:
+                lease.blocks.release()
+            self._held.clear()
+            self._arm()
+
+    def _arm(self) -> None:
+        if not self._held:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None:
+            self._timer = threading.Timer(max(0.0, self._held[0].until - time.monotonic()), self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._timer is not threading.current_thread():
+                return  # it was cancelled while it began
+            self._timer = None
+            now = time.monotonic()
+            while self._held and self._held[0].until <= now:
+                self._held.popleft().blocks.release()
+            self._arm()

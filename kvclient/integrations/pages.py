@@ -1,0 +1,156 @@
+"""Pages of bytes in the store, for engines that keep their KV themselves and name it by a hash of their own.
+
+Owns how a page of several buffers becomes a block (a layer for each buffer, no token meta) and which failures
+become a miss; never makes a key. Invariants: get() fills either all buffers of a page with the checksummed
+bytes that put() was given, or says False for it; no failure of the store leaves this module as an exception;
+between two calls no grant is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import kvclient
+from kvclient.blocks.layout import MAX_BLOCK_TOKENS, MAX_LAYER_BYTES_PER_TOKEN, MAX_LAYERS, Layout
+from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.integrations.health import Health
+
+MISSING, RESIDENT, ON_DISK = 0, 2, 3
+Buffers = Sequence[np.ndarray]  # of one page: contiguous bytes each
+
+
+class Pages:
+    """Thread-safe, as its client is; calls of several threads run side by side."""
+
+    def __init__(self, client: Any, health: Health, wait_s: float) -> None:
+        """`wait_s` bounds what put() waits for another writer and get() for the disk."""
+        self._client, self._health, self._wait_s = client, health, wait_s
+        self._lock = threading.Lock()
+        self._layouts: dict[tuple[int, ...], int] = {}
+
+    def format(self, sizes: Sequence[int]) -> int:
+        """The layout of pages with buffers of so many bytes. Raises InvalidArgument for sizes that no block
+        can have."""
+        wanted = tuple(int(size) for size in sizes)
+        with self._lock:
+            if wanted not in self._layouts:
+                self._layouts[wanted] = self._client.register_layout(page_layout(wanted))
+            return self._layouts[wanted]
+
+    def states(self, keys: Sequence[bytes]) -> bytes:
+        """0 missing, 1 being written, 2 in memory, 3 on disk, of each. Reads shared memory only."""
+        try:
+            return self._client.lookup(list(keys)).states
+        except KVClientError as error:
+            self._health.failed("a look-up", error)
+            return bytes(len(keys))
+
+    def put(self, keys: Sequence[bytes], layout_id: int, sources: Sequence[Buffers]) -> list[bool]:
+        """Stores each page that is not there yet. True: the page is in the store, whoever wrote it."""
+        stored = [state in (RESIDENT, ON_DISK) for state in self.states(keys)]
+        new = [i for i, there in enumerate(stored) if not there]
+        if new:
+            try:
+                done = self._write([keys[i] for i in new], layout_id, [sources[i] for i in new])
+            except KVClientError as error:
+                self._health.failed("a store", error)
+                done = [False] * len(new)
+            for i, success in zip(new, done, strict=True):
+                stored[i] = success
+        self._health.look()
+        return stored
+
+    def _write(self, keys: list[bytes], layout_id: int, sources: list[Buffers]) -> list[bool]:
+        writer = self._client.create(keys, layout_id)
+        sealed: set[int] = set()
+        try:
+            self._fill(writer, sources, sealed)
+            if "pending" in writer.results and writer.wait_pending(self._wait_s):
+                self._fill(writer, sources, sealed)  # those whose other writer gave up
+        finally:
+            writer.abort()
+        return [i in sealed or result == "exists" for i, result in enumerate(writer.results)]
+
+    def _fill(self, writer: Any, sources: list[Buffers], sealed: set[int]) -> None:
+        mine = [i for i in writer.granted if i not in sealed]
+        for i in mine:
+            block = writer[i]
+            for layer, source in enumerate(sources[i]):
+                block.copy_layer(layer, source)
+        if mine and writer.seal() is not False:
+            sealed.update(mine)
+
+    def get(self, keys: Sequence[bytes], targets: Sequence[Buffers]) -> list[bool]:
+        """Copies each page into its buffers. What is on disk is loaded first, `wait_s` at most."""
+        try:
+            with self._client.get(list(keys), wait_s=self._wait_s, verify=True) as blocks:
+                found = [self._copy(blocks, i, buffers) for i, buffers in enumerate(targets)]
+        except KVClientError as error:
+            self._health.failed("a load", error)
+            found = [False] * len(keys)
+        self._health.look()
+        return found
+
+    def _copy(self, blocks: Any, index: int, buffers: Buffers) -> bool:
+        try:
+            block = blocks[index]
+            if block is None:
+                return False
+            layers = [block.layer(layer).reshape(-1) for layer in range(len(buffers))]
+        except KVClientError as error:  # no pin was left, or it is a page of fewer buffers
+            self._health.failed("a load", error)
+            return False
+        if [layer.nbytes for layer in layers] != [buffer.nbytes for buffer in buffers]:
+            self._health.failed("a load", "a page of another size lies under this key")
+            return False
+        for layer, buffer in zip(layers, buffers, strict=True):
+            kvclient.copy_into(buffer, layer, checksum=False)
+        return True
+
+    def pin(self, keys: Sequence[bytes]) -> Any | None:
+        """The pinned blocks of what is in memory, to be released by the caller; None if the store failed."""
+        try:
+            return self._client.get(list(keys))
+        except KVClientError as error:
+            self._health.failed("a pin", error)
+            return None
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        try:
+            self._client.prefetch(list(keys))
+        except KVClientError as error:
+            self._health.failed("a prefetch", error)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        try:
+            return self._client.delete(list(keys))
+        except KVClientError as error:
+            self._health.failed("a delete", error)
+            return 0
+
+
+def page_layout(sizes: tuple[int, ...]) -> Layout:
+    """A layer for each buffer. Blocks have "tokens" only to divide buffers above 16 MiB."""
+    if not 1 <= len(sizes) <= MAX_LAYERS:
+        raise InvalidArgument(f"a page of {len(sizes)} buffers; it must have 1 to {MAX_LAYERS}")
+    if min(sizes) < 1:
+        raise InvalidArgument(f"a buffer of {min(sizes)} bytes")
+    parts = next(
+        (
+            n
+            for n in range(-(-max(sizes) // MAX_LAYER_BYTES_PER_TOKEN), MAX_BLOCK_TOKENS + 1)
+            if all(size % n == 0 for size in sizes)
+        ),
+        None,
+    )
+    if parts is None:
+        raise InvalidArgument(f"buffers of {max(sizes)} bytes cannot be divided evenly")
+    return Layout(
+        num_layers=len(sizes), num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1, block_tokens=parts,
+        meta_fixed=0, meta_per_token=0, layer_bytes_per_token=tuple(size // parts for size in sizes),
+        name="pages",
+    )  # fmt: skip

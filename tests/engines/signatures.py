@@ -1,0 +1,36 @@
+"""What a base class promises, as text: to be compared with what an adapter was written for."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+
+def signatures(kind: type) -> dict[str, str]:
+    """Public methods by name, `abstract` before those that must be there; the fields of a data class."""
+    if dataclasses.is_dataclass(kind):
+        return {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    found = {}
+    for name, member in inspect.getmembers(kind):
+        if (name.startswith("_") and name != "__init__") or not callable(member):
+            continue
+        mark = "abstract " if getattr(member, "__isabstractmethod__", False) else ""
+        found[name] = mark + ", ".join(
+            str(p).split(":")[0].split(" =")[0].split("=")[0]
+            for p in inspect.signature(member).parameters.values()
+        )
+    return found
+
+
+def differences(now: dict, recorded: dict) -> list[str]:
+    """One line for each method or field that is another, or new, or gone."""
+    return [
+        f"{kind}.{name}: recorded {recorded.get(kind, {}).get(name)!r}, now {now.get(kind, {}).get(name)!r}"
+        for kind in sorted({*recorded, *now})
+        for name in sorted({*recorded.get(kind, {}), *now.get(kind, {})})
+        if recorded.get(kind, {}).get(name) != now.get(kind, {}).get(name)
+    ]
+
+
+def recorded(engine: str) -> dict:
+    return json.loads(Path(__file__).with_name(f"{engine}_signatures.json").read_text())
