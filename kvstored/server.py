@@ -182,6 +182,11 @@ class Daemon:
             "max_subscribers", "event_queue",
             apply=lambda config: self._events.limit(config.max_subscribers, config.event_queue),
         )  # fmt: skip
+        def only_others(before: str, after: str) -> str:  # none to some, or some to none, is of the start
+            return after if before and after else before
+
+        can("tls_cert", "tls_key", "tls_ca", part=only_others)
+        self._reload.reads(self._peers.read_certificates)
         can("namespaces", part=self._resolve_lists, apply=self._use_lists)
 
     def _resolve_lists(self, before: Any, after: Any) -> Any:

@@ -184,7 +184,7 @@ def _metavar(about: dataclasses.Field[Any]) -> str:
     if choices := about.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
     if about.metadata["parse"] in (fields.path, fields.directories):
-        return "FILE" if about.name.endswith("_file") else "DIR"
+        return "FILE" if about.name.startswith("tls_") or about.name.endswith("_file") else "DIR"
     return (about.metadata["unit"] or "value").upper()
 
 

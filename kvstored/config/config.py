@@ -214,6 +214,13 @@ class Config:
         "can read and change what is fetched",
         None, _network, show=lambda network: str(network or ""),
     )  # fmt: skip
+    tls_cert: str = _field(
+        "file (PEM) with this daemon's certificate, in which a DNS name is `node`, and what leads to the "
+        "authority: peers speak TLS 1.3, both ends with a certificate. Read again by `kvstored reload`",
+        "", _path,
+    )  # fmt: skip
+    tls_key: str = _field("file (PEM) with the certificate's key; nobody else may read it", "", _path)
+    tls_ca: str = _field("file (PEM) with the authority whose certificates peers have", "", _path)
     log_level: str = _field("least important level that is logged", "info", _text, choices=LEVELS)
     drain_timeout_s: float = _field(
         "how long calls in progress may go on after SIGTERM before they are cancelled",
@@ -237,7 +244,7 @@ class Config:
                 "metrics_port: any local user reaches it, and namespaces are open to other users, who must "
                 "not see each other's: give metrics_token_file, or 0"
             )
-        if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network):
+        if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network, self.tls):
             raise ConfigError(why)
         self._check_parts()
 
@@ -310,6 +317,11 @@ class Config:
     def shared(self) -> tuple[str, ...]:
         """The namespaces whose blocks peers may read."""
         return tuple(one.name for one in self.namespaces if one.share == "read")
+
+    @property
+    def tls(self) -> tuple[str, str, str]:
+        """The paths of certificate, key and authority; empty without TLS."""
+        return self.tls_cert, self.tls_key, self.tls_ca
 
     @property
     def open_to_others(self) -> bool:

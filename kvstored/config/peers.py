@@ -1,7 +1,7 @@
 """Where other hosts' daemons are: `NAME=HOST:PORT`, and who may connect.
 
 Owns the grammar. Never resolves a name or opens a socket. Invariant: an Endpoint that exists is an IPv4
-address and a port; where one lies off loopback, a network of trusted peers holds it.
+address and a port; where one lies off loopback, peers speak TLS or a network of trusted peers holds it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ _NODE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 class Endpoint:
     host: str
     port: int
+
+    @property
+    def everywhere(self) -> bool:
+        """Every address of the host."""
+        return ipaddress.IPv4Address(self.host).is_unspecified
 
     @property
     def on_loopback(self) -> bool:
@@ -55,8 +60,6 @@ def endpoint(value: Any) -> Endpoint | None:
         raise ValueError(f"{value!r}: an IPv4 address and a port are wanted, as 127.0.0.1:7400") from None
     if not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ValueError(f"{value!r}: {port!r} is no port: 0 to 65535")
-    if address.is_unspecified:
-        raise ValueError(f"{value!r} is every address of the host: that wants TLS, which is not there yet")
     return Endpoint(str(address), int(port))
 
 
@@ -71,7 +74,7 @@ def peers(value: Any) -> tuple[Peer, ...]:
     for one in (part.strip() for text in listed for part in text.split(",") if part.strip()):
         name, _, where = one.partition("=")
         at = endpoint(where)
-        if not name or at is None or not at.port:
+        if not name or at is None or not at.port or at.everywhere:
             raise ValueError(f"{one!r}: NAME=HOST:PORT is wanted")
         found.append(Peer(node(name), at))
     if len(found) > MAX_PEERS or len({one.node for one in found}) != len(found):
@@ -89,16 +92,26 @@ def network(value: Any) -> ipaddress.IPv4Network | None:
         raise ValueError(f"{value!r}: an IPv4 network is wanted, as 10.1.2.0/24") from None
 
 
-def why_not(own: str, listen: Endpoint | None, known: tuple[Peer, ...], trusted: Any) -> str:
-    """What is wrong with the four together, "" if nothing is."""
+def why_not(
+    own: str, listen: Endpoint | None, known: tuple[Peer, ...], trusted: Any, tls: tuple[str, str, str]
+) -> str:
+    """What is wrong with these together, "" if nothing is. `tls`: the paths of the certificate, its key and
+    the authority."""
     if not own and (listen or known):
         return "node: listen and peer want this daemon's own name among its peers"
     if any(one.node == own for one in known):
         return f"peer: {own!r} is this daemon's own name"
+    if any(tls) and not all(tls):
+        return "tls_cert, tls_key and tls_ca: all three, or none"
+    if all(tls):
+        why = "trusted_network: names peers that speak without encryption, and tls_cert is given: one of both"
+        return why if trusted else ""
     for what, at in (("listen", listen), *((f"peer {one.node}", one.at) for one in known)):
+        if at and at.everywhere:
+            return f"{what}: {at} is every address of the host: that wants tls_cert, tls_key and tls_ca"
         if at and not at.on_loopback and not (trusted and ipaddress.IPv4Address(at.host) in trusted):
             return (
-                f"{what}: {at} is not on loopback, where the stream is neither encrypted nor protected "
-                "against whoever can change it: name the network of peers in trusted_network"
+                f"{what}: {at} is not on loopback, where whoever is on the way could read and change what is "
+                "sent: give tls_cert, tls_key and tls_ca, or name the network of peers in trusted_network"
             )
     return ""

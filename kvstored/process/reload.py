@@ -47,6 +47,7 @@ class Reload:
         self._degraded = degraded
         self._apply: dict[str, Apply] = {}
         self._part: dict[str, Part] = {}
+        self._read: list[Apply] = []
 
     @property
     def config(self) -> Config:
@@ -59,6 +60,11 @@ class Reload:
         assert known.issuperset(fields), fields
         self._apply.update(dict.fromkeys(fields, apply))
         self._part.update(dict.fromkeys(fields, part))
+
+    def reads(self, read: Apply) -> None:
+        """Files that the configuration names: read at each reload. Raises ConfigError where they are wrong,
+        and then nothing changes."""
+        self._read.append(read)
 
     def again(self) -> list[Change]:
         """Reads the file anew; flags and environment are those of the start. Raises FailedPrecondition, and
@@ -80,6 +86,8 @@ class Reload:
                 # stay until a restart: the quota waits for it with them.
                 changes, applied = self._plan(wanted.config, later=("disk_quota",))
                 config = dataclasses.replace(self.config, **applied)
+            for read in self._read:
+                read(config)
         except ConfigError as error:
             self.refused_total += 1
             self._degraded.set("reload_refused", text=str(error))

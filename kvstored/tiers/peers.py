@@ -7,16 +7,39 @@ from the configuration alone; both stop before the stores close.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstored import _core, log
 from kvstored.config.config import Config
+from kvstored.errors import ConfigError, StoreError
+
+
+def _certificates(config: Config) -> tuple[str, str, str]:
+    """The paths, of files that can be read more than once. Raises ConfigError."""
+    for field, path in zip(("tls_cert", "tls_key", "tls_ca"), config.tls, strict=True):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError as error:
+            raise ConfigError(f"{field}: {path}: {error.strerror}") from error
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{field}: {path} is no file")
+        if field == "tls_key" and mode & 0o007:
+            raise ConfigError(f"tls_key: {path} has mode {stat.S_IMODE(mode):04o}: chmod o-rwx")
+    return config.tls
 
 
 class Peers:
     def __init__(self, config: Config, stores: Mapping[str, Any], salts: Sequence[bytes]) -> None:
-        """`salts`: of the namespaces, in their order."""
+        """`salts`: of the namespaces, in their order. Raises ConfigError for certificates that are none."""
+        self._tls: Any = None
+        if config.tls_cert and (config.peer or config.listen):
+            try:
+                self._tls = _core.PeerTls(*_certificates(config))
+            except StoreError as error:
+                raise ConfigError(str(error)) from error
         self._server: Any = None
         self._host = config.listen.host if config.listen else ""
         self._tiers: dict[str, Any] = {}
@@ -30,19 +53,38 @@ class Peers:
                 [one.node for one in config.peer],
                 int(trusted.network_address) if trusted else 0,
                 int(trusted.netmask) if trusted else 0,
+                self._tls,
             )
             for name in config.shared:
                 self._server.share(stores[name], salt_of[name])
         if config.peer:
             addresses = [(one.node, one.at.host, one.at.port) for one in config.peer]
             for name in config.shared:
-                self._tiers[name] = _core.PeerTier(stores[name], config.node, salt_of[name], addresses)
+                self._tiers[name] = _core.PeerTier(
+                    stores[name], config.node, salt_of[name], addresses, self._tls
+                )
         if (config.peer or config.listen) and not config.shared:
             log.warning("nothing_shared", why="no namespace has share = read: peers see none of them")
 
     @property
     def listening(self) -> str:
         return f"{self._host}:{self._server.port}" if self._server else ""
+
+    @property
+    def transport(self) -> str:
+        return "tls" if self._tls else "tcp"
+
+    def read_certificates(self, config: Config) -> None:
+        """As they are now; connections that were made with others end, those at work when they have answered.
+        Raises ConfigError, and what was read before stays."""
+        if not self._tls:
+            return
+        try:
+            self._tls.read_again(*_certificates(config))
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+        if self._server:
+            self._server.renew()
 
     def start(self) -> None:
         """Raises StoreError if the port is not to be had."""
@@ -51,7 +93,7 @@ class Peers:
         for tier in self._tiers.values():
             tier.start()
         if self._server or self._tiers:
-            log.info("peers", listen=self.listening, namespaces=len(self._tiers), transport="tcp")
+            log.info("peers", listen=self.listening, namespaces=len(self._tiers), transport=self.transport)
 
     def close(self) -> None:
         """Cuts the connections: what is half fetched is given up."""

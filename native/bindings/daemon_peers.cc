@@ -1,6 +1,7 @@
 // kvstored._core.PeerServer and PeerTier: blocks that go to other hosts, and come from there. Every call that waits releases the
 // GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -58,29 +59,48 @@ nb::dict server_stats(kv::peer::Server& server) {
 void bind_peers(nb::module_& m) {
   using kv::peer::Server;
   using kv::peer::Tier;
+  using kv::peer::TlsIdentity;
+  nb::class_<TlsIdentity>(m, "PeerTls", "Who this daemon is to its peers by certificate, and whose word it takes: paths of PEM.")
+      .def(
+          "__init__",
+          [](TlsIdentity* self, std::string certificate, std::string key, std::string authority) {
+            new (self) TlsIdentity(kv::peer::TlsFiles{std::move(certificate), std::move(key), std::move(authority)});
+          },
+          nb::arg("certificate"), nb::arg("key"), nb::arg("authority"))
+      .def(
+          "read_again",
+          [](TlsIdentity& self, std::string certificate, std::string key, std::string authority) {
+            self.read_again({std::move(certificate), std::move(key), std::move(authority)});
+          },
+          nb::arg("certificate"), nb::arg("key"), nb::arg("authority"), "If this raises, what was read before stays.");
   nb::class_<Server>(m, "PeerServer", "The port that other daemons read blocks from. stop() before the stores close.")
       .def(
           "__init__",
           [](Server* self, const std::string& node, const std::string& address, uint16_t port, std::vector<std::string> peers,
-             uint32_t network, uint32_t mask) { new (self) Server({node, address, port, std::move(peers), network, mask}); },
-          nb::arg("node"), nb::arg("address"), nb::arg("port"), nb::arg("peers"), nb::arg("network") = 0, nb::arg("mask") = 0)
+             uint32_t network, uint32_t mask, std::shared_ptr<TlsIdentity> tls) {
+            new (self) Server({node, address, port, std::move(peers), network, mask, std::move(tls)});
+          },
+          nb::arg("node"), nb::arg("address"), nb::arg("port"), nb::arg("peers"), nb::arg("network") = 0, nb::arg("mask") = 0,
+          nb::arg("tls").none() = nb::none())
       .def(
           "share", [](Server& self, kv::Store& store, nb::bytes salt) { self.share(store, secret(salt)); },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("salt"), "A namespace that peers with this salt may read.")
       .def("start", &Server::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("renew", &Server::renew, nb::call_guard<nb::gil_scoped_release>(), "Ends what was made with earlier certificates.")
       .def_prop_ro("port", &Server::port)
       .def("stats", server_stats);
   nb::class_<Tier>(m, "PeerTier", "Other hosts' daemons below one namespace. stop() before the store closes.")
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
-             const std::vector<std::tuple<std::string, std::string, uint16_t>>& peers) {
+             const std::vector<std::tuple<std::string, std::string, uint16_t>>& peers, std::shared_ptr<TlsIdentity> tls) {
             std::vector<Tier::Address> addresses;
             for (const auto& [name, host, port] : peers) addresses.push_back({name, host, port});
-            new (self) Tier(store, node, secret(salt), addresses);
+            new (self) Tier(store, node, secret(salt), addresses, std::move(tls));
           },
-          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"))
+          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"),
+          nb::arg("tls").none() = nb::none())
       .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Tier::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", peer_stats);

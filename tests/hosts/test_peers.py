@@ -223,5 +223,3 @@ def test_off_loopback_a_trusted_network_has_to_be_named():
         from kvstored.config.namespaces import parse
 
         parse("default:share=read")
-    with pytest.raises(ValueError, match="TLS"):
-        parse_peers("b=0.0.0.0:7400")

@@ -22,6 +22,7 @@ constexpr size_t kInBytes = 64 << 10;
 constexpr size_t kOutBytes = 64 << 10;
 constexpr size_t kMaxParts = 256;
 constexpr uint64_t kFlushBytes = 512 << 10;
+constexpr size_t kEncryptBytes = 128 << 10;      // at a time, and sent while they are in the cache
 constexpr uint64_t kDirectBytes = 16 << 10;      // what is larger is received where it belongs
 constexpr uint64_t kPieceBytes = 256 << 10;      // summed up while it is in the cache
 constexpr uint64_t kSlowestBytesPerS = 4 << 20;  // who sends slower is as good as frozen
@@ -97,12 +98,37 @@ void Channel::put_summed(Frame head, std::span<const std::byte> payload) {
 }
 
 void Channel::flush() {
-  size_t first = 0;
   const uint64_t end_ns = monotonic_ns() + (uint64_t{2000} + queued_ * 1000 / kSlowestBytesPerS) * kNsPerMs;
-  while (first < parts_.size()) {
+  if (!tls_) {
+    send(parts_, end_ns);
+  } else {
+    for (const iovec& part : parts_) {
+      std::span left(static_cast<const std::byte*>(part.iov_base), part.iov_len);
+      while (!left.empty()) {
+        const size_t n = std::min(left.size(), kEncryptBytes);
+        tls_->encrypt(left.first(n));
+        left = left.subspan(n);
+        if (tls_->out().size() >= kEncryptBytes) send_encrypted(end_ns);
+      }
+    }
+    tls_->finish();
+    send_encrypted(end_ns);
+  }
+  parts_.clear(), out_.clear();
+  queued_ = 0;
+}
+
+void Channel::send_encrypted(uint64_t end_ns) {
+  iovec all{tls_->out().data(), tls_->out().size()};
+  if (all.iov_len) send({&all, 1}, end_ns);
+  tls_->out().clear();
+}
+
+void Channel::send(std::span<iovec> parts, uint64_t end_ns) {
+  while (!parts.empty()) {
     msghdr message{};
-    message.msg_iov = parts_.data() + first;
-    message.msg_iovlen = std::min<size_t>(parts_.size() - first, IOV_MAX);
+    message.msg_iov = parts.data();
+    message.msg_iovlen = std::min<size_t>(parts.size(), IOV_MAX);
     const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && errno != EAGAIN) throw Broken(Broken::Why::Gone, errno_text("send"));
@@ -112,15 +138,31 @@ void Channel::flush() {
       continue;
     }
     for (auto left = static_cast<size_t>(sent); left;) {
-      iovec& part = parts_[first];
+      iovec& part = parts.front();
       const size_t taken = std::min(left, part.iov_len);
       part.iov_base = static_cast<std::byte*>(part.iov_base) + taken;
       part.iov_len -= taken, left -= taken;
-      if (!part.iov_len) ++first;
+      if (!part.iov_len) parts = parts.subspan(1);
     }
   }
-  parts_.clear(), out_.clear();
-  queued_ = 0;
+}
+
+void Channel::secure(const TlsIdentity& identity, const std::string& node, int timeout_ms) {
+  const uint64_t end_ns = monotonic_ns() + static_cast<uint64_t>(timeout_ms) * kNsPerMs;
+  tls_ = std::make_unique<TlsStream>(socket_.get(), identity, node);
+  for (bool done = false; !done;) {
+    try {
+      done = tls_->handshake();
+    } catch (const Broken&) {
+      iovec alert{tls_->out().data(), tls_->out().size()};
+      if (alert.iov_len) send({&alert, 1}, 0);
+      throw;
+    }
+    send_encrypted(end_ns);
+    const uint64_t now_ns = monotonic_ns();
+    const int left_ms = now_ns < end_ns ? static_cast<int>((end_ns - now_ns) / kNsPerMs) + 1 : 0;
+    if (!done && !wait_for(socket_.get(), POLLIN, left_ms)) throw Broken(Broken::Why::Stalled, "no handshake in time");
+  }
 }
 
 // ---------------------------------------------------------------- in
@@ -128,7 +170,7 @@ void Channel::flush() {
 // Some bytes, at least one.
 size_t Channel::receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms) {
   for (;;) {
-    const ssize_t got = ::recv(socket_.get(), to, bytes, 0);
+    const ssize_t got = tls_ ? tls_->receive(to, bytes) : ::recv(socket_.get(), to, bytes, 0);
     if (got > 0) return static_cast<size_t>(got);
     if (got == 0) throw Broken(Broken::Why::Gone, "it hung up");
     if (errno == EINTR) continue;
@@ -199,7 +241,7 @@ void Channel::take_checked(const Frame& head, std::byte* to) {
 
 bool Channel::hung_up() const {
   pollfd one{socket_.get(), POLLIN | POLLRDHUP, 0};
-  return in_at_ != in_end_ || ::poll(&one, 1, 0) > 0;
+  return in_at_ != in_end_ || (tls_ && tls_->buffered()) || ::poll(&one, 1, 0) > 0;
 }
 
 void Channel::cut() const { ::shutdown(socket_.get(), SHUT_RDWR); }

@@ -7,12 +7,14 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "core/format/segment.h"
+#include "core/peer/tls.h"
 #include "core/peer/wire.h"
 
 namespace kv::peer {
@@ -31,6 +33,12 @@ class Channel {
   explicit Channel(Fd socket);
   // To a numeric IPv4 address. Throws Broken.
   static Channel connect(const std::string& address, uint16_t port, int timeout_ms);
+
+  // TLS from here on; `node` as TlsStream has it. Before the first frame. Throws Broken.
+  void secure(const TlsIdentity& identity, const std::string& node, int timeout_ms);
+  // Whether the other end's certificate bears the name; without TLS nothing speaks against it.
+  bool certified(const std::string& node) const { return !tls_ || tls_->is(node); }
+  uint64_t generation() const { return tls_ ? tls_->generation() : 0; }  // of the identity it was secured with
 
   // Queued until flush(), or until much is queued. The bytes of a payload that is not copied stay where they are until then.
   void put(Frame head, std::span<const std::byte> payload, bool copy = true);
@@ -61,8 +69,11 @@ class Channel {
  private:
   size_t receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms);
   void append(Frame head, std::span<const std::byte> payload);
+  void send(std::span<iovec> parts, uint64_t end_ns);
+  void send_encrypted(uint64_t end_ns);
 
   Fd socket_;
+  std::unique_ptr<TlsStream> tls_;
   std::vector<std::byte> in_;  // what came beyond what was asked for
   size_t in_at_ = 0, in_end_ = 0;
   std::vector<std::byte> out_;  // heads and copied payloads; never grows

@@ -10,8 +10,6 @@
 namespace kv::peer {
 namespace {
 
-constexpr int kHandshakeMs = 1000;
-
 void random_bytes(uint8_t* to, size_t n) { KV_INVARIANT(::getrandom(to, n, 0) == static_cast<ssize_t>(n)); }
 
 void set_name(char (&to)[kMaxName + 1], const std::string& name) {

@@ -14,6 +14,8 @@ namespace kv::peer {
 
 using Secret = std::array<uint8_t, 32>;
 
+inline constexpr int kHandshakeMs = 1000;  // for each step of it
+
 Secret hmac_sha256(const Secret& key, std::span<const uint8_t> message);
 
 // As the one that connects. Throws Broken if the other is not that node, or has another salt.

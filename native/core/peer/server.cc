@@ -52,6 +52,14 @@ void Server::stop() {
   reap(true);
 }
 
+void Server::renew() {
+  std::lock_guard lock(mutex_);
+  for (Visit& visit : visits_) {
+    visit.outdated = true;
+    if (visit.idle) visit.channel.cut();
+  }
+}
+
 Server::Stats Server::stats() const {
   std::lock_guard lock(mutex_);
   const auto open =
@@ -70,7 +78,8 @@ void Server::accept_loop() {
 }
 
 bool Server::allowed(uint32_t address) const {
-  return (address & kLoopbackMask) == kLoopback || (options_.mask && (address & options_.mask) == options_.network);
+  return options_.tls || (address & kLoopbackMask) == kLoopback ||
+         (options_.mask && (address & options_.mask) == options_.network);
 }
 
 void Server::accept_one() {
@@ -115,9 +124,11 @@ void Server::serve(Visit& visit) {
   ::pthread_setname_np(::pthread_self(), "kv-serve");
   try {
     Channel& channel = visit.channel;
+    if (options_.tls) channel.secure(*options_.tls, "", kHandshakeMs);
     const std::string space = admit(channel, options_.node, [&](const std::string& name, const std::string& node) {
       const auto found = spaces_.find(name);
-      const bool shared = found != spaces_.end() && std::count(options_.peers.begin(), options_.peers.end(), node);
+      const bool shared =
+          found != spaces_.end() && channel.certified(node) && std::count(options_.peers.begin(), options_.peers.end(), node);
       return shared ? std::optional(found->second->salt) : std::nullopt;
     });
     visit.known = true;
@@ -125,7 +136,10 @@ void Server::serve(Visit& visit) {
     const Space& shared = *spaces_.at(space);
     BlockSender sender(*shared.store, shared.window, channel);
     for (;;) {
+      visit.idle = true;
+      if (visit.outdated) break;
       const Frame head = channel.take_head(-1);
+      visit.idle = false;
       if (head.kind == static_cast<uint16_t>(Kind::Ping)) {
         Channel::expect(head, Kind::Ping, 0);
         channel.put({.kind = static_cast<uint16_t>(Kind::Pong), .request = head.request}, {});

@@ -22,7 +22,8 @@ class Server {
     std::string node, address;  // numeric
     uint16_t port = 0;          // 0: any
     std::vector<std::string> peers;
-    uint32_t network = 0, mask = 0;  // who may connect beside loopback: host byte order; mask 0: nobody
+    uint32_t network = 0, mask = 0;      // who may connect beside loopback: host byte order; mask 0: nobody
+    std::shared_ptr<TlsIdentity> tls{};  // then anybody may who has a certificate
   };
   struct Stats {
     uint64_t connections, accepted, refused, served_blocks, served_bytes;
@@ -34,6 +35,7 @@ class Server {
   void share(Store& store, const Secret& salt);  // before start()
   void start();                                  // throws Unavailable
   void stop();
+  void renew();  // connections that were made with an earlier identity end, those that are busy when they have answered
   uint16_t port() const { return port_; }
   Stats stats() const;
 
@@ -47,7 +49,7 @@ class Server {
     explicit Visit(Fd socket) : channel(std::move(socket)) {}
     Channel channel;
     std::thread thread;
-    std::atomic<bool> known{false}, over{false};
+    std::atomic<bool> known{false}, over{false}, idle{false}, outdated{false};
   };
 
   void accept_loop();

@@ -26,8 +26,9 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
 
-Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers)
-    : store_(store), node_(std::move(node)), salt_(salt), window_(store, true) {
+Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
+           std::shared_ptr<TlsIdentity> tls)
+    : store_(store), node_(std::move(node)), salt_(salt), tls_(std::move(tls)), window_(store, true) {
   if (peers.size() > kMaxPeers)
     throw Error(Code::InvalidArgument, std::to_string(peers.size()) + " peers, the limit is " + std::to_string(kMaxPeers));
   for (const Address& at : peers) {
@@ -127,8 +128,7 @@ void Tier::run(size_t p, size_t s) {
   while (!stop_) {
     if (!work_or_care(lock, peer, s)) continue;
     try {
-      if (stream.channel && (peer.state == State::Down || stream.channel->hung_up()))
-        stream.receiver.reset(), stream.channel.reset();
+      if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
       if (!stream.channel) connect(lock, peer, stream);
       if (!peer.queue.empty()) {
         lock.unlock();
@@ -164,6 +164,11 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
   return peer.work.wait_until(lock, until) == std::cv_status::timeout && first && !stop_;
 }
 
+bool Tier::of_no_use(const Peer& peer, const Stream& stream) const {
+  return peer.state == State::Down || stream.channel->hung_up() ||
+         (tls_ && stream.channel->generation() != tls_->generation());  // the certificates are others now
+}
+
 // Lets go of the lock meanwhile.
 void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
   lock.unlock();
@@ -172,6 +177,7 @@ void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
   if (stop_) throw Broken(Broken::Why::Gone, "stopping");
   Channel& channel = *(stream.channel = std::move(made));  // from here on stop() can cut it
   lock.unlock();
+  if (tls_) channel.secure(*tls_, peer.at.node, kHandshakeMs);
   introduce(channel, node_, store_.name(), salt_, peer.at.node);
   stream.receiver = std::make_unique<BlockReceiver>(store_, window_, channel, owner_);
   lock.lock();

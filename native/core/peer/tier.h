@@ -43,7 +43,9 @@ class Tier final : public Fetcher {
 #undef X
   };
 
-  Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers);
+  // `tls`: none for plain connections.
+  Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
+       std::shared_ptr<TlsIdentity> tls = nullptr);
   ~Tier() override { stop(); }
   void start();
   void stop();
@@ -82,6 +84,7 @@ class Tier final : public Fetcher {
 
   void run(size_t peer, size_t stream);
   bool work_or_care(Lock& lock, Peer& peer, size_t stream);
+  bool of_no_use(const Peer& peer, const Stream& stream) const;
   void connect(Lock& lock, Peer& peer, Stream& stream);
   void ping(Peer& peer, Stream& stream);
   void fetch_batch(Lock& lock, Peer& peer, Stream& stream, const std::vector<Key>& keys);
@@ -95,6 +98,7 @@ class Tier final : public Fetcher {
   Store& store_;
   const std::string node_;
   const Secret salt_;
+  const std::shared_ptr<TlsIdentity> tls_;
   Window window_;
   uint32_t owner_ = 0;
   std::atomic<bool> stop_{false};
