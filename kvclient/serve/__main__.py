@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.metadata
-import ipaddress
 import json
-import os
-import socket
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
+from kvclient.serve import listening, settings
 
 EXAMPLES = """examples:
   kvclient-serve ./SmolLM2                          beside this host's daemon
   kvclient-serve ./model.gguf --store 2GiB          on its own, with a cache in its own memory
   kvclient-serve ./SmolLM2 --api-key-file keys      one key a line; each has a cache of its own
+  kvclient-serve route URL URL                      in front of several (kvclient-serve route --help)
 
-Every flag can be set as KVCLIENT_SERVE_<NAME> too, as KVCLIENT_SERVE_MAX_BATCH_SIZE=8.
+Every flag can stand in the --config file too, or be set as KVCLIENT_SERVE_<NAME>, as
+KVCLIENT_SERVE_MAX_BATCH_SIZE=8.
 """
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -46,9 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = out.add_argument
     add("model", help="a directory, a hub id, or a .gguf file")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="default: %(default)s; 0 takes a free one")
-    add("--listen-beyond-loopback", action="store_true", help="needed for a --host that others can reach")
+    listening.add_flags(out)
     add("--served-model-name", help="the name clients ask for (default: the model's last path part)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     add("--dir", help="the daemon's directory (default: this host's)")
@@ -73,23 +73,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags over environment over defaults. Ends the process with 2 and the reason where one is wrong."""
+    """Flags over environment over file. Ends the process with 2 and the reason where one is wrong."""
     made = parser()
-    for action in made._actions:
-        name = f"KVCLIENT_SERVE_{action.dest.upper()}"
-        if action.dest != "model" and (value := os.environ.get(name)) is not None:
-            try:
-                made.set_defaults(**{action.dest: action.type(value) if action.type else value})
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                made.error(f"{name}={value!r}: {error}")
-    own = made.parse_args(argv)
+    own = settings.parse(made, "KVCLIENT_SERVE_", argv)
     lowest = {"max_batch_size": 1, "max_queue": 1, "max_batch_tokens": 16, "block_tokens": 16}
     for name, low in lowest.items():
         if getattr(own, name) < low:
             made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
-    if not own.listen_beyond_loopback and not _loopback(own.host):
-        said = "say --listen-beyond-loopback, and --api-key-file"
-        made.error(f"--host {own.host} can be reached by others: {said}")
+    listening.check(made, own)
     if own.api_key_file is not None:
         try:
             own.api_key = [*own.api_key, *own.api_key_file.read_text().split()]
@@ -98,11 +89,16 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return own
 
 
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def store_name(own: argparse.Namespace) -> str:
+    """Names the KV that this server reads: equal for servers of one daemon and namespace, for a router."""
+    if own.store:
+        return uuid.uuid4().hex
+    from kvclient.client.connect import default_directory
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    place = (Path(own.dir) if own.dir else default_directory()).resolve()
+    told = [boot.read_text() if boot.exists() else "", str(place), own.namespace]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -143,7 +139,9 @@ def served(own: argparse.Namespace) -> Any:
             ends = frozenset({*end_tokens(ends), *end_tokens(engine.tokenizer.eos_token_id)})
             vocabulary = engine.model.get_input_embeddings().num_embeddings
             length = min(own.max_model_len or longest, longest)
-            yield Asking(engine.tokenizer, name, loop, length, vocabulary, own.api_key, ends)
+            yield Asking(
+                engine.tokenizer, name, loop, length, vocabulary, own.api_key, ends, store_name(own)
+            )
         finally:
             loop.close()
 
@@ -172,41 +170,34 @@ def first_token(asking: Any, text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["route"]:
+        from kvclient.serve.route import command
+
+        return command.main(argv[1:])
     own = options(argv)
     if own.print_config:
         shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(own).items() if k != "api_key"}
         print(json.dumps({**shown, "api_keys": len(own.api_key)}, indent=2))
         return 0
     try:
-        import uvicorn
-
         from kvclient.serve.app import create_app
     except ModuleNotFoundError as missing:
         hint = "pip install '.[serve,hf]' in kvstored's source"
         print(f"kvclient-serve needs {missing.name}: {hint}", file=sys.stderr)
         return 2
-    family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            door.bind((own.host, own.port))
-            door.listen(1024)  # who asks while the model is loaded waits
-        except OSError as error:
-            print(f"kvclient-serve: cannot listen on {own.host}:{own.port}: {error}", file=sys.stderr)
-            return 2
+    door = listening.bound("kvclient-serve", own.host, own.port)
+    if door is None:
+        return 2
+    with door:
         began = time.perf_counter()
         with served(own) as asking:
             first_token(asking, own.warm.read_text() if own.warm else "Hello")
-            address = f"http://{own.host}:{door.getsockname()[1]}"
+            address = listening.address(own.host, door)
             took = time.perf_counter() - began
             print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
             print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
-            app = create_app(asking, version())
-            config = uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_keep_alive=30, limit_concurrency=1024,
-                h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=5,
-            )  # fmt: skip
-            uvicorn.Server(config).run(sockets=[door])
+            listening.serve(create_app(asking, version()), door)
     return 0
 
 

@@ -45,6 +45,7 @@ def create_app(asking: Asking, version: str = "") -> FastAPI:
     _figures(app, asking, Salt, version)
     _answers(app, asking, Salt)
     _tokens(app, asking, Salt)
+    _held(app, asking, Salt)
     return app
 
 
@@ -62,7 +63,8 @@ def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
     @app.get("/health")
     async def health() -> Response:
         ready = asking.loop.ready.is_set()
-        return JSONResponse({"status": "ready" if ready else "starting"}, 200 if ready else 503)
+        told = {"model": asking.model_name, "store": asking.store}
+        return JSONResponse({"status": "ready" if ready else "starting", **told}, 200 if ready else 503)
 
     @app.get("/version")
     async def version_of() -> dict[str, str]:
@@ -141,6 +143,22 @@ def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
             prompt = asking.chat_tokens(asked.messages or [])
         made = CompletionRequest(prompt=prompt, max_tokens=1, temperature=0, cache=asked.cache)
         return await _answer(asking, asking.completion(made), False, request, salt, answers.Run.reuse, None)
+
+
+def _held(app: FastAPI, asking: Asking, Salt: Any) -> None:
+    """What of a request's prompt is in the store: for a router, before anything is computed."""
+
+    @app.post("/v1/held/chat/completions")
+    async def chat(asked: ChatRequest, salt: Salt) -> dict[str, int]:
+        return asking.held(asking.chat(asked)[0], salt)
+
+    @app.post("/v1/held/completions")
+    async def completions(asked: CompletionRequest, salt: Salt) -> dict[str, int]:
+        return asking.held(asking.completion(asked)[0], salt)
+
+    @app.post("/v1/held/responses")
+    async def responses(asked: ResponsesRequest, salt: Salt) -> dict[str, int]:
+        return asking.held(asking.responses(asked)[0], salt)
 
 
 async def _answer(

@@ -56,8 +56,9 @@ class Asking:
 
     def __init__(
         self, tokenizer: Any, model_name: str, loop: Loop, max_tokens: int, vocabulary: int,
-        keys: Sequence[str] = (), ends: frozenset[int] = frozenset(),
+        keys: Sequence[str] = (), ends: frozenset[int] = frozenset(), store: str = "",
     ) -> None:  # fmt: skip
+        self.store = store  # names the KV it reads, for a router
         self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
         self._keys, self._ends, self._vocabulary = tuple(keys), ends, vocabulary
         signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
@@ -203,6 +204,11 @@ class Asking:
                 )
             )  # fmt: skip
         return out
+
+    def held(self, ask: Ask, salt: bytes) -> dict[str, int]:
+        """What of a prompt is in the store, before anything is computed."""
+        held = self.loop.stored(ask.prompt, self.salted(salt, ask.request.cache))
+        return {"prompt_tokens": len(ask.prompt), "held_tokens": held}
 
     def salted(self, salt: bytes, cache: CacheOptions) -> bytes:
         return hashlib.sha256(salt + b"\0" + cache.salt.encode()).digest() if cache.salt else salt

@@ -142,6 +142,12 @@ class Loop:
         """Raises KVClientError."""
         return self._kv.client.stats()
 
+    def stored(self, prompt: Sequence[int], salt: bytes) -> int:
+        """How many of its first tokens are in the store's memory. From any thread."""
+        with self._kv.salted(salt):
+            chain = self._kv.chunker.chain(self._kv.identity, list(prompt))
+        return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
+
     def close(self) -> None:
         """Ends after the step under way; what is unfinished hears Failed."""
         with self._lock:
@@ -244,7 +250,8 @@ class Loop:
         self._left_queue(job)
         job.pieces = max(job.pieces, 0) + 1
         if job.pieces == 1 and not last:
-            upto = min(entry.prompt_tokens, max(upto, self._stored(job) + self.limits.piece_tokens))
+            stored = self.stored(job.prompt, job.salt) if job.read else 0
+            upto = min(entry.prompt_tokens, max(upto, stored + self.limits.piece_tokens))
             last = upto == entry.prompt_tokens
         ids = torch.tensor([list(job.prompt[:upto])], device=self._model.device)
         config = GenerationConfig(
@@ -281,12 +288,6 @@ class Loop:
         if tokens >= RATE_TOKENS:
             rate = seconds / tokens
             self._token_s = 0.75 * self._token_s + 0.25 * rate if self._token_s else rate
-
-    def _stored(self, job: Job) -> int:
-        """How many of its first tokens are there already."""
-        with self._kv.salted(job.salt):
-            chain = self._kv.chunker.chain(self._kv.identity, list(job.prompt))
-        return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
 
     def _prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
         """Of each token of the prompt: a pass of its own, as scoring wants all logits."""

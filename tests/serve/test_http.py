@@ -238,7 +238,8 @@ def test_with_their_defaults_server_and_library_share_what_either_computed(daemo
 
 def test_figures_health_and_the_page(tiny):
     tiny.chat("hi")
-    assert json.loads(tiny.get("/health")[1]) == {"status": "ready"}
+    health = json.loads(tiny.get("/health")[1])
+    assert (health["status"], health["model"], len(health["store"])) == ("ready", "tiny", 32)
     assert "kvclient_serve_requests_total" in tiny.get("/metrics")[1]
     assert json.loads(tiny.get("/v1/models/tiny")[1])["id"] == "tiny"
     page = tiny.get("/")[1]

@@ -1,0 +1,357 @@
+"""The router's HTTP: what comes in, who is asked, what goes back.
+
+Owns the passing on. Never reads an answer and never logs what was asked. Invariants: a request gets exactly
+one answer; it is asked of another server only while nothing of an answer has gone back; when its client
+leaves, the server that computes it hears that at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import h11
+
+from kvclient.serve.errors import ApiError
+from kvclient.serve.route.balance import LEAST_PIECES, choose
+from kvclient.serve.route.exchange import Exchange, ServerLost
+from kvclient.serve.route.prefixes import Prefixes, pieces_of
+from kvclient.serve.route.servers import Probing, Server
+
+ANSWERED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/warm"}
+MOST_BODY_BYTES = 8 << 20  # the servers' own bound
+MOST_ANSWER_BYTES = 256 << 20  # of one that is held until it is whole
+HELD_TIMEOUT_S = 0.5
+RETRY_AFTER_S = 2
+BUSY = (429, 503)
+NOT_PASSED = {
+    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    b"host", b"content-length", b"expect",
+}  # fmt: skip
+NOT_RETURNED = NOT_PASSED - {b"content-length"} | {b"date", b"server"}
+
+
+class Router:
+    """An ASGI application. imbalance: requests that one server may have more under way than another before a
+    prefix that it holds no longer counts.
+    """
+
+    def __init__(self, servers: Sequence[Server], imbalance: int, most: int, probing: Probing) -> None:
+        self.servers, self._imbalance, self._most, self._probing = list(servers), imbalance, most, probing
+        self.prefixes, self.counts = Prefixes(), Counter[str]()
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await self._life(receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1003})
+        back = Back(send, _header(scope, b"x-request-id"))
+        try:
+            await self._request(scope, receive, back)
+        except ApiError as error:
+            await back.error(error)
+        return None
+
+    async def _life(self, receive: Any, send: Any) -> None:
+        while True:
+            event = (await receive())["type"]
+            if event == "lifespan.startup":
+                watches = (server.watch(self._probing, self._changed) for server in self.servers)
+                self._watches = [asyncio.create_task(watch) for watch in watches]
+            else:
+                for task in self._watches:
+                    task.cancel()
+                for server in self.servers:
+                    server.lose()
+            await send({"type": f"{event}.complete"})
+            if event == "lifespan.shutdown":
+                return
+
+    def _changed(self, server: Server, store: str) -> None:
+        """What nobody who is there reads is not there."""
+        read = {one.load.store for one in self.servers if one.up}
+        for name in {store, server.load.store} - read:
+            self.prefixes.forget(name)
+
+    # ---------------------------------------------------------------- one request
+
+    async def _request(self, scope: Any, receive: Any, back: Back) -> None:
+        path, method = scope["path"], scope["method"]
+        if method == "GET" and path == "/health":
+            up = any(server.up for server in self.servers)
+            told = {"status": "ready" if up else "starting", "servers": self._told()}
+            return await back.json(200 if up else 503, told)
+        if method == "GET" and path == "/metrics":
+            return await back.text(self._metrics())
+        body = await _body(scope, receive)
+        if body is None:
+            return None
+        passing = asyncio.create_task(self._pass_on(scope, body, back))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not passing.done():
+                self.counts["cancelled_total"] += 1
+                passing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await passing
+        finally:
+            passing.cancel()
+            leaving.cancel()
+        return None
+
+    async def _pass_on(self, scope: Any, body: bytes, back: Back) -> None:
+        path = scope["path"]
+        if scope["method"] == "GET" and path == "/v1/models":
+            return await self._models(scope, back)
+        asked = _parsed(body) if path in ANSWERED else {}
+        if sum(server.load.under_way for server in self.servers) >= self._most:
+            text = f"{self._most} requests are under way already"
+            raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
+        pieces = pieces_of(asked, _header(scope, b"authorization")) if asked else []
+        named = asked.get("model")
+        tried: set[str] = set()
+        while True:
+            able = self._able(named, tried)
+            matched = await self._matched(able, pieces, scope, body) if pieces else {}
+            load = choose([server.load for server in able if server.up], matched, self._imbalance)
+            if load is None:
+                return await self._nobody(back, named, tried)
+            server = next(server for server in able if server.load is load)
+            tried.add(load.name)
+            if pieces:
+                self.counts["known_prefix_total"] += matched.get(load.store, 0) >= LEAST_PIECES
+                self.prefixes.note(pieces, load.store)
+            if await self._ask(server, scope, body, back, last=not self._able(named, tried)):
+                return None
+            self.counts["asked_again_total"] += 1
+
+    def _able(self, model: Any, tried: set[str]) -> list[Server]:
+        up = [one for one in self.servers if one.up]
+        known = {one.model for one in up}
+        if model is not None and model not in known and up:
+            there = ", ".join(sorted(map(str, known)))
+            text = f"the model {model!r:.100} does not exist; these servers have {there}"
+            raise ApiError(404, text, code="model_not_found", param="model")
+        return [one for one in up if one.load.name not in tried and model in (None, one.model)]
+
+    async def _nobody(self, back: Back, model: Any, tried: set[str]) -> None:
+        if back.busy is not None:
+            return await back.give_busy()
+        text = f"no server is there{f' for {model!r:.100}' if model else ''}; {len(tried)} were asked"
+        raise ApiError(503, text, "server_error", "no_server", None, RETRY_AFTER_S)
+
+    async def _matched(
+        self, able: Sequence[Server], pieces: Sequence[bytes], scope: Any, body: bytes
+    ) -> Counter[str]:
+        """By what was sent where; of a beginning that was never seen here, by asking one server a store."""
+        matched = self.prefixes.matched(pieces)
+        stores = {server.load.store: server for server in able}
+        if matched or len(stores) < 2 or len(pieces) < LEAST_PIECES or scope["path"] == "/v1/warm":
+            return matched
+        self.counts["asked_what_is_held_total"] += 1
+        told = await asyncio.gather(*(_held(one, scope, body) for one in stores.values()))
+        for store, share in zip(stores, told, strict=True):
+            if count := math.ceil(share * len(pieces)):
+                matched[store] = count
+                self.prefixes.note(pieces[:count], store)
+        return matched
+
+    async def _ask(self, server: Server, scope: Any, body: bytes, back: Back, last: bool) -> bool:
+        """Whether something went back. False: ask another."""
+        server.load.under_way += 1
+        server.load.asked += 1
+        try:
+            for fresh in (False, True):  # a connection that lay idle may have been closed a moment ago
+                one = await server.connection()
+                idle = one.used > 0
+                try:
+                    return await _passed(one, server, scope, body, back, last)
+                except ServerLost:
+                    if fresh or not idle or back.begun:
+                        raise
+                finally:
+                    server.done(one)
+        except ServerLost as error:
+            self.counts["lost_total"] += 1
+            if back.begun:
+                await back.broken(f"the server went away in the middle of its answer: {error}")
+                return True
+        finally:
+            server.load.under_way -= 1
+        return False
+
+    # ---------------------------------------------------------------- its own answers
+
+    async def _models(self, scope: Any, back: Back) -> None:
+        """Those of all servers; a key that one refuses is refused."""
+        models: dict[str, Any] = {}
+        for server in [one for one in self.servers if one.up]:
+            with contextlib.suppress(ServerLost, TimeoutError, ValueError):
+                status, body = await server.small(b"GET", b"/v1/models", _passed_headers(scope), b"", 5.0)
+                if status != 200:
+                    return await back.raw(status, [(b"content-type", b"application/json")], body)
+                models |= {one["id"]: one for one in json.loads(body)["data"]}
+        return await back.json(200, {"object": "list", "data": list(models.values())})
+
+    def _told(self) -> list[dict[str, Any]]:
+        return [
+            {"url": one.url, "up": one.up, "model": one.model, "under_way": one.load.under_way,
+             "asked": one.load.asked, "lost": one.lost_total}
+            for one in self.servers
+        ]  # fmt: skip
+
+    def _metrics(self) -> str:
+        lines = []
+        for name, value in self.counts.items():
+            lines += [f"# TYPE kvclient_route_{name} counter", f"kvclient_route_{name} {value}"]
+        kinds = {"up": "gauge", "under_way": "gauge", "asked_total": "counter", "lost_total": "counter"}
+        for name, kind in kinds.items():
+            lines.append(f"# TYPE kvclient_route_server_{name} {kind}")
+            for one in self.servers:
+                values = (int(one.up), one.load.under_way, one.load.asked, one.lost_total)
+                value = dict(zip(kinds, values, strict=True))[name]
+                lines.append(f'kvclient_route_server_{name}{{server="{one.load.name}"}} {value}')
+        return "\n".join(lines) + "\n"
+
+
+class Back:
+    """The way back to one client. busy: an answer that said `not now`, kept while others are asked."""
+
+    def __init__(self, send: Any, ident: str) -> None:
+        self._send, self.begun, self._streams = send, False, False
+        self._ident = ident if ident.isprintable() and 0 < len(ident) <= 128 else uuid.uuid4().hex
+        self.busy: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        self._streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+        if not any(name == b"x-request-id" for name, _ in headers):
+            headers = [*headers, (b"x-request-id", self._ident.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def more(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def raw(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.begin(status, [*(h for h in headers if h[0] != b"content-length"), length])
+        await self.more(body, False)
+
+    async def json(self, status: int, told: Any, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        await self.raw(status, [(b"content-type", b"application/json"), *more], json.dumps(told).encode())
+
+    async def text(self, told: str) -> None:
+        await self.raw(200, [(b"content-type", b"text/plain; version=0.0.4")], told.encode())
+
+    async def give_busy(self) -> None:
+        assert self.busy is not None
+        await self.raw(*self.busy)
+
+    async def error(self, error: ApiError) -> None:
+        again = error.retry_after_s
+        more = [(b"retry-after", str(again).encode())] if again else []
+        await self.json(error.status, error.body, more)
+
+    async def broken(self, text: str) -> None:
+        """In the middle of an answer: told as an event of a stream; another ends before its end."""
+        if not self._streams:
+            raise ConnectionError(text)
+        said = json.dumps(ApiError(502, text, "server_error", "server_lost").body)
+        await self.more(f"data: {said}\n\n".encode(), False)
+
+
+async def _passed(
+    one: Exchange, server: Server, scope: Any, body: bytes, back: Back, last: bool
+) -> bool:
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    head = await one.ask(scope["method"].encode(), target, _passed_headers(scope), body)
+    headers = [(n, v) for n, v in head.headers if n not in NOT_RETURNED]
+    headers.append((b"x-kv-server", server.load.name.encode()))
+    if any(name == b"content-length" for name, _ in headers):
+        whole = await _whole(one, head)
+        if head.status_code in BUSY and not last:
+            back.busy = (head.status_code, headers, whole)
+            return False
+        await back.raw(head.status_code, headers, whole)
+        return True
+    async for data in one.data():  # until the first bytes are there, another server can be asked
+        if not back.begun:
+            await back.begin(head.status_code, headers)
+        await back.more(data)
+    if not back.begun:
+        await back.begin(head.status_code, headers)
+    await back.more(b"", False)
+    return True
+
+
+async def _whole(one: Exchange, head: h11.Response) -> bytes:
+    parts, length = [], 0
+    async for data in one.data():
+        parts.append(data)
+        length += len(data)
+        if length > MOST_ANSWER_BYTES:
+            raise ServerLost(f"an answer of more than {MOST_ANSWER_BYTES} bytes ({head.status_code})")
+    return b"".join(parts)
+
+
+async def _held(server: Server, scope: Any, body: bytes) -> float:
+    """The share of a prompt that its store holds; 0 where it does not say in time."""
+    target = scope["raw_path"].replace(b"/v1/", b"/v1/held/", 1)
+    try:
+        status, told = await server.small(b"POST", target, _passed_headers(scope), body, HELD_TIMEOUT_S)
+        said = json.loads(told) if status == 200 else {}
+        return min(1.0, said["held_tokens"] / said["prompt_tokens"]) if said else 0.0
+    except (ServerLost, TimeoutError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return 0.0
+
+
+def _passed_headers(scope: Any) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED]
+
+
+def _header(scope: Any, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """Empty where it is no JSON: the server that gets it says so."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+async def _body(scope: Any, receive: Any) -> bytes | None:
+    """None: the client left before it was whole. Raises ApiError."""
+    length = _header(scope, b"content-length")
+    if scope["method"] not in ("GET", "HEAD") and not length.isdigit():
+        raise ApiError(411, "Content-Length is needed")
+    if length.isdigit() and int(length) > MOST_BODY_BYTES:
+        raise ApiError(413, f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}")
+    parts = [part async for part in _parts(receive)]
+    return None if None in parts else b"".join(part for part in parts if part is not None)
+
+
+async def _parts(receive: Any) -> AsyncIterator[bytes | None]:
+    while True:
+        event = await receive()
+        if event["type"] != "http.request":
+            yield None
+            return
+        yield event.get("body", b"")
+        if not event.get("more_body"):
+            return
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,69 @@
+"""kvclient-serve route: the command line of the router.
+
+Owns its flags. Never listens beyond loopback unasked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from kvclient.serve import listening, settings
+
+EXAMPLES = """examples:
+  kvclient-serve route http://127.0.0.1:8001 http://127.0.0.1:8002
+  kvclient-serve route http://10.0.0.1:8000 http://10.0.0.2:8000 --imbalance 8
+
+Servers of several models may stand behind one router: `model` says which are asked.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        "kvclient-serve route", description="One address in front of several kvclient-serve.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    out.add_argument("servers", nargs="+", metavar="URL", help="http://host:port of a kvclient-serve")
+    listening.add_flags(out)
+    add = out.add_argument
+    add("--imbalance", type=int, default=4, help="requests that the server which holds a prefix may have "
+        "more under way than another (default: %(default)s)")
+    add("--max-under-way", type=int, default=1024, help="of all; more get 429 (default: %(default)s)")
+    add("--health-interval", type=float, default=1.0, help="seconds (default: %(default)s)")
+    add("--health-timeout", type=float, default=5.0, help="seconds (default: %(default)s)")
+    add("--health-misses", type=int, default=3, help="of a silent server, which is lost then (default: "
+        "%(default)s)")
+    add("--print-config", action="store_true", help="print what was understood as JSON, and end")
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    made = parser()
+    own = settings.parse(made, "KVCLIENT_ROUTE_", argv)
+    listening.check(made, own)
+    for name, low in {"imbalance": 0, "max_under_way": 1, "health_misses": 1}.items():
+        if getattr(own, name) < low:
+            made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
+    for name in ("health_interval", "health_timeout"):
+        if not 0 < getattr(own, name) <= 3600:
+            made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be above 0, 3600 at most")
+    if own.print_config:
+        print(json.dumps({k: v and str(v) if k == "config" else v for k, v in vars(own).items()}, indent=2))
+        return 0
+    from kvclient.serve.route.app import Router
+    from kvclient.serve.route.servers import Probing, Server
+
+    try:
+        servers = [Server(url) for url in own.servers]
+    except ValueError as error:
+        made.error(str(error))
+    door = listening.bound("kvclient-serve route", own.host, own.port)
+    if door is None:
+        return 2
+    probing = Probing(own.health_interval, own.health_timeout, own.health_misses)
+    with door:
+        said = f"the router is ready at {listening.address(own.host, door)}"
+        print(f"{said}, in front of {len(servers)} servers", flush=True)
+        listening.serve(Router(servers, own.imbalance, own.max_under_way, probing), door)
+    return 0

@@ -1,0 +1,64 @@
+"""Where a program's settings come from: a file, below the environment, below its flags.
+
+Owns that order. Never reads a setting's meaning. Invariant: a value is checked the same way wherever it
+stands, and one that is wrong ends the program with 2 and says where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+YES, NO = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def parse(made: argparse.ArgumentParser, prefix: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """made: with a `--config FILE` of its own making here. prefix: of the environment's names, as
+    KVCLIENT_SERVE_. The file is TOML, with the flags' names, `-` or `_`; a list where a flag may be repeated.
+    """
+    made.add_argument("--config", type=Path, help=f"TOML with these names; {prefix}<NAME> and flags win")
+    actions = {a.dest: a for a in made._actions if a.option_strings and a.dest != "help"}
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    known, _ = before.parse_known_args(argv)
+    path = known.config or os.environ.get(f"{prefix}CONFIG")
+    for name, value in (_file(made, path) if path else {}).items():
+        dest = name.replace("-", "_")
+        if dest not in actions or dest == "config":
+            made.error(f"{path}: {name} is no setting; there are {', '.join(sorted(actions))}")
+        made.set_defaults(**{dest: _value(made, actions[dest], value, f"{path}: {name}")})
+    for dest, action in actions.items():
+        name = prefix + dest.upper()
+        if dest != "config" and (text := os.environ.get(name)) is not None:
+            given: Any = text.split() if isinstance(action, argparse._AppendAction) else text
+            made.set_defaults(**{dest: _value(made, action, given, name)})
+    return made.parse_args(argv)
+
+
+def _file(made: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        made.error(f"--config {path}: {error}")
+
+
+def _value(made: argparse.ArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
+    if isinstance(action, argparse._AppendAction):
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            made.error(f"{place}={value!r}; a list of texts is wanted")
+        return value
+    if isinstance(action, argparse._StoreTrueAction):
+        if (text := str(value).lower()) not in YES | NO:
+            made.error(f"{place}={value!r}; it must be true or false")
+        return text in YES
+    try:
+        out = action.type(str(value)) if callable(action.type) else str(value)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        made.error(f"{place}={value!r}: {error}")
+    if action.choices is not None and out not in action.choices:
+        made.error(f"{place}={value!r}; it must be one of {', '.join(map(str, action.choices))}")
+    return out
