@@ -180,8 +180,8 @@ def test_what_a_reload_changes_is_documented():
     words = {n.value for n in ast.walk(function) if isinstance(n, ast.Constant)}
     fields = words & set(Config.__dataclass_fields__)
     assert len(fields) >= 5
-    (bullet,) = re.findall(r"^- \*\*Reload\.\*\*.*?(?=^- )", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert fields == {name for name in re.findall(r"`(\w+)`", bullet) if name in Config.__dataclass_fields__}
+    (section,) = re.findall(r"^### Reload$.*?(?=^###? )", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    assert fields == {name for name in re.findall(r"`(\w+)`", section) if name in Config.__dataclass_fields__}
 
 
 def promtool(*words, text=None):
