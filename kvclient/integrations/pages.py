@@ -49,13 +49,20 @@ class Pages:
             self._health.failed("a look-up", error)
             return bytes(len(keys))
 
-    def put(self, keys: Sequence[bytes], layout_id: int, sources: Sequence[Buffers]) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        layout_id: int,
+        sources: Sequence[Any],
+        token_counts: Sequence[int] | None = None,
+    ) -> list[bool]:
         """Stores each page that is not there yet. True: the page is in the store, whoever wrote it."""
         stored = [state in (RESIDENT, ON_DISK) for state in self.states(keys)]
         new = [i for i, there in enumerate(stored) if not there]
         if new:
             try:
-                done = self._write([keys[i] for i in new], layout_id, [sources[i] for i in new])
+                counts = None if token_counts is None else [token_counts[i] for i in new]
+                done = self._write([keys[i] for i in new], layout_id, [sources[i] for i in new], counts)
             except KVClientError as error:
                 self._health.failed("a store", error)
                 done = [False] * len(new)
@@ -64,8 +71,10 @@ class Pages:
         self._health.look()
         return stored
 
-    def _write(self, keys: list[bytes], layout_id: int, sources: list[Buffers]) -> list[bool]:
-        writer = self._client.create(keys, layout_id)
+    def _write(
+        self, keys: list[bytes], layout_id: int, sources: list[Any], token_counts: list[int] | None
+    ) -> list[bool]:
+        writer = self._client.create(keys, layout_id, token_counts=token_counts)
         sealed: set[int] = set()
         try:
             self._fill(writer, sources, sealed)
@@ -75,16 +84,18 @@ class Pages:
             writer.abort()
         return [i in sealed or result == "exists" for i, result in enumerate(writer.results)]
 
-    def _fill(self, writer: Any, sources: list[Buffers], sealed: set[int]) -> None:
+    def _fill(self, writer: Any, sources: list[Any], sealed: set[int]) -> None:
         mine = [i for i in writer.granted if i not in sealed]
         for i in mine:
-            block = writer[i]
-            for layer, source in enumerate(sources[i]):
-                block.copy_layer(layer, source)
+            self._copy_in(writer[i], sources[i])
         if mine and writer.seal() is not False:
             sealed.update(mine)
 
-    def get(self, keys: Sequence[bytes], targets: Sequence[Buffers]) -> list[bool]:
+    def _copy_in(self, block: Any, buffers: Buffers) -> None:
+        for layer, source in enumerate(buffers):
+            block.copy_layer(layer, source)
+
+    def get(self, keys: Sequence[bytes], targets: Sequence[Any]) -> list[bool]:
         """Copies each page into its buffers. What is on disk is loaded first, `wait_s` at most."""
         try:
             with self._client.get(list(keys), wait_s=self._wait_s, verify=True) as blocks:
@@ -95,17 +106,21 @@ class Pages:
         self._health.look()
         return found
 
-    def _copy(self, blocks: Any, index: int, buffers: Buffers) -> bool:
+    def _copy(self, blocks: Any, index: int, target: Any) -> bool:
         try:
-            block = blocks[index]
-            if block is None:
+            if (block := blocks[index]) is None:
                 return False
-            layers = [block.layer(layer).reshape(-1) for layer in range(len(buffers))]
+            fits = self._copy_out(block, target)
         except KVClientError as error:  # no pin was left, or it is a page of fewer buffers
             self._health.failed("a load", error)
             return False
+        if not fits:
+            self._health.failed("a load", "a page of another size or kind lies under this key")
+        return fits
+
+    def _copy_out(self, block: Any, buffers: Buffers) -> bool:
+        layers = [block.layer(layer).reshape(-1) for layer in range(len(buffers))]
         if [layer.nbytes for layer in layers] != [buffer.nbytes for buffer in buffers]:
-            self._health.failed("a load", "a page of another size lies under this key")
             return False
         for layer, buffer in zip(layers, buffers, strict=True):
             kvclient.copy_into(buffer, layer, checksum=False)

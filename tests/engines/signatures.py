@@ -34,3 +34,9 @@ def differences(now: dict, recorded: dict) -> list[str]:
 
 def recorded(engine: str) -> dict:
     return json.loads(Path(__file__).with_name(f"{engine}_signatures.json").read_text())
+
+
+def printed(text: str) -> dict:
+    """What tests/engines/record.py said."""
+    (line,) = [line for line in text.splitlines() if line.startswith("SIGNATURES ")]
+    return json.loads(line.removeprefix("SIGNATURES "))

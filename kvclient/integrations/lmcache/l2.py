@@ -1,0 +1,252 @@
+"""KvstoredL2Adapter: LMCache's second level, whose objects lie in a kvstored daemon.
+
+Owns the tasks under way, their three event descriptors and the locks; never makes a key or copies a byte
+itself. Invariants: each task completes once, with an answer, also when the store is away; an object that was
+locked stays in memory until it was unlocked, `lock_s` at most; a look-up reads shared memory where the
+daemon is attached and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+import kvclient
+from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.integrations.health import Health
+from kvclient.integrations.leases import Leases
+from kvclient.integrations.lmcache.naming import Identities, key_of, tag_of
+from kvclient.integrations.objects import Object, Objects
+from kvclient.integrations.options import with_defaults
+from kvclient.integrations.pages import ON_DISK, RESIDENT
+
+log = logging.getLogger("lmcache.kvstored")
+OPTIONS = {
+    "dir": None,  # of the daemon; by default where kvclient.connect() looks
+    "namespace": "default",
+    "timeout_s": 2.0,  # of one call
+    "wait_s": 5.0,  # of one task, for the disk or for another writer
+    "lock_s": 60.0,  # what LMCache does not unlock by then is unlocked
+    "model_path": "",  # the weights' directory, or one for each model name
+    "model_identity": "",  # instead of reading the weights
+}
+MAX_LOCKED = 32_768  # objects, of the client's 65,536 pins
+THREADS = 4  # tasks that copy side by side
+
+
+class _Tasks:
+    """Answers by task, and the descriptor that says there is one."""
+
+    def __init__(self) -> None:
+        self.event = create_event_notifier()
+        self._lock = threading.Lock()
+        self._done: dict[int, Any] = {}
+
+    def complete(self, task: int, answer: Any) -> None:
+        with self._lock:
+            self._done[task] = answer
+        self.event.notify()
+
+    def take(self, task: int) -> Any:
+        with self._lock:
+            return self._done.pop(task, None)
+
+    def take_all(self) -> dict[int, Any]:
+        with self._lock:
+            done, self._done = self._done, {}
+        return done
+
+
+class KvstoredL2Adapter(L2AdapterInterface):
+    """See docs/engines.md. Raises InvalidArgument at the start for what it cannot keep apart."""
+
+    def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()  # no capacity: the daemon evicts, for all its clients together
+        options = with_defaults(params, OPTIONS, "adapter_params")
+        self._identities = Identities(options["model_identity"], options["model_path"])
+        self._client = kvclient.connect(
+            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+        )
+        self._health = Health(self._client, log)
+        self._objects = Objects(self._client, self._health, float(options["wait_s"]))
+        self._locks = Leases(float(options["lock_s"]), MAX_LOCKED)
+        self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")
+        self._stores, self._lookups, self._loads = _Tasks(), _Tasks(), _Tasks()
+        self._next, self._next_lock = 0, threading.Lock()
+        self._unnamed: set[str] = set()
+        self._try_one_object()
+
+    def _try_one_object(self) -> None:
+        """Raises InvalidArgument if what is stored does not come back."""
+        key, there = np.random.default_rng().bytes(32), np.random.default_rng().bytes(10_000)
+        back, tag = np.zeros(len(there), np.uint8), b"self-test"
+        tag = tag.ljust(16, b"\0")
+        stored = self._objects.put_objects([key], [Object(np.frombuffer(there, np.uint8), tag)])[0]
+        loaded = self._objects.get([key], [Object(back, tag)])[0]
+        self._objects.delete([key])
+        if self._client.degraded:
+            log.warning("kvstored: no daemon at the start; LMCache runs without it until there is one")
+        elif not (stored and loaded and back.tobytes() == there):
+            raise InvalidArgument("self-test: an object that was stored did not come back")
+
+    # ---------------------------------------------------------------- descriptors
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.event.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.event.fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.event.fileno()
+
+    # ---------------------------------------------------------------- tasks
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._submit(self._stores, L2StoreResult(False, 0), lambda: self._store(keys, objects))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
+        nothing = Bitmap(len(keys))
+        if self._client.attached:  # shared memory answers: in less time than another thread would take
+            task = self._number()
+            self._lookups.complete(task, self._guarded(nothing, lambda: self._look_up(keys)))
+            return task
+        return self._submit(self._lookups, nothing, lambda: self._look_up(keys))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        self._locks.used([name for name in self._names(keys) if name is not None])
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._submit(self._loads, Bitmap(len(keys)), lambda: self._load(keys, objects))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.take(task_id)
+
+    def _submit(self, tasks: _Tasks, failure: Any, work: Callable[[], Any]) -> int:
+        task = self._number()
+        self._pool.submit(lambda: tasks.complete(task, self._guarded(failure, work)))
+        return task
+
+    def _guarded(self, failure: Any, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # a task without an answer would hang LMCache
+            self._health.failed("a task", error)
+            log.exception("kvstored: a task failed")
+            return failure
+
+    def _number(self) -> int:
+        with self._next_lock:
+            self._next += 1
+            return self._next
+
+    # ---------------------------------------------------------------- the work
+
+    def _names(self, keys: Sequence[Any]) -> list[bytes | None]:
+        """The store's keys; None of a model whose weights nobody told apart."""
+        names: list[bytes | None] = []
+        for key in keys:
+            if (identity := self._identities.of(key.model_name)) is None:
+                if key.model_name not in self._unnamed:
+                    self._unnamed.add(key.model_name)
+                    log.warning(
+                        "kvstored: no weights are known of model %s: nothing of it is shared", key.model_name
+                    )
+                names.append(None)
+                continue
+            names.append(
+                key_of(
+                    identity, key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
+                )
+            )
+        return names
+
+    def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
+        names = self._names(keys)
+        mine = [i for i, name in enumerate(names) if name is not None]
+        if not mine:
+            return L2StoreResult(True, 0)
+        pieces = [_object_of(objects[i]) for i in mine]
+        done = self._objects.put_objects([names[i] for i in mine], pieces)
+        stored = [i for i, success in zip(mine, done, strict=True) if success]
+        sizes = [piece.memory.nbytes for piece, success in zip(pieces, done, strict=True) if success]
+        if stored:
+            self._notify_keys_stored([keys[i] for i in stored], sizes)
+        return L2StoreResult(all(done), sum(sizes))
+
+    def _look_up(self, keys: list[Any]) -> Bitmap:
+        bitmap, names = Bitmap(len(keys)), self._names(keys)
+        mine = [i for i, name in enumerate(names) if name is not None]
+        states = self._objects.states([names[i] for i in mine])
+        there = [i for i, state in zip(mine, states, strict=True) if state == RESIDENT]
+        below = [names[i] for i, state in zip(mine, states, strict=True) if state == ON_DISK]
+        if there and (blocks := self._objects.pin([names[i] for i in there])) is not None:
+            if blocks.hits == len(there):
+                self._locks.hold([names[i] for i in there], blocks)
+            else:  # some went meanwhile: the others are pinned
+                there = [i for at, i in enumerate(there) if blocks[at] is not None]
+                self._locks.hold([names[i] for i in there], blocks)
+        if below:
+            self._objects.prefetch(below)
+        bitmap.batched_set(there)
+        bitmap.batched_set([i for i, state in zip(mine, states, strict=True) if state == ON_DISK])
+        self._health.look()
+        return bitmap
+
+    def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
+        bitmap, names = Bitmap(len(keys)), self._names(keys)
+        mine = [i for i, name in enumerate(names) if name is not None]
+        found = self._objects.get([names[i] for i in mine], [_object_of(objects[i]) for i in mine])
+        loaded = [i for i, success in zip(mine, found, strict=True) if success]
+        bitmap.batched_set(loaded)
+        if loaded:
+            self._notify_keys_accessed([keys[i] for i in loaded])
+        return bitmap
+
+    # ---------------------------------------------------------------- the rest
+
+    def delete(self, keys: list[Any]) -> None:
+        self._objects.delete([name for name in self._names(keys) if name is not None])
+
+    def get_usage(self) -> AdapterUsage:
+        """Of the whole namespace, which other engines fill too."""
+        try:
+            used = self._client.stats()["used_bytes"]
+        except KVClientError:
+            used = 0
+        return AdapterUsage(total_bytes_used=used, total_capacity_bytes=0)
+
+    def report_status(self) -> dict[str, Any]:
+        return {
+            "is_healthy": not self._client.degraded,
+            "type": type(self).__name__,
+            "attached": self._client.attached,
+            "failures_total": self._health.failures_total,
+            "locked_objects": self._locks.count,
+        }
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._locks.close()
+        self._client.close()
+        for tasks in (self._stores, self._lookups, self._loads):
+            tasks.event.close()
+
+
+def _object_of(memory_object: Any) -> Object:
+    return Object(np.frombuffer(memory_object.byte_array, np.uint8), tag_of(memory_object))

@@ -1,0 +1,73 @@
+"""Under which keys LMCache's objects lie in the store: its own object key beneath the weights' identity.
+
+Owns the list of what must match; never touches an object. Invariant: two engines share a key only if the
+weights and every field of LMCache's key are equal; what an object's bytes mean (type, shape, arrangement) is
+its tag, compared at the load, because LMCache does not say it when it asks whether an object is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.checkpoint import checkpoint_digest
+from kvclient.integrations.objects import TAG_BYTES
+
+VERSION = 1
+
+
+class Identities:
+    """What tells the weights of each model apart, as the configuration says it.
+
+    `model_identity` and `model_path` are one text, for every model, or a mapping from LMCache's model names.
+    Raises InvalidArgument if neither is given, and for a path without weights.
+    """
+
+    def __init__(self, model_identity: Any, model_path: Any) -> None:
+        if not model_identity and not model_path:
+            raise InvalidArgument(
+                'LMCache keys a model by its name only; say "model_path" (the directory of the weights, or a '
+                'directory for each model name) or "model_identity" (a name that changes with the weights)'
+            )
+        self._known: dict[str | None, bytes] = {}
+        for model, text in _each(model_identity):
+            self._known[model] = _digest(b"given", str(text).encode())
+        for model, path in _each(model_path):
+            self._known[model] = _digest(b"weights", checkpoint_digest(path))
+
+    def of(self, model_name: str) -> bytes | None:
+        """None: nobody said which weights that name has, so nothing of it is shared."""
+        return self._known.get(model_name, self._known.get(None))
+
+
+def _each(given: Any) -> list[tuple[str | None, Any]]:
+    if not given:
+        return []
+    return list(given.items()) if isinstance(given, Mapping) else [(None, given)]
+
+
+def _digest(*parts: bytes) -> bytes:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.digest()
+
+
+_NUMBERS = struct.Struct("<IQI")
+
+
+def key_of(identity: bytes, chunk_hash: bytes, model_name: str, rank: int, group: int, salt: str) -> bytes:
+    """32 bytes of one object."""
+    numbers = _NUMBERS.pack(VERSION, rank, group)
+    return _digest(identity, numbers, model_name.encode(), salt.encode(), chunk_hash)
+
+
+def tag_of(memory_object: Any) -> bytes:
+    """Of what its bytes mean."""
+    meta = memory_object.metadata
+    parts = [(dtype, tuple(shape)) for dtype, shape in zip(meta.dtypes or (), meta.shapes or (), strict=True)]
+    text = repr([str(meta.dtype), tuple(meta.shape), getattr(meta.fmt, "name", meta.fmt), str(parts)])
+    return hashlib.sha256(text.encode()).digest()[:TAG_BYTES]

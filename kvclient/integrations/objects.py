@@ -1,0 +1,84 @@
+"""Objects of any length in the store: one piece of bytes each, with a tag that says of what kind they are.
+
+Owns how a length that is no multiple of anything becomes a block: units as its tokens, the true length and
+the tag behind them. Never makes a key. Invariant: an object is loaded only into memory of just its length and
+under its own tag.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvclient
+from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Layout
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.pages import Pages
+
+UNITS = (4096, 1 << 16, 1 << 20)  # bytes; the smallest of which 65,535 hold the object
+TAG_BYTES = 16
+TAIL = struct.Struct(f"<Q{TAG_BYTES}s")  # the object's length and tag
+
+
+class Object(NamedTuple):
+    """Memory of the caller's, and what must be equal for the bytes to mean the same."""
+
+    memory: np.ndarray  # bytes, contiguous
+    tag: bytes
+
+
+class Objects(Pages):
+    """As Pages, for one Object a key."""
+
+    def put_objects(self, keys: Sequence[bytes], objects: Sequence[Object]) -> list[bool]:
+        """Stores each that is not there yet. True: it is in the store, whoever wrote it."""
+        stored = [False] * len(keys)
+        for unit in sorted({unit_of(one.memory.nbytes) for one in objects}):
+            mine = [i for i, one in enumerate(objects) if unit_of(one.memory.nbytes) == unit]
+            counts = [-(-objects[i].memory.nbytes // unit) for i in mine]
+            done = self.put(
+                [keys[i] for i in mine], self._unit_layout(unit), [objects[i] for i in mine], counts
+            )
+            for i, success in zip(mine, done, strict=True):
+                stored[i] = success
+        return stored
+
+    def _unit_layout(self, unit: int) -> int:
+        with self._lock:
+            if (unit,) not in self._layouts:
+                layout = Layout(
+                    num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1,
+                    block_tokens=MAX_BLOCK_TOKENS, meta_fixed=TAIL.size, meta_per_token=0,
+                    layer_bytes_per_token=(unit,), name="objects",
+                )  # fmt: skip
+                self._layouts[unit,] = self._client.register_layout(layout)
+            return self._layouts[unit,]
+
+    def _copy_in(self, block: Any, source: Object) -> None:
+        memory = source.memory
+        block.meta[:] = TAIL.pack(memory.nbytes, source.tag)
+        target = block.layer(0).reshape(-1) if memory.nbytes % unit_of(memory.nbytes) else None
+        if target is None:
+            block.copy_layer(0, memory)  # with its checksum on the way
+        else:
+            kvclient.copy_into(target[: memory.nbytes], memory, checksum=False)
+            target[memory.nbytes :] = 0
+
+    def _copy_out(self, block: Any, target: Object) -> bool:
+        if TAIL.unpack(bytes(block.meta)) != (target.memory.nbytes, target.tag):
+            return False
+        kvclient.copy_into(target.memory, block.layer(0).reshape(-1)[: target.memory.nbytes], checksum=False)
+        return True
+
+
+def unit_of(length: int) -> int:
+    """Raises InvalidArgument for an object that no block can hold."""
+    if length < 1:
+        raise InvalidArgument(f"an object of {length} bytes")
+    for unit in UNITS:
+        if length <= unit * MAX_BLOCK_TOKENS:
+            return unit
+    raise InvalidArgument(f"an object of {length} bytes; at most {UNITS[-1] * MAX_BLOCK_TOKENS}")

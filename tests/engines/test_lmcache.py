@@ -1,0 +1,81 @@
+"""Goal: LMCache's second level on a daemon: LMCache's own check passes, what was locked stays, what differs
+misses, no task is ever left without an answer.
+
+Method: the installed LMCache in processes of its own, its factory, its check tool, its memory objects.
+"""
+
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+
+from tests.engines.conftest import CACHE, ROOT, python_of
+from tests.engines.pool_bytes import flip_in_pool
+from tests.engines.signatures import differences, printed, recorded
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+RUN_S = 300.0
+
+
+def environment():
+    home = CACHE / "lmcache"
+    if not (home / ".complete").exists():
+        pytest.skip(f"lmcache is not in {CACHE}; `make engines` puts it there")
+    return {**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
+
+def test_lmcaches_own_check_passes(daemon):
+    spec = {
+        "type": "plugin",
+        "module_path": "kvclient.integrations.lmcache",
+        "class_name": "KvstoredL2Adapter",
+        "adapter_params": {"dir": str(daemon().dir), "model_identity": "m1"},
+    }
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter",
+         "--l2-adapter", json.dumps(spec), "--num-keys", "64", "--obj-size", "65536"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S,
+    )  # fmt: skip
+    assert done.stdout.count("64/64") == 8, done.stdout + done.stderr[-3000:]
+    assert "FAIL" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm"])
+def test_scene(daemon, scene):
+    one = daemon(memory="64MiB" if scene == "locks" else "256MiB")
+    process = subprocess.Popen(
+        [python_of("vllm"), "-m", "tests.engines.lmcache_scene", scene, str(one.dir)], cwd=ROOT,
+        env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    watchdog = threading.Timer(RUN_S, process.kill)
+    watchdog.start()
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("NEED "):
+                what, *more = line.split()[1:]
+                if what == "flip":
+                    flip_in_pool(one.dir, bytes.fromhex(more[0]))
+                else:
+                    getattr(one, what)()
+                process.stdin.write("done\n")
+                process.stdin.flush()
+    finally:
+        watchdog.cancel()
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert said and said[-1] == "PASSED\n", said
+
+
+def test_the_base_classes_are_as_recorded():
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "tests.engines.record", "lmcache"], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, check=True, timeout=RUN_S,
+    )  # fmt: skip
+    now = printed(done.stdout)
+    assert not differences(now, recorded("lmcache")), "\n".join(differences(now, recorded("lmcache")))
