@@ -29,6 +29,8 @@ HARMLESS = frozenset(
         "past_key_values",
         "position_ids",
         "return_dict",
+        "tokenizer",  # of stop strings and token healing: generate() leaves it there
+        "assistant_tokenizer",
         "use_cache",
     }
 )
@@ -166,6 +168,8 @@ class Report:
     published_full_blocks: int = 0  # those of such tokens; not in published_blocks
     not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
     disk_refused: int = 0  # rows whose blocks on disk were not waited for: computing them was sooner
+    store_error: str | None = None  # what the store failed with; from there on the call went on without it
+    store_failed_s: float = 0.0  # what that took
 
 
 class Totals:
@@ -175,7 +179,7 @@ class Totals:
         "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
         "followed_tokens",
         "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
-        "disk_refused", "full_tokens", "unavailable", "lost_blocks",
+        "disk_refused", "full_tokens", "unavailable", "lost_blocks", "store_failed_s",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip
 
@@ -188,6 +192,7 @@ class Totals:
     def add(self, report: Report) -> None:
         with self._lock:
             self._sums["requests"] += 1
+            self._sums["store_errors"] += report.store_error is not None
             self._sums["hits"] += report.reused_tokens + report.approximate_tokens > 0
             for name in self._SUMMED:
                 self._sums[name] += getattr(report, name)
@@ -198,7 +203,7 @@ class Totals:
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
-            known = dict.fromkeys(("requests", "hits", *self._SUMMED), 0)
+            known = dict.fromkeys(("requests", "hits", "store_errors", *self._SUMMED), 0)
             tiers = {**Report().reused_by_tier, **self._tiers}
             return {**known, **self._sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}
 

@@ -49,7 +49,7 @@ def test_a_daemon_that_is_gone_with_on_error_raise(daemon, model):
     server, ids = daemon(memory="64MiB"), prompt(70)
     with (
         server.connect(on_error="raise") as client,
-        kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, on_error="raise") as kv,
     ):
         generate(model, ids)
         server.kill()

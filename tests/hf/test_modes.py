@@ -217,7 +217,7 @@ def test_a_soft_prompt_is_left_alone(model, client):
 
 
 def test_training_and_autocast_are_left_alone(model, client):
-    ids = prompt(40)
+    ids, model.model.layers[0].self_attn.attention_dropout = prompt(40), 0.1
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         model.train()
         generate(model, ids, 1)

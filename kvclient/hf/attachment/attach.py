@@ -1,18 +1,15 @@
 """attach(): a stock model.generate() that looks up, loads, generates and publishes.
 
 Owns the two methods it puts on the model instance (generate, and the _prefill step inside it) and takes them
-off again. Never changes the model's class, weights or configuration. Invariant: a call runs either wholly
-with what was found out about the model as it is now, or wholly without the store, and then `last.bypassed`
-says why.
+off again. Never changes the model's class, weights or configuration. Invariant: while attached, every
+generate() of the model goes by kvclient.hf.attachment.running, and none after detach() has begun.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
-import time
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,14 +23,13 @@ from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import decode_graph, measure
+from kvclient.hf.attachment import decode_graph, measure, running
 from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
 from kvclient.hf.attachment.self_test import Verdict, prove, prove_model
-from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.attachment.warm import Stored, check_overlap, warm
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.page_pool import PagedStats
@@ -41,13 +37,13 @@ from kvclient.hf.call import Report, Totals
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.structure import Refused, base_model
 from kvclient.hf.request.load_or_compute import PrefillSpeed
-from kvclient.hf.request.request import Options, Request
+from kvclient.hf.request.options import Options
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
+from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.verify import Verification
 
 MOST_TOKENS = 1 << 24  # of a chain
-TRAINING = "a module is in training mode, and dropout makes KV random; call model.eval()"
 
 
 def attach(
@@ -56,6 +52,7 @@ def attach(
     *,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     salt: bytes | str | None = None,
+    on_error: str = "miss",
     priority: int = 35,
     ttl_s: float | None = None,
     follow: bool = True,
@@ -76,7 +73,9 @@ def attach(
     served right, and InvalidArgument. block_tokens, priority, ttl_s: of the blocks it publishes, those of
     answers too (publish_generated). self_test: first prove on this model that its answers stay the same.
 
-    salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. follow: take
+    salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. on_error: a
+    store that fails under generate() is gone on without, once with a warning, each time with a line of the
+    log and in `last`; "raise": the call ends with what the store raised. follow: take
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
     this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
     behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
@@ -102,10 +101,13 @@ def attach(
     if isinstance(client, type) or not all(hasattr(client, name) for name in ("salt", "get", "create")):
         what = "kvclient.connect(), or kvclient.InMemoryClient(bytes) without a daemon"
         raise InvalidArgument(f"client={client!r:.80} is no client; it must be one of {what}")
+    if on_error not in ("miss", "raise"):
+        raise InvalidArgument(f'on_error={on_error!r}; it must be "miss" or "raise"')
     cut = Chunker(chunker, block_tokens, tokenizer)
     codec = codec_of(codec, cut)
     options = Options(
-        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model)
+        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
+        raises=on_error == "raise",
     )  # fmt: skip
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
@@ -140,6 +142,7 @@ class Attachment:
         self._model_state, self._local, self._lock = model_state, threading.local(), threading.Lock()
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
+        self._running, self._rest, self._warned = running.Running(), Rest(), False
 
     # ---------------------------------------------------------------- what users call
 
@@ -279,16 +282,27 @@ class Attachment:
         self._model_state.renew(self._attached_model())
 
     def detach(self) -> None:
-        """Gives the model its own generate() back. Idempotent. Not while another thread computes with it."""
-        model, self._model = self._model, None
-        if model is not None and model.__dict__.get(PLACE) is self:
-            self._model_state.adopted.give_back(model)
-            del model.__dict__[PLACE]
-            for name, before in self._before.items():
-                if before is None:
-                    model.__dict__.pop(name, None)
-                else:
-                    model.__dict__[name] = before
+        """Gives the model its own generate() back, once the calls of other threads have ended; those that
+        begin meanwhile go without the store. Idempotent. Raises DeadlineExceeded after ten minutes; called
+        again it waits again.
+        """
+        model = self._model
+        if model is None or model.__dict__.get(PLACE) is not self:
+            self._model = None
+            return
+        self._put_back(model, "generate")
+        self._running.wait()
+        self._model = None
+        self._model_state.adopted.give_back(model)
+        model.__dict__.pop(PLACE, None)
+        for name in self._before:
+            self._put_back(model, name)
+
+    def _put_back(self, model: torch.nn.Module, name: str) -> None:
+        if getattr(model.__dict__.get(name), "__func__", None) is HOOKS[name]:
+            del model.__dict__[name]
+            if self._before[name] is not None:
+                model.__dict__[name] = self._before[name]
 
     def __enter__(self) -> Attachment:
         return self
@@ -315,8 +329,8 @@ class Attachment:
         served = self._current(self._attached_model())
         if served is None:
             raise Refused(str(self._model_state.refusal))
-        if modes and self._model_state.watch.training():
-            raise Refused(TRAINING)
+        if modes and (random := self._model_state.watch.random()) is not None:
+            raise Refused(random)
         return served
 
     def _chosen(self) -> ServedModel:
@@ -340,55 +354,4 @@ class Attachment:
         return before if before is not None else functools.partial(getattr(type(model), name), model)
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        started = time.perf_counter()
-        whole = getattr(self._local, "bypass", None) == (True, True)
-        if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
-            return self._run_without(reason, started, model, args, kwargs)
-        if not self._model_state.current(model):
-            return self._run_without("refused", started, model, args, kwargs, self._model_state.refusal)
-        watch = self._model_state.watch  # before the served model: of a later one it would know the change
-        served = self._chosen()
-        if watch.training():
-            return self._run_without("training", started, model, args, kwargs, TRAINING)
-        no_read, no_write = getattr(self._local, "bypass", (False, False))
-        trial = getattr(self._local, "trial", None)
-        inside, publish_tokens = getattr(self._local, "limits", (True, None))
-        limits = {"publish_tokens": publish_tokens, "search": inside}
-        limits["static"] = getattr(self._local, "static", False)
-        own = (self.client, served, dataclasses.replace(self._model_state.options, **limits))
-        client, served, options = own if trial is None else trial.on(served)
-        request = Request(
-            client, served, options, self._memory, self._pace, not no_read, not no_write, self.padded,
-            started, lambda: not (watch.training() or watch.changed()),
-        )  # fmt: skip
-        if trial is None and options.in_place is None:
-            request.report.dense = self._model_state.adopted.left
-        args, kwargs = with_criterion(args, kwargs, TokenSeen(request))
-        outer, self._local.request = getattr(self._local, "request", None), request
-        try:
-            return self._own(model, "generate")(*args, **kwargs)
-        finally:
-            self._local.request = outer
-            try:
-                request.finish()
-            finally:
-                self._note(request.report, trial)
-
-    def _run_without(
-        self, reason: str, started: float, model: torch.nn.Module, args: tuple[Any, ...],
-        kwargs: dict[str, Any], detail: str | None = None,
-    ) -> Any:  # fmt: skip
-        outer, self._local.request = getattr(self._local, "request", None), None
-        try:
-            return self._own(model, "generate")(*args, **kwargs)
-        finally:
-            self._local.request = outer
-            seconds = time.perf_counter() - started
-            self._note(Report(bypassed=reason, bypass_detail=detail, total_s=seconds))
-
-    def _note(self, report: Report, trial: measure.Trial | None = None) -> None:
-        if trial is not None:
-            trial.report = report
-            return
-        self.last = self._local.last = report
-        self._totals.add(report)
+        return running.run(self, model, args, kwargs)

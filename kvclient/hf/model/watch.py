@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
 from kvclient.hf.model.code import Code
+from kvclient.hf.model.modes import Modes
 from kvclient.hf.streaming.model import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
@@ -34,6 +35,7 @@ class Watch:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = modules = list(model.modules())
+        self._modes = Modes(model, modules)
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         streams = streams_of(model)  # weights that come and go with each call are no change of the model
         moving = {(id(m), key) for m, key in streams.moving().values()} if streams is not None else set()
@@ -65,9 +67,9 @@ class Watch:
     def changed(self) -> bool:
         return self._look() != self._seen
 
-    def training(self) -> bool:
-        """Whether any module is in training mode: the dropout in it makes KV random."""
-        return any(module.training for module in self._modules)
+    def random(self) -> str | None:
+        """Why a module in training mode makes KV another, as dropout does; None: none does."""
+        return self._modes.random()
 
     def _look(self) -> list[Any]:
         config = self._model.config

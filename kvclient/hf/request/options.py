@@ -31,6 +31,7 @@ class Options:
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
+    raises: bool = False  # a store that fails ends the call: who connected asked for it
 
     def __post_init__(self) -> None:
         check_bounds("priority", self.priority, 0, MAX_PRIORITY)

@@ -1,8 +1,9 @@
 """One generate() call against the store: look up, load, let the model compute the rest, publish.
 
-Owns the order of those steps and the way back when a followed writer is lost. Knows transformers only through
-the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the model always computes the last
-one; and after finish(), however the call ended, no pin and no unsealed block of it is left.
+Owns the order of those steps and the way back when a followed writer is lost, or the store fails. Knows
+transformers only through the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the model
+always computes the last one; and after finish(), however the call ended, no pin and no unsealed block of it is
+left.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
 from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.stopping import end_tokens
+from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
 from kvclient.hf.reuse.blend import MOST_MASK_BYTES, Blend, mask_bytes
 
 
@@ -45,6 +47,7 @@ class Request:
         read: bool, write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.report = Report()
+        self._tolerance = Tolerance(self.report, options.raises)
         self._client, self._served_model, self._options = client, served, options
         self._read, self._write = read, write and served.layout_id is not None
         if write and not self._write:
@@ -90,7 +93,7 @@ class Request:
             model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
         saved = dict(model_kwargs)
         for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
-            self._open(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
+            self._begin(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
@@ -100,9 +103,14 @@ class Request:
                 break
             except Lost:
                 self.report.followed_lost += 1
-                self._give_back()
-                model_kwargs.clear()
-                model_kwargs.update(saved)
+            except STORE_ERRORS as error:  # out of a load, if anything is loaded; else the model's own
+                loads = self._prefix is not None or self._blend is not None
+                if self._options.raises or not loads or not of_store(error):
+                    raise
+                self._tolerance.note(error, time.perf_counter() - began)
+            self._give_back()
+            model_kwargs.clear()
+            model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
         if self._steps is not None:
             self._steps.length = self._prompt.length
@@ -117,7 +125,9 @@ class Request:
             self.report.ttft_s = time.perf_counter() - self._started
         if self._generated:
             assert self._claims is not None and self._prompt is not None
-            self._claims.generated(input_ids, self._prompt.length, self._eos, self._layers)
+            new = (input_ids, self._prompt.length, self._eos, self._layers)
+            if not self._tolerance.tried(self._claims.generated, *new):
+                self._stop_writing()
             self._note_published()
 
     def finish(self) -> None:
@@ -148,6 +158,22 @@ class Request:
         publishes = self._options.publish_generated and self._options.publish_tokens is None
         self._generated = self._write and publishes and not beams
         self._eos = end_tokens(config.eos_token_id)
+
+    def _begin(
+        self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
+    ) -> None:
+        """Opens the request; where the store fails, as if it had nothing and took nothing."""
+        if not self._tolerance.tried(self._open, cache, config, read, follow, device):
+            self._stop_writing()
+            self._give_back()
+            self._open(cache, config, False, False, device)
+
+    def _stop_writing(self) -> None:
+        self._write = self._generated = False
+        for layer in self._layers:
+            layer.written = None
+        if self._claims is not None:
+            self._tolerance.tried(self._claims.abort)
 
     def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
         """Finds, claims, and fills the cache with layers that load on demand."""
@@ -281,9 +307,21 @@ class Request:
             self._options, self._served_model.form, self._prompt, self._found, self._prefix,
             self._blend, self.report,
         )  # fmt: skip
-        self._layers = builder.layers(config, device, self._claims.written(), self._memory)
+        self._layers = builder.layers(config, device, self._told(), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
         replace_layers(cache, self._layers)
+
+    def _told(self) -> Callable[..., None] | None:
+        """Who is told of new columns, for as long as the store takes them."""
+        assert self._claims is not None
+        if (written := self._claims.written()) is None:
+            return None
+
+        def tell(*columns: Any) -> None:
+            if not self._tolerance.tried(written, *columns):
+                self._stop_writing()
+
+        return tell
 
     # ---------------------------------------------------------------- after it
 
@@ -304,11 +342,9 @@ class Request:
             report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
-        for one in self._found:
-            one.release()
-        self._release_plan()
-        self._close_staged()
-        self._claims.seal()
+        self._let_go()
+        if not self._tolerance.tried(self._claims.seal):
+            self._stop_writing()
         self._note_published()
         for layer in self._layers:
             layer.written = None
@@ -327,13 +363,16 @@ class Request:
     def _give_back(self) -> None:
         try:
             if self._claims is not None:
-                self._claims.abort()
+                self._tolerance.tried(self._claims.abort)
         finally:
-            for one in self._found:
-                one.release()
-            self._release_plan()
-            self._close_staged()
+            self._let_go()
             self._prefix = self._blend = None
+
+    def _let_go(self) -> None:
+        """Of all that was pinned to be read."""
+        with contextlib.ExitStack() as every:  # each, whatever becomes of the others
+            for step in (self._close_staged, self._release_plan, *(one.release for one in self._found)):
+                every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:
         if self._staged is not None:

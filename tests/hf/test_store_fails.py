@@ -1,0 +1,155 @@
+"""Goal: a store that fails under generate() never ends it, whatever step it fails in: the answer is that of
+plain generate(), `last` says what failed, a warning says it once. Raising is for who asks.
+
+Method: the in-memory store, whose calls and handles raise from a given call on, on tiny random models, in
+place and dense; a real daemon that is killed is test_daemon.py's.
+"""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.errors import BlockLost, Closed, DeadlineExceeded, NoSpace, Unavailable
+from kvclient.hf.request.tolerance import MOST_REST_S, REST, Rest
+from kvclient.testing.in_memory_blocks import Blocks, BlockView
+from kvclient.testing.in_memory_store import InMemoryStore
+from kvclient.testing.in_memory_writer import GrantedBlock, Writer
+from tests.hf.zoo import build, generate, prompt
+
+BLOCK = 8
+# What fails -> where: a load, a look-up, a claim, a copy into a block, sealing, giving back, a release.
+STEPS = {
+    "look-up": (InMemoryStore, "pin"),
+    "claim": (InMemoryStore, "create"),
+    "load": (BlockView, "layer"),
+    "copy": (GrantedBlock, "mark_layer"),
+    "seal": (Writer, "seal"),
+    "abort": (Writer, "abort"),
+    "release": (Blocks, "release"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+class Fails:
+    """A step that raises from its `good`th call on."""
+
+    def __init__(self, step, error, good):
+        self.step, self.error, self.left = step, error, good
+        self.failed = 0
+
+    def __call__(self, *args, **given):
+        if self.left:
+            self.left -= 1
+            return self.step(*args, **given)
+        self.failed += 1
+        raise self.error("the store is gone")
+
+
+def fail(monkeypatch, where, error=Unavailable, good=0):
+    owner, name = where
+    failing = Fails(getattr(owner, name), error, good)
+    monkeypatch.setattr(owner, name, lambda *args, **given: failing(*args, **given))
+    return failing
+
+
+def attached(model, client, **options):
+    return kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False, **options)
+
+
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("good", [0, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_answer_is_that_of_plain_generate(model, client, monkeypatch, step, good, in_place):
+    cold, warm = prompt(70), torch.cat([prompt(40), prompt(30, seed=2)], dim=1)
+    wanted = [generate(model, ids, 24)[0] for ids in (cold, warm, cold)]
+    with attached(model, client, in_place=in_place) as kv:
+        generate(model, cold, 4)
+        with monkeypatch.context() as patch:
+            failing = fail(patch, STEPS[step], good=good)
+            found = [generate(model, ids, 24)[0] for ids in (cold, warm, cold)]
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+            if failing.failed:
+                said = kv.last.store_error or kv.last.bypass_detail or ""
+                assert kv.stats["store_errors"] and (kv.last.store_error is None or "gone" in said)
+        kv._rest = Rest()
+        assert torch.equal(generate(model, cold, 24)[0], wanted[0])
+        assert (kv.last.bypassed, kv.last.store_error) == (None, None)
+        assert kv.last.reused_tokens >= 64, "the store is back"
+    client.store.settle()
+    assert client.stats()["created"] == 0 or step == "abort", "nothing stays claimed"
+
+
+@pytest.mark.parametrize("error", [Closed, BlockLost, DeadlineExceeded, NoSpace, ConnectionResetError])
+def test_whatever_the_store_raises(model, client, monkeypatch, error):
+    wanted = generate(model, prompt(70))[0]
+    with attached(model, client) as kv, monkeypatch.context() as patch:
+        fail(patch, STEPS["look-up"], error)
+        with pytest.warns(UserWarning, match=f"{error.__name__}: the store is gone"):
+            assert torch.equal(generate(model, prompt(70))[0], wanted)
+        assert kv.last.store_error == f"{error.__name__}: the store is gone"
+
+
+def test_it_is_said_once_and_logged_each_time(model, client, monkeypatch, caplog):
+    with attached(model, client) as kv, monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        fail(patch, STEPS["look-up"])
+        with pytest.warns(UserWarning, match="said once"):
+            generate(model, prompt(70), 1)
+        kv._rest = Rest()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            generate(model, prompt(70), 1)
+        assert [record.name for record in caplog.records] == ["kvclient.hf"] * 2
+        assert (kv.stats["store_errors"], kv.stats["requests"]) == (2, 2)
+
+
+def test_a_closed_client_is_a_store_that_failed(model, client):
+    with attached(model, client) as kv:
+        wanted = generate(model, prompt(70))[0]
+        client.close()
+        with pytest.warns(UserWarning, match="closed"):
+            assert torch.equal(generate(model, prompt(70))[0], wanted)
+        assert "Closed" in kv.last.store_error
+
+
+def test_who_asks_is_told_by_an_exception(model, client, monkeypatch):
+    with attached(model, client, on_error="raise"):
+        for step in ("look-up", "claim", "seal"):
+            with monkeypatch.context() as patch:
+                fail(patch, STEPS[step])
+                with pytest.raises(Unavailable, match="gone"):
+                    generate(model, prompt(70, seed=len(step)))
+    with pytest.raises(kvclient.InvalidArgument, match="on_error='never'"):
+        attached(model, client, on_error="never")
+
+
+def test_the_models_own_errors_are_raised(model, client, monkeypatch):
+    """Also those of the store's kinds, which a model that reads its layers from files raises."""
+
+    def forward(*_args, **_given):
+        raise OSError("a layer's file is gone")
+
+    with attached(model, client):
+        generate(model, prompt(70), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.model), "forward", forward)
+            with pytest.raises(OSError, match="layer's file"):
+                generate(model, prompt(70), 1)
+
+
+def test_a_store_that_failed_slowly_is_left_alone_for_a_while():
+    rest = Rest()
+    assert rest.over
+    rest.begin(0.0)
+    assert rest.over, "what cost nothing is asked again at once"
+    rest.begin(1000.0)
+    assert not rest.over
+    assert REST > 1 and MOST_REST_S < 60
