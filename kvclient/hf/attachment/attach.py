@@ -74,8 +74,8 @@ def attach(
     answers too (publish_generated). self_test: first prove on this model that its answers stay the same.
 
     salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. on_error: a
-    store that fails under generate() is gone on without, once with a warning, each time with a line of the
-    log and in `last`; "raise": the call ends with what the store raised. follow: take
+    store that fails under generate() is gone on without, and `last`, a warning and the log say so; "raise":
+    the call ends with its error. follow: take
     KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
     this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
     behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
@@ -98,16 +98,12 @@ def attach(
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
-    if isinstance(client, type) or not all(hasattr(client, name) for name in ("salt", "get", "create")):
-        what = "kvclient.connect(), or kvclient.InMemoryClient(bytes) without a daemon"
-        raise InvalidArgument(f"client={client!r:.80} is no client; it must be one of {what}")
-    if on_error not in ("miss", "raise"):
-        raise InvalidArgument(f'on_error={on_error!r}; it must be "miss" or "raise"')
+    _check_client(client)
     cut = Chunker(chunker, block_tokens, tokenizer)
     codec = codec_of(codec, cut)
     options = Options(
         cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
-        raises=on_error == "raise",
+        on_error=on_error,
     )  # fmt: skip
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
@@ -122,6 +118,12 @@ def attach(
         raise
     attachment._install(model)
     return attachment
+
+
+def _check_client(client: Any) -> None:
+    if isinstance(client, type) or not all(hasattr(client, name) for name in ("salt", "get", "create")):
+        what = "kvclient.connect(), or kvclient.InMemoryClient(bytes) without a daemon"
+        raise InvalidArgument(f"client={client!r:.80} is no client; it must be one of {what}")
 
 
 def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = False) -> Verdict:

@@ -31,9 +31,16 @@ class Options:
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
-    raises: bool = False  # a store that fails ends the call: who connected asked for it
+    on_error: str = "miss"  # what a store that fails means: "miss" goes on without, "raise" ends the call
+
+    @property
+    def raises(self) -> bool:
+        """Whether a store that fails ends the call."""
+        return self.on_error == "raise"
 
     def __post_init__(self) -> None:
+        if self.on_error not in ("miss", "raise"):
+            raise InvalidArgument(f'on_error={self.on_error!r}; it must be "miss" or "raise"')
         check_bounds("priority", self.priority, 0, MAX_PRIORITY)
         whole_seconds(self.ttl_s)
         if not isinstance(self.follow_timeout_s, Real) or not 0 < self.follow_timeout_s <= MAX_FOLLOW_S:

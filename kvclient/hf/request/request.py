@@ -1,9 +1,9 @@
 """One generate() call against the store: look up, load, let the model compute the rest, publish.
 
 Owns the order of those steps and the way back when a followed writer is lost, or the store fails. Knows
-transformers only through the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the model
-always computes the last one; and after finish(), however the call ended, no pin and no unsealed block of it is
-left.
+transformers only through the cache it fills. Invariants: at most L-1 of L tokens are handed over, so the
+model always computes the last one; and after finish(), however the call ended, no pin and no unsealed block
+of it is left.
 """
 
 from __future__ import annotations
