@@ -75,21 +75,20 @@ def attach(
 
     salt: prompts under different salts share nothing; the namespace's own salt is mixed in too. on_error: a
     store that fails under generate() is gone on without, and `last`, a warning and the log say so; "raise":
-    the call ends with its error. follow: take
-    KV layer by layer from a process that is computing it now; follow_timeout_s without progress of it, and
-    this one computes by itself. repair: also use what is stored of the prompt behind its prefix, computed
-    behind other tokens and moved here, and how it is made right: "auto", "none", "selective", "cacheblend",
-    "attention" or a Repair. The answer is then near that of a full prefill, not equal to it. None: prefixes
-    only. "calibrated": None until calibrate() has passed for this model on this machine. codec: "int8",
-    "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens; what is reused
-    then is near what was computed. chunker: where prompts are cut into blocks (kvclient.blocks.chunker),
-    all but "fixed" by what `tokenizer` says. overlap_tokens: of true context before each part that warm()
-    computes for itself. in_place: attend to blocks where they lie, with the native kernels
-    (kvclient.hf.attention), which become the model's attention until detach(); no dense copy of the cache is
-    made. None: wherever the kernels fit and the model's attention is the one transformers chose; where not,
-    `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and tokens
-    that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams and
-    copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
+    the call ends with its error. follow: take KV layer by layer from a process that is computing it now;
+    follow_timeout_s without progress of it, and this one computes by itself. repair: also use what is stored
+    of the prompt behind its prefix, computed behind other tokens and moved here, and how it is made right:
+    "auto", "none", "selective", "cacheblend", "attention" or a Repair. The answer is then near a full
+    prefill's, not equal. None: prefixes only. "calibrated": None until calibrate() has passed for this model
+    on this machine. codec: "int8", "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as
+    many tokens; what is reused then is near what was computed. chunker: where prompts are cut into blocks
+    (kvclient.blocks.chunker), all but "fixed" by what `tokenizer` says. overlap_tokens: of true context
+    before each part that warm() computes for itself. in_place: attend to blocks where they lie, with the
+    native kernels (kvclient.hf.attention), the model's attention until detach(); no dense copy of the cache
+    is made. None: wherever the kernels fit and the model's attention is the one transformers chose; where
+    not, `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and
+    tokens that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams
+    and copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
     models too large to be digested at every start (1.3 GB/s a core); until they change.
 
     A model that is changed while attached, its code included, is digested anew at its next call. Not noticed:
