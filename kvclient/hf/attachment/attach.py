@@ -108,8 +108,7 @@ def attach(
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
         state = ModelState(model, client, options, salt_of(salt), weights_digest, inside, codec, adopted)
-        attachment = Attachment(model, client, state)
-        attachment.overlap_tokens = check_overlap(overlap_tokens)
+        attachment = Attachment(model, client, state, overlap_tokens)
         if self_test:
             prove(attachment, model, attach)
     except BaseException:
@@ -135,11 +134,13 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
 class Attachment:
     """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
 
-    def __init__(self, model: torch.nn.Module, client: Any, model_state: ModelState) -> None:
+    def __init__(
+        self, model: torch.nn.Module, client: Any, model_state: ModelState, overlap_tokens: int
+    ) -> None:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self.decoding, self.overlap_tokens = 0, 0
+        self.decoding, self.overlap_tokens = 0, check_overlap(overlap_tokens)
         self._model_state, self._local, self._lock = model_state, threading.local(), threading.Lock()
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
