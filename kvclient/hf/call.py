@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvclient.hf.release import CACHE
+
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
 HARMLESS = frozenset(
@@ -26,7 +28,7 @@ HARMLESS = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
-        "past_key_values",
+        CACHE,
         "position_ids",
         "return_dict",
         "tokenizer",  # of stop strings and token healing: generate() leaves it there
@@ -95,7 +97,7 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
 
 
 def _check_cache(model_kwargs: dict[str, Any]) -> None:
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if not model_kwargs.get("use_cache", True):
         raise Bypassed("no_cache")
     if cache is None:

@@ -11,6 +11,7 @@ kept whatever becomes of the request.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -25,6 +26,7 @@ from transformers import GenerationConfig
 
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
+from kvclient.hf.release import cache_of, passing
 from kvclient.serve.sampling import Chosen, Sampler, chosen
 from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
 from kvclient.serve.text import Text
@@ -103,8 +105,8 @@ class Loop:
         self.counts: Counter[str] = Counter()
         self.ready = threading.Event()  # a token was computed
         form = kv.form
-        plain = 2 * form.layers * form.heads * form.head_dim * form.dtype.itemsize
-        coded = form.layers * form.codec.bytes_per_token(form.heads, form.head_dim) if form.codec else plain
+        plain = dataclasses.replace(form, codec=None).bytes_per_token
+        coded = form.bytes_per_token
         self._bytes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
         self._closed, self._token_s = False, 0.0  # seconds of computing one token of a prompt
         self._thread = threading.Thread(target=self._run, name="kvclient-serve-loop", daemon=True)
@@ -277,7 +279,7 @@ class Loop:
             entry.whole = True
         self._scheduler.filled(entry, upto)
         if last:
-            job.cache = out.past_key_values
+            job.cache = cache_of(out)
             said = self._prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
             self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
             self.ready.set()
@@ -313,7 +315,7 @@ class Loop:
 
     def _alone(self, token: int, cache: Any) -> torch.Tensor:
         ids = torch.tensor([[token]], device=self._model.device)
-        out = type(self._model).forward(self._model, input_ids=ids, past_key_values=cache, use_cache=True)
+        out = type(self._model).forward(self._model, input_ids=ids, use_cache=True, **passing(cache))
         return out.logits[:, -1]
 
     def _chosen(self, job: Job, logits: torch.Tensor) -> None:

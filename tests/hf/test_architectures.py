@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 import kvclient
 import kvclient.hf
 from kvclient.hf import Repair
+from kvclient.hf.release import passing
 from tests.hf.zoo import REFUSED, SERVED, UNMOVED, generate, known, prompt
 
 BLOCK = 16
@@ -21,7 +22,7 @@ def floor(model, ids, cache, count):
     handed = DynamicCache(config=model.config)
     for index, layer in enumerate(cache.layers):
         handed.update(layer.keys[:, :, :count].clone(), layer.values[:, :, :count].clone(), index)
-    return generate(model, ids, past_key_values=handed)
+    return generate(model, ids, **passing(handed))
 
 
 @pytest.mark.parametrize("name", SERVED)

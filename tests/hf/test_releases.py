@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # transformers 5.0 refuses newer tokenizers. The newest is the newest that the extra [hf] takes: a release
 # that appears between two runs is no change of ours.
-RELEASES = {"oldest": ["transformers==5.0.0", "tokenizers<=0.23.0"], "newest": ["transformers==5.23.0"]}
+RELEASES = {"oldest": ["transformers==5.0.0", "tokenizers<=0.23.0"], "newest": ["transformers==5.24.0"]}
 INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 600, 1800
 TESTS = [
     "tests/hf/test_architectures.py",

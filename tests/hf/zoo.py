@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 
+from kvclient.hf.release import cache_of
+
 VOCAB = 320
 _SIZES = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
@@ -18,6 +20,9 @@ _SIZES = dict(
     bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_MLA = dict(
+    num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 # name -> (configuration class, model class, what differs from _SIZES)
@@ -50,10 +55,33 @@ SERVED = {
         dict(rope_parameters=dict(
             rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=10000.0)),
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config", "DeepseekV2ForCausalLM",
+        dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=32,
+             num_experts_per_tok=2, **_MLA),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config", "DeepseekV3ForCausalLM",
+        dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=32,
+             num_experts_per_tok=2, **_MLA),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM",
+        dict(n_routed_experts=4, n_group=1, topk_group=1, moe_intermediate_size=32, num_experts_per_tok=2,
+             mlp_layer_types=["dense", "sparse", "sparse"], **_MLA),
+    ),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", _MLA),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", _MLA),
 }  # fmt: skip
 
+# Latent attention: what is cached is a latent and a rope key of another width.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
-UNMOVED = {"gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi"}
+UNMOVED = {
+    "gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi",
+    **dict.fromkeys(LATENT, "latent"),
+}  # fmt: skip
 
 # With layers that see a window of 16 tokens, or a chunk of 16. Prefixes only.
 WINDOWED = {
@@ -91,13 +119,6 @@ WINDOWED = {
 
 # name -> (…, a word of the reason)
 REFUSED = {
-    "deepseek_v3": (
-        "DeepseekV3Config", "DeepseekV3ForCausalLM",
-        dict(num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-             v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1,
-             moe_intermediate_size=32, num_experts_per_tok=2),
-        "MLA",
-    ),
     "qwen3_next": (
         "Qwen3NextConfig", "Qwen3NextForCausalLM",
         dict(head_dim=16, layer_types=["linear_attention", "linear_attention", "full_attention"],
@@ -156,4 +177,4 @@ def generate(model, ids, new_tokens: int = 8, **given):
         ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, output_logits=True,
         return_dict_in_generate=True, **given,
     )  # fmt: skip
-    return out.sequences, torch.stack(out.logits), out.past_key_values
+    return out.sequences, torch.stack(out.logits), cache_of(out)

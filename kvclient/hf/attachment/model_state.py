@@ -54,6 +54,8 @@ class ModelState:
         """Raises Refused, and knows what it knew before."""
         kv = check_structure(model)
         watch.settle()
+        if kv.key_dim:
+            self.adopted.decline(model, "latent", "caches what its attention does not attend to as it is")
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
         form, namespace_salt = BlockFormat.of(kv, self.codec), self._client.salt or b""

@@ -30,6 +30,7 @@ from kvclient.hf.attention.registered import without
 from kvclient.hf.model.identity import plain
 from kvclient.hf.model.structure import Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch
+from kvclient.hf.release import cache_of, passing
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
@@ -109,7 +110,7 @@ class _Trial:
         from kvclient.testing.in_memory import InMemoryClient
 
         plain_a, _ = self._generate(self.a[None])
-        _, cache = self._generate(self.a[None], past_key_values=DynamicCache())  # all tokens, also of windows
+        _, cache = self._generate(self.a[None], **passing(DynamicCache()))  # all tokens, also of windows
         plain_b, _ = self._generate(self.b[None])
         if self.in_place:
             with without(self.model):
@@ -119,7 +120,7 @@ class _Trial:
                     f"{self.name}: the kernels' attention is not the model's own: logits differ by "
                     f"{self._difference(plain_a, own_a):.2g}"
                 )
-        given_b, _ = self._generate(self.b[None], past_key_values=self._hand_over(cache))
+        given_b, _ = self._generate(self.b[None], **passing(self._hand_over(cache)))
         rows, mask = self._padded()
         plain_rows, _ = self._generate(rows, attention_mask=mask)
         with (
@@ -167,7 +168,7 @@ class _Trial:
     def _generate(self, ids: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
         given.setdefault("attention_mask", torch.ones_like(ids))
         out = self.model.generate(ids, generation_config=self.config, **given)
-        return out.logits[0].clone(), out.past_key_values
+        return out.logits[0].clone(), cache_of(out)
 
     def _hand_over(self, cache: Any) -> DynamicCache:
         handed = DynamicCache()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from kvclient.hf.release import NAMES
 from kvclient.hf.request.request import Request
 from kvclient.hf.speculation import Speculation
 
@@ -44,7 +45,7 @@ def with_criterion(
 def none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the store has no part in a call with these arguments; None: it has."""
     given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    if given.get("past_key_values") is not None:
+    if any(given.get(name) is not None for name in NAMES):
         return "user_cache"
     custom = given.get("custom_generate")
     if custom is not None and not isinstance(custom, Speculation):  # which calls _prefill, and cuts first

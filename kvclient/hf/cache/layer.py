@@ -1,7 +1,8 @@
 """One layer of a transformers cache whose first tokens come from the store and whose new ones go to it.
 
 Owns the memory a layer's keys and values lie in: one tensor [2, rows, heads, capacity, head_dim], filled in
-place, so that a token is copied once and not again with every step. Never talks to the store: where the first
+place, so that a token is copied once and not again with every step; [1, …] where K and V are of different
+widths (latent attention) and lie side by side. Never talks to the store: where the first
 tokens come from is a Source, and who is told of new ones is a callback. Invariant: `keys` and `values` always
 show exactly `get_seq_length()` tokens, and equal what DynamicLayer would hold after the same calls.
 
@@ -44,6 +45,18 @@ class Shape:
     dtype: torch.dtype
     device: torch.device
     capacity: int  # tokens; more are possible, at the price of a copy
+    key_dim: int = 0  # 0: K and V apart, each head_dim wide; else K's part of one array of that width
+
+    @property
+    def arrays(self) -> int:
+        """The first dimension of a layer's memory: 2 for K and V apart, 1 for K and V side by side."""
+        return 1 if self.key_dim else 2
+
+    def sides(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of [arrays, rows, heads, tokens, head_dim], as views."""
+        if not self.key_dim:
+            return storage[0], storage[1]
+        return storage[0, ..., : self.key_dim], storage[0, ..., self.key_dim :]
 
 
 class StoreLayer(DynamicLayer):
@@ -85,8 +98,8 @@ class StoreLayer(DynamicLayer):
         start = self._length
         stop = start + key_states.shape[-2]
         storage = self._room(stop, key_states)
-        storage[0, :, :, start:stop] = key_states
-        storage[1, :, :, start:stop] = value_states
+        keys, values = self.shape.sides(storage[:, :, :, start:stop])
+        keys[:], values[:] = key_states, value_states
         self._show(stop)
         if self.written is not None:
             self.written(self.index, start, stop, storage, self.origin)
@@ -143,12 +156,9 @@ class StoreLayer(DynamicLayer):
         if self._storage is None:
             self._open(like, tokens)
         assert self._storage is not None
-        if (
-            like.shape[-1] != self.shape.head_dim
-            or like.shape[1] != self.shape.heads
-            or like.dtype != self.dtype
-        ):
-            wanted = f"[{self.shape.heads} heads, {self.shape.head_dim}] of {self.dtype}"
+        width = self.shape.key_dim or self.shape.head_dim
+        if (like.shape[-1], like.shape[1], like.dtype) != (width, self.shape.heads, self.dtype):
+            wanted = f"[{self.shape.heads} heads, {width}] of {self.dtype}"
             raise RuntimeError(
                 f"layer {self.index} computes {list(like.shape)} of {like.dtype}; the store has {wanted}"
             )
@@ -175,14 +185,13 @@ class StoreLayer(DynamicLayer):
         self._show(self._length)
 
     def _allocate(self, rows: int, capacity: int) -> torch.Tensor:
-        size = (2, rows, self.shape.heads, capacity, self.shape.head_dim)
+        size = (self.shape.arrays, rows, self.shape.heads, capacity, self.shape.head_dim)
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def _show(self, length: int) -> None:
         assert self._storage is not None
         self._length = length
-        self.keys = self._storage[0, :, :, :length]
-        self.values = self._storage[1, :, :, :length]
+        self.keys, self.values = self.shape.sides(self._storage[:, :, :, :length])
         self.is_initialized = True
 
     def _rows(
@@ -231,7 +240,7 @@ def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | N
     """Memory for each layer to begin with. On a GPU, torch's own allocator recycles."""
     if shape.device.type != "cpu":
         return [None] * layers
-    size = (layers, 2, shape.rows, shape.heads, shape.capacity, shape.head_dim)
+    size = (layers, shape.arrays, shape.rows, shape.heads, shape.capacity, shape.head_dim)
     count = math.prod(size) * shape.dtype.itemsize
     array = memory.take(count + ALIGN)
     start = -array.ctypes.data % ALIGN

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvclient.hf.attention import dense
 from kvclient.hf.attention.handle import forget_pending, give_handle, stepping
 from kvclient.hf.cache.in_place import InPlaceLayer
+from kvclient.hf.release import passing
 from kvclient.kernels import contract
 
 
@@ -99,7 +100,7 @@ def step(model: torch.nn.Module, tokens: Sequence[int], caches: Sequence[Any], h
     places = torch.tensor([[cache.get_seq_length()] for cache in caches])
     with torch.no_grad(), stepping():
         out = type(model).forward(
-            model, input_ids=ids, position_ids=places, past_key_values=RaggedCache(caches, heads),
-            use_cache=True, return_dict=True,
+            model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True,
+            **passing(RaggedCache(caches, heads)),
         )  # fmt: skip
     return out.logits[:, -1]

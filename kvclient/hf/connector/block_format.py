@@ -30,15 +30,31 @@ class BlockFormat:
     head_dim: int
     dtype: torch.dtype
     codec: Kivi | None = None
+    key_dim: int = 0  # 0: K and V apart, each head_dim wide; else side by side in head_dim, K first
 
     @classmethod
     def of(cls, kv: KVShape, codec: Kivi | None = None) -> BlockFormat:
-        return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec)
+        return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec, kv.key_dim)
+
+    @property
+    def arrays(self) -> int:
+        """The first dimension of a layer: 2 for K and V apart, 1 for K and V side by side."""
+        return 1 if self.key_dim else 2
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers, without what a block has besides."""
+        if self.codec is not None:
+            return self.layers * self.codec.bytes_per_token(self.heads, self.head_dim)
+        return self.layers * self.arrays * self.heads * self.head_dim * self.dtype.itemsize
 
     def layout(self, block_tokens: int) -> Layout:
         shape = (self.layers, self.heads, self.head_dim)
         if self.codec is None:
-            return Layout(*shape, DTYPE_NAMES[self.dtype], block_tokens)
+            return Layout(*shape, DTYPE_NAMES[self.dtype], block_tokens, self.arrays)
+        if self.key_dim:
+            widths = f"K of {self.key_dim} and V of {self.head_dim - self.key_dim} elements"
+            raise InvalidArgument(f"codec={self.codec.name!r} with {widths}: they are stored as computed only")
         self.codec.check(block_tokens, self.head_dim)
         sizes = (self.codec.bytes_per_token(self.heads, self.head_dim),) * self.layers
         return Layout(*shape, "uint8", block_tokens, layer_bytes_per_token=sizes, codec=CODEC_KIVI)
@@ -59,17 +75,13 @@ class BlockFormat:
         except (Closed, InvalidArgument):
             return False
         if self.codec is None:
-            return array.dtype == array_dtype(self.dtype) and array.shape == (
-                2,
-                self.heads,
-                tokens,
-                self.head_dim,
-            )
+            shape = (self.arrays, self.heads, tokens, self.head_dim)
+            return array.dtype == array_dtype(self.dtype) and array.shape == shape
         length = tokens * self.codec.bytes_per_token(self.heads, self.head_dim)
         return array.dtype == np.uint8 and array.shape == (length,) and tokens % self.codec.group == 0
 
     def read(self, view: Any, layer: int) -> np.ndarray:
-        """[2, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the block's own
+        """[arrays, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the block's own
         memory.
         """
         stored = bits(view.layer(layer))

@@ -26,6 +26,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.cache.layer import array_dtype, as_array
 from kvclient.hf.model.rope import Rope, probe_rope, reaches, turned_tensor
 from kvclient.hf.model.structure import KVShape, Refused, check_structure, widest_window
+from kvclient.hf.release import passing
 from kvclient.kernels import NotQuantisable
 
 MOST_POSITIONS = 1 << 17  # where a model's angles, products in single precision, are right to a hundredth
@@ -173,6 +174,8 @@ class WindowCache:
                 f"{type(model).__name__} has layers that see {own} tokens, counted by columns of the cache: "
                 "they would see others once some are dropped"
             )
+        if self.kv.key_dim:
+            raise Refused(f"{type(model).__name__} has K and V of different widths: no window holds them")
         self._limit = getattr(config, "max_position_embeddings", None)
         self._placed = "position_ids" in inspect.signature(model.forward).parameters
         self._model = model
@@ -195,7 +198,7 @@ class WindowCache:
             if self._placed:
                 first = self.tokens
                 given["position_ids"] = torch.arange(first, first + count, device=part.device)[None]
-            out = self._model(input_ids=part, past_key_values=self._cache, use_cache=True, **given)
+            out = self._model(input_ids=part, use_cache=True, **given, **passing(self._cache))
             logits = out.logits[0, -1]
             self.tokens += count
             self.dropped += max([layer.settle(self.head_tokens) for layer in self.layers])  # all the same

@@ -20,6 +20,7 @@ from kvclient import kernels
 from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.model.structure import Refused
+from kvclient.hf.release import passing
 
 CONVENTIONS = ("half", "interleaved")
 POSITIONS = (0, 1, 6, 37, 130, 251)  # those that the model has
@@ -183,7 +184,7 @@ def _layers_of(model: torch.nn.Module, token: int, position: int) -> list[tuple[
     positions = torch.full_like(ids, position)
     try:
         with evaluating(model):
-            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, position_ids=positions, use_cache=True, **passing(cache))
     except Exception as error:  # whatever the model's own code raises
         reason = f"{type(model).__name__} takes no position_ids ({error!r:.120})"
         raise Refused(f"{reason}: where its positions are cannot be found out") from error

@@ -2,8 +2,8 @@
 
 Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
 looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
-the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, all of one
-shape, and nothing else. Layers that see a window, or a chunk, are served with a cache that keeps every token:
+the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, the same for
+all layers, and nothing else; latent attention's latent counts as K and its rope key as V. Layers that see a window, or a chunk, are served with a cache that keeps every token:
 their mask hides what lies outside, as it does when a prompt is computed in one pass.
 """
 
@@ -21,6 +21,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.model.watch import foreign_hook
+from kvclient.hf.release import cache_of, passing
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -36,8 +37,9 @@ class Refused(InvalidArgument):
 class KVShape:
     layers: int
     heads: int
-    head_dim: int
+    head_dim: int  # of K and of V; where they are of different widths, of both together
     dtype: torch.dtype
+    key_dim: int = 0  # of K, where V is of another width; 0: it is not
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -59,8 +61,6 @@ def check_structure(model: torch.nn.Module) -> KVShape:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise Refused(f"{name} is an encoder-decoder: its KV depends on the encoder's input too")
-    if getattr(config, "kv_lora_rank", None):
-        raise Refused(f"{name} uses latent attention (MLA): what it caches is not K and V of its heads")
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in LENGTH_DEPENDENT_ROPE:
@@ -122,29 +122,30 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:
         with evaluating(model):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids, use_cache=True, **passing(cache))
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing about the model
     except Exception as error:  # whatever the model's own code raises
         raise Refused(
             f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
         ) from error
-    if getattr(out, "past_key_values", None) is not cache or not cache.layers:
+    if cache_of(out) is not cache or not cache.layers:
         raise Refused(f"{name} does not fill the cache that generate() gives it")
     layers = cache.layers
     if any(layer.keys is None or layer.keys.ndim != 4 for layer in layers):
         raise Refused(f"{name} has layers that fill no K and V of their own")
-    shapes = {
-        (t.shape[0], t.shape[1], t.shape[2], t.shape[3])
-        for layer in layers
-        for t in (layer.keys, layer.values)
-    }
+    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers}
     dtypes = {t.dtype for layer in layers for t in (layer.keys, layer.values)}
     if len(shapes) != 1 or len(dtypes) != 1:
         raise Refused(
-            f"{name} has K and V of different shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}"
+            f"{name} has layers of different shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}"
         )
-    (batch, heads, tokens, head_dim), dtype = shapes.pop(), dtypes.pop()
+    ((*of_keys, key_dim), (*of_values, value_dim)), dtype = shapes.pop(), dtypes.pop()
+    if of_keys != of_values:
+        raise Refused(f"{name} has K of {of_keys} and V of {of_values}: [rows, heads, tokens] differ")
+    batch, heads, tokens = of_keys
     if (batch, tokens) != (1, PROBE_TOKENS) or dtype not in DTYPE_NAMES:
         raise Refused(f"{name} caches {tokens} tokens of {batch} rows for {PROBE_TOKENS} of 1, as {dtype}")
-    return KVShape(len(layers), heads, head_dim, dtype)
+    if key_dim == value_dim:
+        return KVShape(len(layers), heads, key_dim, dtype)
+    return KVShape(len(layers), heads, key_dim + value_dim, dtype, key_dim)

@@ -14,6 +14,7 @@ import torch
 
 from kvclient.hf.attention.handle import stepping
 from kvclient.hf.cache.static import Steps
+from kvclient.hf.release import CACHE, passing
 
 WARM_UPS = 2  # runs before a capture, in which libraries set themselves up
 
@@ -36,7 +37,7 @@ class Step:
             and not wanted
             and ids is not None
             and ids.shape == self._ids.shape
-            and kwargs.get("past_key_values") is self._cache
+            and kwargs.get(CACHE) is self._cache
             and not self._steps.over
             and self._steps.length < self._steps.capacity
             and not torch.is_grad_enabled()
@@ -52,14 +53,14 @@ class Step:
             self._replay, self._out = recorder(self._ids.device)(self._run)
         self._replay()
         steps.length += 1
-        return type(self._out)(logits=self._out.logits.clone(), past_key_values=self._cache)
+        return type(self._out)(logits=self._out.logits.clone(), **passing(self._cache))
 
     def _run(self) -> Any:
         """May run any number of times for one token: it writes the same to the same places."""
         with stepping():
             return type(self._model).forward(
-                self._model, input_ids=self._ids, position_ids=self._places, past_key_values=self._cache,
-                use_cache=True, return_dict=True,
+                self._model, input_ids=self._ids, position_ids=self._places, use_cache=True,
+                return_dict=True, **passing(self._cache),
             )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from kvclient.hf.connector.claim import Claims
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.connector.save import Publisher
+from kvclient.hf.release import CACHE
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.decode_step import Step
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
@@ -89,11 +90,11 @@ class Request:
         self.report.prompt_tokens = self._prompt.tokens
         self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        if model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
         saved = dict(model_kwargs)
         for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
-            self._begin(model_kwargs["past_key_values"], config, read, follow, input_ids.device)
+            self._begin(model_kwargs[CACHE], config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
@@ -114,7 +115,7 @@ class Request:
         self._prefilled(time.perf_counter() - began)
         if self._steps is not None:
             self._steps.length = self._prompt.length
-            self.step = Step(model, model_kwargs["past_key_values"], self._steps, self._prompt.rows)
+            self.step = Step(model, model_kwargs[CACHE], self._steps, self._prompt.rows)
         return outputs
 
     def token(self, input_ids: torch.Tensor) -> None:

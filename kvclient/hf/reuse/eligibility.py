@@ -23,6 +23,7 @@ from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope, rotated
 from kvclient.hf.model.structure import KVShape, Refused, widest_window
+from kvclient.hf.release import passing
 from kvclient.hf.reuse.blend import Blend, BlendLayer, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.repair import Repair
 
@@ -37,6 +38,11 @@ def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> N
     if window := widest_window(model.config.get_text_config(decoder=True)):
         raise Refused(
             f"{type(model).__name__} has layers that see {window} tokens: only prefixes are reused"
+        )
+    if kv.key_dim:
+        raise Refused(
+            f"{type(model).__name__} caches a latent and a rope key, no K and V of heads: only prefixes "
+            "are reused"
         )
     non_prefix = NonPrefixReuse(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
     with evaluating(model):
@@ -59,7 +65,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
     step = max(1, config.vocab_size // LENGTH)
     ids = ((torch.arange(LENGTH) * 7 % LENGTH) * step)[None].to(model.device)
     plain = DynamicCache(config=config)
-    wanted = model(input_ids=ids, past_key_values=plain, use_cache=True).logits[0, -1]
+    wanted = model(input_ids=ids, use_cache=True, **passing(plain)).logits[0, -1]
     segments = []
     for start, stop, away in STRETCHES:
         piece = Piece(_Stored(plain, non_prefix, start, stop, away), 0, stop - start)
@@ -69,7 +75,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
     cache = DynamicCache(config=config)
     replace_layers(cache, [BlendLayer(blend, index, shape) for index in range(kv.layers)])
     with blend:
-        got = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        got = model(input_ids=ids, use_cache=True, **passing(cache)).logits[0, -1]
     scale = float(wanted.abs().max()) or 1.0
     value = float((got.float() - wanted.float()).abs().max()) / scale
     return value if value == value else float("inf")

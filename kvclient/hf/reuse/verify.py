@@ -18,6 +18,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.call import Report
+from kvclient.hf.release import cache_of, passing
 from kvclient.hf.reuse.repair import Repair
 
 PREFIX = "prefix"
@@ -182,5 +183,5 @@ def _first(model: torch.nn.Module, ids: list[int], plain: bool = False) -> Any:
 def _said(model: torch.nn.Module, out: Any, following: list[int]) -> torch.Tensor:
     """Log-probabilities at each position of the continuation."""
     rows = torch.tensor([following[:-1]], device=model.device)
-    rest = model(input_ids=rows, past_key_values=out.past_key_values, use_cache=True).logits[0]
+    rest = model(input_ids=rows, use_cache=True, **passing(cache_of(out))).logits[0]
     return torch.cat([out.logits[0], rest]).double().log_softmax(-1)
