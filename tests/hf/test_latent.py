@@ -9,7 +9,7 @@ import torch
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.release import passing
+from kvclient.hf.release import cache_of, passing
 from tests.hf.zoo import LATENT, generate, known, prompt
 
 BLOCK, NEW = 16, 20
@@ -19,7 +19,8 @@ BLOCK, NEW = 16, 20
 def test_a_block_is_as_wide_as_the_latent_and_the_rope_key(name, client):
     model = known(name)
     ids = prompt(61)
-    cache = transformers_cache(model, ids)
+    with torch.no_grad():
+        cache = cache_of(model(ids, use_cache=True))
     width = cache.layers[0].keys.shape[-1] + cache.layers[0].values.shape[-1]
     heads = cache.layers[0].keys.shape[1]
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
@@ -30,12 +31,6 @@ def test_a_block_is_as_wide_as_the_latent_and_the_rope_key(name, client):
     layer = cache.layers[2]
     both = torch.cat([layer.keys, layer.values], -1)[0, :, BLOCK : 2 * BLOCK]
     assert torch.equal(torch.from_numpy(stored.copy())[0], both)
-
-
-def transformers_cache(model, ids):
-    with torch.no_grad():
-        cache = kvclient.hf.release.cache_of(model(ids, use_cache=True))
-    return cache
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -64,9 +59,10 @@ def test_beams_samples_and_an_answer_that_goes_on(name, client):
 
 def test_what_a_latent_cannot_have_is_refused_with_the_reason(client):
     model = known("deepseek_v3")
-    for given in ({"codec": "int8"}, {"in_place": True}, {"repair": "auto"}):
-        with pytest.raises(kvclient.InvalidArgument, match="latent|K of 16 and V of 8|its attention"):
-            kvclient.hf.attach(model, client, **given)
+    refused = {"codec": ("int8", "K of 16"), "in_place": (True, "attention"), "repair": ("auto", "latent")}
+    for name, (value, reason) in refused.items():
+        with pytest.raises(kvclient.InvalidArgument, match=reason):
+            kvclient.hf.attach(model, client, **{name: value})
         assert "generate" not in model.__dict__
         assert not str(model.config._attn_implementation).startswith("kvclient")
 

@@ -54,7 +54,8 @@ class BlockFormat:
             return Layout(*shape, DTYPE_NAMES[self.dtype], block_tokens, self.arrays)
         if self.key_dim:
             widths = f"K of {self.key_dim} and V of {self.head_dim - self.key_dim} elements"
-            raise InvalidArgument(f"codec={self.codec.name!r} with {widths}: they are stored as computed only")
+            only = "they are stored as computed only"
+            raise InvalidArgument(f"codec={self.codec.name!r} with {widths}: {only}")
         self.codec.check(block_tokens, self.head_dim)
         sizes = (self.codec.bytes_per_token(self.heads, self.head_dim),) * self.layers
         return Layout(*shape, "uint8", block_tokens, layer_bytes_per_token=sizes, codec=CODEC_KIVI)
@@ -81,8 +82,8 @@ class BlockFormat:
         return array.dtype == np.uint8 and array.shape == (length,) and tokens % self.codec.group == 0
 
     def read(self, view: Any, layer: int) -> np.ndarray:
-        """[arrays, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the block's own
-        memory.
+        """[arrays, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the
+        block's own memory.
         """
         stored = bits(view.layer(layer))
         if self.codec is None:

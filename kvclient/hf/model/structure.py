@@ -3,8 +3,9 @@
 Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
 looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
 the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, the same for
-all layers, and nothing else; latent attention's latent counts as K and its rope key as V. Layers that see a window, or a chunk, are served with a cache that keeps every token:
-their mask hides what lies outside, as it does when a prompt is computed in one pass.
+all layers, and nothing else; latent attention's latent counts as K and its rope key as V. Layers that see a
+window, or a chunk, are served with a cache that keeps every token: their mask hides what lies outside, as it
+does when a prompt is computed in one pass.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class CacheBuilder:
             self.steps = Steps(self._pads, capacity, device)
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
-        shape = Shape(self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim)
+        shape = Shape(
+            self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim
+        )
         if self._blend is not None:
             make: Callable[..., StoreLayer] = functools.partial(BlendLayer, self._blend)
         elif in_place:

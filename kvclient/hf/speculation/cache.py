@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvclient.hf.release import passing
 from kvclient.hf.speculation.draft import Draft
 
 
@@ -49,7 +50,7 @@ def score(model: torch.nn.Module, cache: Any, token: int, draft: Draft, pad: int
         )
         given["attention_mask"][:, :pad] = 0
     ids = torch.tensor([[token, *draft.tokens]], device=device)
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **given)
+    out = model(input_ids=ids, use_cache=True, return_dict=True, **given, **passing(cache))
     return out.logits[0]
 
 

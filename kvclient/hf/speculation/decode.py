@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
+from kvclient.hf.release import cache_of, passing
 from kvclient.hf.speculation.acceptance import Path, match, reject
 from kvclient.hf.speculation.cache import cut, keep, score, trees, unfit
 from kvclient.hf.speculation.draft import NOTHING, Draft, Drafter
@@ -139,7 +140,7 @@ class _Answer:
         mask = given.get("attention_mask")
         pad = 0 if mask is None else int((mask == 0).sum())
         out = self._model._prefill(self._ids, self._config, given)
-        cache = out.past_key_values
+        cache = cache_of(out)
         stopped = self._take(self._choose(NOTHING, out.logits[:, -1]), streamer)
         self.report.off = unfit(self._model, cache)
         self._tree = trees(self._model)
@@ -155,7 +156,7 @@ class _Answer:
             return self._ids
         return GenerateDecoderOnlyOutput(
             sequences=self._ids, scores=None if self._scores is None else tuple(self._scores),
-            logits=None if self._logits is None else tuple(self._logits), past_key_values=cache,
+            logits=None if self._logits is None else tuple(self._logits), **passing(cache),
         )  # fmt: skip
 
     def _pass(self, session: Any, cache: Any, pad: int, streamer: Any) -> bool:

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
+from kvclient.hf.release import passing
 from kvclient.hf.speculation.cache import cut, trees, unfit
 from kvclient.hf.speculation.draft import Draft
 
@@ -70,7 +71,7 @@ class _Text:
         for layer in self._cache.layers:
             cut(layer, self._held - same)
         new = torch.tensor([list(ids[same:])], device=self._model.device)
-        out = self._model(input_ids=new, past_key_values=self._cache, use_cache=True)
+        out = self._model(input_ids=new, use_cache=True, **passing(self._cache))
         self._held = len(ids)
         return out.logits[0, -1:, : self._shared]
 
@@ -91,7 +92,7 @@ class _Text:
             depth = past + tree.depth - 1
             given["position_ids"] = torch.full((1, len(front)), depth, device=device)
         ids = torch.tensor([[tree.tokens[node - 1] for node in front]], device=device)
-        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **given)
+        out = self._model(input_ids=ids, use_cache=True, **given, **passing(self._cache))
         return out.logits[0, :, : self._shared]
 
     def _added(self, seen: torch.Tensor) -> torch.Tensor:
