@@ -125,8 +125,8 @@ class Config:
         70, _whole, low=0, high=100,
     )  # fmt: skip
     disk_pending_writes: int = _field(
-        "most blocks of a namespace that wait to be written; of more, the least valuable is not",
-        1024, _whole, unit="blocks", low=1, high=1 << 20,
+        "most blocks of a namespace that wait to be written; of more, the least valuable is not; 0: all",
+        0, _whole, unit="blocks", low=0, high=1 << 20,
     )  # fmt: skip
     disk_daily_writes: int = _field(
         "most bytes written to disk a day (UTC), against wear, all namespaces together; 0: no limit",

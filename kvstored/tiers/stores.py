@@ -38,7 +38,7 @@ def new_store(config: Config, pool: Pool) -> Any:
         pool.adopted,
         bool(config.disk),
         config.disk_write_priority,
-        config.disk_pending_writes,
+        config.disk_pending_writes or pool.geometry.max_blocks,
     )
 
 

@@ -124,7 +124,7 @@ void Store::file_must_go(const Key& key) {
   if (!options_.disk) return;
   going_.try_emplace(key, Index::kAbsent);
   deleted_.keys.push_back(key);
-  wake_disk();
+  if (deleted_.keys.size() == 1) wake_disk();  // the tier takes all that is there
 }
 
 void Store::remember_file(uint32_t record, const Key& key) {
