@@ -101,7 +101,7 @@ class Daemon:
                 huge = {name for name, pool in self._pools.items() if pool.huge_pages}
                 self._tiers = Tiers(config, self._stores, huge)
                 self._peers = Peers(config, self._stores, [tenant[4] for tenant in self._tenants])
-            self._sessions = _core.SessionServer(
+                self._sessions = _core.SessionServer(
                     config.in_dir("kvstored.sock"),
                     list(self._stores.values()),
                     connections_within(config, SESSION_DESCRIPTORS),
@@ -144,6 +144,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         with self._segments.undone_if_it_fails():
             servers = await self._start()
+        self._segments.settle()
         self._watch.start(lambda: self._reload.config.scrub_rate)
         for name in self._stores:
             self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)

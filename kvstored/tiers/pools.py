@@ -9,7 +9,7 @@ Never maps a segment and never reads a byte of one: what they contain is for the
 
 Invariants: a segment is adopted only if it is this user's alone and of the size the same geometry gives;
 names are written to state.json before the files exist, and begin with a mark of the runtime directory, so
-none is ever orphaned, whatever becomes of state.json; two pools of one namespace never live at once.
+none is ever orphaned, whatever becomes of state.json; of two pools of one namespace one alone is served.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Segments:
         self._geometries = geometries
         self._pools: dict[str, Pool] = {}
         self._undone: list[Pool] = []
+        self._replaced: dict[str, dict[str, Any]] = {}  # what is given up once this daemon serves
 
     @property
     def kept(self) -> bool:
@@ -140,14 +141,22 @@ class Segments:
             self._give_up(entry, at_leisure=roomy)
         for namespace, why_not in given_up.items():
             log.info("pool_discarded", namespace=namespace, why=why_not)
-            self._give_up(known[namespace], at_leisure=roomy)
+            self._replaced[namespace] = known[namespace]
+        if not roomy:  # the new pools need this memory
+            self.settle(at_leisure=False)
         missing = [geometry for geometry in self._geometries if geometry.namespace not in self._pools]
         if missing or given_up:
             self._make(missing)
+        return [self._pools[geometry.namespace] for geometry in self._geometries]
+
+    def settle(self, at_leisure: bool = True) -> None:
+        """Gives up what the new pools replace: last of all, since a start that fails on something else must
+        cost no block."""
+        while self._replaced:
+            self._give_up(self._replaced.popitem()[1], at_leisure)
         used = {f"{pool.prefix}.{role}" for pool in self._pools.values() for role in ROLES}
         for name in self._keeper.settle(used):
             log.info("descriptor_given_up", name=name)
-        return [self._pools[geometry.namespace] for geometry in self._geometries]
 
     def replace(self, namespace: str) -> Pool:
         """A new pool for one whose content the Store refused."""
@@ -171,7 +180,8 @@ class Segments:
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """A start that failed leaves no pool that was not there before."""
+        """A start that failed leaves no pool that was not there before, and those that were (where memory had
+        room for both, else settle() came first)."""
         try:
             yield
         except BaseException:
@@ -183,14 +193,16 @@ class Segments:
         self._pools = {name: one for name, one in self._pools.items() if one.adopted}
         for pool in self._undone:
             self._placed(pool.place).remove(pool.prefix)
-        if self._undone and self._pools:
-            self._save({})
+        if self._replaced or (self._undone and self._pools):
+            self._save(self._replaced)
+            self._replaced = {}
         elif self._undone:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
 
     def discard(self) -> None:
         """Removes everything: the next daemon starts empty."""
+        self.settle()
         for pool in self._pools.values():
             with contextlib.suppress(OSError):
                 self._retire(pool.table_fd)

@@ -7,6 +7,7 @@ adopts all of it or starts empty, never half, and never touches what is not its 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,31 @@ def test_another_geometry_starts_empty_and_removes_the_old_pool(stopped, args):
         assert calls.states("a") == [0]
         calls.put("new")
     assert not list(Path("/dev/shm").glob(old + "*"))
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_start_that_fails_costs_no_block_of_another_geometry(stopped, taken_port, tmp_path):
+    """What is wrong with the disk or a port is found before the pool of before is given up."""
+    (tmp_path / "file").touch()
+    wrong = [
+        ("--metrics-port", str(taken_port)),
+        ("--disk", str(tmp_path / "file"), "--disk-quota", "1GiB"),
+        ("--node", "a", "--listen", f"127.0.0.1:{taken_port}", "--peer", "b=127.0.0.1:1"),
+    ]
+    before = set(Path("/dev/shm").glob(state_of(stopped)["pools"]["default"]["prefix"] + "*"))
+    for args in wrong:
+        code, text = start_refused(stopped.dir, "--memory", "32MiB", *args)
+        assert code == Exit.CANNOT_START, text
+        mark = state_of(stopped)["pools"]["default"]["prefix"].rpartition("-")[0]
+        assert set(Path("/dev/shm").glob(mark[:-8] + "*")) == before, args
+    assert served(stopped), "a start that failed has cost the blocks"
 
 
 def test_too_little_memory_is_an_error_that_names_both_sizes_and_costs_no_block(stopped):

@@ -36,7 +36,9 @@ class World:
     def open(self, *geometries, fresh=False):
         segments = Segments(self.config, list(geometries) or [GEOMETRY], self._retire)
         self._open.append(segments)
-        return segments, segments.open(fresh)
+        pools = segments.open(fresh)
+        segments.settle()
+        return segments, pools
 
     def _retire(self, fd):
         os.fstat(fd)
