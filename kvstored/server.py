@@ -46,6 +46,7 @@ from kvstored.telemetry.prometheus import Figures, render
 from kvstored.tiers.disk import Tiers
 from kvstored.tiers.peers import Peers
 from kvstored.tiers.pools import Pool, Segments
+from kvstored.tiers.shared import Shared
 from kvstored.tiers.stores import geometry, new_store, retire
 from kvstored.v1 import (
     admin_pb2,
@@ -99,8 +100,9 @@ class Daemon:
                 for pool in self._segments.open(fresh):
                     self._open_store(config, pool)
                 huge = {name for name, pool in self._pools.items() if pool.huge_pages}
-                self._tiers = Tiers(config, self._stores, huge)
                 self._peers = Peers(config, self._stores, [tenant[4] for tenant in self._tenants])
+                self._shared = Shared(config, self._stores, self._peers.tiers)  # claims before the tier opens
+                self._tiers = Tiers(config, self._stores, huge)
                 self._sessions = _core.SessionServer(
                     config.in_dir("kvstored.sock"),
                     list(self._stores.values()),
@@ -165,6 +167,7 @@ class Daemon:
     def close(self) -> None:
         self._sessions.stop()
         self._threads.close()
+        self._shared.close()
         self._peers.close()
         self._tiers.close()
         for store in self._stores.values():
@@ -225,6 +228,7 @@ class Daemon:
         self._tiers.start()
         try:
             self._peers.start()
+            self._shared.start()
             self._sessions.start()
         except StoreError as error:
             raise StartupError(str(error)) from error
@@ -346,7 +350,8 @@ class Daemon:
 
     async def _figures(self, namespace: str) -> dict[str, object]:
         figures = await self._threads.run(self._stores[namespace].stats)
-        return {**figures, **self._tiers.stats(namespace), **await self._tiers.aside(namespace)}
+        tiers = {**self._tiers.stats(namespace), **self._shared.stats(namespace)}
+        return {**figures, **tiers, **await self._tiers.aside(namespace)}
 
     async def _metrics_text(self) -> str:
         own = {

@@ -96,6 +96,11 @@ class Config:
         _directories,
         show=",".join,
     )
+    disk_shared: str = _field(
+        "a directory that daemons of several hosts have mounted: each keeps its blocks in DIR/<node>, as one "
+        "more directory of the disk tier, and reads what the others keep, in namespaces with share = read",
+        "", _path,
+    )  # fmt: skip
     disk_quota: int = _field(
         "most bytes on disk, all directories and namespaces together",
         0,
@@ -249,11 +254,14 @@ class Config:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        if bool(self.disk) != bool(self.disk_quota):
+        if self.disk_shared and not self.node:
+            raise ConfigError("node: disk_shared wants this daemon's own name among its peers")
+        if bool(self.disks) != bool(self.disk_quota):
             raise ConfigError(
-                f"disk_quota: {format_size(self.disk_quota)} with {len(self.disk)} directories in disk: "
-                "the disk tier wants both, or neither"
+                f"disk_quota: {format_size(self.disk_quota)} with {len(self.disks)} directories in disk and "
+                "disk_shared: the disk tier wants both, or neither"
             )
+        _directories(self.disks)  # none in another
         for part_of, whole in (("memory", self.memory), ("disk_quota", self.disk_quota)):
             parts = self._parts(part_of, whole)
             if (total := sum(parts.values())) > whole:
@@ -312,6 +320,16 @@ class Config:
 
     def disk_files_of(self, namespace: str) -> int:
         return max(1, self.disk_files * self.disk_bytes(namespace) // max(1, self.disk_quota))
+
+    @property
+    def own_shared(self) -> str:
+        """This daemon's part of disk_shared, "" without."""
+        return os.path.join(self.disk_shared, self.node) if self.disk_shared else ""
+
+    @property
+    def disks(self) -> tuple[str, ...]:
+        """All directories of the disk tier."""
+        return (*self.disk, self.own_shared) if self.disk_shared else self.disk
 
     @property
     def shared(self) -> tuple[str, ...]:

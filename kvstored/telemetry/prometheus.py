@@ -108,6 +108,12 @@ DISK_METRICS: dict[str, About] = {
     "disk_evicted": ("kvstored_disk_evictions_total", "counter", "Files given up to keep the quota."),
     "disk_reused": ("kvstored_disk_reuses_total", "counter", "Of those, files that became another block's."),
     "disk_cpu_seconds": ("kvstored_disk_cpu_seconds_total", "counter", "CPU time of the disk tier's thread."),
+    "shared_nodes": ("kvstored_shared_nodes", "gauge", "Other daemons that keep blocks in disk_shared."),
+    "shared_loaded": ("kvstored_shared_loads_total", "counter", "Blocks read from files of other daemons."),
+    "shared_load_bytes": ("kvstored_shared_load_bytes_total", "counter", "Bytes of them."),
+    "shared_missing": ("kvstored_shared_misses_total", "counter", "Blocks that nobody kept there."),
+    "shared_gone": ("kvstored_shared_gone_total", "counter", "Files that went while they were read."),
+    "shared_corrupt": ("kvstored_shared_corrupt_total", "counter", "Files there that did not match."),
 }
 # A peer's counters, of each shared namespace. `peer` is a name of the configuration, at most 64.
 PEER_METRICS: dict[str, About] = {

@@ -96,7 +96,7 @@ class Tiers:
         with a disk that answers."""
         self._tiers: dict[str, Tier] = {}
         levels, digits = map(int, config.disk_fanout.split("x"))
-        if not config.disk:
+        if not config.disks:
             return
         others = threading.Lock()
 
@@ -104,13 +104,13 @@ class Tiers:
             """What lies beside the namespaces' directories: told by the first that is opened."""
             if not others.acquire(blocking=False):
                 return
-            for path in left_over(config.disk, stores.keys()):
+            for path in left_over(config.disks, stores.keys()):
                 why = "no namespace of this name is configured: its files count to no quota"
                 log.warning("disk_left_over", directory=path, why=why)
 
         try:
             for name, store in stores.items():
-                directories = Directories(config.disk, name, config.disk_mounted)
+                directories = Directories(config.disks, name, config.disk_mounted, config.own_shared)
                 native = _core.DiskTier(
                     store,
                     directories.paths,

@@ -2,7 +2,8 @@
 
 Owns the locks that keep two daemons, or a daemon and `kvstored fsck`, out of one directory. Never opens a
 block: that is native (`native/core/disk`). Invariant: while a Directories exists, nobody else of good will
-changes anything in them.
+changes anything in them. One that hosts share is not locked, for that would be a lock over the network: it is
+claimed by a file that says whose it is.
 
     DIR/<namespace>/a/b/<key>.kv     DIR/<namespace>/tmp/     DIR/<namespace>/aside/
 """
@@ -19,6 +20,7 @@ from aiofiles import os as files
 from kvstored import _core
 from kvstored.errors import StartupError, StoreError
 from kvstored.process import runtime_dir
+from kvstored.tiers.shared import check_shared
 
 ASIDE = "aside"
 LOCK_WAIT_S, LOCK_LOOK_S = 1.0, 0.01
@@ -28,8 +30,12 @@ LOOK_S = 1.0  # a disk that takes longer to list what is kept aside is asked aga
 class Directories:
     """Those of one namespace, one below each directory of the configuration."""
 
-    def __init__(self, configured: Sequence[str], namespace: str, mounted: bool = False) -> None:
+    def __init__(
+        self, configured: Sequence[str], namespace: str, mounted: bool = False, shared: str = ""
+    ) -> None:
+        """`shared`: which of them lies where other hosts see it."""
         self._mounted = mounted
+        self._shared = shared
         self.paths = [os.path.join(directory, namespace) for directory in configured]
         self._locks: list[int] = []
         self._look: asyncio.Task[None] | None = None
@@ -46,9 +52,12 @@ class Directories:
             if self._mounted and os.stat(_existing(directory)).st_dev == os.stat("/").st_dev:
                 why = "is on the root file system, and disk_mounted is set: mount it"
                 raise StartupError(f"disk: {directory} {why}")
+            if directory == self._shared:
+                check_shared(parent)
             for one in (directory, path):
                 runtime_dir.prepare(one, "disk directory")
-            self._locks.append(_locked(path))
+            if directory != self._shared:
+                self._locks.append(_locked(path))
         except (StoreError, OSError) as error:
             raise StartupError(f"disk: {error}") from error
 

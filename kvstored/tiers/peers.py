@@ -71,6 +71,11 @@ class Peers:
         return f"{self._host}:{self._server.port}" if self._server else ""
 
     @property
+    def tiers(self) -> Mapping[str, Any]:
+        """By namespace; native."""
+        return self._tiers
+
+    @property
     def transport(self) -> str:
         return "tls" if self._tls else "tcp"
 

@@ -36,7 +36,7 @@ def new_store(config: Config, pool: Pool) -> Any:
         SHM_DIR,
         pool.prefix,
         pool.adopted,
-        bool(config.disk),
+        bool(config.disks),
         config.disk_write_priority,
         config.disk_pending_writes or pool.geometry.max_blocks,
     )

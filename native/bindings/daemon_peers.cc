@@ -12,6 +12,7 @@
 #include "core/base/error.h"
 #include "core/peer/server.h"
 #include "core/peer/tier.h"
+#include "core/shared/shared_reader.h"
 
 namespace nb = nanobind;
 
@@ -52,6 +53,18 @@ nb::dict server_stats(kv::peer::Server& server) {
   X(connections) X(accepted) X(refused) X(served_blocks) X(served_bytes);
 #undef X
   return out;
+}
+
+nb::dict shared_stats(kv::SharedReader& reader) {
+  const kv::SharedReader::Stats s = reader.stats();
+  nb::dict out;
+#define X(name) out["shared_" #name] = s.name;
+  // clang-format off
+  X(nodes) X(waiting)
+  KV_SHARED_COUNTERS(X)
+  // clang-format on
+#undef X
+      return out;
 }
 
 }  // namespace
@@ -104,4 +117,18 @@ void bind_peers(nb::module_& m) {
       .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Tier::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", peer_stats);
+  nb::class_<kv::SharedReader>(m, "SharedReader", "What other daemons keep in a shared directory, below one namespace.")
+      .def(
+          "__init__",
+          [](kv::SharedReader* self, kv::Store& store, std::string directory, std::string node, std::string space,
+             uint32_t fanout_levels, uint32_t fanout_digits, Tier* next) {
+            new (self) kv::SharedReader(
+                store, {std::move(directory), std::move(node), std::move(space), {fanout_levels, fanout_digits}}, next);
+          },
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::arg("store"), nb::arg("directory"), nb::arg("node"),
+          nb::arg("space"), nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("next").none() = nb::none(),
+          "`next` is asked for what nobody keeps there. stop() before it, and before the store closes.")
+      .def("start", &kv::SharedReader::start, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &kv::SharedReader::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", shared_stats);
 }

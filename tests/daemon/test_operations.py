@@ -45,6 +45,8 @@ def scraped(daemon, tmp_path):
     args += ["--namespaces", f"default:salt=file:{salt}:share=read"]
     if prometheus.DISK_METRICS:
         args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
+    (shared := tmp_path / "shared").mkdir(mode=0o700)
+    args += ["--disk-shared", str(shared)]
     one = daemon("64MiB", args)
     with Calls(one.dir) as calls:
         calls.put("a")

@@ -1,0 +1,102 @@
+"""A directory that daemons of several hosts have mounted: each writes in its part and reads the others'.
+
+Owns the claim of this daemon's part and the native readers (`native/core/shared`). Never writes into another
+daemon's part, and takes no lock there: a lock over the network would stand or fall with it. Invariant: two
+daemons that follow this never write in one part.
+
+    DIR/<node>/owner          which machine and runtime directory the part belongs to
+    DIR/<node>/<namespace>/   a directory of the disk tier
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from kvstored import _core, log
+from kvstored.config.config import Config
+from kvstored.errors import StartupError
+from kvstored.process import runtime_dir
+
+OWNER = "owner"
+MAX_OWNER_BYTES = 4096
+
+
+def check_shared(directory: str) -> None:
+    """Raises StartupError if others than this user may change what lies there: blocks could be planted."""
+    found = os.stat(directory)
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        mode = found.st_mode & 0o7777
+        raise StartupError(
+            f"disk_shared: {directory} belongs to user {found.st_uid} and has mode {mode:04o}: it "
+            f"must be of user {os.geteuid()}, whom the daemons run as, and writable by nobody else"
+        )
+
+
+def _self(config: Config) -> dict[str, str]:
+    try:
+        with open("/etc/machine-id") as file:
+            machine = file.read(64).strip()
+    except OSError:
+        machine = ""
+    return {"machine": machine, "host": socket.gethostname(), "dir": os.path.realpath(config.dir)}
+
+
+def claim(config: Config) -> None:
+    """Says that the part is this daemon's. Raises StartupError where another may be at work in it: one of
+    another machine, or a living one of this."""
+    directory, own = config.own_shared, _self(config)
+    check_shared(config.disk_shared)
+    runtime_dir.prepare(directory, "disk_shared")
+    path = os.path.join(directory, OWNER)
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(MAX_OWNER_BYTES))
+        other = {name: str(found[name]) for name in own}
+    except FileNotFoundError:
+        other = own
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"disk_shared: {path}: {error!r:.200}: remove it if no daemon uses it") from None
+    elsewhere = (other["machine"], other["host"]) != (own["machine"], own["host"])
+    if elsewhere or (other["dir"] != own["dir"] and runtime_dir.running_pid(other["dir"]) is not None):
+        raise StartupError(
+            f"disk_shared: {directory} is the part of the daemon in {other['dir']!r} on {other['host']!r}: "
+            f"give this one another `node`, or remove {path} if that one is gone for good"
+        )
+    if other != own or not os.path.exists(path):
+        runtime_dir.write_whole(path, json.dumps(own).encode())
+
+
+class Shared:
+    def __init__(self, config: Config, stores: Mapping[str, Any], peers: Mapping[str, Any]) -> None:
+        """`peers`: native tiers by namespace, asked for what nobody keeps here. Raises StartupError."""
+        self._readers: dict[str, Any] = {}
+        if not config.disk_shared:
+            return
+        try:
+            claim(config)
+        except OSError as error:
+            raise StartupError(f"disk_shared: {config.disk_shared}: {error.strerror}") from error
+        levels, digits = map(int, config.disk_fanout.split("x"))
+        for name in config.shared:
+            self._readers[name] = _core.SharedReader(
+                stores[name], config.disk_shared, config.node, name, levels, digits, peers.get(name)
+            )
+        log.info("shared_directory", directory=config.disk_shared, own=config.node, read=len(self._readers))
+
+    def start(self) -> None:
+        for reader in self._readers.values():
+            reader.start()
+
+    def close(self) -> None:
+        """Before the peers."""
+        for reader in self._readers.values():
+            reader.stop()
+
+    def stats(self, namespace: str) -> dict[str, int]:
+        """Figures that stand beside the store's, {} without a shared directory."""
+        reader = self._readers.get(namespace)
+        return reader.stats() if reader else {}
