@@ -173,16 +173,24 @@ def table(result: dict[str, Any]) -> str:
 HEAD = """# What was run on a GPU
 
 Written by `python -m bench.gpu --document` from gpu.json beside it, which is what `python -m bench.gpu` put
-out; nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. `.ci/gpu`
+out. Nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. `.ci/gpu`
 builds, tests and measures on a machine with nvcc and torch.
 """
 OPEN = """## What only a GPU can tell
 
-Every row above; and besides: that a decode step is captured as a CUDA graph; that streams which share a
-pool of pages wait for each other (tests see that they are asked to); that read-only shared maps are
-registered rather than bounced; what compute-sanitizer says (`make gpu-sanitize`). Not written, for the same
-reason: wgmma for sm_90a (those devices run the mma.sync path; the backend `cuda_sm90a` says so) and sm_70
-(nvcc 13 has none, NVRTC 12.9 would). Head dimension 256 is written, and was tuned on no device."""
+Every row above, and besides:
+
+- that a decode step is captured as a CUDA graph;
+- that streams which share a pool of pages wait for each other (tests see that they are asked to);
+- that read-only shared maps are registered rather than bounced;
+- what compute-sanitizer says (`make gpu-sanitize`).
+
+Not written, for the same reason:
+
+- wgmma for sm_90a: those devices run the mma.sync path, and the backend `cuda_sm90a` says so;
+- sm_70: nvcc 13 has none, NVRTC 12.9 would.
+
+Head dimension 256 is written, and was tuned on no device."""
 NOTHING = "Nothing was run on a GPU yet: neither `pytest -m gpu` nor `bench/gpu.py`. Row by row:"
 
 
@@ -210,7 +218,8 @@ def _run(result: dict[str, Any] | None) -> str:
         f"pinned to device {limits['pinned_bytes_s'] / 1e9:,.1f} GB/s",
     ]
     run = f"Last run: {about['when']}, {machine}, commit {about['commit']}, {result['seconds']} s."
-    return f"{run}\nCeilings in the same run: {', '.join(rates)}.\n\n{table(result)}"
+    ceilings = "\n".join(f"- {rate}" for rate in rates)
+    return f"{run}\nCeilings in the same run:\n\n{ceilings}\n\n{table(result)}"
 
 
 if __name__ == "__main__":

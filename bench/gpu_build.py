@@ -96,16 +96,17 @@ def words(record: dict[str, Any]) -> str:
     """The section of docs/gpu.md."""
     lines = [
         f"`make cuda-release`, {record['when']}, nvcc {record['nvcc']}, sources of commit "
-        f"{record['sources']}, no GPU: a library of {record['bytes'] / 1e6:.1f} MB, PTX for 9.0 included. By "
-        "ptxas and cuobjdump (`python -m bench.gpu_build build/cuda-release`):",
+        f"{record['sources']}, no GPU.",
+        f"It gives a library of {record['bytes'] / 1e6:.1f} MB, PTX for 9.0 included.",
+        "By ptxas and cuobjdump (`python -m bench.gpu_build build/cuda-release`):",
         "",
-        "| target | functions | most registers | stack, spills (bytes) | LDL and STL | HMMA |",
-        "|---|---|---|---|---|---|",
+        "| target | functions, most registers | stack, spills (bytes) | LDL and STL | HMMA |",
+        "|---|---|---|---|---|",
     ]
     for target, own in record["targets"].items():
         code = [str(own.get(name, "*not read*")) for name in ("local_instructions", "hmma_instructions")]
         lines.append(
-            f"| {target} | {own['functions']} | {own['registers']} | {own['stack_bytes']}, "
+            f"| {target} | {own['functions']}, {own['registers']} | {own['stack_bytes']}, "
             f"{own['spill_bytes']} | {' | '.join(code)} |"
         )
     return "\n".join(lines)
