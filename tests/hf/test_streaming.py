@@ -157,15 +157,18 @@ def test_a_file_that_was_not_finished_is_written_anew(home):
     (home / "kvstored-streaming.bin.part").write_bytes(b"half")
     written = []
     model = StreamingCausalLM.from_pretrained(home, progress=lambda done, all: written.append((done, all)))
-    assert written == [(i, 5) for i in range(1, 6)] and torch.equal(logits(model), want)
+    assert written == sorted(written) and written[-1][0] == written[-1][1] and len(written) >= 10
+    assert torch.equal(logits(model), want)
     index.write_text(index.read_text().replace('"piece": [0', '"piece": [1'))
     assert torch.equal(logits(opened(home, "full_resident")), want)
+    assert not list(home.glob("*.part")) and not list(home.glob("*.journal"))
 
 
 def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(home, tmp_path):
     """As on a full disk, a write takes only a part of what it is given, the last layer's too."""
     streams_of(opened(home, "full_stream")).close()
-    most = (home / "kvstored-streaming.bin").stat().st_size - 100
+    last = json.loads((home / "kvstored-streaming.json").read_text())["layers"][4]["ffn"]["piece"]
+    most = last[0] + last[1] - 100
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((home / name).read_bytes())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -65,11 +65,16 @@ def said(speculation: Speculation | None) -> dict[str, object]:
 
 
 def run(asked: argparse.Namespace) -> dict[str, object]:
+    began = time.perf_counter()
+
     def told(done: int, whole: int) -> None:
-        print(f"\rrearranging layer {done} of {whole}", end="\n" if done == whole else "", file=sys.stderr)
+        took_s = time.perf_counter() - began
+        left_s = took_s * (whole - done) / max(1, done)
+        line = f"\rrearranging: {done / 2**20:.0f} of {whole / 2**20:.0f} MiB, "
+        line += f"{done / 2**20 / took_s:.0f} MiB/s, {left_s:.0f} s left "
+        print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
 
     config = StreamingConfig(residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots)
-    began = time.perf_counter()
     model = StreamingCausalLM.from_pretrained(asked.directory, config, progress=told)
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)

@@ -8,6 +8,7 @@ its layer does not compute, so that nobody reads what another layer has put ther
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,11 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
+from kvclient.hf.streaming.headers import Source, tensors
+from kvclient.hf.streaming.index import BLOCK_BYTES, Arrangement, Part, Stored, Table, sources, split
 from kvclient.hf.streaming.mover import DiskMover, pages
-from kvclient.hf.streaming.rearrange import Arrangement, Part, Stored, arrangement, sources, split
-from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
+from kvclient.hf.streaming.rearrange import arrangement
+from kvclient.hf.streaming.residency import NO_VOCABULARY, PARTS, Plan, StreamingConfig, Vocabulary, plan
 from kvclient.hf.streaming.scheduler import Mover, Scheduler, Slot
+from kvclient.hf.streaming.vocabulary import ROWS_BYTES, StreamedEmbedding, StreamedHead, digest
 
+ROLES = {"embedding": "input", "head": "output"}
 Place = tuple[torch.nn.Module, str, torch.Tensor]
 # Not an attribute of the model: what a module has is part of its identity.
 _streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams] = weakref.WeakKeyDictionary()
@@ -50,10 +55,20 @@ class StreamingCausalLM:
             )
         config = config or StreamingConfig()
         model, group = _empty(home, dtype)
-        arranged = arrangement(home, progress)
-        rest = _outside(home)
+        found = tensors(home, sources(home))
+        names = _vocabulary(model, found)
+        arranged = arrangement(home, tuple(dict.fromkeys(names.values())), progress)
         sizes = [{name: part.piece.length for name, part in layer.items()} for layer in arranged.layers]
-        chosen = plan(config, sizes, sum(tensor.nbytes for tensor in rest.values()))
+        tables = {role: arranged.tables[name] for role, name in names.items()}
+        others = {name: source for name, source in found.items() if split(name) is None}
+        outside = sum(
+            math.prod(own.shape) * model.dtype.itemsize
+            for name, own in others.items()
+            if name not in names.values()
+        )
+        chosen = plan(config, sizes, outside, _sizes(tables))
+        streamed = {names[role] for role in chosen.vocabulary}
+        rest = {name: _read(source) for name, source in others.items() if name not in streamed}
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
@@ -61,9 +76,10 @@ class StreamingCausalLM:
             )
         for layer, parts in zip(layers, arranged.layers, strict=True):
             _pack(layer, parts, group, model.dtype)
-        _fill_outside(model, rest, arranged.prefix, home.name)
+        _fill_outside(model, rest, arranged.prefix, home.name, streamed)
         moved = (mover or (lambda own: DiskMover(own.path)))(arranged)
-        _streams[model] = Streams(layers, arranged, chosen, config, moved, model.dtype)
+        tables = {role: tables[role] for role in chosen.vocabulary}
+        _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved)
         if (home / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
         return model.eval()
@@ -90,10 +106,11 @@ class Streams:
     """The streamed layers of one model: their slots, and whose weights point into which."""
 
     def __init__(
-        self, layers: Any, arranged: Arrangement, chosen: Plan, config: StreamingConfig, mover: Mover,
-        dtype: torch.dtype,
+        self, model: Any, layers: Any, arranged: Arrangement, tables: dict[str, Table], chosen: Plan,
+        config: StreamingConfig, mover: Mover,
     ) -> None:  # fmt: skip
-        self.plan, self._dtype, self._layers, self._prefix = chosen, dtype, layers, arranged.prefix
+        self.plan, self._dtype, self._layers, self._prefix = chosen, model.dtype, layers, arranged.prefix
+        self._mover, self._model = mover, weakref.ref(model)
         self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
         self._holding = threading.local()
         self._users: dict[int, int] = {}
@@ -108,20 +125,32 @@ class Streams:
                 else:
                     held = pages(parts[name].piece.length)
                     mover.fill(number, [parts[name].piece], held)
-                    _set(_places(layer, parts[name], held, dtype))
-        if self._streamed:
-            pieces = {n: tuple(part.piece for part in parts) for n, parts in self._streamed.items()}
+                    _set(_places(layer, parts[name], held, self._dtype))
+        self._tables = tables
+        self.embedding = self._head = None
+        if "embedding" in tables:
+            own = model.get_input_embeddings()
+            self.embedding = StreamedEmbedding(own, tables["embedding"], mover, len(layers))
+        pieces = {n: tuple(part.piece for part in parts) for n, parts in self._streamed.items()}
+        if "head" in tables:
+            self._head = StreamedHead(model.get_output_embeddings(), tables["head"], len(layers))
+            pieces |= self._head.pieces()
+        if pieces:
             self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead)
+            if self._head is not None:
+                self._head.follow(self.scheduler)
             for number in self._streamed:
                 layers[number].register_forward_pre_hook(self._before(number))
                 layers[number].register_forward_hook(self._after(number), always_call=True)
-        else:
+        elif self.embedding is None:
             mover.close()
 
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""
         if self.scheduler is not None:
             self.scheduler.close()
+        elif self.embedding is not None:
+            self._mover.close()
 
     def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
@@ -131,7 +160,21 @@ class Streams:
                 owner, _, attribute = stored.name.rpartition(".")
                 module = self._layers[number].get_submodule(owner)
                 found[f"{self._prefix}.{number}.{stored.name}"] = module, attribute
+        model = self._model()
+        for role in self._tables if model is not None else ():
+            module = getattr(model, f"get_{ROLES[role]}_embeddings")()
+            found[f"{_name_of(model, module)}.weight"] = module, "weight"
         return found
+
+    def digested_tables(self) -> Iterator[tuple[str, str, list[int], bytes]]:
+        """Of each streamed matrix of the vocabulary its name, type, shape and the SHA-256 of its bytes."""
+        digests: dict[str, bytes] = {}
+        for role, table in self._tables.items():
+            module = getattr(self._model(), f"get_{ROLES[role]}_embeddings")()
+            if table.name not in digests:
+                digests[table.name] = digest(table, self._mover, len(self._layers))
+            name = f"{_name_of(self._model(), module)}.weight"
+            yield name, f"torch.{table.dtype}", list(table.shape), digests[table.name]
 
     def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
@@ -266,18 +309,45 @@ def _pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dty
         raise InvalidArgument(f"tensors without a counterpart, or of another shape: {', '.join(lost[:5])}")
 
 
-def _outside(home: Path) -> dict[str, torch.Tensor]:
-    """All that belongs to no layer."""
-    from safetensors import safe_open
+def _name_of(model: Any, module: torch.nn.Module) -> str:
+    return next(name for name, own in model.named_modules() if own is module)
 
-    found = {}
-    for path in (home / name for name in sources(home)):
-        with safe_open(path, framework="pt") as file:
-            found.update({key: file.get_tensor(key) for key in list(file.keys()) if split(key) is None})
+
+def _vocabulary(model: Any, found: dict[str, Source]) -> dict[str, str]:
+    """The tensors that hold the embedding and the head, by role; none if not both can be streamed: as
+    ordinary modules, in the type that they are computed in.
+    """
+    own, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(own) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+        return {}
+    names = {"embedding": f"{_name_of(model, own)}.weight", "head": f"{_name_of(model, head)}.weight"}
+    if own.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
+        names["head"] = names["embedding"]
+    for name in names.values():
+        if name not in found or getattr(torch, found[name].dtype) != model.dtype:
+            return {}
+    return names
+
+
+def _sizes(tables: dict[str, Table]) -> Vocabulary:
+    if not tables:
+        return NO_VOCABULARY
+    own, head = tables["embedding"], tables["head"]
+    piece = max(piece.length for piece in head.pieces)
+    return Vocabulary(own.length, head.length, own is head, piece, ROWS_BYTES + BLOCK_BYTES)
+
+
+def _read(source: Source) -> torch.Tensor:
+    """In memory that torch aligned: a product's last bits depend on it."""
+    found = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
+    if source.length:
+        source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
     return found
 
 
-def _fill_outside(model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str) -> None:
+def _fill_outside(
+    model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str, streamed: set[str]
+) -> None:
     own = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
     if lost := sorted(key for key, value in rest.items() if key not in own or own[key].shape != value.shape):
         raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")
@@ -286,6 +356,7 @@ def _fill_outside(model: Any, rest: dict[str, torch.Tensor], prefix: str, name: 
         _set(iter([(model.get_submodule(owner), attribute, value.to(model.dtype))]))
     model.tie_weights()
     if lost := [
-        key for key, value in model.named_parameters() if value.is_meta and not key.startswith(f"{prefix}.")
-    ]:
+        key for key, value in model.named_parameters()
+        if value.is_meta and not key.startswith(f"{prefix}.") and key not in streamed
+    ]:  # fmt: skip
         raise InvalidArgument(f"{name} has no {', '.join(lost[:5])}")

@@ -1,71 +1,61 @@
-"""A checkpoint's layers, written once more: each part of a layer in one stretch of whole pages, checksummed.
+"""A checkpoint's weights, written once more: each part of a layer in one stretch of whole pages, checksummed.
 
-Owns the two files it writes beside the checkpoint. Never changes the checkpoint, and never reads one that was
-changed since. Invariant: the index is there only when all of the weights' file is, so whoever is killed while
-writing leaves nothing that is read; of two that write at once one waits for the other.
+Goes on where a killed process stopped. Owns the unfinished file and its journal: a line for each stretch that
+was written, with its checksum. Never believes either: what is taken over is read and compared. Invariant: the
+finished file is at its place, and on the disk, before its index is; of two processes that want it at once one
+waits for the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import kvclient
 from kvclient.errors import InvalidArgument
-from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
+from kvclient.hf.streaming.headers import Source, tensors
+from kvclient.hf.streaming.index import (
+    BLOCK_BYTES,
+    NAME,
+    VERSION,
+    Arrangement,
+    part_of,
+    read_index,
+    sources,
+    split,
+)
+from kvclient.hf.streaming.mover import PAGE, StreamingFailed
 from kvclient.hf.streaming.residency import PARTS
 
-NAME = "kvstored-streaming"
-VERSION = 1
 ALIGNMENT = 64  # of a tensor in its stretch
-_LAYER = re.compile(r"^(?P<list>.*?\.?(?:layers|h|blocks))\.(?P<number>\d+)\.(?P<rest>.+)$")
-_FFN = re.compile(r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe)\.")
+PIECE_BYTES = 64 << 20  # of a table, at most about
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as it lies in a part's stretch."""
+class _Stretch:
+    """key: what it is; layer: for errors; made: its bytes, and what the index says of it."""
 
-    name: str  # below the layer
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Part:
-    piece: Piece
-    tensors: tuple[Stored, ...]
+    key: list[Any]
+    layer: int
+    bytes: int
+    made: Callable[[], tuple[bytearray, Any]]
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """path: the weights' file; layers: their parts by name; digest: SHA-256 of all that is in it."""
-
-    path: Path
-    prefix: str
-    layers: tuple[dict[str, Part], ...]
-    digest: bytes
-
-
-def split(name: str) -> tuple[str, int, str] | None:
-    """The layers' list, the number and the rest of a tensor's name; None outside of the layers."""
-    found = _LAYER.match(name)
-    return (found["list"], int(found["number"]), found["rest"]) if found else None
-
-
-def arrangement(home: Path, progress: Callable[[int, int], None] | None = None) -> Arrangement:
-    """Reads it, or makes it first. progress: told of layers written and of all. Raises StreamingFailed for
-    what the disk refuses, InvalidArgument for a checkpoint without layers.
+def arrangement(
+    home: Path, tables: tuple[str, ...] = (), progress: Callable[[int, int], None] | None = None
+) -> Arrangement:
+    """Reads it, or makes it first. tables: the tensors with a row a token; progress: told of bytes written
+    and of all. Raises StreamingFailed for what the disk refuses, InvalidArgument for a checkpoint without
+    layers.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -74,133 +64,211 @@ def arrangement(home: Path, progress: Callable[[int, int], None] | None = None) 
             raise StreamingFailed(home / f"{NAME}.lock", 0, 0, error.strerror) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         source_files = sources(home)
-        found = _read(home, source_files)
+        found = read_index(home, source_files, tables)
         if found is None:
-            _write(home, source_files, progress)
-            found = _read(home, source_files)
+            _rewrite(home, source_files, tables, progress)
+            found = read_index(home, source_files, tables)
         if found is None:
             raise StreamingFailed(home / f"{NAME}.json", 0, 0, "it was changed as soon as it was written")
         return found
 
 
-def sources(home: Path) -> dict[str, list[int]]:
-    """The checkpoint's files, and what tells that one is another now: its size and time.
-
-    Raises InvalidArgument."""
-    index = home / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgument(f"{index} has no weight_map that can be read: {error}") from error
-    elif (home / "model.safetensors").is_file():
-        names = ["model.safetensors"]  # not what lies beside it: an adapter, or a consolidated copy
-    else:
-        names = sorted(path.name for path in home.glob("*.safetensors"))
-    if lost := [name for name in names if Path(name).name != name or not (home / name).is_file()]:
-        raise InvalidArgument(f"{index}: {', '.join(map(repr, lost[:5]))}: no file of {home}")
-    if not names:
-        raise InvalidArgument(f"{home} has no safetensors")
-    stats = {name: (home / name).stat() for name in names}
-    return {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()}
-
-
-def _read(home: Path, sources: dict[str, list[int]]) -> Arrangement | None:
-    path = home / f"{NAME}.bin"
-    try:
-        index = json.loads((home / f"{NAME}.json").read_bytes())
-        if index["version"] != VERSION or index["sources"] != sources:
-            return None
-        layers = tuple({name: _part(part) for name, part in layer.items()} for layer in index["layers"])
-        end = max(part.piece.offset + part.piece.length for layer in layers for part in layer.values())
-        if path.stat().st_size != end:
-            return None
-        return Arrangement(path, str(index["prefix"]), layers, bytes.fromhex(index["digest"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # made anew
-
-
-def _part(said: dict[str, Any]) -> Part:
-    piece = Piece(*map(int, said["piece"]))
-    stored = (Stored(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in said["tensors"])
-    tensors = tuple(stored)
-    inside = all(t.offset >= 0 and t.length >= 0 and t.offset + t.length <= piece.length for t in tensors)
-    if not inside or piece.offset % PAGE or piece.length % PAGE or piece.length <= 0:
-        raise ValueError("a tensor outside of its stretch")
-    return Part(piece, tensors)
+def _rewrite(
+    home: Path, sources: Mapping[str, Any], tables: Sequence[str],
+    progress: Callable[[int, int], None] | None,
+) -> None:  # fmt: skip
+    """Raises InvalidArgument, StreamingFailed."""
+    found = tensors(home, sources)
+    prefix, layers = _layers(home, found)
+    stretches = [
+        _Stretch(["layer", number, part], number, *_part(own, part))
+        for number, own in enumerate(layers)
+        for part in PARTS
+    ]
+    if lost := [name for name in tables if name not in found or len(found[name].shape) != 2]:
+        raise InvalidArgument(f"{home.name} has no {lost[0]}, or it is no matrix")
+    most = min(PIECE_BYTES, max(sum(source.length for source in own.values()) for own in layers))
+    rows = {name: _rows(found[name], most) for name in tables}
+    for name in tables:
+        stretches += _pieces(name, found[name], rows[name], len(layers))
+    said = []
+    with _Unfinished(home, sources) as out:
+        done, whole = 0, sum(one.bytes for one in stretches)
+        for one in stretches:
+            said.append(out.kept(one) or out.write(one))
+            done += one.bytes
+            if progress is not None:
+                progress(done, whole)
+        out.finish()
+    index: dict[str, Any] = {"version": VERSION, "sources": sources, "prefix": prefix}
+    index["layers"] = [dict[str, Any]() for _ in layers]
+    index["tables"] = {name: _table(found[name], rows[name]) for name in tables}
+    for key, piece, more in said:
+        if key[0] == "layer":
+            index["layers"][key[1]][key[2]] = {"piece": piece, "tensors": more}
+        else:
+            index["tables"][key[1]]["pieces"].append(piece)
+            index["tables"][key[1]]["blocks"] += more
+    _replace(home / f"{NAME}.json", json.dumps(index).encode())
 
 
-def _write(home: Path, sources: dict[str, list[int]], progress: Callable[[int, int], None] | None) -> None:
-    from safetensors import safe_open
-
-    with contextlib.ExitStack() as stack:
-        where: dict[tuple[str, int], dict[str, tuple[Any, str]]] = {}
-        for name in sources:
-            file = stack.enter_context(safe_open(home / name, framework="pt"))
-            for key in list(file.keys()):
-                if (found := split(key)) is not None:
-                    where.setdefault(found[:2], {})[found[2]] = (file, key)
-        lists = {prefix for prefix, _ in where}
-        if len(lists) != 1 or sorted(n for _, n in where) != list(range(len(where))):
-            raise InvalidArgument(
-                f"{home.name} has no one list of layers: {', '.join(sorted(lists)) or 'none'}"
-            )
-        prefix, digest, layers = lists.pop(), hashlib.sha256(), []
-        with _replacing(home / f"{NAME}.bin") as out:
-            for number in range(len(where)):
-                layers.append(dict(_layer(out, number, where[prefix, number], digest)))
-                if progress is not None:
-                    progress(number + 1, len(where))
-    index = {"version": VERSION, "sources": sources, "prefix": prefix, "digest": digest.hexdigest()}
-    with _replacing(home / f"{NAME}.json") as out:
-        out.write(json.dumps({**index, "layers": layers}).encode())
+def _layers(home: Path, found: Mapping[str, Source]) -> tuple[str, list[dict[str, Source]]]:
+    where: dict[tuple[str, int], dict[str, Source]] = {}
+    for key, source in found.items():
+        if (name := split(key)) is not None:
+            where.setdefault(name[:2], {})[name[2]] = source
+    lists = {prefix for prefix, _ in where}
+    if len(lists) != 1 or sorted(n for _, n in where) != list(range(len(where))):
+        raise InvalidArgument(f"{home.name} has no one list of layers: {', '.join(sorted(lists)) or 'none'}")
+    prefix = lists.pop()
+    return prefix, [where[prefix, number] for number in range(len(where))]
 
 
-def _layer(
-    out: Any, number: int, tensors: dict[str, tuple[Any, str]], digest: Any
-) -> Iterator[tuple[str, Any]]:
-    for part in PARTS:
-        own = sorted(name for name in tensors if bool(_FFN.search(name)) == (part == "ffn"))
-        data, said, begin = bytearray(), [], out.tell()
+def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tuple[bytearray, Any]]]:
+    own = sorted(name for name in layer if part_of(name) == part)
+
+    def made() -> tuple[bytearray, Any]:
+        data, said = bytearray(), []
         for name in own:
-            file, key = tensors[name]
-            tensor = file.get_tensor(key).contiguous()
-            if name.endswith(".scales") and not bool(tensor.isfinite().all()):
-                raise InvalidArgument(f"{key} has {float(tensor[~tensor.isfinite()][0])}; all must be finite")
+            source = layer[name]
+            held = source.read()
+            if name.endswith(".scales"):
+                _check_finite(source, held)
             data.extend(bytes(-len(data) % ALIGNMENT))
-            held = tensor.flatten().view(_bytes()).numpy()
-            kind = str(tensor.dtype).removeprefix("torch.")
-            said.append([name, kind, list(tensor.shape), len(data), held.nbytes])
-            digest.update(f"{number} {name} {kind} {list(tensor.shape)}\n".encode())
-            digest.update(held)
-            data.extend(held.data)
+            said.append([name, source.dtype, list(source.shape), len(data), len(held)])
+            data += held
         data.extend(bytes(-len(data) % PAGE or (0 if data else PAGE)))
+        return data, said
+
+    return sum(layer[name].length for name in own), made
+
+
+def _check_finite(source: Source, held: bytearray) -> None:
+    if source.dtype in ("float16", "float32"):
+        scales = np.frombuffer(held, source.dtype)
+        if not np.isfinite(scales).all():
+            wrong = scales[~np.isfinite(scales)][0]
+            raise InvalidArgument(f"{source.name} has {wrong}; all must be finite")
+
+
+def _rows(source: Source, most: int) -> int:
+    """Of a piece of about so many bytes, no more than a layer's slot has: as many as fill whole blocks."""
+    if not all(source.shape):
+        raise InvalidArgument(f"a table of {list(source.shape)} in {source.path.name}")
+    width = source.length // source.shape[0]
+    step = BLOCK_BYTES // gcd(width, BLOCK_BYTES)
+    return max(step, most // width // step * step)
+
+
+def _pieces(name: str, source: Source, rows: int, layer: int) -> Iterator[_Stretch]:
+    width = source.length // source.shape[0]
+    for start in range(0, source.shape[0], rows):
+        first, last = start * width, min(source.shape[0], start + rows) * width
+
+        def made(first: int = first, last: int = last) -> tuple[bytearray, Any]:
+            data = source.read(first, last)
+            data.extend(bytes(-len(data) % PAGE))
+            view = memoryview(data)
+            return data, [
+                kvclient.crc32c(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
+            ]
+
+        yield _Stretch(["table", name, start], layer, last - first, made)
+
+
+def _table(source: Source, rows: int) -> dict[str, Any]:
+    shape = {"dtype": source.dtype, "shape": list(source.shape), "length": source.length}
+    return {**shape, "rows": rows, "pieces": [], "blocks": []}
+
+
+class _Unfinished:
+    """The file as it grows. A killed process leaves it; one that fails takes it away."""
+
+    def __init__(self, home: Path, sources: Mapping[str, Any]) -> None:
+        self._final, self._path = home / f"{NAME}.bin", home / f"{NAME}.bin.part"
+        self._journal_path = home / f"{NAME}.journal"
+        self._head = {"version": VERSION, "sources": sources}
+        self._kept: list[Any] = []
+
+    def __enter__(self) -> _Unfinished:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._kept = self._believed(self._journal_path.read_text().splitlines())
+        try:
+            mode = "r+b" if self._kept else "wb"
+            self._file = open(self._path, mode, buffering=0)
+            end = sum(self._kept[-1][1][:2]) if self._kept else 0
+            self._file.truncate(end)
+            self._file.seek(end)
+            self._journal = open(self._journal_path, "w", buffering=1)
+            for line in [self._head, *self._kept]:
+                self._journal.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise StreamingFailed(self._path, 0, 0, error.strerror) from error
+        self._kept.reverse()
+        return self
+
+    def _believed(self, lines: list[str]) -> list[Any]:
+        """Of what the journal says the stretches that are there, byte for byte."""
+        if json.loads(lines[0]) != json.loads(json.dumps(self._head)):
+            return []
+        found: list[Any] = []
+        with open(self._path, "rb") as file:
+            at = 0
+            for line in lines[1:]:
+                try:
+                    key, (offset, length, crc), more = json.loads(line)
+                except ValueError:  # killed in the middle of a line
+                    break
+                if offset != at or kvclient.crc32c(file.read(length)) != crc or file.tell() != at + length:
+                    break
+                found.append([key, [offset, length, crc], more])
+                at += length
+        return found
+
+    def kept(self, stretch: _Stretch) -> Any:
+        """What the journal has of it; None: it is to be written."""
+        if self._kept and self._kept[-1][0] == stretch.key:
+            return self._kept.pop()
+        return None
+
+    def write(self, stretch: _Stretch) -> Any:
+        assert not self._kept, "stretches are written in their order"
+        data, more = stretch.made()
+        begin = self._file.tell()
         try:
             left = memoryview(data)
             while left:  # a write takes less than all: near a full disk, or of more than 2 GiB
-                left = left[out.write(left) :]
+                left = left[self._file.write(left) :]
+            os.posix_fadvise(self._file.fileno(), begin, len(data), os.POSIX_FADV_DONTNEED)
+            line = [stretch.key, [begin, len(data), kvclient.crc32c(data)], more]
+            self._journal.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise StreamingFailed(out.name, number, begin, error.strerror) from error
-        yield part, {"piece": [begin, len(data), kvclient.crc32c(data)], "tensors": said}
+            raise StreamingFailed(self._path, stretch.layer, begin, error.strerror) from error
+        return line
+
+    def finish(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+            os.replace(self._path, self._final)
+        except OSError as error:
+            raise StreamingFailed(self._path, 0, 0, error.strerror) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        self._journal.close()
+        if kind is None or issubclass(kind, Exception):  # after Ctrl-C it can go on
+            for path in (self._path, self._journal_path):
+                path.unlink(missing_ok=True)
 
 
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """A file that is at its place, and on the disk, only when it is whole."""
+def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.part")
     try:
-        with open(part, "wb", buffering=0) as raw:
-            yield raw
+        with open(part, "wb") as raw:
+            raw.write(data)
+            raw.flush()
             os.fsync(raw.fileno())
         os.replace(part, path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise StreamingFailed(path, 0, 0, error.strerror) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()

@@ -52,35 +52,75 @@ class StreamingConfig:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """Bytes of the matrices with a row a token. tied: they are one. piece: of the head, at one time; rows: of
+    the embedding, at most, if it is streamed.
+    """
+
+    embedding: int = 0
+    head: int = 0
+    tied: bool = False
+    piece: int = 0
+    rows: int = 0
+
+    def ways(self) -> list[tuple[str, ...]]:
+        """What of it may be streamed, the least first."""
+        if not self.embedding:
+            return [()]
+        return [(), ("embedding", "head")] if self.tied else [(), ("embedding",), ("embedding", "head")]
+
+    def held(self, streamed: tuple[str, ...]) -> int:
+        if not streamed:
+            return self.embedding + (0 if self.tied else self.head)
+        return min(self.rows, self.embedding) + (0 if "head" in streamed else self.head)
+
+
+NO_VOCABULARY = Vocabulary()
+
+
+@dataclass(frozen=True)
 class Plan:
-    """streamed: per layer the parts that are read for each pass; bytes: held at one time; moved: per pass."""
+    """streamed: per layer the parts that are read for each pass; bytes: held at one time; moved: per pass.
+    vocabulary: what of it is read.
+    """
 
     streamed: tuple[tuple[str, ...], ...]
     bytes: int
     moved: int
+    vocabulary: tuple[str, ...] = ()
 
 
-def plan(config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int) -> Plan:
-    """layers: bytes of each part; outside: of everything else. Raises InvalidArgument, with the numbers, for
-    a memory that cannot hold what the residency wants.
+def plan(
+    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int,
+    vocabulary: Vocabulary = NO_VOCABULARY,
+) -> Plan:  # fmt: skip
+    """layers: bytes of each part; outside: of what is in no layer and not the vocabulary's. Raises
+    InvalidArgument, with the numbers, for a memory that cannot hold what the residency wants.
     """
     count, memory = len(layers), config.memory
     if config.residency == "auto":
         memory = free_memory() if memory is None else memory
-        kept = range(count, -1, -1)
-        for first in kept:
-            found = _plan(config, layers, outside, [()] * first + [PARTS] * (count - first))
-            if found.bytes + WORKING_BYTES <= memory:
-                return found
+        found = [
+            _plan(config, layers, outside, [()] * first + [PARTS] * (count - first), vocabulary, way)
+            for way in vocabulary.ways()
+            for first in range(count, -1, -1)
+        ]
+        fit = [one for one in found if one.bytes + WORKING_BYTES <= memory]
+        if fit:
+            return min(fit, key=lambda one: one.moved)  # the first of equals: what is streamed the least
+        least = min(found, key=lambda one: one.bytes)
         raise InvalidArgument(
-            f"memory={memory}; with every layer streamed the model needs {found.bytes + WORKING_BYTES} "
-            f"bytes: {outside} outside of the layers, {found.bytes - outside} in {config.n_staging_slots} "
-            f"slots, {WORKING_BYTES} to work with"
+            f"memory={memory}; with every layer streamed the model needs {least.bytes + WORKING_BYTES} "
+            f"bytes: {least.bytes} for what is held and {config.n_staging_slots} slots, {WORKING_BYTES} to "
+            "work with"
         )
-    found = _plan(config, layers, outside, _parts(config, count))
-    if memory is not None and found.bytes > memory:
-        raise InvalidArgument(f"memory={memory}; {config.residency} needs {found.bytes} bytes for weights")
-    return found
+    ways = vocabulary.ways()[: 1 if config.residency == "full_resident" else None]
+    found = [_plan(config, layers, outside, _parts(config, count), vocabulary, way) for way in ways]
+    for one in found:
+        if memory is None or one.bytes <= memory:
+            return one
+    least = min(one.bytes for one in found)
+    raise InvalidArgument(f"memory={memory}; {config.residency} needs {least} bytes for weights")
 
 
 def _parts(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:
@@ -95,12 +135,17 @@ def _parts(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:
 
 
 def _plan(
-    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int, streamed: list[tuple[str, ...]]
-) -> Plan:
+    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int, streamed: list[tuple[str, ...]],
+    vocabulary: Vocabulary, way: tuple[str, ...],
+) -> Plan:  # fmt: skip
     moved = [sum(layer[part] for part in parts) for layer, parts in zip(layers, streamed, strict=True)]
-    slots = min(config.n_staging_slots, sum(map(bool, streamed)))
     kept = sum(sum(layer.values()) for layer in layers) - sum(moved)
-    return Plan(tuple(streamed), outside + kept + slots * max(moved, default=0), sum(moved))
+    units = [one for one in moved if one]
+    if "head" in way:
+        units += [vocabulary.piece] * -(-vocabulary.head // max(1, vocabulary.piece))
+    slots = min(config.n_staging_slots, len(units)) * max(units, default=0)
+    whole = sum(moved) + (vocabulary.head if "head" in way else 0)
+    return Plan(tuple(streamed), outside + vocabulary.held(way) + kept + slots, whole, way)
 
 
 def free_memory() -> int:
@@ -110,10 +155,33 @@ def free_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
+    left = [one for one in (_left_of(Path("/proc/self/cgroup").read_text())) if one is not None]
+    return max(0, min([free, *left]))
+
+
+def _left_of(groups: str) -> list[int | None]:
+    """What each memory controller of a process leaves it. groups: /proc/self/cgroup."""
+    found: list[int | None] = []
+    for line in groups.splitlines():
+        _, kinds, own = line.split(":", 2)
+        if kinds == "":
+            found.append(_left(Path(f"/sys/fs/cgroup{own}"), "memory.max", "memory.current"))
+        elif "memory" in kinds.split(","):
+            home = Path(f"/sys/fs/cgroup/memory{own}")
+            home = home if home.is_dir() else Path("/sys/fs/cgroup/memory")  # a container sees its own there
+            found.append(_left(home, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return found
+
+
+def _left(home: Path, limit: str, used: str) -> int | None:
+    """None: no limit. Pages of files can be had back, and do not count as used."""
     try:
-        own = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].splitlines()[0]
-        home = Path("/sys/fs/cgroup" + own)
-        limit, used = (home / "memory.max").read_text().strip(), (home / "memory.current").read_text()
-    except (OSError, IndexError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+        most = (home / limit).read_text().strip()
+        held = int((home / used).read_text())
+        lines = (line.split() for line in (home / "memory.stat").read_text().splitlines())
+        files = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return None
+    if most == "max":
+        return None
+    return int(most) - max(0, held - files.get("total_inactive_file", files.get("inactive_file", 0)))

@@ -1,0 +1,156 @@
+"""The index of a rearranged checkpoint: what lies where, and its checksums.
+
+Owns the names of its parts and what of it is believed. Never writes it (rearrange.py does). Invariant: an
+index of another checkpoint, or one that does not fit its file, is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming.mover import PAGE, Piece
+from kvclient.hf.streaming.residency import PARTS
+
+NAME = "kvstored-streaming"
+VERSION = 2
+BLOCK_BYTES = 64 << 10  # of an embedding, with a checksum each: what is read for one token
+_LAYER = re.compile(r"^(?P<list>.*?\.?(?:layers|h|blocks))\.(?P<number>\d+)\.(?P<rest>.+)$")
+_FFN = re.compile(r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe)\.")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in a part's stretch."""
+
+    name: str  # below the layer
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Part:
+    piece: Piece
+    tensors: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A matrix with a row a token: of an embedding or a head. offset: of its stretch, rows one behind the
+    other; pieces: of `rows` rows each, the last maybe fewer; blocks: CRC32C of each BLOCK_BYTES.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    offset: int
+    length: int
+    rows: int
+    pieces: tuple[Piece, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """path: the weights' file; layers: their parts by name; tables: by the name of their tensor."""
+
+    path: Path
+    prefix: str
+    layers: tuple[dict[str, Part], ...]
+    tables: dict[str, Table]
+
+
+def split(name: str) -> tuple[str, int, str] | None:
+    """The layers' list, the number and the rest of a tensor's name; None outside of the layers."""
+    found = _LAYER.match(name)
+    return (found["list"], int(found["number"]), found["rest"]) if found else None
+
+
+def part_of(rest: str) -> str:
+    """The part of its layer that a tensor belongs to."""
+    return "ffn" if _FFN.search(rest) else "attention"
+
+
+def sources(home: Path) -> dict[str, list[int]]:
+    """The checkpoint's files, and what tells that one is another now: its size and time.
+
+    Raises InvalidArgument."""
+    index = home / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"{index} has no weight_map that can be read: {error}") from error
+    elif (home / "model.safetensors").is_file():
+        names = ["model.safetensors"]  # not what lies beside it: an adapter, or a consolidated copy
+    else:
+        names = sorted(path.name for path in home.glob("*.safetensors"))
+    if lost := [name for name in names if Path(name).name != name or not (home / name).is_file()]:
+        raise InvalidArgument(f"{index}: {', '.join(map(repr, lost[:5]))}: no file of {home}")
+    if not names:
+        raise InvalidArgument(f"{home} has no safetensors")
+    stats = {name: (home / name).stat() for name in names}
+    return {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()}
+
+
+# ---------------------------------------------------------------- reading the index
+
+
+def read_index(home: Path, sources: Mapping[str, Any], wanted: tuple[str, ...]) -> Arrangement | None:
+    """None: there is none, or not of this checkpoint, or it is damaged: made anew."""
+    path = home / f"{NAME}.bin"
+    try:
+        index = json.loads((home / f"{NAME}.json").read_bytes())
+        if index["version"] != VERSION or index["sources"] != sources:
+            return None
+        layers = tuple({name: _part(part) for name, part in layer.items()} for layer in index["layers"])
+        tables = {str(name): _table(str(name), own) for name, own in index["tables"].items()}
+        pieces = [part.piece for layer in layers for part in layer.values()]
+        pieces += [piece for table in tables.values() for piece in table.pieces]
+        if path.stat().st_size != max(piece.offset + piece.length for piece in pieces):
+            return None
+        if not set(wanted) <= set(tables) or any(set(layer) != set(PARTS) for layer in layers):
+            return None
+        return Arrangement(path, str(index["prefix"]), layers, tables)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _piece(said: Any) -> Piece:
+    piece = Piece(*map(int, said))
+    if piece.offset < 0 or piece.offset % PAGE or piece.length % PAGE or piece.length <= 0:
+        raise ValueError("a stretch of no whole pages")
+    return piece
+
+
+def _part(said: dict[str, Any]) -> Part:
+    piece = _piece(said["piece"])
+    stored = (Stored(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in said["tensors"])
+    tensors = tuple(stored)
+    if not all(t.offset >= 0 and t.length >= 0 and t.offset + t.length <= piece.length for t in tensors):
+        raise ValueError("a tensor outside of its stretch")
+    return Part(piece, tensors)
+
+
+def _table(name: str, said: dict[str, Any]) -> Table:
+    pieces = tuple(_piece(piece) for piece in said["pieces"])
+    count, width = map(int, said["shape"])
+    rows, length, offset = int(said["rows"]), int(said["length"]), pieces[0].offset
+    for before, piece in itertools.pairwise(pieces):
+        if piece.offset != before.offset + before.length:
+            raise ValueError("a table with a hole")
+    held = pieces[-1].offset + pieces[-1].length - offset
+    if not 0 < length <= held or rows < 1 or -(-count // rows) != len(pieces):
+        raise ValueError("a table of another size")
+    blocks = tuple(map(int, said["blocks"]))
+    if len(blocks) != -(-held // BLOCK_BYTES):
+        raise ValueError("a table without all of its checksums")
+    return Table(name, str(said["dtype"]), (count, width), offset, length, rows, pieces, blocks)

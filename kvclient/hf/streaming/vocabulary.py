@@ -1,0 +1,160 @@
+"""An embedding of which only the rows that are asked for are read, and a head that is read in pieces.
+
+Owns the two modules' weights while they compute, by hooks: their classes and forwards stay the stock ones, so
+the model's identity does. Never decides whether they are streamed. Invariant: outside of a call the weights
+have no memory (torch's "meta"), as a streamed layer's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvclient.hf.streaming.index import BLOCK_BYTES, Table
+from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
+from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
+
+ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
+
+
+def empty(table: Table) -> torch.nn.Parameter:
+    made = torch.empty(table.shape, dtype=getattr(torch, table.dtype), device="meta")
+    return torch.nn.Parameter(made, requires_grad=False)
+
+
+class StreamedEmbedding:
+    """Rows lie at their place in memory that has pages only where rows were read."""
+
+    def __init__(self, module: torch.nn.Module, table: Table, mover: Mover, layer: int) -> None:
+        self._module, self._table, self._mover, self._layer = module, table, mover, layer
+        length = table.pieces[-1].offset + table.pieces[-1].length - table.offset
+        self._pages = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = memoryview(self._pages)
+        kind, (count, width) = getattr(torch, table.dtype), table.shape
+        whole = torch.frombuffer(self._memory, dtype=kind, count=count * width).view(count, width)
+        self._weight = torch.nn.Parameter(whole, requires_grad=False)
+        self._there: set[int] = set()
+        self._users, self._lock = 0, threading.Lock()
+        self.bytes = 0  # read so far
+        module._parameters["weight"] = empty(table)
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, _module: torch.nn.Module, args: Any) -> None:
+        rows = args[0].unique().tolist()
+        with self._lock:
+            if not self._users and len(self._there) * BLOCK_BYTES > ROWS_BYTES:
+                self._pages.madvise(mmap.MADV_DONTNEED)
+                self._there.clear()
+            self._read(rows)
+            self._users += 1
+            self._module._parameters["weight"] = self._weight
+
+    def _after(self, _module: torch.nn.Module, _args: Any, _out: Any) -> None:
+        with self._lock:
+            if self._module._parameters["weight"] is self._weight:  # else reading failed
+                self._users -= 1
+                if not self._users:
+                    self._module._parameters["weight"] = empty(self._table)
+
+    def _read(self, rows: Sequence[int]) -> None:
+        table = self._table
+        width = table.length // table.shape[0]
+        wanted = {
+            block
+            for row in rows
+            if 0 <= row < table.shape[0]  # another is the module's own error
+            for block in range(row * width // BLOCK_BYTES, ((row + 1) * width - 1) // BLOCK_BYTES + 1)
+        }
+        for block in sorted(wanted - self._there):
+            at = block * BLOCK_BYTES
+            length = min(BLOCK_BYTES, len(self._memory) - at)
+            piece = Piece(table.offset + at, length, table.blocks[block])
+            fill(self._mover, self._layer, piece, self._memory[at : at + length])
+            self._there.add(block)
+            self.bytes += length
+
+
+class StreamedHead:
+    """logits = x W^T, a piece of W's rows at a time; they stand in the scheduler behind the layers."""
+
+    def __init__(self, module: torch.nn.Module, table: Table, first: int) -> None:
+        self._module, self._table, self._first = module, table, first
+        self._inputs = threading.local()
+        module._parameters["weight"] = empty(table)
+        self._nothing = torch.empty((table.shape[0], 0), dtype=getattr(torch, table.dtype))
+        self._users, self._lock = 0, threading.Lock()
+        self.scheduler: Scheduler | None = None
+
+    def pieces(self) -> dict[int, tuple[Piece, ...]]:
+        """By their numbers in the scheduler."""
+        return {self._first + i: (piece,) for i, piece in enumerate(self._table.pieces)}
+
+    def follow(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._module.register_forward_pre_hook(self._before)
+        self._module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: torch.nn.Module, args: Any) -> tuple[torch.Tensor]:
+        """The stock forward then multiplies nothing by nothing, and adds a bias if there is one."""
+        held = self._inputs.__dict__.setdefault("stack", [])
+        held.append(args[0])
+        with self._lock:
+            self._users += 1
+            module._parameters["weight"] = torch.nn.Parameter(self._nothing, requires_grad=False)
+        return (args[0][..., :0],)
+
+    def _after(self, module: torch.nn.Module, _args: Any, out: Any) -> Any:
+        stack = self._inputs.__dict__.get("stack")
+        if not stack:
+            return None
+        x = stack.pop()
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                module._parameters["weight"] = empty(self._table)
+        if out is None:
+            return None
+        assert self.scheduler is not None
+        for i, number in enumerate(self.pieces()):
+            start = i * self._table.rows
+            with self.scheduler.holding(number) as slot:
+                weight = piece_of(self._table, i, slot.memory)
+                out[..., start : start + len(weight)] += torch.nn.functional.linear(x, weight)
+                del weight
+        return out
+
+
+def piece_of(table: Table, i: int, memory: memoryview) -> torch.Tensor:
+    """The rows of the table's i-th piece, as they lie."""
+    rows = min(table.rows, table.shape[0] - i * table.rows)
+    kind = getattr(torch, table.dtype)
+    return torch.frombuffer(memory, dtype=kind, count=rows * table.shape[1]).view(rows, table.shape[1])
+
+
+def fill(mover: Mover, layer: int, piece: Piece, into: memoryview) -> None:
+    """Again where the first read fails, as the scheduler does."""
+    for left in range(TRIES - 1, -1, -1):
+        try:
+            return mover.fill(layer, [piece], into)
+        except StreamingFailed:
+            if not left:
+                raise
+    return None
+
+
+def digest(table: Table, mover: Mover, layer: int) -> bytes:
+    """SHA-256 of the table's bytes."""
+    found = hashlib.sha256()
+    into = memoryview(mmap.mmap(-1, max(PAGE, *(piece.length for piece in table.pieces))))
+    left = table.length
+    for piece in table.pieces:
+        fill(mover, layer, piece, into[: piece.length])
+        found.update(into[: min(left, piece.length)])
+        left -= piece.length
+    return found.digest()

@@ -1,0 +1,295 @@
+"""Proves what streaming makes of files: headers that lie, a process that is killed while it rearranges, a
+vocabulary that stays on the disk.
+
+Method: real safetensors files with their headers changed byte by byte and field by field; a child that is
+stopped by SIGKILL behind a known stretch; a tiny llama whose embedding and head are larger than its memory,
+bit for bit against the model in memory.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
+from kvclient.hf.streaming.headers import header
+from kvclient.hf.streaming.index import BLOCK_BYTES
+from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.residency import Vocabulary, plan
+from tests.hf.awq_checkpoint import write_checkpoint
+
+PROMPT = torch.arange(1, 25)[None]
+
+
+def tiny(vocab=128, tie=False, layers=4):
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+        tie_word_embeddings=tie,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def logits(model, ids=PROMPT):
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+# ---------------------------------------------------------------- headers
+
+
+def written(path, said, data=b"\0" * 64, length=None):
+    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def one(**changed):
+    return {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | changed}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (one(data_offsets=[0, 80]), r"a lies at \[0, 80\] of 64 bytes"),
+        (one(data_offsets=[16, 0]), "a lies at"),
+        (one(data_offsets=[-16, 0]), "a lies at"),
+        (one(data_offsets=[0, 16.0]), "a lies at"),
+        (one(data_offsets=[0]), "a lies at"),
+        (one(shape=[2, 3]), r"a is F32\[2, 3\] in 16 bytes"),
+        (one(shape=[1 << 62, 1 << 62]), "a has shape"),
+        (one(shape=[True, 4]), "a has shape"),
+        (one(shape="2x2"), "a has shape"),
+        (one(shape=[1] * 1000), "a has shape"),
+        (one(dtype="Q4"), "a has dtype Q4; known are"),
+        (one(dtype=["F32"]), "a has dtype"),
+        ({"a": 3}, "a has dtype None"),
+        ([], "header that is no object"),
+        (b"{", "no header that can be read"),
+        (b"[" * 100_000, "no header that can be read"),
+        ({**one(), "b": one(data_offsets=[8, 24])["a"]}, "b lies inside of another tensor"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_name(tmp_path, said, words):
+    with pytest.raises(InvalidArgument, match=words):
+        header(written(tmp_path / "model.safetensors", said))
+
+
+def test_lengths_that_lie_are_refused(tmp_path):
+    for length in (0, 1 << 20, (1 << 64) - 1):
+        with pytest.raises(InvalidArgument, match="header"):
+            header(written(tmp_path / "model.safetensors", one(), length=length))
+    (tmp_path / "short").write_bytes(b"123")
+    with pytest.raises(InvalidArgument, match="3 in all"):
+        header(tmp_path / "short")
+
+
+def test_changed_headers_are_refused_or_lie_inside_of_the_file(tmp_path):
+    """5,000 files with bytes of their header changed: nothing but InvalidArgument, nothing outside."""
+    path, dice = tmp_path / "model.safetensors", random.Random(7)
+    save_file({"layers.0.w": torch.zeros(3, 5), "layers.0.b": torch.zeros(5, dtype=torch.int32)}, path)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    refused = 0
+    for _ in range(5000):
+        data = bytearray(whole)
+        for _ in range(dice.randint(1, 4)):
+            data[dice.randrange(8 + length)] = dice.choice(b'0123456789{}[]",:-eFI\0\xff')
+        path.write_bytes(data)
+        try:
+            found = header(path)
+        except InvalidArgument:
+            refused += 1
+        else:
+            assert all(0 <= own.offset <= own.offset + own.length <= len(whole) for own in found.values())
+    assert refused > 1000
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_missing_tensors_and_groups_that_do_not_divide_are_named(tmp_path, packed):
+    home = tmp_path / "home"
+    home.mkdir()
+    if packed:
+        write_checkpoint(home, tiny(), 32)
+    else:
+        tiny().save_pretrained(home)
+    whole = load_file(home / "model.safetensors")
+    gone = ["model.layers.2.self_attn.q_proj." + ("qweight" if packed else "weight"), "model.norm.weight"]
+    gone += ["model.layers.1.mlp.up_proj.scales"] if packed else ["lm_head.weight"]
+    for name in gone:
+        save_file({key: value for key, value in whole.items() if key != name}, home / "model.safetensors")
+        wanted = name.rpartition(".")[0].removeprefix("model.layers.")
+        with pytest.raises(InvalidArgument, match=wanted.partition(".")[2] if "layers" in name else wanted):
+            StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream"))
+    if packed:
+        save_file(whole, home / "model.safetensors")
+        said = json.loads((home / "config.json").read_text())
+        for group in (33, 64):  # divides nothing; divides, but is not how the scales are
+            said["quantization_config"]["group_size"] = group
+            (home / "config.json").write_text(json.dumps(said))
+            with pytest.raises(InvalidArgument, match="fits no groups of"):
+                StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream"))
+
+
+# ---------------------------------------------------------------- killed while rearranging
+
+KILLED = """
+import os, sys
+from kvclient.hf.streaming import StreamingCausalLM
+
+def told(done, whole):
+    told.count += 1
+    if told.count == int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+
+told.count = 0
+StreamingCausalLM.from_pretrained(sys.argv[1], progress=told)
+"""
+
+
+def test_who_is_killed_while_rearranging_is_gone_on_from(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    want = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "5"]
+    done = subprocess.run(command, capture_output=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "kvstored-streaming.bin").exists()
+    part = tmp_path / "kvstored-streaming.bin.part"
+    kept = part.stat().st_size
+    lines = (tmp_path / "kvstored-streaming.journal").read_text().splitlines()
+    assert len(lines) == 1 + 5 and kept > 0
+    before, again = os.stat(part).st_ino, []
+    with open(part, "r+b") as file:  # the fourth is damaged: it and what is behind it are written again
+        file.seek(json.loads(lines[4])[1][0])
+        file.write(b"\xff\xff\xff")
+    with open(tmp_path / "kvstored-streaming.journal", "a") as file:
+        file.write('["layer", 2, "ff')  # killed in the middle of a line
+    from kvclient.hf.streaming import rearrange
+
+    class Counted(rearrange._Unfinished):
+        def write(self, stretch):
+            again.append(stretch.key)
+            return super().write(stretch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rearrange, "_Unfinished", Counted)
+        model = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_stream"))
+    assert again[0] == ["layer", 1, "ffn"] and len(again) == 4 * 2 - 3 + 2
+    assert os.stat(tmp_path / "kvstored-streaming.bin").st_ino == before
+    assert torch.equal(logits(model), want)
+    assert sorted(path.suffix for path in tmp_path.glob("kvstored-*")) == [".bin", ".json", ".lock"]
+    streams_of(model).close()
+
+
+def test_a_journal_of_another_checkpoint_is_not_believed(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "5"], capture_output=True, timeout=300)
+    assert (tmp_path / "kvstored-streaming.journal").exists()
+    torch.manual_seed(9)
+    other = transformers.LlamaForCausalLM(tiny().config).eval()
+    other.save_pretrained(tmp_path)
+    model = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_stream"))
+    assert torch.equal(logits(model), logits(other))
+    streams_of(model).close()
+
+
+# ---------------------------------------------------------------- the vocabulary
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_larger_than_the_memory(tmp_path, tie, dtype, monkeypatch):
+    model = tiny(vocab=20_000, tie=tie).to(dtype)
+    model.save_pretrained(tmp_path)
+    # Not transformers' own: where its weights happen to lie decides the last bits of a row's products.
+    stock = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_resident"))
+    ids = PROMPT * 801
+    monkeypatch.setattr(vocabulary, "ROWS_BYTES", 256 << 10)
+    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 256 << 10)
+    whole = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_stream"))
+    need = streams_of(whole).plan.bytes
+    streams_of(whole).close()
+    table = 20_000 * 64 * dtype.itemsize
+    rows = min(table, (256 << 10) + BLOCK_BYTES)
+    asked = {"head": need - 1} if tie else {"embedding": need - 1, "head": need - table + rows - 1}
+    for kind, memory in asked.items():
+        config = StreamingConfig(residency="full_stream", memory=memory)
+        streamed = StreamingCausalLM.from_pretrained(tmp_path, config)
+        chosen = streams_of(streamed).plan
+        assert chosen.vocabulary[-1] == kind and chosen.bytes <= memory
+        assert (chosen.moved >= table) == (kind == "head")
+        for _ in range(2):
+            assert torch.equal(logits(streamed, ids), logits(stock, ids))
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(streamed.generate(ids, **options), stock.generate(ids, **options))
+        for row in range(0, 20_000, 1997):  # more rows than may be held at one time
+            assert torch.equal(logits(streamed, torch.tensor([[row]])), logits(stock, torch.tensor([[row]])))
+        assert streamed.get_input_embeddings().weight.is_meta
+        with pytest.raises(IndexError):
+            logits(streamed, torch.tensor([[20_000]]))
+        assert torch.equal(logits(streamed, ids), logits(stock, ids))
+        streams_of(streamed).close()
+
+
+def test_a_damaged_row_is_never_computed_with(tmp_path, monkeypatch):
+    tiny(vocab=20_000).save_pretrained(tmp_path)
+    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 0)
+    config = StreamingConfig(residency="full_stream", memory=6_000_000)
+    model = StreamingCausalLM.from_pretrained(tmp_path, config)
+    assert "embedding" in streams_of(model).plan.vocabulary
+    index = json.loads((tmp_path / "kvstored-streaming.json").read_text())
+    begin = index["tables"]["model.embed_tokens.weight"]["pieces"][0][0]
+    with open(tmp_path / "kvstored-streaming.bin", "r+b") as file:
+        file.seek(begin + 15_000 * 256)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    logits(model)
+    for _ in range(2):
+        with pytest.raises(StreamingFailed, match=r"offset \d+: the bytes are others"):
+            logits(model, torch.tensor([[15_000]]))
+    logits(model)
+    streams_of(model).close()
+
+
+def test_the_identity_is_that_of_the_model_in_memory(tmp_path, monkeypatch):
+    from kvclient.hf.model.identity import digest_weights
+
+    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 0)
+    for tie in (False, True):
+        tiny(vocab=20_000, tie=tie).save_pretrained(tmp_path)
+        stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        config = StreamingConfig(residency="full_stream", memory=5_000_000)
+        streamed = StreamingCausalLM.from_pretrained(tmp_path, config)
+        assert "embedding" in streams_of(streamed).plan.vocabulary
+        assert digest_weights(streamed) == digest_weights(stock)
+        streams_of(streamed).close()
+
+
+def test_auto_streams_what_costs_the_least_a_token():
+    layers = [{"attention": 100, "ffn": 200}] * 10
+    config = {"residency": "auto", "n_staging_slots": 2}
+    own = Vocabulary(embedding=1000, head=1000, piece=100, rows=50)
+    work = 256 << 20
+
+    def chosen(memory):
+        return plan(StreamingConfig(**config, memory=memory + work), layers, 10, own)
+
+    assert (chosen(5010).moved, chosen(5010).vocabulary) == (0, ())
+    found = chosen(4060)  # rows of the embedding cost nothing
+    assert (found.moved, found.vocabulary) == (0, ("embedding",))
+    found = chosen(4059)
+    assert found.vocabulary == ("embedding",) and found.moved == 900  # of three layers, in two slots
+    least = chosen(660)
+    assert (least.moved, least.vocabulary) == (4000, ("embedding", "head"))
+    with pytest.raises(InvalidArgument, match=r"memory=\d+; with every layer streamed the model needs"):
+        chosen(659)
