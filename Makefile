@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve page model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo serve site page model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -150,6 +150,9 @@ bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain gen
 triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
 	@$(PY) -m pytest -q tests/kernels/test_triton.py
+
+site: $(VENV)/.dev ## build the documentation site into build/site
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -f deploy/site/mkdocs.yml
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
