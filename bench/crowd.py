@@ -17,7 +17,7 @@ TITLES = {
     "clients": "60 clients with 900 pins each",
     "one": "one client with 40,000 pins",
     "all": "every block pinned",
-    "stranger": "100 sessions with 65,536 pins each, most of them twice and more",
+    "stranger": "100 sessions of a reader with 65,536 pins each, which name every block",
 }
 
 

@@ -63,8 +63,16 @@ struct House {
                 name, pins, times[times.size() / 2], sum / kPuts, times.back(), refused);
     std::fflush(stdout);
   }
-  // The youngest blocks, `each` by each of so many clients; `times` over, as somebody hostile writes them.
-  void beside(const char* name, uint32_t clients, uint64_t each, uint64_t times = 1) {
+  // As somebody hostile writes them, whatever it was allowed.
+  void write(const Page& page, const std::vector<Handle>& handles) {
+    const Mapping& memory = StoreTest::page(*store, page.id);
+    auto* pins = memory.at<std::atomic<uint64_t>>(kPinsOffset);
+    for (uint64_t i = 0; i < store->session_page_bytes(page.id) / 8 - kPinsOffset / 8; ++i)
+      pins[i].store(pin_word(handles[i % handles.size()].record, handles[i % handles.size()].generation));
+    memory.at<SessionPage>(0)->pins_high.store(~0ull), memory.at<SessionPage>(0)->allowance.store(~0ull);
+  }
+  // The youngest blocks, `each` by each of so many clients; or by those of another user, in every word of their pages.
+  void beside(const char* name, uint32_t clients, uint64_t each, uint32_t hostile_words = 0) {
     std::vector<Handle> handles;
     for (uint64_t back = 0; handles.size() < clients * each && back < next; ++back)
       if (const Handle one = youngest(back); one.generation) handles.push_back(one);
@@ -72,9 +80,14 @@ struct House {
       std::vector<std::unique_ptr<Page>> pages;
       uint64_t pins = 0;
       for (uint32_t c = 0; c < clients; ++c) {
-        pages.push_back(std::make_unique<Page>(*store, static_cast<uint32_t>(each * times)));
-        for (uint64_t i = 0; i < each * times; ++i)
-          pins += pages.back()->pin(handles[(c * each + i / times) % handles.size()]) != PinBoard::kNoSlot;
+        pages.push_back(std::make_unique<Page>(*store, hostile_words ? hostile_words : static_cast<uint32_t>(each),
+                                               ::geteuid() + (hostile_words ? 1 : 0), hostile_words != 0));
+        if (hostile_words) {
+          store->allow_pins(pages.back()->id, hostile_words, 3), write(*pages.back(), handles), pins += hostile_words;
+          continue;
+        }
+        for (uint64_t i = 0; i < each; ++i)
+          pins += pages.back()->pin(handles[(c * each + i) % handles.size()]) != PinBoard::kNoSlot;
       }
       measure(name, pins);
       for (auto& page : pages) page->unmap(), store->end_session(page->id);
@@ -98,7 +111,7 @@ int main(int argc, char** argv) {
   house.measure("alone", 0);
   house.beside("one", 1, 40'000);
   house.beside("all", 2, house.blocks / 2 + house.blocks / 16);
-  house.beside("stranger", 100, 32, 2048);
+  house.beside("stranger", 100, house.blocks / 100 + 1, 65536);
   house.measure("alone", 0);
   return 0;
 }

@@ -89,9 +89,7 @@ nb::object block_at(nb::handle_t<Blocks> self, Py_ssize_t i) {
     throw nb::index_error(("index " + std::to_string(given) + " of " + std::to_string(size) + " blocks").c_str());
   switch (blocks.batch->item(static_cast<size_t>(i)).state) {
     case ItemState::Miss: return nb::none();
-    case ItemState::Exhausted:
-      raise("PinsExhausted", "the session holds its " + std::to_string(blocks.batch->attachment().options().max_pins) +
-                                 " pins; release some blocks");
+    case ItemState::Exhausted: raise("PinsExhausted", blocks.batch->attachment().exhausted());
     case ItemState::Hit: break;
   }
   return nb::cast(BlockView{nb::borrow(self), blocks.batch, static_cast<size_t>(i)});

@@ -10,9 +10,7 @@ BlockBatch::Item& hit(const kvs_blocks* blocks, size_t i) {
   need(blocks, "blocks");
   if (i >= blocks->batch->size()) refuse("block " + std::to_string(i) + " of " + std::to_string(blocks->batch->size()));
   BlockBatch::Item& item = blocks->batch->item(i);
-  if (item.state == ItemState::Exhausted)
-    throw Error(Code::PinsExhausted,
-                "the client holds its " + std::to_string(blocks->batch->attachment().options().max_pins) + " pins");
+  if (item.state == ItemState::Exhausted) throw Error(Code::PinsExhausted, blocks->batch->attachment().exhausted());
   if (item.state != ItemState::Hit) refuse("block " + std::to_string(i) + " is a miss");
   return item;
 }

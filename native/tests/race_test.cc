@@ -43,16 +43,21 @@ struct Race {
   uint64_t* words(Extent extent) { return pool.at<uint64_t>(extent.offset); }
 
   // Pin, fence, look again; then every word must be the stamp of this key and generation.
-  bool read(PinBoard& board, uint64_t number) {
+  bool read(PinBoard& board, uint32_t session, uint64_t number) {
     Snapshot at;
     const Find answer = index.find(key(number), at);
     if (answer == Find::Torn) torn.fetch_add(1, std::memory_order_relaxed);
     if (answer != Find::Hit || at.control.state() != State::Sealed) return false;
     const uint64_t word = pin_word(at.record, at.control.generation());
+    const uint32_t pages = kPages;
     uint32_t slot;
-    CHECK_EQ(board.take({&word, 1}, &slot), 1u);
+    if (board.take({&word, 1}, &slot, {&pages, 1}) == 0) {  // another session of its user has all that it may have
+      refused.fetch_add(1, std::memory_order_relaxed);
+      rig.store->allow_pins(session, 1, pages);
+      return false;
+    }
     fence_full();
-    const bool held = index.control(at.record).generation() == at.control.generation();
+    const bool held = index.control(at.record).generation() == at.control.generation() && board.covers(slot, pages);
     if (held) {
       const uint64_t stamp = mixed(number) + at.control.generation();
       const uint64_t* block = words(at.extent);
@@ -78,26 +83,30 @@ struct Race {
   Rig rig;
   Mapping pool;
   Index index;
-  std::atomic<uint64_t> wrong{0}, torn{0};
+  std::atomic<uint64_t> wrong{0}, torn{0}, refused{0};
 };
 
-}  // namespace
-
-TEST(readers_and_a_writer_with_eviction_underneath) {
+// Of readers of this user. `greedy`: a session of the same user asks for all that it may hold, and so for what they do not use.
+uint64_t eviction_underneath(uint32_t uid, bool greedy) {
   Race race;
   constexpr uint64_t kAlways = 1'000'000;
   race.make(kAlways);
   Page keeper(*race.rig.store);
   keeper.pin(race.rig.handle(kAlways));
   std::vector<std::unique_ptr<Page>> pages;
-  for (int i = 0; i < 2; ++i) pages.push_back(std::make_unique<Page>(*race.rig.store));
+  for (int i = 0; i < 2; ++i) pages.push_back(std::make_unique<Page>(*race.rig.store, 64, uid, true));
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> held{0}, missed{0};
   std::vector<std::thread> readers;
+  Page all(*race.rig.store, 64, uid, true);
+  if (greedy)
+    readers.emplace_back([&] {
+      while (!stop.load(std::memory_order_relaxed)) race.rig.store->allow_pins(all.id, 64, kPages), std::this_thread::yield();
+    });
   for (auto& page : pages)
-    readers.emplace_back([&race, &stop, &held, &missed, &board = board_over(*race.rig.store, page->id)] {
+    readers.emplace_back([&race, &stop, &held, &missed, id = page->id, &board = board_over(*race.rig.store, page->id)] {
       for (uint64_t i = 0; !stop.load(std::memory_order_relaxed); ++i) {
-        held += race.read(board, mixed(i) % kNumbers);
+        held += race.read(board, id, mixed(i) % kNumbers);
         if (i % 4) continue;
         Snapshot at;  // pinned by another: always there, however its neighbours move
         missed += race.index.find(key(kAlways), at) == Find::Miss;
@@ -117,8 +126,16 @@ TEST(readers_and_a_writer_with_eviction_underneath) {
   race.rig.store->check_integrity();
   const Stats s = race.rig.store->stats();
   CHECK(s.evictions > 1000);
-  std::printf("     %lu blocks held, %lu torn looks, %lu evictions\n", held.load(), race.torn.load(), s.evictions);
+  std::printf("     %lu blocks held, %lu torn looks, %lu evictions, %lu without a pin\n", held.load(), race.torn.load(),
+              s.evictions, race.refused.load());
+  return race.refused.load();
 }
+
+}  // namespace
+
+TEST(readers_and_a_writer_with_eviction_underneath) { CHECK_EQ(eviction_underneath(::geteuid(), false), 0u); }
+
+TEST(readers_whose_pins_are_bounded_and_taken_back) { CHECK(eviction_underneath(::geteuid() + 1, true) > 0); }
 
 // Sessions come and go, sleepers are woken, statistics are read: all doors of the store at once.
 TEST(all_doors_of_the_store_at_once) {

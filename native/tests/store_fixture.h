@@ -37,6 +37,10 @@ class StoreTest {
     return store.io_pins_.contains(record);
   }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
+  static PinAllowance allowance(Store& store, uint32_t session) {
+    std::lock_guard lock(store.mutex_);
+    return store.sessions_.at(session)->allowance;
+  }
   static uint64_t pins_read(Store& store) { return store.pins_read_; }
   static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }
@@ -193,10 +197,10 @@ class Rig {
 // A client's session without a client: its page mapped through the locked description.
 class Page {
  public:
-  explicit Page(Store& store, uint32_t max_pins = 64) {
+  explicit Page(Store& store, uint32_t max_pins = 64, uint32_t uid = ::geteuid(), bool read_only = false, bool asks = true) {
     Fd locked;
-    std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), ::geteuid());
-    board.emplace(Mapping(locked.get(), session_file_bytes(max_pins), true));
+    std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only, asks);
+    board.emplace(Mapping(locked.get(), store.session_page_bytes(id), true));
   }
   Id token() const {
     Id out;

@@ -194,7 +194,7 @@ def test_attach_is_checked(watched):
         {"namespace": b""},
         {"version": 0},
         {"version": 1},
-        {"version": 3},
+        {"version": raw.VERSION + 1},
         {"max_pins": 0},
         {"max_pins": (1 << 32) - 1},
     ):

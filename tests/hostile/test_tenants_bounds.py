@@ -3,6 +3,7 @@ are served beside it. Method: forked children that become other users and hold a
 """
 
 import contextlib
+import mmap
 import os
 import resource
 import socket
@@ -12,12 +13,14 @@ import threading
 import grpc
 import pytest
 
-from kvclient.testing.conformance.case import SMALL, new_keys
+from kvclient.errors import PinsExhausted
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvstored.access.authorization import NO_TOKEN
 from kvstored.access.peer_proxy import MAX_CALLS
 from kvstored.rpc.calls import MAX_FOLLOWERS, MAX_WAITS
 from kvstored.v1 import store_pb2, transfer_pb2
 from tests.fault.children import as_user, eventually
+from tests.hostile import raw
 from tests.hostile.conftest import GROWTH_BYTES, private_bytes
 from tests.hostile.raw import Dropped, RawSession
 from tests.hostile.test_tenants_grpc import OTHER, WRITER, Guest
@@ -28,6 +31,72 @@ pytestmark = [
 ]
 
 Code = grpc.StatusCode
+PINS_HIGH_OFFSET, ALLOWANCE_OFFSET = 56, 4200
+
+
+def test_one_user_pins_its_part_of_a_namespace(daemon, fork):
+    """A reader holds a quarter, gets it again after it let go, and two of them share it; one that writes
+    every word of its page by hand holds no more. No create of a writer is refused for it."""
+    one = daemon("64MiB", ("--namespaces", f"default:writers={WRITER}:readers={OTHER}"))
+    owner = one.connect()
+    layout = owner.register_layout(BIG.to_blob())
+
+    def put(count: int) -> list[bytes]:
+        keys = new_keys(count)
+        for key in keys:
+            with owner.create([key], layout) as writer:
+                assert writer.results == ["granted"]
+                fill(writer[0], BIG.num_layers)
+        return keys
+
+    keys = put(48)
+
+    def held(client) -> tuple[object, int]:
+        blocks, count = client.get(keys), 0
+        with contextlib.suppress(PinsExhausted):
+            for i in range(len(keys)):
+                count += blocks[i] is not None
+        return blocks, count
+
+    def read(steps) -> None:
+        first, second = (one.connect(read_only=True) for _ in range(2))
+        blocks, count = held(first)
+        assert 8 <= count <= 16
+        with pytest.raises(PinsExhausted, match="a part of the namespace"):
+            list(blocks)
+        steps.reached("held")
+        for i in range(count):
+            check(blocks[i], BIG.num_layers)  # still there, whatever was put meanwhile
+        blocks.release()
+        blocks, count = held(second)
+        assert count >= 8
+        check(blocks[0], BIG.num_layers)
+
+    def attack(steps) -> None:
+        sessions = [RawSession(one.socket_path) for _ in range(8)]
+        for session in sessions:
+            assert session.attach(read_only=1, max_pins=4096)[0] == 0
+            session.ask(raw.request(raw.ALLOW_PINS, 1, struct.pack("<II", 4096, 1)))
+            page = session.page()
+            table = mmap.mmap(session.fds[0], os.fstat(session.fds[0]).st_size, prot=mmap.PROT_READ)
+            records = struct.unpack_from("<Q", table, 32)[0]
+            most = struct.unpack_from("<I", table, 12)[0]
+            pins = [
+                record << 40 | struct.unpack_from("<Q", table, records + 64 * record)[0] >> 24
+                for record in range(min(most, 4096))
+            ]
+            page[raw.PINS_OFFSET : raw.PINS_OFFSET + 8 * len(pins)] = struct.pack(f"<{len(pins)}Q", *pins)
+            page[ALLOWANCE_OFFSET : ALLOWANCE_OFFSET + 8] = b"\xff" * 8
+            page[PINS_HIGH_OFFSET : PINS_HIGH_OFFSET + 8] = b"\xff" * 8
+        steps.reached("held")
+
+    for work in (attack, read):
+        reader = fork(as_user(OTHER, work))
+        reader.run_to("held")
+        put(100)
+        reader.go_on()
+        reader.finish()
+        keys = put(48)
 
 
 @pytest.mark.parametrize("method", ["Write", "Lookup"])

@@ -182,9 +182,16 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
     attach.resume_session = previous->session_;
     std::copy_n(previous->board->page().token, sizeof attach.resume_token, attach.resume_token);
   }
-  std::vector<uint8_t> body;
-  protocol::append(body, attach);
-  return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
+  for (;;) {
+    std::vector<uint8_t> body;
+    protocol::append(body, attach);
+    try {
+      return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
+    } catch (const Error& error) {  // a daemon of before: its words are the last version's
+      if (error.code != Code::IncompatibleVersion || attach.version == protocol::kOldestVersion) throw;
+      attach.version = protocol::kOldestVersion;
+    }
+  }
 }
 
 Attachment::Attachment() : number_(next_number()) {}
@@ -227,6 +234,29 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   fresh->connected_.store(true);
   fresh->wanted(fresh->index.header().frontier.load(std::memory_order_relaxed));
   return fresh;
+}
+
+// What this user's sessions may hold together is bounded, and this one asks for its part when it needs it.
+size_t Attachment::take_pins(std::span<const uint64_t> pins, std::span<const uint32_t> pages, uint32_t* slots) {
+  size_t taken = board->take(pins, slots, pages);
+  if (taken == pins.size() || !board->bounded() || !connected()) return taken;
+  const size_t wanted = board->taken() + pins.size() - taken;
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::PinsWanted{static_cast<uint32_t>(std::min<size_t>(wanted, options_.max_pins)),
+                                              *std::max_element(pages.begin() + static_cast<ptrdiff_t>(taken), pages.end())});
+  try {
+    ask(protocol::Op::AllowPins, 1, body);
+  } catch (const Error&) {
+    return taken;  // then these have no pin, as if there were none left
+  }
+  return taken + board->take(pins.subspan(taken), slots + taken, pages.subspan(taken));
+}
+
+std::string Attachment::exhausted() const {
+  if (!board->bounded()) return "the session holds its " + std::to_string(options_.max_pins) + " pins; release some blocks";
+  const PinAllowance allowed = board->allowance();
+  return "the session may hold " + std::to_string(allowed.slots) + " blocks of " + std::to_string(allowed.pages * kPageBytes) +
+         " bytes now: a user holds a part of the namespace, with all its sessions; release some blocks";
 }
 
 void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descriptors) {

@@ -60,6 +60,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
   const Layout& layout(uint32_t id);
+  // As PinBoard::take, of blocks of so many pages.
+  size_t take_pins(std::span<const uint64_t> pins, std::span<const uint32_t> pages, uint32_t* slots);
+  std::string exhausted() const;  // why there was no pin
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
   void wanted(uint64_t end);  // memory up to here is about to be used: populate it in the background

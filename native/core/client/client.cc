@@ -150,15 +150,16 @@ std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
 void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
                      std::vector<Snapshot>& where) {
   thread_local std::vector<uint64_t> pins;
-  thread_local std::vector<uint32_t> wanted, slots, lost;
-  pins.clear(), wanted.clear(), lost.clear();
+  thread_local std::vector<uint32_t> wanted, pages, slots, lost;
+  pins.clear(), wanted.clear(), pages.clear(), lost.clear();
   for (size_t i = 0; i < keys.size(); ++i) {
     if (found[i] != Find::Hit || !readable(where[i], follow) || where[i].extent.end() > at.pool_bytes()) continue;
     pins.push_back(pin_word(where[i].record, where[i].control.generation()));
     wanted.push_back(static_cast<uint32_t>(i));
+    pages.push_back(static_cast<uint32_t>(where[i].extent.length / kPageBytes));
   }
   slots.resize(wanted.size());
-  const size_t taken = at.board->take(pins, slots.data());
+  const size_t taken = at.take_pins(pins, pages, slots.data());
   fence_full();
   const bool current = at.current();
   uint64_t end = 0;
@@ -167,8 +168,9 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
   for (size_t k = 0; k < wanted.size(); ++k) {
     const size_t i = wanted[k];
     BlockBatch::Item& item = batch.item(i);
-    if (k >= taken) {
+    if (k >= taken || !at.board->covers(slots[k], pages[k])) {
       item.state = ItemState::Exhausted;
+      if (k < taken) lost.push_back(slots[k]);  // taken back before this pin could be seen
       continue;
     }
     const Control now = at.index.control(where[i].record);

@@ -122,6 +122,18 @@ constexpr uint64_t pin_word(uint32_t record, uint64_t generation) { return uint6
 constexpr uint32_t pin_record(uint64_t pin) { return static_cast<uint32_t>(pin >> 40); }
 constexpr uint64_t pin_generation(uint64_t pin) { return pin & kMaxGeneration; }
 
+// What a session may hold: the first `slots` words of its page, each a block of at most `pages` pages. The daemon's word: in its
+// own copy it honours nothing beyond, and a client that saw it change after its fence has not pinned. One word, so that both
+// change at once.
+struct PinAllowance {
+  uint32_t slots = 0;
+  uint32_t pages = 1;
+  static constexpr uint32_t kAnyPages = ~0u;
+  static constexpr PinAllowance unpack(uint64_t word) { return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)}; }
+  constexpr uint64_t pack() const { return uint64_t{slots} << 32 | pages; }
+  friend bool operator==(const PinAllowance&, const PinAllowance&) = default;
+};
+
 // A progress word: generation:40 | layers ready:16 | phase:8. Its low 32 bits are the futex word.
 enum class Phase : uint8_t { Writing = 0, Sealed = 1, Ended = 2 };
 constexpr uint64_t progress_word(uint64_t generation, uint32_t layers, Phase phase) {
@@ -241,7 +253,8 @@ struct SessionPage {
   std::atomic<uint64_t> misses;
   std::atomic<uint64_t> waiting;  // threads of this session asleep on a progress word, or about to be
   std::atomic<uint32_t> ring[kTouchRing];
-  std::atomic<uint64_t> released;  // pins ever cleared, counted after the clearing; a hint, 0 from a client that does not count
+  std::atomic<uint64_t> released;   // pins ever cleared, counted after the clearing; a hint, 0 from a client that does not count
+  std::atomic<uint64_t> allowance;  // PinAllowance; 0 from a daemon that bounds nothing
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };
 inline constexpr size_t kPinsOffset = 8192;

@@ -15,7 +15,9 @@
 namespace kv::protocol {
 
 inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
-inline constexpr uint32_t kVersion = 2;
+inline constexpr uint32_t kVersion = 3;
+inline constexpr uint32_t kOldestVersion = 2;     // that is still spoken, by either side: the other may be one release older
+inline constexpr uint32_t kVersionAsks = 3;       // from which on a client knows of allowances
 inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
@@ -34,10 +36,11 @@ enum class Op : uint16_t {
   Promote,
   Suspect,
   Keep,
-  kLast = Keep
+  AllowPins,
+  kLast = AllowPins
 };
 inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",    "abort",   "lookup", "delete",
-                                           "touch",  "stats",           "token",  "promote", "suspect", "keep"};
+                                           "touch",  "stats",           "token",  "promote", "suspect", "keep",   "allow_pins"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -143,7 +146,13 @@ struct KeepHead {
   uint32_t reserved;
 };
 
-static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8);
+// AllowPins (version 3): a PinsWanted; the reply is a PinAllowance's word, which may be less than was asked for.
+struct PinsWanted {
+  uint32_t slots;  // in use and wanted
+  uint32_t pages;  // of the longest block
+};
+
+static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8 && sizeof(PinsWanted) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
               sizeof(LookUpItem) == 32);

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 
 #include "core/base/error.h"
 
@@ -29,10 +30,10 @@ std::string hex(const Id& id) {
 }
 
 SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                                uint32_t max_pins) {
+                                uint32_t max_pins, SessionHolder holder) {
   SessionFile file;
-  char number[10];
-  std::snprintf(number, sizeof number, "%08x.", session);
+  char number[32];
+  std::snprintf(number, sizeof number, "%08x.%x%c.", session, holder.uid, holder.read_only ? 'r' : 'w');
   file.path_ = directory + "/" + prefix + ".s." + number + hex(random_id());
   file.locked_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
@@ -94,6 +95,23 @@ uint32_t SessionFile::number_in(const std::string& name) {
   return end == name.c_str() + 8 && *end == '.' ? static_cast<uint32_t>(number) : ~0u;
 }
 
+std::optional<SessionHolder> SessionFile::holder_in(const std::string& name) {
+  const size_t begin = name.find('.') + 1, end = name.find('.', begin);
+  if (begin == 0 || end == std::string::npos || end < begin + 2) return std::nullopt;
+  const char mode = name[end - 1];
+  char* digits = nullptr;
+  const unsigned long uid = std::strtoul(name.c_str() + begin, &digits, 16);
+  if (digits != name.c_str() + end - 1 || (mode != 'r' && mode != 'w') || uid > UINT32_MAX) return std::nullopt;
+  return SessionHolder{static_cast<uint32_t>(uid), mode == 'r'};
+}
+
+uint32_t SessionFile::pins_end(uint32_t slots) const {
+  const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
+  uint32_t end = std::min(slots, max_pins_);
+  while (end > 0 && pins[end - 1].load(std::memory_order_acquire) == 0) --end;
+  return end;
+}
+
 bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) == 0; }
 
 void SessionFile::unlink() { ::unlink(path_.c_str()); }
@@ -104,11 +122,32 @@ PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
   for (uint32_t i = 0; i < slots; ++i) free_[i] = slots - 1 - i;
 }
 
-size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots) {
+PinAllowance PinBoard::allowance() const {
+  const uint64_t word = page().allowance.load(std::memory_order_relaxed);
+  return word ? PinAllowance::unpack(word) : PinAllowance{~0u, PinAllowance::kAnyPages};
+}
+
+bool PinBoard::covers(uint32_t slot, uint32_t pages) const {
+  const PinAllowance now = allowance();
+  return slot < now.slots && pages <= now.pages;
+}
+
+size_t PinBoard::taken() {
   std::lock_guard lock(mutex_);
+  return (mapping_.size() - kPinsOffset) / 8 - free_.size();
+}
+
+size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots, std::span<const uint32_t> pages) {
+  std::lock_guard lock(mutex_);
+  const PinAllowance allowed = allowance();
   auto& high = mapping_.at<SessionPage>(0)->pins_high;
   const size_t count = std::min(wanted.size(), free_.size());
   for (size_t i = 0; i < count; ++i) {
+    if (!pages.empty() && pages[i] > allowed.pages) return i;
+    if (free_.back() >= allowed.slots) {  // lower ones may lie deeper, after much coming and going
+      std::sort(free_.begin(), free_.end(), std::greater<>());
+      if (free_.back() >= allowed.slots) return i;
+    }
     const uint32_t slot = free_.back();
     if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
     uint64_t empty = 0;

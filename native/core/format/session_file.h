@@ -11,6 +11,7 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,15 +26,23 @@ using Id = std::array<uint8_t, 16>;
 Id random_id();
 std::string hex(const Id& id);
 
+// Whose a session is: in its file's name, which only the daemon can change.
+struct SessionHolder {
+  uint32_t uid = 0;
+  bool read_only = false;
+};
+
 constexpr uint64_t session_file_bytes(uint32_t max_pins) { return kPinsOffset + uint64_t{8} * max_pins; }
 
 class SessionFile {
  public:
-  // Makes "<directory>/<prefix>.s.<session>.<random>", 0600, filled and locked; the locked descriptor is taken by take_locked().
+  // Makes "<directory>/<prefix>.s.<session>.<user><r|w>.<random>", 0600, filled and locked; the locked descriptor is taken by
+  // take_locked().
   static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                            uint32_t max_pins);
+                            uint32_t max_pins, SessionHolder holder = {});
   // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.
   static uint32_t number_in(const std::string& name);
+  static std::optional<SessionHolder> holder_in(const std::string& name);  // none: a name of a daemon before 2026-11-25
   // Opens one left by an earlier daemon. Throws InvalidArgument if it is not a page of this pool, of this user, 0600, one link.
   static SessionFile open(const std::string& path, const Id& pool_id);
 
@@ -51,15 +60,19 @@ class SessionFile {
     return Mapping(own_.get(), kPinsOffset, true);
   }  // another mapping, of what stands before the pins
 
-  // Calls f(pin word) for every pin.
+  std::atomic<uint64_t>& allowance() { return mapping_.at<SessionPage>(0)->allowance; }
+
+  // Calls f(pin word) for every pin in the first `slots` words.
   template <class F>
-  void each_pin(F&& f) const {
+  void each_pin(uint32_t slots, F&& f) const {
     const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
     const uint64_t high = page().pins_high.load(std::memory_order_acquire);
-    const uint64_t end = std::min<uint64_t>(high, max_pins_);
+    const uint64_t end = std::min<uint64_t>(high, std::min(slots, max_pins_));
     for (uint64_t i = 0; i < end; ++i)
       if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);  // what the reader read is over when it is 0
   }
+  // The word behind the last pin of the first `slots`. Believes no hint.
+  uint32_t pins_end(uint32_t slots) const;
 
  private:
   std::string path_;
@@ -78,7 +91,14 @@ class PinBoard {
   explicit PinBoard(Mapping page);
 
   // Writes pins into free words, as many as there are. Returns how many, their places in `slots`. The caller fences and verifies.
-  size_t take(std::span<const uint64_t> pins, uint32_t* slots);
+  // `pages`: of each one's block, if they are bounded. Ends at the first that is not allowed.
+  size_t take(std::span<const uint64_t> pins, uint32_t* slots, std::span<const uint32_t> pages = {});
+  bool covers(uint32_t slot, uint32_t pages) const;  // asked after the fence: is a pin there still honoured?
+  PinAllowance allowance() const;
+  bool bounded() const {
+    return page().allowance.load(std::memory_order_relaxed) != 0 && allowance().pages != PinAllowance::kAnyPages;
+  }
+  size_t taken();
   void clear(std::span<const uint32_t> slots);
   void touched(std::span<const uint32_t> records);
   void count(uint64_t hits, uint64_t misses);

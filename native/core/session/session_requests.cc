@@ -69,7 +69,8 @@ bool reader_may(Op op) {
     case Op::Stats:
     case Op::Token:
     case Op::Promote:
-    case Op::Suspect: return true;
+    case Op::Suspect:
+    case Op::AllowPins: return true;
     default: return false;
   }
 }
@@ -142,6 +143,13 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
     }
     case Op::Token: return token_of(connection);
     case Op::Keep: return keep(connection, request, body);
+    case Op::AllowPins: {
+      const auto wanted = body.take<protocol::PinsWanted>();
+      need_end(body);
+      std::vector<uint8_t> out;
+      append(out, store.allow_pins(connection.session, wanted.slots, wanted.pages).pack());
+      return out;
+    }
     case Op::Attach: break;
   }
   throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
@@ -212,9 +220,10 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   const uint64_t began_ns = monotonic_ns();
   need_end(body);
   if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
-  if (wanted.version != protocol::kVersion)
-    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(wanted.version) +
-                                               " of the session protocol, the daemon " + std::to_string(protocol::kVersion));
+  if (wanted.version < protocol::kOldestVersion || wanted.version > protocol::kVersion)
+    throw Error(Code::IncompatibleVersion,
+                "the client speaks version " + std::to_string(wanted.version) + " of the session protocol, the daemon " +
+                    std::to_string(protocol::kOldestVersion) + " to " + std::to_string(protocol::kVersion));
   if (wanted.max_pins == 0 || wanted.max_pins > options_.max_pins)
     throw Error(Code::InvalidArgument,
                 "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
@@ -244,7 +253,8 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
       throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(connection.who.uid) +
                                      " have ended while their processes still map them, the limit is " +
                                      std::to_string(most_sessions(connection.who.uid)));
-    std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid);
+    std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid,
+                                                       wanted.read_only != 0, wanted.version >= protocol::kVersionAsks);
   }
   connection.store = &store;
   connection.session = reply.session;

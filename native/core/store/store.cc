@@ -226,6 +226,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const La
   }
   publish_progress(record, Phase::Writing);
   records_used_ += 1, created_ += 1, used_bytes_ += length;
+  longest_pages_ = std::max(longest_pages_, length / kPageBytes);
   counters_.creates += 1;
   out = {Grant::Granted, {record, control(record).generation()}, extent};
   unlisted_.emplace_back(record, out.handle.generation);  // not a copy of what was just written in parts: it would wait

@@ -6,9 +6,9 @@
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
 // store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room.
-// store_pins.cc: pins, zombies, parked blocks. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new
-// table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what
-// other hosts read and are asked for. store_look.cc: statistics, integrity.
+// store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user may have. store_disk.cc: what the disk
+// tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in
+// and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -124,7 +124,9 @@ class Store {
     bool attached, resumed;
   };
   size_t left_sessions(uint32_t uid);  // a user's that have ended while a client still locks them
-  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid);  // a client's, and its locked page
+  // A client's, and its locked page. `asks`: it knows of allowances, and asks for more when it needs them.
+  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false, bool asks = true);
+  PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
@@ -162,6 +164,9 @@ class Store {
     Guard guard;
     bool attached = false, ended = false, resumed = false;
     uint32_t pid = 0, uid = 0;
+    SessionHolder holder;
+    bool budgeted = false, asks = true;  // bounded by its user's budget; may be given more, and less
+    PinAllowance allowance;              // no pin beyond it counts
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
     uint64_t drained = 0;            // entries of its ring seen
     std::vector<uint32_t> unsealed;  // records; Upkeep::link of each says where it stands here
@@ -233,16 +238,32 @@ class Store {
     Handle block;
     uint64_t bytes, since_ns;
   };
-  template <class F>  // f(record, generation); what a client wrote is bounded here and believed nowhere
+  template <class F>  // f(record, generation, most pages); what a client wrote is bounded here and believed nowhere
   void each_pin(F&& f) {
     const uint32_t records = index_.max_blocks();
     for (auto& [id, session] : sessions_)
       if (session->file)
-        session->file->each_pin([&f, records](uint64_t pin) {
-          if (pin_record(pin) < records) f(pin_record(pin), pin_generation(pin));
+        session->file->each_pin(session->allowance.slots, [&f, records, pages = session->allowance.pages](uint64_t pin) {
+          if (pin_record(pin) < records) f(pin_record(pin), pin_generation(pin), pages);
         });
-    for (auto& [record, pin] : io_pins_) f(record, pin.generation);
+    for (auto& [record, pin] : io_pins_) f(record, pin.generation, PinAllowance::kAnyPages);
   }
+  bool honoured(uint32_t record, uint32_t pages) const {
+    return pages == PinAllowance::kAnyPages || extent_of(record).length <= uint64_t{pages} * kPageBytes;
+  }
+
+  // store_budget.cc
+  struct PinsLeft {
+    uint64_t pages, pins;
+    bool hold(PinAllowance wanted) const { return uint64_t{wanted.slots} * wanted.pages <= pages && wanted.slots <= pins; }
+  };
+  static bool is_budgeted(uint32_t uid);  // not root's, not the daemon's own user's
+  uint64_t charge(const Session& session) const;
+  PinsLeft left_for(const Session& session) const;
+  PinAllowance first_allowance(const Session& session, uint32_t max_pins) const;
+  bool set_allowance(Session& session, PinAllowance to);
+  void recall(Session& session);
+  void adopt_allowances();
 
   // store_pins.cc
   void scan_zombies(bool all = false);
@@ -308,6 +329,7 @@ class Store {
   std::vector<uint32_t> parked_;                             // sealed, found pinned: not in the eviction queue
   uint64_t zombies_scanned_at_ = 0, parked_scanned_at_ = 0;  // what releases() said then
   uint64_t pins_gone_ = 0;                                   // with their session, or the daemon's own
+  uint64_t longest_pages_ = 1;                               // of the blocks there have been
   uint64_t pins_read_ = 0;                                   // by all scans
   uint64_t scanned_pins_ = 0;                                // words that the last scan read
   RecordSet asked_;                                          // what a scan looks for; empty between two

@@ -190,6 +190,7 @@ void Store::adopt() {
     index_.upkeep(record).link.store(free_head_);
     free_head_ = record;
   }
+  adopt_allowances();
   reap_sessions();
   scan_zombies();
   header->epoch.fetch_add(1, std::memory_order_release);
@@ -219,6 +220,8 @@ void Store::adopt_sessions() {
     }
     session->guard = Guard(session->file->mapping(), &session->truncated);
     session->id = SessionFile::number_in(entry->d_name + start.size());
+    if (const auto holder = SessionFile::holder_in(entry->d_name + start.size()))
+      session->holder = *holder, session->budgeted = is_budgeted(holder->uid);
     session->ended = true;  // until its client resumes it
     next_session_ = std::max(next_session_, session->id + 1);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
@@ -240,6 +243,7 @@ bool Store::adopt_record(uint32_t record) {
     return false;
   records_used_ += 1;
   used_bytes_ += extent.length;
+  longest_pages_ = std::max(longest_pages_, extent.length / kPageBytes);
   if (found.flags() & kFlagDeleted) file_must_go(key);
   set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);
   Upkeep& u = index_.upkeep(record);

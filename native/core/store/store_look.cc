@@ -28,7 +28,7 @@ Stats Store::stats() {
   s.fenced = !fence_.empty();
   s.draining = draining_;
   s.pins = 0, s.sessions = 0;
-  each_pin([&](uint32_t, uint64_t) { s.pins += 1; });
+  each_pin([&](uint32_t, uint64_t, uint32_t) { s.pins += 1; });
   for (auto& [id, session] : sessions_) {
     if (!session->file) continue;
     s.sessions += session->attached;

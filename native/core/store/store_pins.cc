@@ -49,11 +49,11 @@ void Store::scan_zombies(bool all) {
   fence_full();
   std::vector<uint32_t> held;
   uint64_t pins = 0;
-  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation) {
+  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation, uint32_t pages) {
     ++pins;
     if (!RecordSet::has(bits, record)) return;
     const Control now = control(record);
-    if (generation + (now.flags() & kFlagQuarantined ? 2 : 1) != now.generation()) return;
+    if (generation + (now.flags() & kFlagQuarantined ? 2 : 1) != now.generation() || !honoured(record, pages)) return;
     asked_.remove(record);
     held.push_back(record);
   });
@@ -73,9 +73,9 @@ std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
   for (const uint32_t record : records) asked_.add(record);
   std::vector<uint32_t> held;
   uint64_t pins = 0;
-  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation) {
+  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation, uint32_t pages) {
     ++pins;
-    if (!RecordSet::has(bits, record) || control(record).generation() != generation) return;
+    if (!RecordSet::has(bits, record) || control(record).generation() != generation || !honoured(record, pages)) return;
     asked_.remove(record);
     held.push_back(record);
   });
@@ -102,9 +102,9 @@ const RecordSet& Store::poor_victims() {
   if (begin < poor_until_ns_) return poor_;
   poor_.clear();
   uint64_t pins = 0;
-  each_pin([&](uint32_t record, uint64_t generation) {
+  each_pin([&](uint32_t record, uint64_t generation, uint32_t pages) {
     ++pins;
-    if (!poor_.contains(record) && control(record).generation() == generation) poor_.add(record);
+    if (!poor_.contains(record) && control(record).generation() == generation && honoured(record, pages)) poor_.add(record);
   });
   for (const uint32_t record : fresh_records()) poor_.add(record);
   pins_read_ += pins;

@@ -1,5 +1,7 @@
 // Sessions: their page files, their ends, and what they leave behind.
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "core/base/error.h"
@@ -8,24 +10,31 @@
 
 namespace kv {
 
+bool Store::is_budgeted(uint32_t uid) { return uid != 0 && uid != ::geteuid(); }
+
 // Never 0, which asks for a new session, and never one that lives.
 uint32_t Store::new_session_id() {
   while (next_session_ == 0 || sessions_.contains(next_session_)) ++next_session_;
   return next_session_++;
 }
 
-std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid) {
+std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only, bool asks) {
+  if (max_pins == 0 || max_pins > kMaxPins)
+    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
+  auto session = std::make_unique<Session>();
+  session->holder = {uid, read_only};
+  session->budgeted = is_budgeted(uid), session->asks = asks;
   uint32_t id;
   {
     Lock lock = enter();
-    id = new_session_id();
+    id = session->id = new_session_id();
+    session->allowance = first_allowance(*session, max_pins);
   }
-  if (max_pins == 0 || max_pins > kMaxPins)
-    throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
+  if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
   // The file is made outside the lock: it takes system calls.
-  auto session = std::make_unique<Session>();
-  session->id = id;
-  session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins);
+  session->file =
+      SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins, session->holder);
+  session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
   try {
     session->guard = Guard(session->file->mapping(), &session->truncated);
   } catch (...) {
@@ -185,7 +194,7 @@ std::vector<Store::SessionInfo> Store::sessions() {
   for (auto& [id, s] : sessions_) {
     if (!s->file) continue;
     uint64_t pins = 0;
-    s->file->each_pin([&](uint64_t) { ++pins; });
+    s->file->each_pin(s->allowance.slots, [&](uint64_t) { ++pins; });
     const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
     out.push_back({id, s->pid, s->uid, pins, s->unsealed.size(), attached.count(), s->attached, s->resumed});
   }

@@ -1,0 +1,127 @@
+// How many blocks a user may pin: a share of the namespace's bytes, readers less than writers, and never all of them.
+//
+// Nobody can take memory back from a process that maps it, so nothing is revoked: what is beyond the budget is never given. A
+// session holds only what its allowance covers (so many words of its page, each a block of so many pages), which is the daemon's
+// word; a pin beyond it is passed over, whoever wrote it. A client asks for more when it needs it, and what others of its user
+// do not use is taken back for that, by the same meeting of fences as a pin: the daemon writes less, fences, and looks at the
+// words; the client writes its pin, fences, and looks at the allowance. One of the two sees the other.
+//
+// The daemon's own user and root have no budget. Invariant: the allowances of a user's sessions, slots times pages, are within
+// its budget together, and those of all users within theirs.
+
+#include <algorithm>
+
+#include "core/base/atomics.h"
+#include "core/store/store.h"
+
+namespace kv {
+namespace {
+
+constexpr uint64_t kParts = 8;
+constexpr uint64_t kReaderParts = 2, kWriterParts = 6;  // of one user
+constexpr uint64_t kUsersParts = 7;                     // of all together
+constexpr uint64_t kUserPins = 1 << 17;                 // of one user: what a scan reads for it
+
+uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+}  // namespace
+
+// What it may hold, in pages. A client that cannot ask holds blocks of any length: as long as there have been.
+uint64_t Store::charge(const Session& session) const {
+  const PinAllowance& a = session.allowance;
+  return a.slots * (a.pages == PinAllowance::kAnyPages ? longest_pages_ : a.pages);
+}
+
+// Beside all other sessions.
+Store::PinsLeft Store::left_for(const Session& session) const {
+  const uint64_t part = options_.capacity_bytes / kPageBytes / kParts;
+  uint64_t users = 0, own = 0, pins = 0;
+  for (auto& [id, other] : sessions_) {
+    if (!other->budgeted || other.get() == &session) continue;
+    users += charge(*other);
+    if (other->holder.uid != session.holder.uid) continue;
+    own += charge(*other), pins += other->allowance.slots;
+  }
+  const uint64_t most = part * (session.holder.read_only ? kReaderParts : kWriterParts);
+  return {std::min(less(most, own), less(part * kUsersParts, users)), less(kUserPins, pins)};
+}
+
+// Who can ask begins with nothing; who cannot has half of what is left, for good.
+PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) const {
+  if (!session.budgeted) return {max_pins, PinAllowance::kAnyPages};
+  if (session.asks) return {};
+  const PinsLeft left = left_for(session);
+  const uint64_t slots = std::min({uint64_t{max_pins}, left.pages / longest_pages_ / 2, left.pins / 2});
+  return {static_cast<uint32_t>(std::max<uint64_t>(slots, 1)), PinAllowance::kAnyPages};
+}
+
+// False: it has pins that the new one would not cover, and keeps what it had.
+bool Store::set_allowance(Session& session, PinAllowance to) {
+  const PinAllowance from = session.allowance;
+  session.file->allowance().store(to.pack(), std::memory_order_release);
+  if (to.slots < from.slots || to.pages < from.pages) {
+    fence_full();
+    const uint32_t used = session.file->pins_end(from.slots);
+    if (used > to.slots || (used && to.pages < from.pages)) {
+      session.file->allowance().store(from.pack(), std::memory_order_release);
+      return false;
+    }
+  }
+  session.allowance = to;
+  return true;
+}
+
+void Store::recall(Session& session) {
+  if (!session.budgeted || !session.asks || !session.file) return;
+  const uint32_t used = session.file->pins_end(session.allowance.slots);
+  if (used < session.allowance.slots) set_allowance(session, {used, session.allowance.pages});
+}
+
+PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
+  Lock lock = enter();
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || !found->second->file || found->second->ended) return {};
+  Session& session = *found->second;
+  const PinAllowance had = session.allowance;
+  const uint32_t most = session.file->max_pins();
+  slots = std::clamp(slots, 1u, most), pages = std::max(pages, 1u);
+  if (!session.budgeted || !session.asks || (slots <= had.slots && pages <= had.pages)) return had;
+  const uint32_t used = session.file->pins_end(had.slots);
+  PinAllowance wanted{slots, pages};
+  if (used) wanted = {std::max(slots, had.slots), std::max(pages, had.pages)};
+  PinsLeft left = left_for(session);
+  for (const bool of_others : {false, true})  // what its own user does not use, then what others do not
+    if (!left.hold(wanted)) {
+      for (auto& [number, other] : sessions_)
+        if (other.get() != &session && (of_others || other->holder.uid == session.holder.uid)) recall(*other);
+      left = left_for(session);
+    }
+  const auto more = static_cast<uint32_t>(std::min({uint64_t{most}, left.pages / wanted.pages, left.pins}));
+  // Half of what is left beside it, so that it need not ask for each.
+  wanted.slots = more <= wanted.slots ? more : wanted.slots + (more - wanted.slots) / 2;
+  if (wanted.slots >= used) set_allowance(session, wanted);
+  return session.allowance;
+}
+
+// Of sessions that an earlier daemon opened: what their pages say, as far as their users' budgets go, in the order of the
+// sessions. Where a page says more than that daemon gave, its user has written there, and that user's sessions alone lose by it.
+void Store::adopt_allowances() {
+  for (auto& [id, session] : sessions_) session->allowance = {};
+  for (auto& [id, session] : sessions_) {
+    if (!session->file) continue;
+    const uint64_t said = session->file->page().allowance.load(std::memory_order_acquire);
+    const uint32_t most = session->file->max_pins();
+    if (!session->budgeted) {
+      session->allowance = {most, PinAllowance::kAnyPages};
+      continue;
+    }
+    session->allowance = PinAllowance::unpack(said);
+    session->asks = session->allowance.pages != PinAllowance::kAnyPages;
+    session->allowance.slots = std::min(session->allowance.slots, most);
+    const PinsLeft left = left_for(*session);
+    if (charge(*session) > left.pages || session->allowance.slots > left.pins) session->allowance = {};
+    session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
+  }
+}
+
+}  // namespace kv
