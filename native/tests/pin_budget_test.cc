@@ -2,9 +2,9 @@
 // them, of a user that is not the daemon's own; allowances given, taken back, and adopted by the next daemon. That a reader never
 // holds what is taken back is in race_test.
 //
-// Rules proven by removal (failed checks of one run): every user is taken for the daemon's own: 17; an adopted page is believed: 2;
-// how long a pin's block is is not compared: 1; nothing is taken back: 102; the reader does not look at its allowance behind its
-// fence: 1; the daemon has no fence between an allowance and the words: 1.
+// Rules proven by removal (failed checks of one run): every user is taken for the daemon's own: 17; an adopted page is
+// believed: 2; the length of a pin's block is not compared: 1; nothing is taken back: 102; the reader does not look at its
+// allowance behind its fence: 1; the daemon has no fence between an allowance and the words: 1.
 #include <thread>
 #include <vector>
 
