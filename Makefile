@@ -156,13 +156,13 @@ site: $(VENV)/.dev ## build the documentation site into build/site
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
-	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
+	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' 'native/*.hpp' 'examples/cpp/*.cc' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m pytest -q tests/unit/test_tidy.py
 
 format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@$(VENV)/bin/ruff check --quiet --select I --fix .
-	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' | xargs -0 $(VENV)/bin/clang-format -i
+	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' 'native/*.hpp' 'examples/cpp/*.cc' | xargs -0 $(VENV)/bin/clang-format -i
 
 fuzz: build $(VENV)/.fuzz ## fuzz what decodes foreign bytes, FUZZ_SECONDS=30 each
 	@mkdir -p build && flock build/fuzz.lock .ci/fuzz

@@ -102,6 +102,9 @@ class NoBlocks:
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """There is nothing to wait for."""
 
+    def layers(self, layer: int, timeout_s: float | None = None) -> list[None]:
+        return [None] * self._count
+
     def release(self) -> None:
         """There is nothing to give back."""
 

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, Geometry, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import Breaker
-from kvclient.errors import Closed, Detached, Unavailable
+from kvclient.errors import Closed, Detached, InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
     from kvclient._core import Blocks, Lookup, Writer
+    from kvclient.client.region import Region
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
 LOOK_S = 0.005  # between looks for a daemon that has taken over the memory and does not listen yet
@@ -75,9 +76,7 @@ class KVClient:
         except Detached:
             return self._again(methodcaller("lookup", keys))
 
-    def get(
-        self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
-    ) -> Blocks:
+    def get(self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False) -> Blocks:
         """Pins the blocks: per key a BlockView or None. With follow also those still being written.
 
         With wait_s, what lies on disk is loaded, and what others write is waited for, so many seconds at
@@ -172,6 +171,19 @@ class KVClient:
                 self._ids[1][told] = layout_id
             self._layouts[told] = blob
             return told
+
+    def register_region(self, length: int) -> Region:
+        """Memory of the pool in one piece for an allocator of the caller's own, writable here and nowhere
+        else; blocks are published out of it by naming where their buffers lie (kvclient.client.region).
+        Raises InvalidArgument, NoSpace, Unavailable, DeadlineExceeded."""
+        from kvclient.client.region import Region  # not at import: it needs NumPy
+
+        return Region(self, length)
+
+    def _geometry(self, layout_id: int) -> Geometry:
+        if (blob := self._layouts.get(layout_id)) is None:
+            raise InvalidArgument(f"layout {layout_id} was not registered by this client")
+        return Geometry.from_blob(blob)
 
     def stats(self) -> dict[str, Any]:
         """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,

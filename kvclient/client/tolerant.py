@@ -51,9 +51,7 @@ class TolerantClient(KVClient):
             self._heed(error)
             return self._tolerate(lambda native: native.lookup(keys), lambda: NoLookup(_count(keys)))
 
-    def get(
-        self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False
-    ) -> Any:
+    def get(self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False) -> Any:
         try:
             if wait_s or verify:
                 return self._get(keys, follow, wait_s, verify)

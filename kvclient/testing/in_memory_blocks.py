@@ -231,6 +231,11 @@ class Blocks(Sequence):
             if isinstance(block, BlockView):
                 block.wait_layer(layer, max(0.0, deadline - time.monotonic()))
 
+    def layers(self, layer: int, timeout_s: float | None = None) -> list[Any]:
+        """Waits as wait_layer does; then that layer of every block, None for a miss."""
+        self.wait_layer(layer, timeout_s)
+        return [block.layer(layer) if isinstance(block, BlockView) else None for block in self._items]
+
     def release(self) -> None:
         """Gives back what no export holds. Idempotent."""
         for item in self._items:

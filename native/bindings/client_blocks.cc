@@ -131,6 +131,22 @@ void wait_all(const Blocks& blocks, long long number, std::optional<double> time
   });
 }
 
+// The layer of each block, None for a miss, once it is there in all.
+nb::object layers_of(nb::handle_t<Blocks> self, long long number, std::optional<double> timeout_s) {
+  const Blocks& blocks = *nb::inst_ptr<Blocks>(self);
+  wait_all(blocks, number, timeout_s);
+  nb::list out;
+  for (size_t i = 0; i < blocks.batch->size(); ++i) {
+    if (blocks.batch->item(i).state != ItemState::Hit) {
+      out.append(nb::none());
+      continue;
+    }
+    const BlockView block{nb::borrow(self), blocks.batch, i};
+    out.append(as_array(block.layer(number), block.layout(), block.tokens()));
+  }
+  return out;
+}
+
 void wait_one(const BlockView& block, long long number, std::optional<double> timeout_s) {
   const uint32_t layer = layer_of(block.item(), number);
   wait_with_signals(timeout_of(timeout_s, *block.batch),
@@ -218,6 +234,9 @@ void bind_blocks(nb::module_& m) {
       .def("wait_layer", wait_all, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
            "Waits, for timeout_s seconds at most (the client's by default), for that layer of all blocks that were found.\n"
            "Raises BlockLost when a writer gave its block up, DeadlineExceeded, InvalidArgument.")
+      .def("layers", layers_of, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
+           "Waits as wait_layer does; then that layer of every block, as BlockView.layer gives it, in the order of the keys,\n"
+           "None for a miss.")
       .def_prop_ro(
           "hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.")
       .def("__repr__", [](const Blocks& b) {

@@ -39,6 +39,14 @@ std::pair<uint32_t, uint64_t> Session::layout_here(uint32_t told) {
   return {found == known_.end() ? told : found->second.here, of_attachment_};
 }
 
+Layout Session::layout(uint32_t told) {
+  std::lock_guard lock(mutex_);
+  const auto found = known_.find(told);
+  if (found == known_.end())
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(told) + " was not registered by this client");
+  return Layout::parse(found->second.blob);
+}
+
 void Session::after_fork() {
   std::construct_at(&mutex_);
   client_.renew_lock();

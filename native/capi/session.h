@@ -33,6 +33,8 @@ class Session {
   uint32_t register_layout(std::vector<uint8_t> blob);
   // The id in the pool attached to now, and of which attachment that is. One that was told by another client stands for itself.
   std::pair<uint32_t, uint64_t> layout_here(uint32_t told);
+  // As it was registered here. Throws InvalidArgument for an id that was not.
+  Layout layout(uint32_t told);
   void after_fork();
 
  private:

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvstored" / "engines"
 ANSWER = "ANSWER "
-ANSWER_S = 240.0
+ANSWER_S = 480.0
 
 
 def python_of(engine: str) -> Path:

@@ -118,4 +118,5 @@ def test_what_cannot_be_right_is_refused_at_the_start(vllm, tiny_model, change, 
     (refused,) = vllm({"model": tiny_model(0), "store": {"dir": "nowhere"}, **change}, ready=False)
     answer = refused.answer()
     assert "error" in answer, answer
+    refused.process.wait(60)  # its last words are in the log
     assert word in refused.log()

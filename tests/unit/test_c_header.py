@@ -1,6 +1,7 @@
-"""Goal: kvstored.h is plain C and plain C++, and the library shows nothing but what it declares.
+"""Goal: kvstored.h is plain C and plain C++, kvstored.hpp is C++20, and the library shows nothing but what
+kvstored.h declares.
 
-Method: a C compiler reads the header with every warning an error; the library's dynamic symbols beside the
+Method: compilers read the headers with every warning an error; the library's dynamic symbols beside the
 header's.
 """
 
@@ -20,7 +21,13 @@ int main(void) { return kvs_api_version() != KVS_API_VERSION; }
 STRICT = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"]
 
 
-DIALECTS = [("cc", "-std=c99"), ("cc", "-std=c17"), ("c++", "-std=c++11")]
+DIALECTS = [
+    ("cc", "-std=c99"),
+    ("cc", "-std=c17"),
+    ("c++", "-std=c++11"),
+    ("c++", "-std=c++20"),
+    ("c++", "-std=c++23"),
+]
 
 
 @pytest.mark.parametrize(("compiler", "language"), DIALECTS)
@@ -28,7 +35,8 @@ def test_a_compiler_takes_it_without_a_warning(tmp_path, compiler, language):
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler} here")
     source = tmp_path / ("user.c" if compiler == "cc" else "user.cc")
-    source.write_text(USER)
+    modern = language >= "-std=c++20" and compiler == "c++"
+    source.write_text(USER.replace("kvstored.h", "kvstored.hpp") if modern else USER)
     command = [compiler, language, *STRICT, "-I", HEADER.parents[1], source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -83,3 +83,10 @@ def test_the_wheel_has_everything_and_nothing_else(export: Path, tmp_path: Path)
     assert "kvstored/v1/store_pb2_grpc.py" in names
     assert {"kvclient/kernels/_cpu.so", "kvclient/py.typed", "kvclient/__init__.pyi"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    native = {"include/kvstored/kvstored.h", "include/kvstored/kvstored.hpp", "lib/libkvstored_client.so",
+              "lib/cmake/kvstored/kvstoredConfig.cmake", "lib/pkgconfig/kvstored.pc"}  # fmt: skip
+    assert {f"kvclient/native/{name}" for name in native} <= set(names)
+    run(sys.executable, "-m", "zipfile", "-e", wheel, tmp_path / "unpacked", cwd=tmp_path)
+    prefix, cmake = f"-DCMAKE_PREFIX_PATH={tmp_path}/unpacked/kvclient/native", ROOT / ".venv/bin/cmake"
+    run(cmake, "-S", ROOT / "examples/cpp", "-B", tmp_path / "cpp", prefix, cwd=tmp_path)
+    run(cmake, "--build", tmp_path / "cpp", cwd=tmp_path)  # a C++ program against the wheel alone

@@ -55,7 +55,8 @@ def test_the_promised_names_are_there():
 
 
 NATIVE = ("Lookup", "Blocks", "BlockView", "Writer", "GrantedBlock")
-OF_A_SESSION = {"session", "epoch", "populated_bytes", "grpc_token"}  # what needs a daemon's session
+# What needs a daemon's session.
+OF_A_SESSION = {"session", "epoch", "populated_bytes", "grpc_token", "register_region"}
 
 
 def members(kind: type) -> dict[str, object]:

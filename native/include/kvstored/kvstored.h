@@ -54,6 +54,7 @@ typedef union kvs_key {
 typedef struct kvs_client kvs_client; /* a session with one namespace of a daemon */
 typedef struct kvs_blocks kvs_blocks; /* the blocks one kvs_get pinned */
 typedef struct kvs_writer kvs_writer; /* the blocks one kvs_create granted */
+typedef struct kvs_region kvs_region; /* memory of the pool for an allocator of the caller's own */
 
 /* A stretch of memory. */
 typedef struct kvs_span {
@@ -172,6 +173,56 @@ kvs_status kvs_writer_seal(kvs_writer* writer, size_t i, int zero_rest);
 kvs_status kvs_writer_abort(kvs_writer* writer, size_t i);
 /* Until the blocks others write are sealed or granted to us, timeout_s at most. */
 kvs_status kvs_writer_wait_pending(kvs_writer* writer, double timeout_s);
+
+/* ---- regions: blocks out of memory that the caller's own allocator divides */
+
+/* Where a piece of a block lies in a region. */
+typedef struct kvs_buffer {
+  uint64_t offset; /* a multiple of KVS_REGION_ALIGNMENT */
+  uint64_t length;
+} kvs_buffer;
+#define KVS_REGION_ALIGNMENT 64
+
+/* The order of a block's buffers: row by row of sizes[0] * sizes[1] * sizes[2], axes[] says what each counts. With
+ * {{layers, 2, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}} buffer 2 * l is the K of layer l, buffer 2 * l + 1 its V. A
+ * layer's bytes are its buffers in the order kv, part. */
+typedef enum kvs_axis { KVS_AXIS_LAYER = 0, KVS_AXIS_KV = 1, KVS_AXIS_PART = 2 } kvs_axis;
+typedef struct kvs_buffer_shape {
+  uint32_t sizes[3];
+  uint32_t axes[3]; /* a kvs_axis each, every one once */
+} kvs_buffer_shape;
+
+/* What became of one block: sealed; open, its other layers are awaited; EXISTS, PENDING and NO_SPACE as kvs_create says it; lost,
+ * its layers of before are gone with a daemon; refused: kvs_region_refusal says why. */
+typedef enum kvs_registered {
+  KVS_SEALED = 0,
+  KVS_OPEN = 1,
+  KVS_REGION_EXISTS = 2,
+  KVS_REGION_PENDING = 3,
+  KVS_REGION_NO_SPACE = 4,
+  KVS_LOST = 5,
+  KVS_REFUSED = 6
+} kvs_registered;
+
+/* Memory of the pool in one piece, writable here and nowhere else. KVS_NO_SPACE: no such piece is free. Asks the daemon. The
+ * region is the caller's: kvs_region_free, before kvs_close. */
+kvs_status kvs_register_region(kvs_client* client, uint64_t length, kvs_region** region);
+/* Gives the memory back, and blocks that are open up; sealed blocks stay. Promises that nothing writes to it any more. Asks the
+ * daemon. */
+void kvs_region_free(kvs_region* region);
+/* The memory, until kvs_region_free. Waits for nothing. */
+kvs_status kvs_region_memory(kvs_region* region, kvs_span* bytes);
+/* Publishes a block for each key by copying its buffers, of which there are sizes[0] * sizes[1] * sizes[2] for each, one block
+ * after the other. They hold the layers from layer_index on; where a block has more it stays open until the others were given.
+ * results[0..count): a kvs_registered each; an item that is refused changes no other. token_counts, priority, ttl_s: as
+ * kvs_create. Calls of several threads run one after the other. Asks the daemon. */
+kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
+                          const kvs_buffer_shape* shape, const kvs_buffer* buffers, uint32_t layer_index,
+                          const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
+/* Why item i of the last kvs_region_put was refused; "" if it was not. Valid until the region's next call. */
+const char* kvs_region_refusal(const kvs_region* region, size_t i);
+/* Gives up blocks whose layers are not all there. Asks the daemon. */
+kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t count);
 
 /* ---- the rest. Ask the daemon. */
 

@@ -1,0 +1,271 @@
+"""A region: memory of the pool that a client's own allocator divides, and blocks published out of it.
+
+Owns the extent, the rules for what may be named in it, and the blocks some of whose layers are still to come.
+The daemon never looks inside. Publishing copies the named buffers into a block of its own, so that a sealed
+block cannot be changed by whoever goes on using the region, and is evicted and given back by itself.
+Invariant: no byte outside the region is read, whatever offsets are named; an item that is refused changes no
+other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Geometry, Layout
+from kvclient.checks import check_bounds
+from kvclient.errors import BlockLost, Closed, InvalidArgument, KVClientError, NoSpace, Unavailable
+
+if TYPE_CHECKING:
+    from kvclient.client.client import KVClient
+
+AXES = ("layer", "kv", "part")
+ALIGNMENT = 64  # bytes; of offsets in a region
+UNITS = (4096, 1 << 16, 1 << 20)
+MAX_REGION_BYTES = UNITS[-1] * MAX_BLOCK_TOKENS
+NO_WRITER = "unavailable"
+
+
+class Registered(NamedTuple):
+    """What became of one item. word: "sealed"; "open", its other layers are awaited; "exists", "pending" or
+    "no_space", as create says it; "lost", its layers of before are gone with a daemon; "unavailable"; or
+    "refused", and why."""
+
+    word: str
+    reason: str = ""
+
+
+@dataclass
+class _Open:
+    """A block some of whose layers are still to come."""
+
+    writer: Any
+    index: int
+    layout_id: int
+    tokens: int
+    layers: int
+    seen: set[int] = field(default_factory=set)
+    marked: int = 0  # leading layers that followers see
+
+
+class Region:
+    """Made by KVClient.register_region(). Thread-safe; calls of several threads run one after the other."""
+
+    def __init__(self, client: KVClient, length: int) -> None:
+        check_bounds("length", length, 1, MAX_REGION_BYTES)
+        self.length, self._client, self._pid = length, client, os.getpid()
+        unit = next(unit for unit in UNITS if length <= unit * MAX_BLOCK_TOKENS)
+        layout = Layout(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1,
+            block_tokens=MAX_BLOCK_TOKENS, meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(unit,),
+            name="region",
+        )  # fmt: skip
+        key, tokens = os.urandom(32), -(-length // unit)  # nobody asks for it, and it is never sealed
+        self._extent = client.create([key], client.register_layout(layout), token_counts=[tokens])
+        if self._extent.results == [NO_WRITER]:
+            raise Unavailable("there is no daemon to give a region")
+        if self._extent.results != ["granted"]:
+            raise NoSpace(f"no run of {length} bytes in one piece is free for a region")
+        self._array: np.ndarray | None = self._extent[0].layer(0).reshape(-1)[:length]
+        self._lock = threading.RLock()
+        self._open: dict[bytes, _Open] = {}
+
+    @property
+    def array(self) -> np.ndarray:
+        """Its bytes, writable. Raises Closed after close()."""
+        if self._array is None:
+            raise Closed("the region was given back")
+        return self._array
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self.array)
+
+    def register(
+        self,
+        keys: Sequence[bytes],
+        layout_id: int,
+        buffers: Any,
+        axes: Sequence[str] = AXES,
+        layer_index: int = 0,
+        token_counts: Sequence[int] | None = None,
+        priority: int = 35,
+        ttl_s: float | None = None,
+    ) -> list[Registered]:
+        """Publishes a block for each key, from where its buffers lie in the region.
+
+        buffers: integers [keys, …, 2], an (offset, size) for each place of three axes whose order `axes`
+        says: of [layers, 2, 1] with ("layer", "kv", "part") buffers[k, 3, 1, 0] is the V of key k's layer
+        layer_index + 3. A layer's bytes are its buffers in the order kv, part. Offsets are multiples of 64;
+        the buffers of one block must not overlap. Fewer layers than the layout's leave the block open
+        until the others were registered; followers see them in order. Raises InvalidArgument for arguments
+        of no shape, Closed, and what create raises.
+        """
+        if os.getpid() != self._pid:
+            raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")
+        names = [bytes(key) for key in keys]
+        places = _in_order(buffers, axes, len(names))
+        with self._lock:
+            geometry = self._client._geometry(layout_id)
+            counts = _counts(token_counts, geometry, len(names))
+            layers = range(layer_index, layer_index + places.shape[1])
+            check_bounds("layer_index", layer_index, 0, geometry.num_layers - 1)
+            check_bounds("the layers' end", layers.stop, 1, geometry.num_layers)
+            first = {name: i for i, name in reversed(list(enumerate(names)))}
+            refusals = [
+                self._refusal(place, geometry, layers, tokens, name, layout_id)
+                if first[name] == i
+                else "the key is twice in this call"
+                for i, (place, tokens, name) in enumerate(zip(places, counts, names, strict=True))
+            ]
+            said = [Registered("refused", reason) if reason else None for reason in refusals]
+            fresh = [i for i, name in enumerate(names) if said[i] is None and name not in self._open]
+            if fresh:
+                writer = self._client.create(
+                    [names[i] for i in fresh], layout_id, priority, ttl_s, [counts[i] for i in fresh]
+                )
+                for at, (i, word) in enumerate(zip(fresh, writer.results, strict=True)):
+                    if word == "granted":
+                        self._open[names[i]] = _Open(
+                            writer, at, layout_id, counts[i], geometry.num_layers, set()
+                        )
+                    else:
+                        said[i] = Registered(word)
+            whole = [
+                name
+                for i, name in enumerate(names)
+                if said[i] is None and self._copy_in(i, name, places, layers, said)
+            ]
+            sealed = self._seal(whole)
+            return [
+                known or sealed.get(name) or Registered("open")
+                for known, name in zip(said, names, strict=True)
+            ]
+
+    def _refusal(
+        self, place: np.ndarray, geometry: Geometry, layers: range, tokens: int, name: bytes, layout_id: int
+    ) -> str:
+        """Why this item cannot be; "" if it can."""
+        offsets, sizes = place[..., 0].ravel(), place[..., 1].ravel()
+        if (sizes < 1).any() or (sizes > self.length).any():
+            return f"a buffer of {int(sizes.min())} to {int(sizes.max())} bytes in a region of {self.length}"
+        if (offsets < 0).any() or (offsets > self.length - sizes).any():
+            at = int(np.argmax((offsets < 0) | (offsets > self.length - sizes)))
+            return f"{int(sizes[at])} bytes at {int(offsets[at])} are not inside the region of {self.length}"
+        if (offsets % ALIGNMENT).any():
+            return f"offset {int(offsets[np.argmax(offsets % ALIGNMENT != 0)])} is no multiple of {ALIGNMENT}"
+        order = np.argsort(offsets, kind="stable")
+        if (offsets[order][:-1] + sizes[order][:-1] > offsets[order][1:]).any():
+            return "two buffers of the block overlap"
+        if (begun := self._open.get(name)) is not None:
+            if (begun.layout_id, begun.tokens) != (layout_id, tokens):
+                return "its other layers were registered with another layout or token count"
+            if twice := sorted(begun.seen.intersection(layers)):
+                return f"layer {twice[0]} was registered before"
+        for at, layer in enumerate(layers):
+            have, want = int(place[at, ..., 1].sum()), geometry.layer_length(layer, tokens)
+            if have != want:
+                return f"layer {layer}: {have} bytes in its buffers, {want} in the layout"
+        return ""
+
+    def _copy_in(
+        self, i: int, name: bytes, places: np.ndarray, layers: range, said: list[Registered | None]
+    ) -> bool:
+        """Copies the item's buffers into its block. True: all layers of it are there."""
+        begun = self._open[name]
+        try:
+            block = begun.writer[begun.index]
+            for layer, place in zip(layers, places[i], strict=True):
+                target, done = block.layer(layer).reshape(-1).view(np.uint8), 0
+                for offset, size in place.reshape(-1, 2).tolist():
+                    target[done : done + size] = self.array[offset : offset + size]
+                    done += size
+                begun.seen.add(layer)
+            while begun.marked in begun.seen:
+                block.mark_layer(begun.marked)
+                begun.marked += 1
+        except (BlockLost, Closed, Unavailable) as error:
+            self._drop(name)
+            said[i] = Registered("lost", str(error))
+            return False
+        return len(begun.seen) == begun.layers
+
+    def _seal(self, names: list[bytes]) -> dict[bytes, Registered]:
+        """In one message for each create of before, where nothing else of it is open."""
+        said: dict[bytes, Registered] = {}
+        for writer in {id(self._open[name].writer): self._open[name].writer for name in names}.values():
+            mine = [name for name in names if self._open[name].writer is writer]
+            alone = sum(begun.writer is writer for begun in self._open.values()) == len(mine)
+            for part in [mine] if alone else [[name] for name in mine]:
+                try:
+                    done = writer.seal(None if alone else self._open[part[0]].index) is not False
+                    word = Registered("sealed" if done else "lost")
+                except (BlockLost, Closed, Unavailable) as error:
+                    word = Registered("lost", str(error))
+                for name in part:
+                    del self._open[name]
+                    said[name] = word
+        return said
+
+    def _drop(self, name: bytes) -> None:
+        begun = self._open.pop(name)
+        with contextlib.suppress(KVClientError):
+            begun.writer.abort(begun.index)
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Gives up blocks whose layers are not all there, and says how many."""
+        with self._lock:
+            known = [bytes(key) for key in keys if bytes(key) in self._open]
+            for name in known:
+                self._drop(name)
+            return len(known)
+
+    def close(self) -> None:
+        """Gives the memory back, and what is open up. Sealed blocks stay. Idempotent. Whoever still has an
+        array of the region promises to write to it no more."""
+        with self._lock:
+            if self._array is None:
+                return
+            self.forget(list(self._open))
+            self._array = None
+            with contextlib.suppress(KVClientError):
+                self._extent.abort()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def _in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:
+    """[keys, layer, kv, part, 2] as int64. Raises InvalidArgument."""
+    if sorted(axes) != sorted(AXES):
+        raise InvalidArgument(f"axes={tuple(axes)!r}; it must be an order of {', '.join(AXES)}")
+    try:
+        given = np.asarray(buffers)
+    except ValueError as error:
+        raise InvalidArgument(f"buffers are of no one shape: {error}") from None
+    if given.ndim != 5 or given.shape[0] != count or given.shape[-1] != 2 or 0 in given.shape[1:]:
+        raise InvalidArgument(f"buffers of shape {given.shape}; it must be [{count} keys, …, …, …, 2]")
+    if given.dtype.kind not in "iu":
+        raise InvalidArgument(f"buffers of {given.dtype}; they must be integers")
+    if given.dtype == np.uint64:
+        given = np.minimum(given, np.uint64(np.iinfo(np.int64).max))  # out of every region either way
+    return given.astype(np.int64).transpose(0, *(1 + list(axes).index(axis) for axis in AXES), 4)
+
+
+def _counts(given: Sequence[int] | None, geometry: Geometry, count: int) -> list[int]:
+    if given is None:
+        return [geometry.block_tokens] * count
+    if len(given) != count:
+        raise InvalidArgument(f"{len(given)} token counts for {count} keys")
+    for tokens in given:
+        check_bounds("token_counts", tokens, 1, geometry.block_tokens)
+    return list(given)

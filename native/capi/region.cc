@@ -1,0 +1,345 @@
+// kvs_region: memory for the caller's own allocator, and blocks published out of it (kvclient.client.region is its like).
+// Publishing copies: a sealed block cannot be changed by whoever goes on using the region.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+
+#include "capi/objects.h"
+
+using namespace kv;
+using namespace kv::capi;
+
+namespace {
+
+constexpr std::array<uint64_t, 3> kUnits = {4096, 1 << 16, 1 << 20};
+constexpr uint64_t kMaxUnits = 65'535;
+
+// A block some of whose layers are still to come.
+struct Open {
+  std::shared_ptr<BlockWriter> writer;
+  size_t index;
+  uint32_t layout_id, tokens;
+  std::set<uint32_t> seen = {};
+};
+
+// The buffers of one layer, in the order of its bytes.
+using Pieces = std::vector<kvs_buffer>;
+
+}  // namespace
+
+struct kvs_region {
+  kvs_client* client;
+  uint64_t length;
+  std::shared_ptr<BlockWriter> extent;
+  std::byte* data;
+  pid_t process = ::getpid();
+  std::mutex mutex = {};
+  std::map<std::array<uint64_t, 4>, Open> open = {};
+  std::vector<std::string> refusals = {};
+};
+
+namespace {
+
+void append(std::vector<uint8_t>& blob, uint32_t value) {
+  for (int shift = 0; shift < 32; shift += 8) blob.push_back(static_cast<uint8_t>(value >> shift));
+}
+
+std::vector<uint8_t> region_layout(uint64_t unit) {
+  std::vector<uint8_t> blob = {'K', 'V', 'L', '1'};
+  for (const uint32_t word : {1u, 1u, 1u, 1u, 0u, static_cast<uint32_t>(kMaxUnits), 0u, 0u, 0u, static_cast<uint32_t>(unit)})
+    append(blob, word);
+  for (const char letter : std::string("region")) blob.push_back(static_cast<uint8_t>(letter));
+  return blob;
+}
+
+Key random_key() {
+  std::random_device device;
+  Key key;
+  for (uint64_t& word : key.words) word = uint64_t{device()} << 32 | device();
+  return key;
+}
+
+std::shared_ptr<BlockWriter> create(kvs_client* client, std::span<const Key> keys, uint32_t layout_id,
+                                    std::span<const uint32_t> tokens, uint32_t priority, uint32_t ttl_s) {
+  return client->session.call([&](Client& c) {
+    const auto [here, attachment] = client->session.layout_here(layout_id);
+    return c.create({.keys = keys,
+                     .chain = nullptr,
+                     .token_counts = tokens,
+                     .layout = here,
+                     .priority = priority,
+                     .ttl_s = ttl_s,
+                     .attachment = attachment});
+  });
+}
+
+void check_shape(const kvs_buffer_shape& shape) {
+  std::array<bool, 3> there = {};
+  for (const uint32_t axis : shape.axes) {
+    if (axis > KVS_AXIS_PART) refuse("axis " + std::to_string(axis) + "; it must be a kvs_axis, 0 to 2");
+    there[axis] = true;
+  }
+  if (!there[0] || !there[1] || !there[2]) refuse("axes must name layer, kv and part, each once");
+  uint64_t all = 1;
+  for (const uint32_t size : shape.sizes) {
+    if (size < 1 || size > (1u << 16)) refuse("an axis of " + std::to_string(size) + " buffers; it must have 1 to 65536");
+    all *= size;
+  }
+  if (all > (1u << 24)) refuse(std::to_string(all) + " buffers in a block; at most 16777216");
+}
+
+uint32_t size_of(const kvs_buffer_shape& shape, kvs_axis axis) {
+  return shape.sizes[std::find(shape.axes, shape.axes + 3, static_cast<uint32_t>(axis)) - shape.axes];
+}
+
+size_t buffers_of(const kvs_buffer_shape& shape) { return size_t{shape.sizes[0]} * shape.sizes[1] * shape.sizes[2]; }
+
+// Of one block, by layer.
+std::vector<Pieces> by_layer(const kvs_buffer_shape& shape, const kvs_buffer* buffers) {
+  const std::array<size_t, 3> steps = {size_t{shape.sizes[1]} * shape.sizes[2], shape.sizes[2], 1};
+  std::array<size_t, 3> step = {};
+  for (int i = 0; i < 3; ++i) step[shape.axes[i]] = steps[i];
+  std::vector<Pieces> layers(size_of(shape, KVS_AXIS_LAYER));
+  for (size_t layer = 0; layer < layers.size(); ++layer)
+    for (size_t kv = 0; kv < size_of(shape, KVS_AXIS_KV); ++kv)
+      for (size_t part = 0; part < size_of(shape, KVS_AXIS_PART); ++part)
+        layers[layer].push_back(buffers[layer * step[KVS_AXIS_LAYER] + kv * step[KVS_AXIS_KV] + part * step[KVS_AXIS_PART]]);
+  return layers;
+}
+
+std::string refusal_of_places(uint64_t length, std::vector<Pieces> layers) {
+  Pieces all;
+  for (const Pieces& pieces : layers) all.insert(all.end(), pieces.begin(), pieces.end());
+  for (const kvs_buffer& one : all) {
+    if (one.length < 1 || one.length > length || one.offset > length - one.length)
+      return std::to_string(one.length) + " bytes at " + std::to_string(one.offset) + " are not inside the region of " +
+             std::to_string(length);
+    if (one.offset % KVS_REGION_ALIGNMENT)
+      return "offset " + std::to_string(one.offset) + " is no multiple of " + std::to_string(KVS_REGION_ALIGNMENT);
+  }
+  std::sort(all.begin(), all.end(), [](const kvs_buffer& a, const kvs_buffer& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < all.size(); ++i)
+    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
+  return "";
+}
+
+std::string refusal_of_layers(const Layout& layout, uint32_t first, uint32_t tokens, const std::vector<Pieces>& layers) {
+  for (size_t i = 0; i < layers.size(); ++i) {
+    uint64_t have = 0;
+    for (const kvs_buffer& piece : layers[i]) have += piece.length;
+    const uint32_t layer = first + static_cast<uint32_t>(i);
+    if (const uint64_t want = layout.layer_bytes(layer, tokens); have != want)
+      return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
+             " in the layout";
+  }
+  return "";
+}
+
+std::string refusal_of_begun(const Open& begun, uint32_t layout_id, uint32_t tokens, uint32_t first, size_t layers) {
+  if (begun.layout_id != layout_id || begun.tokens != tokens)
+    return "its other layers were given with another layout or token count";
+  for (uint32_t layer = first; layer < first + layers; ++layer)
+    if (begun.seen.contains(layer)) return "layer " + std::to_string(layer) + " was given before";
+  return "";
+}
+
+// Copies the layers in; true when all are there.
+bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::vector<Pieces>& layers) {
+  BlockWriter& writer = *begun.writer;
+  if (writer.closed() || !writer.item(begun.index).open) throw Error(Code::BlockLost, "the block was lost with its daemon");
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const uint32_t layer = first + static_cast<uint32_t>(i);
+    if (layers[i].size() == 1) {
+      writer.layer(begun.index, layer);
+      writer.copy_layer(begun.index, layer, region.data + layers[i][0].offset);
+    } else {
+      std::byte* to = writer.layer(begun.index, layer);
+      for (const kvs_buffer& piece : layers[i]) {
+        std::memcpy(to, region.data + piece.offset, piece.length);
+        to += piece.length;
+      }
+    }
+    begun.seen.insert(layer);
+  }
+  while (begun.seen.contains(writer.item(begun.index).layers_marked))
+    writer.mark_layer(begun.index, writer.item(begun.index).layers_marked);
+  return begun.seen.size() == writer.layout().num_layers();
+}
+
+struct Put {
+  std::span<const Key> keys;
+  uint32_t layout_id, first, priority, ttl_s;
+  const Layout& layout;
+  std::vector<uint32_t> tokens;
+  std::vector<std::vector<Pieces>> layers;  // of each block
+};
+
+void refuse_items(kvs_region& region, const Put& put, uint8_t* results) {
+  std::set<std::array<uint64_t, 4>> seen;
+  for (size_t i = 0; i < put.keys.size(); ++i) {
+    std::string& why = region.refusals[i];
+    if (!seen.insert(put.keys[i].words).second) why = "the key is twice in this call";
+    if (why.empty()) why = refusal_of_places(region.length, put.layers[i]);
+    const auto begun = region.open.find(put.keys[i].words);
+    if (why.empty() && begun != region.open.end())
+      why = refusal_of_begun(begun->second, put.layout_id, put.tokens[i], put.first, put.layers[i].size());
+    if (why.empty()) why = refusal_of_layers(put.layout, put.first, put.tokens[i], put.layers[i]);
+    results[i] = why.empty() ? KVS_OPEN : KVS_REFUSED;
+  }
+}
+
+void claim_items(kvs_region& region, const Put& put, uint8_t* results) {
+  std::vector<size_t> fresh;
+  std::vector<Key> keys;
+  std::vector<uint32_t> tokens;
+  for (size_t i = 0; i < put.keys.size(); ++i) {
+    if (results[i] != KVS_OPEN || region.open.contains(put.keys[i].words)) continue;
+    fresh.push_back(i), keys.push_back(put.keys[i]), tokens.push_back(put.tokens[i]);
+  }
+  if (fresh.empty()) return;
+  const auto writer = create(region.client, keys, put.layout_id, tokens, put.priority, put.ttl_s);
+  for (size_t at = 0; at < fresh.size(); ++at) {
+    switch (writer->item(at).status) {
+      case Grant::Granted: region.open.emplace(keys[at].words, Open{writer, at, put.layout_id, tokens[at]}); break;
+      case Grant::Exists: results[fresh[at]] = KVS_REGION_EXISTS; break;
+      case Grant::Pending: results[fresh[at]] = KVS_REGION_PENDING; break;
+      case Grant::NoSpace: results[fresh[at]] = KVS_REGION_NO_SPACE; break;
+    }
+  }
+}
+
+void seal(std::span<const std::pair<size_t, Open>> whole, uint8_t* results) {
+  std::map<BlockWriter*, std::vector<size_t>> by_writer;
+  for (size_t k = 0; k < whole.size(); ++k) by_writer[whole[k].second.writer.get()].push_back(k);
+  for (const auto& [writer, mine] : by_writer) {
+    std::vector<size_t> which;
+    for (const size_t k : mine) which.push_back(whole[k].second.index);
+    uint8_t said = KVS_SEALED;
+    try {
+      writer->seal(which);
+    } catch (const Error&) {
+      said = KVS_LOST;
+    }
+    for (const size_t k : mine) results[whole[k].first] = said;
+  }
+}
+
+void copy_items(kvs_region& region, const Put& put, uint8_t* results) {
+  std::vector<std::pair<size_t, Open>> whole;
+  for (size_t i = 0; i < put.keys.size(); ++i) {
+    if (results[i] != KVS_OPEN) continue;
+    const auto begun = region.open.find(put.keys[i].words);
+    try {
+      if (!copy_in(region, begun->second, put.first, put.layers[i])) continue;
+      whole.emplace_back(i, begun->second);
+    } catch (const Error&) {
+      results[i] = KVS_LOST;
+    }
+    region.open.erase(begun);
+  }
+  seal(whole, results);
+}
+
+void need_own(const kvs_region* region) {
+  need(region, "region");
+  if (region->process != ::getpid())
+    refuse("the region is of process " + std::to_string(region->process) + ", this is " + std::to_string(::getpid()));
+}
+
+void give_up(const Open& begun) noexcept {
+  try {
+    const size_t which[] = {begun.index};
+    begun.writer->abort(which);
+  } catch (const std::exception&) {  // there is nobody to give it up to
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+kvs_status kvs_register_region(kvs_client* client, uint64_t length, kvs_region** region) {
+  return guarded("kvs_register_region", [&] {
+    need(client, "client");
+    need(region, "region");
+    *region = nullptr;
+    const auto unit = std::find_if(kUnits.begin(), kUnits.end(), [&](uint64_t u) { return length <= u * kMaxUnits; });
+    if (length < 1 || unit == kUnits.end())
+      refuse("length is " + std::to_string(length) + "; it must be 1 to " + std::to_string(kUnits.back() * kMaxUnits));
+    const uint32_t layout = client->session.register_layout(region_layout(*unit));
+    const Key key = random_key();  // nobody asks for it, and it is never sealed
+    const auto tokens = static_cast<uint32_t>((length + *unit - 1) / *unit);
+    auto extent = create(client, {&key, 1}, layout, {&tokens, 1}, kDefaultPriority, 0);
+    if (extent->item(0).status != Grant::Granted)
+      throw Error(Code::NoSpace, "no run of " + std::to_string(length) + " bytes in one piece is free for a region");
+    std::byte* data = extent->bytes(0);
+    *region = new kvs_region{client, length, std::move(extent), data};
+  });
+}
+
+void kvs_region_free(kvs_region* region) {
+  if (!region) return;
+  if (region->process == ::getpid()) {
+    for (const auto& [key, begun] : region->open) give_up(begun);
+    give_up({region->extent, 0, 0, 0});
+  }
+  delete region;
+}
+
+kvs_status kvs_region_memory(kvs_region* region, kvs_span* bytes) {
+  return guarded("kvs_region_memory", [&] {
+    need(region, "region");
+    need(bytes, "bytes");
+    *bytes = {region->data, region->length};
+  });
+}
+
+kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
+                          const kvs_buffer_shape* shape, const kvs_buffer* buffers, uint32_t layer_index,
+                          const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results) {
+  return guarded("kvs_region_put", [&] {
+    need_own(region);
+    need(shape, "shape");
+    if (count) need(buffers, "buffers"), need(results, "results");
+    if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
+    check_shape(*shape);
+    const std::lock_guard lock(region->mutex);
+    const Layout layout = region->client->session.layout(layout_id);
+    if (const uint64_t end = uint64_t{layer_index} + size_of(*shape, KVS_AXIS_LAYER); end > layout.num_layers())
+      refuse("layers up to " + std::to_string(end) + "; the layout has " + std::to_string(layout.num_layers()));
+    Put put{keys_of(keys, count), layout_id, layer_index, priority, ttl_s, layout, {}, {}};
+    for (size_t i = 0; i < count; ++i) {
+      put.tokens.push_back(token_counts ? token_counts[i] : layout.block_tokens);
+      if (put.tokens.back() < 1 || put.tokens.back() > layout.block_tokens)
+        refuse("token_counts[" + std::to_string(i) + "] is " + std::to_string(put.tokens.back()));
+      put.layers.push_back(by_layer(*shape, buffers + i * buffers_of(*shape)));
+    }
+    region->refusals.assign(count, "");
+    refuse_items(*region, put, results);
+    claim_items(*region, put, results);
+    copy_items(*region, put, results);
+  });
+}
+
+const char* kvs_region_refusal(const kvs_region* region, size_t i) {
+  return region && i < region->refusals.size() ? region->refusals[i].c_str() : "";
+}
+
+kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t count) {
+  return guarded("kvs_region_forget", [&] {
+    need_own(region);
+    const std::lock_guard lock(region->mutex);
+    for (const Key& key : keys_of(keys, count))
+      if (const auto begun = region->open.find(key.words); begun != region->open.end()) {
+        give_up(begun->second);
+        region->open.erase(begun);
+      }
+  });
+}
+
+}  // extern "C"
