@@ -101,3 +101,13 @@ def test_the_picture_of_states_is_current():
     assert states.redrawn(text, _core.transitions()) == text, "run .venv/bin/python docs/states.py"
     # A table with one transition more is another picture: the comparison would see it.
     assert states.redrawn(text, [*_core.transitions(), ("FREE", "new", "SEALED")]) != text
+
+
+def test_the_plot_is_of_the_table():
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "docs/plot.py")
+    assert spec and spec.loader
+    plot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot)
+    rows = plot.rows((ROOT / "README.md").read_text())
+    assert len(rows) == 8
+    assert plot.plot(rows) == plot.PLOT.read_text(), "run .venv/bin/python docs/plot.py"
