@@ -123,16 +123,6 @@ def test_prefill_in_chunks(model, client):
         assert torch.equal(tokens, plain)
 
 
-def test_assisted_decoding_is_left_alone_and_counted(model, client):
-    ids = prompt(40)
-    plain, *_ = generate(model, ids, eos_token_id=2)
-    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        tokens, *_ = generate(model, ids, prompt_lookup_num_tokens=4, eos_token_id=2)
-        assert kv.last.bypassed == "no_prefill"
-        assert kv.stats["bypassed"] == {"no_prefill": 1}
-    assert torch.equal(tokens, plain)
-
-
 def test_the_returned_cache_can_be_used_further(model, client):
     ids = prompt(40)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
@@ -140,7 +130,7 @@ def test_the_returned_cache_can_be_used_further(model, client):
         first, _, cache = generate(model, ids)
         longer = torch.cat([first, prompt(5, seed=3)], dim=1)
         tokens, *_ = generate(model, longer, past_key_values=cache)
-        assert kv.last.bypassed == "user_cache"
+        assert (kv.last.bypassed, kv.last.read_bypassed) == (None, "user_cache")
     plain, *_ = generate(model, longer)
     assert torch.equal(tokens, plain)
 

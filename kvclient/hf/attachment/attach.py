@@ -1,8 +1,8 @@
 """attach(): a stock model.generate() that looks up, loads, generates and publishes.
 
-Owns the two methods it puts on the model instance (generate, and the _prefill step inside it) and takes them
-off again. Never changes the model's class, weights or configuration. Invariant: while attached, every
-generate() of the model goes by kvclient.hf.attachment.running, and none after detach() has begun.
+Owns the methods it puts on the model instance (generate, and steps inside it) and takes them off again. Never
+changes the model's class, weights or configuration. Invariant: while attached, every generate() of the model
+goes by kvclient.hf.attachment.running, and none after detach() has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import decode_graph, measure, running
+from kvclient.hf.attachment import assisted, decode_graph, measure, running
 from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
@@ -38,6 +38,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.structure import Refused, base_model
 from kvclient.hf.request.load_or_compute import PrefillSpeed
 from kvclient.hf.request.options import Options
+from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.repair import Repair
@@ -145,6 +146,7 @@ class Attachment:
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
         self._running, self._rest, self._warned = running.Running(), Rest(), False
+        self._returned = Returned()
 
     # ---------------------------------------------------------------- what users call
 
@@ -357,3 +359,10 @@ class Attachment:
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return running.run(self, model, args, kwargs)
+
+    def _ahead(self, model: torch.nn.Module, begun: dict[str, Any]) -> None:
+        """A loop of assisted decoding begins, with these arguments of its first step."""
+        request = getattr(self._local, "request", None)
+        asked = [begun.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
+        if request is not None and all(one is not None for one in asked):
+            assisted.compute_ahead(self, model, request, *asked)

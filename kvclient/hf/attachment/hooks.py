@@ -1,4 +1,4 @@
-"""The two methods that attach() puts on a model instance: generate, and the _prefill step inside it.
+"""The methods that attach() puts on a model instance: generate, and the steps inside it that begin a prompt.
 
 Owns their code and nothing else. Never knows more of an attachment than that it runs calls. Bound to the
 instance, so that a deep copy of the model is bound to the copy, which is not attached; and named as what they
@@ -44,7 +44,19 @@ def _prefill(
     return request.prefill(model, run, input_ids, generation_config, model_kwargs)
 
 
-HOOKS = {"generate": generate, "_prefill": _prefill}
+def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
+    """What a loop of assisted decoding begins with."""
+    attachment = model.__dict__.get(PLACE)
+    own = type(model)._get_candidate_generator.__get__(model)
+    if attachment is not None:
+        own = attachment._own(model, "_get_candidate_generator")
+        attachment._ahead(model, kwargs)
+    return own(**kwargs)
+
+
+HOOKS = {
+    "generate": generate, "_prefill": _prefill, "_get_candidate_generator": _get_candidate_generator,
+}  # fmt: skip
 
 
 def chunked_reads(model: torch.nn.Module) -> bool:

@@ -22,6 +22,8 @@ import torch
 from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.call import Report
+from kvclient.hf.release import NAMES
+from kvclient.hf.request.continuation import Continuation
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import STORE_ERRORS
 
@@ -70,7 +72,8 @@ def run(kv: Attachment, model: torch.nn.Module, args: tuple[Any, ...], kwargs: d
         if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
             return _run_without(kv, Report(bypassed=reason), started, model, args, kwargs)
         try:
-            made = _request(kv, model, started)
+            cache = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
+            made = _request(kv, model, started, cache)
         except STORE_ERRORS as error:
             if kv._model_state.options.raises:
                 raise
@@ -92,8 +95,9 @@ def run(kv: Attachment, model: torch.nn.Module, args: tuple[Any, ...], kwargs: d
                 _note(kv, made.report, trial)
 
 
-def _request(kv: Attachment, model: torch.nn.Module, started: float) -> Request | Report:
-    """What serves a call that begins now; or, as a report, why the store has no part in it."""
+def _request(kv: Attachment, model: torch.nn.Module, started: float, cache: Any) -> Request | Report:
+    """What serves a call that begins now, with a cache or without; or, as a report, why the store has no part
+    in it."""
     local, state = kv._local, kv._model_state
     if not kv._rest.over:
         return Report(bypassed="unavailable", bypass_detail="the store failed a moment ago")
@@ -110,8 +114,9 @@ def _request(kv: Attachment, model: torch.nn.Module, started: float) -> Request 
     limits["static"] = getattr(local, "static", False)
     own = (kv.client, served, dataclasses.replace(state.options, **limits))
     client, served, options = own if trial is None else trial.on(served)
-    request = Request(
-        client, served, options, kv._memory, kv._pace, not no_read, not no_write, kv.padded,
+    made = Continuation if cache is not None and cache.get_seq_length() else Request
+    request = made(
+        client, served, options, kv._memory, kv._pace, kv._returned, not no_read, not no_write, kv.padded,
         started, lambda: not (watch.random() or watch.changed()),
     )  # fmt: skip
     if trial is None and options.in_place is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache
 
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.request import Request
@@ -45,7 +46,8 @@ def with_criterion(
 def none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the store has no part in a call with these arguments; None: it has."""
     given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    if any(given.get(name) is not None for name in NAMES):
+    caches = [given[name] for name in NAMES if given.get(name) is not None]
+    if any(type(cache) is not DynamicCache for cache in caches):
         return "user_cache"
     custom = given.get("custom_generate")
     if custom is not None and not isinstance(custom, Speculation):  # which calls _prefill, and cuts first

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from kvclient import kernels
 from kvclient.hf.attention import dense
@@ -87,10 +88,12 @@ class InPlaceLayer(StoreLayer):
         return give_handle(handle, self), values
 
     def crop(self, count: int) -> None:
-        """Negative in every release: so many tokens go. What it says besides differs between them."""
-        if not self._dense and count < 0 and self._length + count >= self.origin and self.is_initialized:
-            self._cut(self._length + count)
-            return
+        """What is cut from the tail leaves the blocks where they lie."""
+        if not self._dense and self.is_initialized:
+            length = cropped(self._length, count)
+            if length >= self.origin:
+                self._cut(length)
+                return
         self.become_dense("crop")
         super().crop(count)
 
@@ -276,6 +279,16 @@ class InPlaceLayer(StoreLayer):
                 self._storage[0], self._storage[1], row, start - self.origin, start
             )
         return sequences, lists
+
+
+def cropped(length: int, count: int) -> int:
+    """What crop(count) leaves of so many tokens: negative, so many go; what else it says differs between
+    releases, so theirs is asked, over keys without elements."""
+    layer = DynamicLayer()
+    layer.keys = layer.values = torch.empty((1, 1, length, 0))
+    layer.is_initialized = True
+    layer.crop(count)
+    return layer.keys.shape[-2]
 
 
 def _nobody(reason: str) -> None:

@@ -20,6 +20,7 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.cache.layer import StoreLayer
+from kvclient.hf.call import Group
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.save import Publisher
@@ -147,6 +148,16 @@ class Claims:
             for row in one.group.rows:
                 self._stretches.append(Stretch(row, one.group.pad, start, root, len(counts), next_at))
 
+    def go_on(self, groups: Sequence[Group], columns: int, origin: int) -> None:
+        """generated() is told of rows whose first columns an earlier call offered; what it had loaded ends at
+        column `origin`."""
+        for group in groups:
+            counts = self._chunker.counts(group.tokens[: columns - group.pad])
+            offered = len(counts) + (origin - group.pad > sum(counts))
+            next_at = sum(counts) + self._chunker.certain
+            for row in group.rows:
+                self._stretches.append(Stretch(row, group.pad, 0, None, offered, next_at))
+
     def generated(
         self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer]
     ) -> None:
@@ -159,8 +170,10 @@ class Claims:
             chain = self._chunker.chain(
                 self._identity, tokens.numpy(), start=stretch.start, root=stretch.root
             )
-            first, stretch.offered = stretch.offered, len(chain)
+            first, stretch.offered = stretch.offered, max(stretch.offered, len(chain))
             stretch.next_at = stretch.start + chain.num_tokens + self._chunker.certain
+            if first >= len(chain):
+                continue
             new = input_ids[stretch.row, prompt_columns : stretch.pad + stretch.start + chain.num_tokens]
             ended = any(int(token) in eos for token in new)
             storages = [(layer.storage, layer.origin) for layer in layers]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,16 +25,15 @@ from kvclient.hf.cache.layer import StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
-from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.claim import Claims
-from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
-from kvclient.hf.connector.save import Publisher
 from kvclient.hf.release import CACHE
 from kvclient.hf.request.cache_layers import CacheBuilder
+from kvclient.hf.request.claiming import make_claims
 from kvclient.hf.request.decode_step import Step
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
+from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.stopping import end_tokens
 from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
@@ -45,7 +45,8 @@ class Request:
 
     def __init__(
         self, client: Any, served: ServedModel, options: Options, memory: Memory, pace: PrefillSpeed,
-        read: bool, write: bool, padded: bool, started: float, unchanged: Callable[[], bool],
+        returned: Returned, read: bool, write: bool, padded: bool, started: float,
+        unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.report = Report()
         self._tolerance = Tolerance(self.report, options.raises)
@@ -53,7 +54,9 @@ class Request:
         self._read, self._write = read, write and served.layout_id is not None
         if write and not self._write:
             self.report.write_bypassed = "not_permitted"
-        self._memory = memory
+        self._memory, self._returned = memory, returned
+        self._kept: weakref.ref[Any] | None = None  # a cache whose rows stay what they are
+        self._ids: torch.Tensor | None = None  # prompt and answer so far
         self._pace = pace
         self._padded = padded
         self._started, self._unchanged = started, unchanged
@@ -70,6 +73,7 @@ class Request:
         self._layers: list[StoreLayer] = []
         self._steps: Steps | None = None
         self.step: Step | None = None
+        self._beams, self._end = False, None
         self._generated = False  # whether completed blocks of generated text are published
         self._eos: Sequence[int] = ()
 
@@ -84,9 +88,7 @@ class Request:
             if not self._padded and any(group.pad for group in self._prompt.groups):
                 raise Bypassed("padding", "the self-test found it wrong with this model")
         except Bypassed as bypassed:
-            self.report.bypassed = bypassed.reason
-            self.report.bypass_detail = bypassed.detail or None
-            return run()
+            return self._pass_by(bypassed, run)
         self.report.prompt_tokens = self._prompt.tokens
         self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
@@ -113,13 +115,21 @@ class Request:
             model_kwargs.clear()
             model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
+        if not self._inside:
+            self._keep(model_kwargs[CACHE])
         if self._steps is not None:
             self._steps.length = self._prompt.length
             self.step = Step(model, model_kwargs[CACHE], self._steps, self._prompt.rows)
         return outputs
 
+    def _pass_by(self, bypassed: Bypassed, run: Callable[[], Any]) -> Any:
+        self.report.bypassed = bypassed.reason
+        self.report.bypass_detail = bypassed.detail or None
+        return run()
+
     def token(self, input_ids: torch.Tensor) -> None:
         """A token was chosen in each row; `input_ids` has it as its last column."""
+        self._ids = input_ids
         if not self.report.ttft_s:
             if input_ids.device.type != "cpu":
                 input_ids[:, -1].cpu()  # the token exists when the device has computed it
@@ -131,16 +141,36 @@ class Request:
                 self._stop_writing()
             self._note_published()
 
+    def ends_with(self, step: Callable[[], None]) -> None:
+        """What is to be undone when the call has ended."""
+        self._end = step
+
     def finish(self) -> None:
         """The call ended, by returning or by an exception. `report` is whole even if this raises."""
         try:
             self._give_back()
         finally:
+            if self._end is not None:
+                self._end()
             for layer in self._layers:
                 layer.detach_store()
+            self._vouch()
             self._layers, self.step = [], None
             forget_pending()
             self._complete_report()
+
+    def _keep(self, cache: Any) -> None:
+        if not self._beams:
+            self._kept = weakref.ref(cache)
+
+    def _vouch(self) -> None:
+        """For the cache, if the caller has it."""
+        cache = self._kept() if self._kept is not None else None
+        if cache is None or self._ids is None or self._prompt is None or not self._same():
+            return
+        pads = {row: group.pad for group in self._prompt.groups for row in group.rows}
+        pads_in_order = [pads[row] for row in sorted(pads)]
+        self._returned.keep(cache, self._served_model.identity, self._ids, pads_in_order)
 
     def _complete_report(self) -> None:
         if self._prompt is None and self.report.bypassed is None:
@@ -155,9 +185,9 @@ class Request:
             self._read, self.report.read_bypassed = False, "prompt_outputs"  # asked for every prompt token's
         if self._read and config.prefill_chunk_size is not None and not self._options.chunked_reads:
             self._read, self.report.read_bypassed = False, "prefill_chunk_size"
-        beams = (config.num_beams or 1) > 1
+        self._beams = (config.num_beams or 1) > 1
         publishes = self._options.publish_generated and self._options.publish_tokens is None
-        self._generated = self._write and publishes and not beams
+        self._generated = self._write and publishes and not self._beams
         self._eos = end_tokens(config.eos_token_id)
 
     def _begin(
@@ -227,24 +257,7 @@ class Request:
         self.report.lookup_s += time.perf_counter() - began
 
     def _make_claims(self) -> Claims:
-        served, options = self._served_model, self._options
-
-        def publisher(layout_id: int | None, form: BlockFormat) -> Publisher:
-            layout_id = -1 if layout_id is None else layout_id
-            return Publisher(
-                self._client, layout_id, form.layers, options.priority, options.ttl_s, self._clock, form
-            )
-
-        sinks = None
-        if served.sinks is not None:
-            first, last = (publisher(f.layout_id, f.form) for f in (served.sinks.first, served.sinks.last))
-            sinks = FullPrecisionBlocks(
-                served.sinks, self._client, options.chunker, first=first, last=last, priority=options.priority
-            )
-        return Claims(
-            self._client, served.identity, options.chunker, publisher(served.layout_id, served.form), sinks,
-            priority=options.priority, step=served.form.step, same=self._same,
-        )  # fmt: skip
+        return make_claims(self._client, self._served_model, self._options, self._clock, self._same)
 
     def _same(self) -> bool:
         """Whether the model is still the one whose identity the blocks would have."""
