@@ -34,6 +34,7 @@ class Choice:
     tokens: list[Chosen] = field(default_factory=list)
     prompt: Prompt | None = None
     finish: str | None = None
+    window: dict[str, int] | None = None
 
 
 class Run:
@@ -81,11 +82,12 @@ class Run:
                 choice.tokens.append(event.chosen)
             elif isinstance(event, Done):
                 choice.text += event.text
-                choice.finish = event.reason
+                choice.finish, choice.window = event.reason, event.window
                 left -= 1
             else:
                 choice.finish = "error"
-                raise ApiError(event.status, event.message, "server_error")
+                kind = "server_error" if event.status >= 500 else "invalid_request_error"
+                raise ApiError(event.status, event.message, kind)
             yield index, event
 
     async def whole(self, gone: Any) -> None:
@@ -129,6 +131,7 @@ class Run:
             "ttft_s": round(self.first_at - self.began, 4) if self.first_at else None,
             # At the rate prompts were computed lately: an estimate, and called one.
             "cold_ttft_estimate_s": None if prompt.cold_s is None else round(prompt.cold_s, 4),
+            **({"window": held} if (held := self.choices[0].window) is not None else {}),
         }  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kvclient.blocks.codec import Kivi
 from kvclient.errors import KVClientError
+from kvclient.hf.engine.window import MOST_POSITIONS, Window
 from kvclient.serve.errors import ApiError, too_long, unsupported
 from kvclient.serve.grammar import Grammars
 from kvclient.serve.loop import Job, Loop
@@ -32,6 +34,7 @@ from kvclient.serve.schema import (
     ResponsesRequest,
 )
 from kvclient.serve.text import Text
+from kvclient.serve.windowed import Windowing
 
 DEFAULT_NEW_TOKENS = 1024
 
@@ -49,6 +52,7 @@ class Ask:
     tools: bool = False
     forced_tool: bool = False
     echo: bool = False
+    windowing: Windowing | None = None
 
 
 class Asking:
@@ -113,10 +117,35 @@ class Asking:
         forced = named or request.tool_choice == "required"
         if forced:
             schema, constrained = tool_schema(tools, request.tool_choice), True
+        window = self._windowing(request, tools, prompt)
         return [
             self._ask(prompt, wanted, sampling, request, schema=schema, constrained=constrained,
-                      tools=bool(tools), forced_tool=forced)
+                      tools=bool(tools), forced_tool=forced, windowing=window)
         ]  # fmt: skip
+
+    def _windowing(self, request: ChatRequest, tools: Sequence[Any], prompt: list[int]) -> Windowing | None:
+        """Where in the prompt its system prompt ends, and the turn before the last question."""
+        own, given = request.window, request.chat_template_kwargs or {}
+        if own is None:
+            return None
+        if request.n != 1:
+            raise unsupported("n", "a window has one answer a turn")
+
+        def first(count: int) -> int:
+            if not count:
+                return 0
+            try:
+                told = self.chat_tokens(request.messages[:count], tools, given, opened=False)
+            except ApiError:  # a template that wants a question behind
+                return 0
+            return next((i for i, pair in enumerate(zip(told, prompt, strict=False)) if pair[0] != pair[1]),
+                        min(len(told), len(prompt)))  # fmt: skip
+
+        roles = [message.role for message in request.messages]
+        answered = max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
+        head = first(1) if roles[0] in ("system", "developer") else 0
+        window = Window(own.recent, own.older, codec=Kivi.named(own.codec))
+        return Windowing(window, head, first(answered))
 
     def completion(self, request: CompletionRequest) -> list[Ask]:
         self.check_model(request.model)
@@ -162,9 +191,12 @@ class Asking:
         return list(ids)
 
     def chat_tokens(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), given: dict[str, Any] | None = None
-    ) -> list[int]:
-        """By the model's chat template, with what opens the answer. given: the template's own arguments."""
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), given: dict[str, Any] | None = None,
+        opened: bool = True,
+    ) -> list[int]:  # fmt: skip
+        """By the model's chat template. opened: with what opens the answer. given: the template's own
+        arguments.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
         own = sorted(set(given or ()) & self._template_words)
@@ -176,7 +208,7 @@ class Asking:
             plain = with_tools(plain, spelled)
         try:
             text = self.tokenizer.apply_chat_template(
-                plain, tools=spelled, add_generation_prompt=True, tokenize=False, **(given or {})
+                plain, tools=spelled, add_generation_prompt=opened, tokenize=False, **(given or {})
             )
         except Exception as error:  # a template is a program of the model's author
             raise ApiError(400, f"the chat template refuses these messages: {error}") from error
@@ -201,6 +233,7 @@ class Asking:
                     ends=frozenset() if request.ignore_eos else self._ends, salt=salt,
                     read=cache.read, write=cache.write,
                     prompt_logprobs=ask.sampling.logprobs if ask.echo else None,
+                    windowing=ask.windowing,
                 )
             )  # fmt: skip
         return out
@@ -216,10 +249,15 @@ class Asking:
     def _ask(
         self, prompt: list[int], wanted: int | None, sampling: Sampling, request: Common, **more: Any
     ) -> Ask:
-        room = self.max_tokens - len(prompt)
+        window = more.get("windowing")
+        most = self.max_tokens if window is None else max(self.max_tokens, MOST_POSITIONS)
+        room = most - len(prompt)
         new_tokens = min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
         if room < max(1, new_tokens):
-            raise too_long(len(prompt), max(1, new_tokens), self.max_tokens)
+            raise too_long(len(prompt), max(1, new_tokens), most)
+        if window is not None and window.most_tokens > self.max_tokens:
+            text = f"the window holds up to {window.most_tokens} tokens; the limit is {self.max_tokens}"
+            raise ApiError(400, text, param="window")
         return Ask(prompt, new_tokens, sampling, request, **more)
 
     def _sampling(self, request: Common, logprobs: int | None) -> Sampling:

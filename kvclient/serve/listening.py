@@ -7,6 +7,7 @@ for twice.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import socket
 import sys
@@ -60,7 +61,8 @@ def serve(app: Any, door: socket.socket) -> None:
         app, log_level="warning", access_log=False, timeout_keep_alive=30, limit_concurrency=CONNECTIONS,
         h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[door])
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
+        uvicorn.Server(config).run(sockets=[door])
 
 
 def _loopback(host: str) -> bool:

@@ -24,12 +24,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
+from kvclient.hf.model.structure import Refused
 from kvclient.hf.release import cache_of, passing
 from kvclient.serve.sampling import Chosen, Sampler, chosen
 from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
 from kvclient.serve.text import Text
+from kvclient.serve.windowed import WindowedCache, Windowing
 
 RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
 
@@ -59,6 +62,7 @@ class Done:
     reason: str  # "stop" or "length"
     text: str  # the last piece
     stopped: str | None = None  # the stop string that ended it
+    window: dict[str, int] | None = None  # what its window holds (kvclient.serve.windowed)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Job:
     read: bool = True
     write: bool = True
     prompt_logprobs: int | None = None
+    windowing: Windowing | None = None
     entry: Entry | None = None
     cancelled: bool = False
     cache: Any = None
@@ -187,7 +192,8 @@ class Loop:
     def _take(self, job: Job) -> None:
         if job.cancelled:
             return self._left_queue(job)
-        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens)
+        most = None if job.windowing is None else job.windowing.most_tokens
+        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens, most)
         self.counts["requests_total"] += 1
         return None
 
@@ -212,11 +218,12 @@ class Loop:
         except Exception as error:  # whatever a model raises ends its requests, never the server
             if len(entries) > 1:
                 for entry in entries:
-                    _cut_back(entry.job)
+                    _cut_back(entry.job) if entry.job.windowing is None else None
                     self._guarded([entry], functools.partial(self._decode, [entry]))
                 return
             self.counts["requests_failed_total"] += 1
-            self._finish(entries[0].job, Failed(500, f"{type(error).__name__}: {error}"))
+            status = 400 if isinstance(error, Refused | InvalidArgument) else 500
+            self._finish(entries[0].job, Failed(status, f"{type(error).__name__}: {error}"))
 
     def _tell(self, job: Job, event: Event) -> None:
         if not job.cancelled:
@@ -226,6 +233,8 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
+        if job.windowing is not None and job.cache is not None and isinstance(event, Done):
+            event = dataclasses.replace(event, window=job.cache.told())
         self._tell(job, event)
         if isinstance(event, Done):
             self._publish(job)
@@ -238,6 +247,10 @@ class Loop:
         if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
             return
         text = [*job.prompt, *job.tokens[:-1]]  # the newest has no KV yet
+        if job.windowing is not None:
+            with self._kv.salted(job.salt):
+                self.counts["windows_saved_total"] += job.cache.save(text)
+            return
         try:
             with self._kv.salted(job.salt):
                 self.counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
@@ -251,6 +264,8 @@ class Loop:
         began = time.perf_counter()
         self._left_queue(job)
         job.pieces = max(job.pieces, 0) + 1
+        if job.windowing is not None:
+            return self._fill_window(entry, upto)
         if job.pieces == 1 and not last:
             stored = self.stored(job.prompt, job.salt) if job.read else 0
             upto = min(entry.prompt_tokens, max(upto, stored + self.limits.piece_tokens))
@@ -284,6 +299,28 @@ class Loop:
             self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
             self.ready.set()
             self._chosen(job, out.logits[0][0])
+        return None
+
+    def _fill_window(self, entry: Entry, upto: int) -> None:
+        """A piece of a prompt into a window; first, what the turn before left."""
+        job = entry.job
+        if job.first is None:
+            job.cache = WindowedCache(self._model, self._kv, job.windowing)
+            with self._kv.salted(job.salt):
+                found = job.cache.resume(job.prompt) if job.read else 0
+            self.counts["prompt_tokens_total"] += entry.prompt_tokens
+            self.counts["cached_tokens_total"] += found
+            job.first = Prompt(found, 0, 0, 0, self._token_s * entry.prompt_tokens or None)
+            upto = min(entry.prompt_tokens, max(upto, found + self.limits.piece_tokens))
+            entry.filled = found
+        began = time.perf_counter()
+        logits = job.cache.feed(job.prompt[entry.filled : upto])
+        self.counts["prompt_tokens_computed_total"] += upto - entry.filled
+        self._note_rate(upto - entry.filled, time.perf_counter() - began)
+        self._scheduler.filled(entry, upto)
+        if upto == entry.prompt_tokens:
+            self._tell(job, job.first)
+            self._chosen(job, logits)
 
     def _note_rate(self, tokens: int, seconds: float) -> None:
         """Seconds a token, from calls of which the prompt's tokens are most of the work."""
@@ -299,7 +336,11 @@ class Loop:
         return (None, *told)
 
     def _decode(self, entries: list[Entry]) -> None:
-        jobs = [entry.job for entry in entries]
+        for entry in [entry for entry in entries if entry.job.windowing is not None]:
+            self._guarded([entry], functools.partial(self._decode_window, entry.job))
+        jobs = [entry.job for entry in entries if entry.job.windowing is None]
+        if not jobs:
+            return
         tokens, caches = [job.tokens[-1] for job in jobs], [job.cache for job in jobs]
         self.counts["steps_total"] += 1
         if self._ragged:
@@ -308,6 +349,10 @@ class Loop:
             logits = torch.cat([self._alone(*one) for one in zip(tokens, caches, strict=True)])
         for job, row in zip(jobs, logits, strict=True):
             self._guarded([job.entry], functools.partial(self._chosen, job, row))
+
+    def _decode_window(self, job: Job) -> None:
+        """By itself: its older tokens are brought back for one pass only."""
+        self._chosen(job, job.cache.feed(job.tokens[-1:]))
 
     @property
     def _ragged(self) -> bool:

@@ -38,7 +38,7 @@ class Entry:
 
     job: Any
     prompt_tokens: int
-    total_tokens: int  # with all that may be generated
+    total_tokens: int  # held at most, with all that may be generated
     deadline: float
     arrived: int = 0
     filled: int = 0
@@ -91,13 +91,16 @@ class Scheduler:
     def held_tokens(self) -> int:
         return sum(entry.total_tokens for entry in (*self._filling, *self._running))
 
-    def submit(self, job: Any, prompt_tokens: int, new_tokens: int) -> Entry:
-        """Raises QueueFull."""
+    def submit(
+        self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None
+    ) -> Entry:
+        """most_tokens: that it holds at a time, where that has a bound of its own. Raises QueueFull."""
         if len(self._waiting) >= self.limits.max_queue:
             raise QueueFull(f"{len(self._waiting)} requests wait already, {self.limits.max_queue} may")
         self._arrivals += 1
         deadline = self._now() + self.limits.timeout_s
-        entry = Entry(job, prompt_tokens, prompt_tokens + new_tokens, deadline, self._arrivals)
+        held = prompt_tokens + new_tokens if most_tokens is None else most_tokens
+        entry = Entry(job, prompt_tokens, held, deadline, self._arrivals)
         self._waiting.append(entry)
         return entry
 

@@ -29,6 +29,16 @@ class CacheOptions(Strict):
     write: bool = True
 
 
+class WindowOptions(Strict):
+    """What of a chat is kept: `recent` tokens as computed, `older` ones before those quantised, the rest but
+    the system prompt dropped.
+    """
+
+    recent: int = Field(512, ge=16, le=1 << 16)
+    older: int = Field(2048, ge=0, le=1 << 17, multiple_of=32)
+    codec: Literal["int8", "int4"] = "int8"
+
+
 class Common(Strict):
     """Of all ways to ask. user, metadata, store and service_tier change nothing here, and are taken."""
 
@@ -141,6 +151,7 @@ class ChatRequest(Common):
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    window: WindowOptions | None = None
 
 
 class CompletionRequest(Common):

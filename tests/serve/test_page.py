@@ -109,6 +109,20 @@ def test_every_setting_is_in_the_next_request(page):
     assert "seed" not in asked(page, lambda: say(page, "again", ended=False))
 
 
+def test_the_windows_settings_take_effect_at_once_and_its_classes_are_told(page):
+    assert "window" not in asked(page, lambda: say(page, LONG, ended=False))
+    page.check("#window")
+    page.fill("#recent", "64")
+    page.fill("#older", "64")
+    page.select_option("#codec", "int4")
+    body = asked(page, lambda: say(page, LONG, ended=False))
+    assert body["window"] == {"recent": 64, "older": 64, "codec": "int4"}
+    assert re.search(r"older tokens, quantised\s*64", page.inner_text("#talk"))
+    assert re.search(r"dropped tokens\s*[1-9]", page.inner_text("#talk"))
+    page.uncheck("#window")
+    assert "window" not in asked(page, lambda: say(page, "small again", ended=False))
+
+
 def test_stop_ends_the_computing_and_edit_asks_again(page, roomy, wait_until):
     page.fill("#max_tokens", "7000")
     say(page, "go on", ended=False)
