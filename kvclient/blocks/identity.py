@@ -22,7 +22,7 @@ from typing import Any
 from kvclient.errors import InvalidArgument
 
 IDENTITY_DOMAIN = b"kvi1"
-KEY_SCHEME = 1  # the version of the keys in design §4.1; a new scheme must not find blocks of the old one
+KEY_SCHEME = 1  # version of the keys in docs/formats.md §4; a new scheme must not find blocks of the old one
 DIGEST_BYTES = 32
 
 # What a configuration says that KV cannot depend on. Everything not named here is part of the identity, so a
@@ -56,7 +56,7 @@ CONFIG_DENY_LIST = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """All that must be equal for KV to be reusable (design §4.1). Nothing has a default, so nothing is
+    """All that must be equal for KV to be reusable (docs/design.md §8). Nothing has a default, so nothing is
     forgotten.
     """
 

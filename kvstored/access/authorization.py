@@ -2,8 +2,8 @@
 
 Owns the rule and the words of its refusals. Never decodes a request. A handler sees no peer on a Unix socket,
 so the owner's socket is the owner's by its mode, and on the other every call shows a token that the session
-socket issued (design §3). Invariant: what lies in a namespace that the caller may not use is answered like a
-namespace that does not exist, by the same lines of code.
+socket issued (docs/design.md §9). Invariant: what lies in a namespace that the caller may not use is answered
+like a namespace that does not exist, by the same lines of code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: create, seal, abort, look up, get, delete and stats mean the same through every door (design §3).
+"""Goal: create, seal, abort, look up, get, delete and stats mean the same through every door.
 Method: the conformance suite through shared memory, the session socket, the C interface, gRPC and gRPC for
 other users, each against a real daemon of its own.
 """

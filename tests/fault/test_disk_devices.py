@@ -1,7 +1,7 @@
 """Goal: what a disk, a kernel or an operator really does to the disk tier - no room, read-only, slow, too few
-descriptors, too little memory, no queues - degrades it by name and costs no byte (design §10, peers' case 9).
-Method: an ext4 file system in a file, cgroups, resource limits, the kernel's own switches; the real daemon
-without any seam.
+descriptors, too little memory, no queues - degrades it by name and costs no byte (docs/design.md §12; case 9
+of docs/proof.md). Method: an ext4 file system in a file, cgroups, resource limits, the kernel's own switches;
+the real daemon without any seam.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Goal: a daemon that is killed at any step of writing, naming, loading or removing a file, or whose machine
-loses power, leaves nothing that its successor could hand out wrongly, lose track of or count wrongly (design
-§3.4, peers' case 6). Method: SIGKILL from inside, at a step of the schedule; then another daemon on the same
-directory, with the pool it left and without.
+loses power, leaves nothing that its successor could hand out wrongly, lose track of or count wrongly
+(docs/design.md §12; case 6 of docs/proof.md). Method: SIGKILL from inside, at a step of the schedule; then
+another daemon on the same directory, with the pool it left and without.
 """
 
 import contextlib

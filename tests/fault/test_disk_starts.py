@@ -1,7 +1,7 @@
 """Goal: a daemon that is killed while it starts - while it adopts the table, lists its directories, sweeps
-what was left - leaves to the next one what the one before left to it (design §3.4), and what holds for files
-holds over restarts. Method: SIGKILL at moments spread over the whole start, each time to the same directory,
-with files, memory and leftovers in it; then the whole list of tests/fault/disk.py.
+what was left - leaves to the next one what the one before left to it (docs/design.md §12), and what holds for
+files holds over restarts. Method: SIGKILL at moments spread over the whole start, each time to the same
+directory, with files, memory and leftovers in it; then the whole list of tests/fault/disk.py.
 """
 
 import contextlib

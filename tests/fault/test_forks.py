@@ -1,6 +1,6 @@
 """Goal: a client is usable after every kind of fork, and no child can harm its parent's pins, session or
-blocks (design §2.4, §3.1: a handle inherited through fork does nothing in the child; the child attaches
-anew; memory a child can still write is not handed out). Method: os.fork, multiprocessing with its three
+blocks (docs/design.md §6): a handle inherited through fork does nothing in the child; the child attaches
+anew; memory a child can still write is not handed out. Method: os.fork, multiprocessing with its three
 start methods, a program that is started, and forks while other threads are inside the library; the daemon is
 real.
 """

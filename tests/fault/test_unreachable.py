@@ -1,5 +1,5 @@
 """Goal: a client whose daemon is away, late, frozen or replaced by an empty one does what its policy says,
-within its deadlines, and carries on when the store is back (design §10, ideas 5). Method: real daemons that
+within its deadlines, and carries on when the store is back (docs/design.md §7). Method: real daemons that
 are killed, started late, stopped by SIGSTOP, or started with --fresh on the same directory.
 """
 

@@ -28,8 +28,8 @@ def reuse_of(model, client, **options):
         return kv.last.reused_tokens
 
 
-# ---------------------------------------------------------------- identity (design §4.1, peers.md cases 10
-# and 19)
+# ---------------------------------------------------------------- identity (docs/design.md §8; cases 10 and
+# 19 of docs/proof.md)
 
 
 def test_an_equal_model_hits(client):

@@ -1,7 +1,7 @@
-"""Goal: a client that abuses the memory it was given harms at most its own namespace, and the daemon stays
-up (design §3.1: a client can harm its own namespace only; §3.3: it touches pool bytes only through calls
-that can fail). Method: children that write garbage into their session page and progress words, truncate and
-punch what they may write, hoard pins and unsealed blocks; a decent client beside them.
+"""Goal: a client that abuses the memory it was given harms at most its own namespace, and the daemon stays up
+(docs/design.md §9): a client can harm its own namespace only; the daemon touches pool bytes only through
+calls that can fail. Method: children that write garbage into their session page and progress words, truncate
+and punch what they may write, hoard pins and unsealed blocks; a decent client beside them.
 """
 
 import ctypes

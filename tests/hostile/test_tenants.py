@@ -1,6 +1,6 @@
 """Goal: over the session socket a user gets exactly the right that a namespace's lists give, and what lies
-elsewhere cannot be told from what does not exist (design §3.3, peers' cases 17 and 19). Method: forked
-children that become other users after all imports, and try what their right does not cover: attaching,
+elsewhere cannot be told from what does not exist (docs/tenants.md; cases 17 and 19 of docs/proof.md). Method:
+forked children that become other users after all imports, and try what their right does not cover: attaching,
 writing, reopening descriptors, probing names and keys by hand-made packets.
 """
 

@@ -1,4 +1,4 @@
-"""Goal: the orderings of design §3.1, §3.3 and §3.4 that a run on x86-64 cannot show stand in the source: the
+"""Goal: the orderings of docs/design.md §5 to §7 that a run on x86-64 cannot show stand in the source: the
 fences of the pin protocol, of the sequence locks and of the wakes, the order of mapping, of granting and of
 giving up.
 
@@ -20,7 +20,7 @@ ORDERINGS = [
     # A reader: pin, fence, look again. The daemon: (generations changed before) fence, look at the pins.
     (
         "client.cc", "void Client::pin_all(",
-        ("board->take(", "fence_full();", "at.current()", "index.control("),
+        ("at.take_pins(", "fence_full();", "at.current()", "board->covers(", "index.control("),
     ),
     # What was found counts only if no other daemon has taken over meanwhile.
     ("client.cc", "std::vector<uint8_t> Client::lookup(", ("find_all(", "presence(", "at->current()")),
@@ -101,7 +101,7 @@ def test_the_steps_stand_in_order(file, start, steps):
 @pytest.mark.parametrize(
     "call",
     [
-        "io_uring",  # its transfers land in pool memory after their process is dead (design §3.4)
+        "io_uring",  # its transfers land in pool memory after their process is dead
         "umask(",  # the process's: another thread made directories of the disk 0600 meanwhile
     ],
 )

@@ -1,4 +1,4 @@
-"""The dimensions of the reuse identity (design §4.1), read from a live model.
+"""The dimensions of the reuse identity (docs/design.md §8), read from a live model.
 
 Owns what is read and how it is digested; the list and its encoding are kvclient.blocks.identity's. Never
 trusts a file name for weights: it digests the tensors as they lie in memory. Invariant: a model that was
