@@ -20,6 +20,7 @@ from kvstored.process import runtime_dir
 from kvstored.tiers.pool_files import HOME, HUGE_DIR, PREFIX, SHM_DIR, mark_of
 
 SERVED, KEPT, HELD, ORPHAN, UNKNOWN, FOREIGN = "served", "kept", "held", "orphan", "unknown", "another user's"
+STATE = "state.json"  # of a runtime directory
 MAX_POOLS = 4096  # of one look; the host has no more names than that in earnest
 _MAX_PATH = 4096
 _F_SETLEASE = 1024
@@ -86,8 +87,17 @@ def advice() -> str:
 
 
 def kept_bytes(directory: str) -> int:
-    """What the pools of this runtime directory hold."""
-    return sum(one.size_bytes for one in pools() if one.home and _same(one.home, directory))
+    """What the pools of this runtime directory hold, wherever its daemon put them."""
+    own = (one for one in pools(_places_of(directory)) if one.home and _same(one.home, directory))
+    return sum(one.size_bytes for one in own)
+
+
+def _places_of(directory: str) -> list[str]:
+    """The directories that its state.json names: `pool_dir` may be any."""
+    state, _ = runtime_dir.read_json(os.path.join(directory, STATE))
+    entries = state.get("pools") if isinstance(state, dict) else None
+    named = [one.get("pool_dir") for one in (entries or {}).values()] if isinstance(entries, dict) else []
+    return [place for place in named if isinstance(place, str) and os.path.isabs(place) and "\0" not in place]
 
 
 def _same(one: str, other: str) -> bool:

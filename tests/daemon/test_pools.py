@@ -6,6 +6,7 @@ after the command. Only the test's own pools are ever named to --remove.
 
 import json
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -110,6 +111,22 @@ def test_stop_says_what_stays_and_frees_it_if_asked(daemon, capsys):
     assert re.fullmatch(r"no daemon ran; .* freed\n", capsys.readouterr().out)
     assert files(prefix) == [] and not (one.dir / "state.json").exists()
     assert main(["stop", "--dir", str(one.dir), "--discard"]) == Exit.UNREACHABLE
+
+
+def test_stop_counts_a_pool_that_lies_elsewhere(daemon, capsys):
+    place = SHM / f"kvstored-test-{secrets.token_hex(4)}"
+    place.mkdir(mode=0o700)
+    try:
+        one = daemon("64MiB", ["--pool-dir", str(place)])
+        assert main(["stop", "--dir", str(one.dir), "--json"]) == Exit.DONE
+        kept_bytes = json.loads(capsys.readouterr().out)["kept_bytes"]
+        held_bytes = sum(path.stat().st_blocks * 512 for path in place.iterdir())
+        assert kept_bytes >= held_bytes > 64 << 10  # and the file in /dev/shm that names the directory
+        assert main(["stop", "--dir", str(one.dir), "--discard", "--json"]) == Exit.DONE
+        assert json.loads(capsys.readouterr().out)["freed_bytes"] == kept_bytes
+        assert list(place.iterdir()) == []
+    finally:
+        shutil.rmtree(place)
 
 
 def test_stop_discard_ends_a_daemon_and_its_readers_attach_anew(daemon, capsys):
