@@ -39,7 +39,7 @@ class FaultyConnector(KvstoredConnector):
 
 def engine(options):
     transfer = None
-    if options["store"] is not None:
+    if options.get("store") is not None:
         transfer = {
             "kv_connector": "FaultyConnector" if FAULT else "KvstoredConnector",
             "kv_connector_module_path": "tests.engines.vllm_process"
@@ -49,6 +49,15 @@ def engine(options):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": options["store"],
         }
+    if options.get("spec"):
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KvstoredOffloadingSpec", "spec_module_path": "kvclient.integrations.vllm",
+                "offload_prompt_only": False, "kvstored": options["spec"], **options.get("offload", {}),
+            },
+        }  # fmt: skip
     return LLM(
         model=options["model"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32,
         kv_cache_memory_bytes=options.get("kv_bytes", 64 << 20),

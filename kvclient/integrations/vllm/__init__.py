@@ -1,10 +1,12 @@
-"""vLLM on kvstored: the connector that vLLM loads with
-kv_connector_module_path="kvclient.integrations.vllm".
+"""vLLM on kvstored, three ways, each loaded by vLLM's own plug-in way from "kvclient.integrations.vllm": the
+connector, the spec for vLLM's OffloadingConnector, and the tier beneath its TieringOffloadingSpec.
 
-Owns the public name. Importing it imports vLLM. Written for vLLM 0.32; docs/engines.md has the flags and
+Owns the public names. Importing it imports vLLM. Written for vLLM 0.32; docs/engines.md has the flags and
 limits.
 """
 
 from kvclient.integrations.vllm.connector import KvstoredConnector
+from kvclient.integrations.vllm.offload_spec import KvstoredOffloadingSpec
+from kvclient.integrations.vllm.tier import KvstoredTier
 
-__all__ = ["KvstoredConnector"]
+__all__ = ["KvstoredConnector", "KvstoredOffloadingSpec", "KvstoredTier"]

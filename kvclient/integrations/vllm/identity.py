@@ -53,22 +53,26 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:
     """As the configuration says it, or of the checkpoint's bytes."""
-    if given := extra.get("weights_digest"):
-        return hashlib.sha256(b"given\0" + str(given).encode()).digest()
-    model = config.model_config
-    if str(config.load_config.load_format) == "dummy":
+    if not extra.get("weights_digest") and str(config.load_config.load_format) == "dummy":
         raise InvalidArgument(
             'load_format="dummy" has no weights to tell apart; say "weights_digest" yourself'
         )
-    path = Path(model.model)
+    return digest_of_model(config.model_config.model, config.model_config.revision, extra)
+
+
+def digest_of_model(name: str, revision: str | None, extra: dict[str, Any]) -> bytes:
+    """Of the weights that vLLM knows under that name. Raises InvalidArgument if they are not here."""
+    if given := extra.get("weights_digest"):
+        return hashlib.sha256(b"given\0" + str(given).encode()).digest()
+    path = Path(name)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
-            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+            path = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except Exception as error:
-            reason = f"the files of model {model.model!r} are not on this machine ({error})"
-            raise InvalidArgument(f'{reason}; say "weights_digest" in kv_connector_extra_config') from error
+            reason = f"the files of model {name!r} are not on this machine ({error})"
+            raise InvalidArgument(f'{reason}; say "weights_digest" in the configuration') from error
     return checkpoint_digest(path)
 
 

@@ -1,0 +1,252 @@
+"""The scheduler's half of the offloading spec: which blocks are there, and pins until they are loaded.
+
+Owns the pins; never touches the engine's tensors. vLLM 0.32 ends the engine when a load fails. So a block
+counts as a hit only after another thread has brought it into memory, pinned it and compared its checksums,
+and stays pinned until its load has ended: then it is in memory, whatever becomes of the daemon. Invariants: a
+look-up waits for nobody; no pin outlives its request or `lease_s` without a load; a store that is away is an
+empty one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+
+from kvclient.errors import KVClientError
+from kvclient.integrations.health import Health
+from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
+from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.offload_naming import OffloadNames
+
+log = logging.getLogger("vllm.kvstored")
+PENDING = 1
+
+
+class StoredBlocks(LoadStoreSpec):
+    """What the scheduler tells the workers: the blocks' names, not yet of a rank, in vLLM's order."""
+
+    def __init__(self, names: list[bytes]) -> None:
+        self.names = names
+
+
+@dataclass
+class _Held:
+    """A block's pins, one batch for each rank, shared by the requests that found it."""
+
+    batches: list[Any]
+    requests: set[str]
+    until: float
+    loads: int = 0
+
+
+@dataclass
+class _Request:
+    keys: set[OffloadKey] = field(default_factory=set)  # held for it
+    missed: set[OffloadKey] = field(default_factory=set)  # found, and not to be had
+    waited_until: float | None = None
+
+
+class KvstoredManager(OffloadingManager):
+    """One per engine core. vLLM calls it from one thread; `_verify` runs on another."""
+
+    def __init__(
+        self, client: Any, names: OffloadNames, wait_s: float, wait_pending_s: float, lease_s: float,
+        max_held: int, events: bool,
+    ) -> None:  # fmt: skip
+        self._client, self._names, self._health = client, names, Health(client, log)
+        self._wait_s, self._wait_pending_s = wait_s, wait_pending_s
+        self._lease_s, self._max_held = lease_s, max_held
+        self._lock = threading.Lock()
+        self._requests: dict[str, _Request] = {}
+        self._held: dict[OffloadKey, _Held] = {}
+        self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
+        self._verifying: dict[OffloadKey, set[str]] = {}
+        self._pool = ThreadPoolExecutor(1, "kvstored-verify")
+        self._events: list[OffloadingEvent] | None = [] if events else None
+
+    # ---------------------------------------------------------------- look-ups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._names.usable(key):
+            return LookupResult.MISS
+        with self._lock:
+            request = self._requests.setdefault(req_context.req_id, _Request())
+            if (held := self._held.get(key)) is not None:
+                held.requests.add(req_context.req_id)
+                held.until = time.monotonic() + self._lease_s
+                request.keys.add(key)
+                return LookupResult.HIT
+            if key in request.missed:
+                return LookupResult.MISS
+            if key in self._verifying:
+                self._verifying[key].add(req_context.req_id)
+                return LookupResult.RETRY
+            full = len(self._held) + len(self._verifying) + len(self._wanted) >= self._max_held
+        state = self._state(key)
+        if state == PENDING and self._may_wait(request):
+            return LookupResult.HIT_PENDING
+        if state not in (RESIDENT, ON_DISK) or full:
+            return LookupResult.MISS
+        self._wanted.setdefault(key, set()).add(req_context.req_id)
+        return LookupResult.RETRY
+
+    def _state(self, key: OffloadKey) -> int:
+        """Of the rank that has least of it."""
+        (name,) = self._names.whole([key])
+        ranks = self._names.ranks
+        try:
+            states = self._client.lookup([of_rank([name], rank, ranks)[0] for rank in range(ranks)]).states
+        except KVClientError as error:
+            self._health.failed("a look-up", error)
+            return MISSING
+        order = (MISSING, PENDING, ON_DISK, RESIDENT)
+        return min(states, key=order.index)
+
+    def _may_wait(self, request: _Request) -> bool:
+        now = time.monotonic()
+        if request.waited_until is None:
+            request.waited_until = now + self._wait_pending_s
+        return now < request.waited_until
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._expire()
+        if self._wanted:
+            wanted, self._wanted = self._wanted, {}
+            with self._lock:
+                self._verifying.update(wanted)
+            self._pool.submit(self._verify, list(wanted))
+        self._health.look()
+
+    def _verify(self, keys: list[OffloadKey]) -> None:
+        """Pins what is there and right, of all ranks, and drops the rest."""
+        batches: list[Any] = []
+        good = [True] * len(keys)
+        until = time.monotonic() + self._wait_s
+        try:
+            whole = self._names.whole(keys)
+            for rank in range(self._names.ranks):
+                names = of_rank(whole, rank, self._names.ranks)
+                for i, name in enumerate(names):
+                    left_s = max(0.0, until - time.monotonic())
+                    batch = self._client.get([name], wait_s=left_s, verify=True)
+                    batches.append(batch)
+                    good[i] = good[i] and batch.hits == 1
+        except Exception as error:  # an answer must come: vLLM asks again until it does
+            self._health.failed("a load", error)
+            good = [False] * len(keys)
+        with self._lock:
+            for i, key in enumerate(keys):
+                mine = batches[i :: len(keys)]
+                requests = {r for r in self._verifying.pop(key, set()) if r in self._requests}
+                if good[i] and requests:
+                    self._held[key] = _Held(mine, requests, time.monotonic() + self._lease_s)
+                    for request in requests:
+                        self._requests[request].keys.add(key)
+                    continue
+                for request in requests:
+                    self._requests[request].missed.add(key)
+                for batch in mine:
+                    batch.release()
+
+    def _expire(self) -> None:
+        """Of requests that wait for room longer than a lease lasts; they ask again."""
+        now = time.monotonic()
+        with self._lock:
+            for key in [k for k, held in self._held.items() if held.until <= now and not held.loads]:
+                for request in self._held[key].requests:
+                    if request in self._requests:
+                        self._requests[request].keys.discard(key)
+                self._release(key)
+
+    def _release(self, key: OffloadKey) -> None:
+        for batch in self._held.pop(key).batches:
+            batch.release()
+
+    def has_pending_work(self) -> bool:
+        with self._lock:
+            return bool(self._verifying or self._wanted)
+
+    # ---------------------------------------------------------------- loads
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        with self._lock:
+            for key in keys:
+                self._held[key].loads += 1  # vLLM loads what it was told is a hit
+        return StoredBlocks(self._names.whole(keys))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        with self._lock:
+            for key in keys:
+                held = self._held[key]
+                held.loads -= 1
+                held.requests.discard(req_context.req_id)
+                if request := self._requests.get(req_context.req_id):
+                    request.keys.discard(key)
+                if not held.loads and not held.requests:
+                    self._release(key)
+
+    # ---------------------------------------------------------------- stores
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        new = [key for key in keys if self._names.usable(key) and self._state(key) == MISSING]
+        return PrepareStoreOutput(new, StoredBlocks(self._names.whole(new)), [])
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        if self._events is not None and success and keys:
+            self._events.append(OffloadingEvent(list(keys), Medium.CPU, False))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is None:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    # ---------------------------------------------------------------- requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        with self._lock:
+            self._requests.setdefault(req_context.req_id, _Request())
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        with self._lock:
+            request = self._requests.pop(req_context.req_id, None)
+            for key in request.keys if request else ():
+                if (held := self._held.get(key)) is not None:
+                    held.requests.discard(req_context.req_id)
+                    if not held.loads and not held.requests:
+                        self._release(key)
+        for wanted in self._wanted.values():
+            wanted.discard(req_context.req_id)
+
+    def reset_cache(self) -> None:
+        """vLLM forgets its prefix cache; the store is shared and keeps what it has."""
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)
+        with self._lock:
+            for key in list(self._held):
+                self._release(key)
+        self._client.close()

@@ -1,0 +1,64 @@
+"""KvstoredOffloadingSpec: vLLM's OffloadingConnector with a kvstored daemon as what it offloads to.
+
+Owns the configuration, a part of its own in kv_connector_extra_config; never touches a block. Invariant: an
+option that is misspelt, and weights that cannot be told apart, are refused at the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+import kvclient
+from kvclient.integrations.options import with_defaults
+from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.vllm.offload_scheduling import KvstoredManager
+from kvclient.integrations.vllm.offload_worker import KvstoredWorker
+
+OPTIONS = {
+    "dir": None,  # of the daemon; by default where kvclient.connect() looks
+    "namespace": "default",
+    "timeout_s": 2.0,  # of one call
+    "wait_s": 5.0,  # for blocks that come from disk
+    "wait_pending_s": 5.0,  # for blocks that another engine computes at this moment
+    "lease_s": 30.0,  # how long what was found is kept for a request that waits for room
+    "max_held": 16_384,  # blocks, of all requests together
+    "model_version": "",  # weights that were changed in place
+    "weights_digest": "",  # instead of reading the checkpoint
+}
+
+
+class KvstoredOffloadingSpec(OffloadingSpec):
+    """See docs/engines.md. Raises InvalidArgument at the start for what it cannot serve."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        given = dict(config.extra_config.get("kvstored", {}))
+        self._options = with_defaults(given, OPTIONS, 'kv_connector_extra_config["kvstored"]')
+        self._manager: OffloadingManager | None = None
+
+    def _connect(self) -> Any:
+        return kvclient.connect(
+            self._options["dir"], self._options["namespace"], on_error="miss",
+            timeout_s=float(self._options["timeout_s"]),
+        )  # fmt: skip
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            options = self._options
+            names = OffloadNames(self.config, options, "rows of a block")
+            self._manager = KvstoredManager(
+                self._connect(), names, float(options["wait_s"]), float(options["wait_pending_s"]),
+                float(options["lease_s"]), int(options["max_held"]),
+                self.kv_events_config.enable_kv_cache_events,
+            )  # fmt: skip
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        parallel = self.config.parallel
+        return KvstoredWorker(
+            self._connect(), kv_caches, parallel.rank, parallel.world_size, self.blocks_per_chunk,
+            float(self._options["wait_s"]),
+        )  # fmt: skip

@@ -1,0 +1,202 @@
+"""The workers' half of the offloading spec: copies blocks between vLLM's KV tensors and the store.
+
+Owns the jobs under way, on threads of its own; never decides what is loaded or stored. Invariants: each job
+is reported once; a store that fails is reported as done, for it is only a miss later; a load reads what the
+scheduler holds pinned and verified, and is reported as failed if that should not be there: vLLM 0.32 ends the
+engine then, rather than answer from wrong KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.health import Health
+from kvclient.integrations.tensor_pages import Rows, TensorPages
+from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.offload_scheduling import StoredBlocks
+
+log = logging.getLogger("vllm.kvstored")
+THREADS = 2
+
+
+class KvstoredWorker(OffloadingWorker):
+    """One per worker process. vLLM calls it from the thread that runs the model."""
+
+    def __init__(
+        self,
+        client: Any,
+        caches: CanonicalKVCaches,
+        rank: int,
+        ranks: int,
+        blocks_per_chunk: int,
+        wait_s: float,
+    ) -> None:
+        self._client, self._caches, self._rank, self._ranks = client, caches, rank, ranks
+        self._blocks_per_chunk = blocks_per_chunk
+        self._health = Health(client, log)
+        self._pages = TensorPages(client, self._health, wait_s)
+        self._formats = [
+            self._pages.format([ref.page_size_bytes for ref in refs] * blocks_per_chunk)
+            for refs in caches.group_data_refs
+        ]
+        self._pool = ThreadPoolExecutor(THREADS, "kvstored-copy")
+        self._lock = threading.Lock()
+        self._running: dict[int, Future[None]] = {}
+        self._finished: list[TransferResult] = []
+        self._try_one_block()
+
+    # ---------------------------------------------------------------- vLLM's calls
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        assert isinstance(dst_spec, StoredBlocks)
+        ready = self._recorded()
+        self._submit(job_id, lambda: self._store(dst_spec.names, src_spec, ready))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        assert isinstance(src_spec, StoredBlocks)
+        self._submit(job_id, lambda: self._load(src_spec.names, dst_spec))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        with self._lock:
+            running = [future for job, future in self._running.items() if job in job_ids]
+        wait(running)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._client.close()
+
+    # ---------------------------------------------------------------- jobs
+
+    def _submit(self, job_id: int, work: Callable[[], tuple[bool, int]]) -> None:
+        with self._lock:
+            self._running[job_id] = self._pool.submit(self._run, job_id, work)
+
+    def _run(self, job_id: int, work: Callable[[], tuple[bool, int]]) -> None:
+        start = time.monotonic()
+        try:
+            success, size = work()
+        except Exception:
+            log.exception("kvstored: a job failed")
+            success, size = False, 0
+        with self._lock:
+            self._finished.append(TransferResult(job_id, success, size, time.monotonic() - start))
+            self._running.pop(job_id, None)
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        """What a store must wait for: the model still writes the blocks on its stream."""
+        if not any(one.tensor.is_cuda for one in self._caches.tensors):
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _chunks(self, spec: GPULoadStoreSpec) -> Iterator[tuple[int, list[int | None]]]:
+        """A group and the engine's blocks for each of its chunks; None: not of this transfer."""
+        at, per_chunk = 0, self._blocks_per_chunk
+        for group, (size, first) in enumerate(zip(spec.group_sizes, spec.block_indices, strict=True)):
+            blocks = spec.block_ids[at : at + size].tolist()
+            at += size
+            row: list[int | None] = [None] * (first % per_chunk) + blocks
+            row += [None] * (-len(row) % per_chunk)
+            for start in range(0, len(row), per_chunk):
+                yield group, row[start : start + per_chunk]
+
+    def _rows(self, group: int, blocks: list[int | None]) -> list[torch.Tensor | None]:
+        rows: list[torch.Tensor | None] = []
+        for block in blocks:
+            for ref in self._caches.group_data_refs[group]:
+                tensor = self._caches.tensors[ref.tensor_idx].tensor
+                rows.append(None if block is None else tensor[block, : ref.page_size_bytes])
+        return rows
+
+    def _by_group(
+        self, names: list[bytes], spec: GPULoadStoreSpec
+    ) -> dict[int, tuple[list[bytes], list[Rows]]]:
+        found: dict[int, tuple[list[bytes], list[Rows]]] = {}
+        for name, (group, blocks) in zip(
+            of_rank(names, self._rank, self._ranks), self._chunks(spec), strict=True
+        ):
+            keys, rows = found.setdefault(group, ([], []))
+            keys.append(name)
+            rows.append(self._rows(group, blocks))
+        return found
+
+    def _store(self, names: list[bytes], spec: GPULoadStoreSpec, ready: Any) -> tuple[bool, int]:
+        if ready is not None:
+            ready.synchronize()
+        size = 0
+        for group, (keys, rows) in self._by_group(names, spec).items():
+            whole = [i for i, buffers in enumerate(rows) if all(row is not None for row in buffers)]
+            done = self._pages.put([keys[i] for i in whole], self._formats[group], [rows[i] for i in whole])
+            size += sum(self._bytes(rows[i]) for i, success in zip(whole, done, strict=True) if success)
+        return True, size
+
+    def _load(self, names: list[bytes], spec: GPULoadStoreSpec) -> tuple[bool, int]:
+        success, size = True, 0
+        for keys, rows in self._by_group(names, spec).values():
+            found = self._pages.get(keys, rows)
+            success = success and all(found)
+            size += sum(self._bytes(row) for row, there in zip(rows, found, strict=True) if there)
+        return success, size
+
+    @staticmethod
+    def _bytes(rows: Rows) -> int:
+        return sum(row.numel() * row.element_size() for row in rows if row is not None)
+
+    # ---------------------------------------------------------------- the start
+
+    def _try_one_block(self) -> None:
+        """Stores, finds, loads and compares the last block of each group, which nobody uses yet. Raises
+        InvalidArgument for a difference."""
+        for group, refs in enumerate(self._caches.group_data_refs):
+            last = self._caches.tensors[refs[0].tensor_idx].tensor.shape[0] - 1
+            rows = [row for row in self._rows(group, [last] * self._blocks_per_chunk) if row is not None]
+            before = [row.clone() for row in rows]
+            noise = [
+                torch.randint(0, 0x3C, (row.numel(),), dtype=torch.int8).to(row.device)
+                for row in rows[: len(refs)]
+            ]
+            for row, content in zip(rows, noise, strict=False):
+                row.copy_(content)
+            key = np.random.default_rng().bytes(32)
+            stored = self._pages.put([key], self._formats[group], [rows])[0]
+            for row in rows:
+                row.zero_()
+            loaded = self._pages.get([key], [rows])[0]
+            same = all(torch.equal(row, content) for row, content in zip(rows, noise, strict=False))
+            self._pages.delete([key])
+            for row, content in zip(rows, before, strict=True):
+                row.copy_(content)
+            if self._client.degraded:
+                log.warning(
+                    "kvstored: no daemon at the start; the engine runs without a store until there is one"
+                )
+                return
+            if not (stored and loaded and same):
+                what = (
+                    "was not stored" if not stored else "was not found" if not loaded else "came back changed"
+                )
+                raise InvalidArgument(f"self-test: a block of group {group} {what}")

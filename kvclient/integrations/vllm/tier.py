@@ -1,0 +1,183 @@
+"""KvstoredTier: a secondary tier of vLLM's TieringOffloadingSpec, beneath its own memory on the host.
+
+Owns the jobs under way; copies between vLLM's host memory and the store on threads of its own, never on the
+scheduler's. Invariants: each job is reported once, with the keys that were loaded; a key whose load failed is
+a miss for a while, so that vLLM does not ask for it for ever; a store that is away is an empty one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+import kvclient
+from kvclient.integrations.health import Health
+from kvclient.integrations.options import with_defaults
+from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
+from kvclient.integrations.vllm.offload_naming import OffloadNames
+
+log = logging.getLogger("vllm.kvstored")
+OPTIONS = {
+    "dir": None,  # of the daemon; by default where kvclient.connect() looks
+    "namespace": "default",
+    "timeout_s": 2.0,  # of one call
+    "wait_s": 5.0,  # of one job, for the disk or for another writer
+    "model_version": "",  # weights that were changed in place
+    "weights_digest": "",  # instead of reading the checkpoint
+    "enable_kv_events": False,
+    "locality": "LOCAL",
+}
+THREADS = 4
+PENDING = 1
+FORGET_FAILURE_S = 10.0
+
+
+class KvstoredTier(SecondaryTierManager):
+    """See docs/engines.md. vLLM calls it from the scheduler's thread."""
+
+    medium: ClassVar[Medium] = Medium.CPU
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: Any = None, **given: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options = with_defaults(given, OPTIONS, f"secondary tier {tier_type}")
+        self.locality = Locality(options["locality"])
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        config = offloading_spec.config
+        self._names = OffloadNames(config, options, "primary tier's row")
+        self._client = kvclient.connect(
+            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+        )
+        self._health = Health(self._client, log)
+        self._pages = Pages(self._client, self._health, float(options["wait_s"]))
+        self._layout_id = self._pages.format([self._rows.shape[1]])
+        self._pool = ThreadPoolExecutor(THREADS, "kvstored-tier")
+        self._lock = threading.Lock()
+        self._running: set[Future[None]] = set()
+        self._finished: deque[JobResult] = deque()
+        self._failed: dict[OffloadKey, float] = {}  # until when a key counts as a miss
+        self._events: list[OffloadingEvent] | None = None
+        if options["enable_kv_events"] and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+
+    # ---------------------------------------------------------------- the scheduler asks
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._names.usable(key):
+            return LookupResult.MISS
+        if self._failed:
+            with self._lock:
+                until = self._failed.get(key)
+                if until is not None and time.monotonic() < until:
+                    return LookupResult.MISS
+                self._failed.pop(key, None)
+        (state,) = self._pages.states(self._names.whole([key]))
+        if state in (RESIDENT, ON_DISK):
+            return LookupResult.HIT
+        # What another engine writes at this moment is not waited for here: vLLM would ask without an end.
+        return LookupResult.MISS
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    # ---------------------------------------------------------------- jobs
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._load)
+
+    def _submit(self, job: TransferJob, work: Any) -> None:
+        future = self._pool.submit(self._run, job, work)
+        with self._lock:
+            self._running.add(future)
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[None]) -> None:
+        with self._lock:
+            self._running.discard(future)
+
+    def _run(self, job: TransferJob, work: Any) -> None:
+        start = time.monotonic()
+        try:
+            done = work(job)
+        except Exception as error:  # a job without a result would hold vLLM's memory for ever
+            self._health.failed("a job", error)
+            log.exception("kvstored: a job failed")
+            done = []
+        everything = len(done) == len(job.keys)
+        result = JobResult(
+            job.job_id, everything, done if job.is_promotion and not everything else None,
+            time.monotonic() - start, len(done) * self._rows.shape[1],
+        )  # fmt: skip
+        with self._lock:
+            if job.is_promotion and not everything:
+                until = time.monotonic() + FORGET_FAILURE_S
+                self._failed.update(dict.fromkeys(set(job.keys).difference(done), until))
+            if not job.is_promotion and done and self._events is not None:
+                self._events.append(OffloadingEvent(done, Medium.CPU, False, self.locality, self.tier_type))
+            self._finished.append(result)
+
+    def _buffers(self, job: TransferJob) -> tuple[list[OffloadKey], list[list[np.ndarray]]]:
+        pairs = [
+            (key, [self._rows[int(row)]])
+            for key, row in zip(job.keys, job.chunk_ids, strict=True)
+            if self._names.usable(key)
+        ]
+        return [key for key, _ in pairs], [rows for _, rows in pairs]
+
+    def _store(self, job: TransferJob) -> list[OffloadKey]:
+        keys, rows = self._buffers(job)
+        stored = self._pages.put(self._names.whole(keys), self._layout_id, rows)
+        return [key for key, done in zip(keys, stored, strict=True) if done]
+
+    def _load(self, job: TransferJob) -> list[OffloadKey]:
+        keys, rows = self._buffers(job)
+        loaded = self._pages.get(self._names.whole(keys), rows)
+        return [key for key, done in zip(keys, loaded, strict=True) if done]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        with self._lock:
+            finished, self._finished = self._finished, deque()
+        return finished
+
+    def has_pending_work(self) -> bool:
+        with self._lock:
+            return bool(self._running or self._finished)
+
+    def drain_jobs(self) -> None:
+        with self._lock:
+            running = set(self._running)
+        wait(running)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is None:
+            return ()
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)
+        del self._rows  # vLLM releases its memory next, which nobody must look at then
+        self._client.close()

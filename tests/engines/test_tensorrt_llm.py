@@ -1,0 +1,207 @@
+"""Goal: the connector for TensorRT-LLM does what the recorded interface asks for, and never loads wrong KV.
+
+Method: TensorRT-LLM needs a GPU to be imported. So its base classes are made from their recorded signatures
+(tensorrt_llm_signatures.json, read in its sources), its scheduler's calls are made in its order, and the pool
+is a tensor on the CPU. This says nothing about the engine itself, which was never run.
+"""
+
+import abc
+import importlib
+import inspect
+import json
+import os
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from kvclient.errors import BlockLost, InvalidArgument  # noqa: E402
+from tests.engines.pool_bytes import flip_in_pool  # noqa: E402
+from tests.engines.signatures import recorded, signatures  # noqa: E402
+
+TOKENS = 8  # of a block
+PROMPT = [(7 * i + 3) % 500 for i in range(45)]
+
+
+def base(name):
+    """A class with the recorded methods, abstract where they are."""
+
+    def init(self, llm_args):
+        self._llm_args, self._metadata = llm_args, None
+
+    members = {"__init__": init}
+    for method, text in recorded("tensorrt_llm")[name].items():
+        if method == "__init__":
+            continue
+        names = text.removeprefix("abstract ").split(", ")
+        function = eval(f"lambda {', '.join(names)}: None")
+        members[method] = abc.abstractmethod(function) if text.startswith("abstract ") else function
+    members["bind_connector_meta"] = lambda self, metadata: setattr(self, "_metadata", metadata)
+    members["get_connector_meta"] = lambda self: self._metadata
+    return abc.ABCMeta(name, (), members)
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+    names = ["tensorrt_llm", "tensorrt_llm._utils", "tensorrt_llm._torch", "tensorrt_llm._torch.pyexecutor",
+             "tensorrt_llm._torch.pyexecutor.connectors",
+             "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"]  # fmt: skip
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["tensorrt_llm._utils"].mpi_rank = lambda: int(os.environ.get("TEST_RANK", "0"))
+    for kind in ("KvCacheConnectorScheduler", "KvCacheConnectorWorker"):
+        setattr(sys.modules[names[-1]], kind, base(kind))
+    for part in ("", ".identity", ".scheduler", ".worker"):
+        monkeypatch.delitem(sys.modules, "kvclient.integrations.tensorrt_llm" + part, raising=False)
+    return importlib.import_module("kvclient.integrations.tensorrt_llm")
+
+
+def arguments(**change):
+    values = {
+        "model": "nowhere", "dtype": "float32", "quant_config": None, "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1, "context_parallel_size": 1, "enable_attention_dp": False, **change,
+    }  # fmt: skip
+    cache = types.SimpleNamespace(dtype=values.pop("cache_dtype", "auto"), tokens_per_block=TOKENS)
+    return types.SimpleNamespace(kv_cache_config=cache, **values)
+
+
+class Stream:
+    def synchronize(self):
+        pass
+
+
+class Engine:
+    """TensorRT-LLM's calls in its order, one request after the other; a block's KV is made of its tokens."""
+
+    def __init__(self, adapter, monkeypatch, directory, ranks=1, weights="w1", **change):
+        options = {"dir": str(directory), "weights_digest": weights, "timeout_s": 0.5, "wait_s": 0.5}
+        monkeypatch.setenv("KVSTORED_TENSORRT_LLM", json.dumps(options))
+        given = arguments(tensor_parallel_size=ranks, **change)
+        self.scheduler = adapter.KvstoredScheduler(given)
+        self.workers, self.pools = [], []
+        for rank in range(ranks):
+            monkeypatch.setenv("TEST_RANK", str(rank))
+            self.pools.append(torch.zeros((64, 3, 2, 16)))
+            self.workers.append(adapter.KvstoredWorker(given))
+            self.workers[-1].register_kv_caches(self.pools[-1])
+        self.requests, self.next_block = 0, 0
+
+    def truth(self, rank, tokens):
+        generator = torch.Generator().manual_seed(hash((rank, tuple(tokens))) % 2**31)
+        return torch.randn((3, 2, 16), generator=generator)
+
+    def run(self, tokens, **change):
+        """How many tokens were loaded; raises if a block's KV is not that of its tokens."""
+        self.requests += 1
+        request = types.SimpleNamespace(
+            request_id=self.requests, cache_salt=None, get_tokens=lambda beam: tokens, **change
+        )
+        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert not is_async
+        count = -(-len(tokens) // TOKENS)
+        blocks = [(self.next_block + i) % 60 for i in range(count)]
+        self.next_block += count
+        self.scheduler.update_state_after_alloc(request, blocks)
+        data = types.SimpleNamespace(
+            request_id=request.request_id, new_tokens=tokens, new_block_ids=blocks, computed_position=0,
+            num_scheduled_tokens=len(tokens) - matched, cache_salt=request.cache_salt,
+        )  # fmt: skip
+        output = types.SimpleNamespace(new_requests=[data], cached_requests=[])
+        step = self.scheduler.build_connector_meta(output)
+        for rank, worker in enumerate(self.workers):
+            worker.bind_connector_meta(step)
+            worker.start_load_kv(Stream())
+            for layer in range(3):
+                worker.wait_for_layer_load(layer, Stream())
+                for i, block in enumerate(blocks):
+                    whole = tokens[: (i + 1) * TOKENS]
+                    if (i + 1) * TOKENS <= matched:
+                        assert torch.equal(self.pools[rank][block, layer], self.truth(rank, whole)[layer])
+                    else:
+                        self.pools[rank][block, layer] = self.truth(rank, whole)[layer]
+                worker.save_kv_layer(layer, Stream())
+            worker.wait_for_save(Stream())
+            assert worker.get_finished([], []) == ([], [])
+        assert self.scheduler.request_finished(request, blocks) is False
+        return matched
+
+
+def test_the_classes_have_all_that_is_recorded(adapter):
+    for ours, kind in ((adapter.KvstoredScheduler, "Scheduler"), (adapter.KvstoredWorker, "Worker")):
+        assert not inspect.isabstract(ours)
+        now = signatures(ours)
+        for method, text in recorded("tensorrt_llm")[f"KvCacheConnector{kind}"].items():
+            assert now[method] == text.removeprefix("abstract "), method
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_engine_loads_what_one_computed(daemon, adapter, monkeypatch, ranks):
+    one = daemon()
+    first, second = (Engine(adapter, monkeypatch, one.dir, ranks) for _ in range(2))
+    assert first.run(PROMPT) == 0
+    assert second.run(PROMPT) == 40  # the last token is always computed
+    assert second.run(PROMPT[:40]) == 32
+    assert second.run(PROMPT[:20] + [1] * 25) == 16
+    assert first.run([*PROMPT, *range(30)]) == 40
+    assert second.run([*PROMPT, *range(30)]) == 72
+    assert one.connect().stats()["pins"] == 0
+
+
+def test_what_differs_misses(daemon, adapter, monkeypatch):
+    one = daemon()
+    first = Engine(adapter, monkeypatch, one.dir)
+    first.run(PROMPT)
+    assert first.run(PROMPT, lora_task_id=7) == 0
+    assert first.run(PROMPT, multimodal_hashes=[[1]]) == 0
+    salted = types.SimpleNamespace(request_id=99, cache_salt="tenant", get_tokens=lambda beam: PROMPT)
+    assert first.scheduler.get_num_new_matched_tokens(salted, 0) == (0, False)
+    for change in (
+        {"weights": "w2"},
+        {"dtype": "bfloat16"},
+        {"cache_dtype": "fp8"},
+        {"quant_config": "int4"},
+    ):
+        assert Engine(adapter, monkeypatch, one.dir, **change).run(PROMPT) == 0, change
+    assert Engine(adapter, monkeypatch, one.dir, ranks=2).run(PROMPT) == 0
+    assert Engine(adapter, monkeypatch, one.dir).run(PROMPT) == 40
+
+
+def test_a_request_with_an_adapter_is_not_saved(daemon, adapter, monkeypatch):
+    one = daemon()
+    first = Engine(adapter, monkeypatch, one.dir)
+    first.run(PROMPT, lora_task_id=7)
+    assert one.connect().stats()["blocks"] == 0
+
+
+def test_corrupt_and_gone(daemon, adapter, monkeypatch):
+    one = daemon()
+    first, second = (Engine(adapter, monkeypatch, one.dir) for _ in range(2))
+    first.run(PROMPT)
+    flip_in_pool(one.dir, first.truth(0, PROMPT[:16]).numpy().tobytes()[:64])
+    assert second.run(PROMPT) == 8  # what is before the corrupt block
+    first.run(PROMPT)
+    request = types.SimpleNamespace(request_id=7, cache_salt=None, get_tokens=lambda beam: PROMPT)
+    assert second.scheduler.get_num_new_matched_tokens(request, 0)[0] == 40
+    assert one.connect().stats()["pins"] >= 5  # promised: kept until the load
+    transfer = sys.modules["kvclient.integrations.tensorrt_llm.scheduler"]
+    second.workers[0].bind_connector_meta(transfer.Step(loads=[transfer.Transfer([bytes(32)], [0])]))
+    with pytest.raises(BlockLost):
+        second.workers[0].start_load_kv(Stream())
+    one.kill()
+    assert Engine(adapter, monkeypatch, one.dir).run([9] * 20) == 0
+
+
+def test_what_cannot_be_told_apart_is_refused(adapter, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSTORED_TENSORRT_LLM", json.dumps({"dir": str(tmp_path)}))
+    with pytest.raises(InvalidArgument, match="nowhere"):
+        adapter.KvstoredScheduler(arguments())
+    monkeypatch.setenv("KVSTORED_TENSORRT_LLM", json.dumps({"dri": "typo"}))
+    with pytest.raises(InvalidArgument, match="dri"):
+        adapter.KvstoredScheduler(arguments())
+    monkeypatch.setenv("KVSTORED_TENSORRT_LLM", json.dumps({"weights_digest": "w"}))
+    with pytest.raises(InvalidArgument, match="attention"):
+        adapter.KvstoredScheduler(arguments(enable_attention_dp=True))
