@@ -10,6 +10,13 @@ import kvclient
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def verdicts(tmp_path, monkeypatch):
+    """Every test proves by itself what attach() proves."""
+    monkeypatch.setenv("KVCLIENT_VERDICTS_DIR", str(tmp_path / "verdicts"))
+    return tmp_path / "verdicts"
+
+
 @pytest.fixture
 def client():
     with kvclient.InMemoryClient(64 << 20) as client:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from kvclient.blocks.identity import without_denied
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attachment import verdicts
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.registered import (
     BROUGHT,
@@ -26,6 +28,8 @@ from kvclient.hf.attention.registered import (
 )
 from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, Reader
 from kvclient.hf.cache.page_pool import PagePool
+from kvclient.hf.model.code import Code
+from kvclient.hf.model.identity import plain
 
 
 class Adopted:
@@ -57,7 +61,7 @@ class Adopted:
             self._count(reason)
         elif installed(model) is None:
             try:
-                bring(model)
+                _bring(model)
             except InvalidArgument:
                 if self.asked:
                     raise
@@ -105,6 +109,17 @@ class Adopted:
         if self._brought and BROUGHT in model.__dict__:  # else taken off, and maybe installed, by the user
             uninstall(model)
         self._brought = False
+
+
+def _bring(model: torch.nn.Module) -> None:
+    """The kernels, proven once per kind of model, its code included, and machine."""
+    config = plain(without_denied(model.config.to_dict()))
+    facts = [type(model).__qualname__, config, str(model.device), str(model.dtype), Code(model).digest]
+    name = verdicts.key("kernels", [*facts, backend_of(model).name])
+    proven = verdicts.load(name) is not None
+    bring(model, proven)
+    if not proven:
+        verdicts.save(name, {})
 
 
 def lacking(model: torch.nn.Module, asked: bool = False) -> str | None:
