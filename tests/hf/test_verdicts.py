@@ -42,9 +42,8 @@ print(len(passes), kv.backend, kv.padded)
 
 def attached(case: str = "same") -> int:
     """Passes that attach() made in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, case], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
-    )
+    command = [sys.executable, "-c", PROGRAM, case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     passes, backend, padded = done.stdout.split()
     assert padded == "True" and backend
     return int(passes)
@@ -68,7 +67,8 @@ def test_a_damaged_file_counts_as_none(client, verdicts, monkeypatch):
     kvclient.hf.attach(model, client, block_tokens=8).detach()
     assert not runs
     kept = json.loads(files[0].read_text())
-    for text in ("", "{", "[]", "null", json.dumps({**kept, "version": 0}), json.dumps({**kept, "key": "0" * 64})):
+    others = [json.dumps({**kept, **other}) for other in ({"version": 0}, {"key": "0" * 64})]
+    for text in ("", "{", "[]", "null", *others):
         for file in files:
             file.write_text(text)
         kvclient.hf.attach(model, client, block_tokens=8).detach()

@@ -30,7 +30,7 @@ from kvclient.hf.attachment import verdicts
 from kvclient.hf.attention.proof import MOST_TOKENS, TOLERANCE, evaluating, tokens
 from kvclient.hf.attention.registered import without
 from kvclient.hf.model.identity import plain
-from kvclient.hf.model.structure import Refused, base_model, check_structure, widest_window
+from kvclient.hf.model.structure import KVShape, Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.release import cache_of, passing
 
@@ -56,16 +56,17 @@ class Verdict:
 
 
 def prove_model(
-    model: torch.nn.Module, attach: Callable[..., Any], in_place: bool = False, paged: bool = False
-) -> Verdict:
-    """attach: what is to be proven. Raises Refused, with the reason, if reuse would change what the model
-    says.
+    model: torch.nn.Module, attach: Callable[..., Any], in_place: bool = False, paged: bool = False,
+    shape: KVShape | None = None,
+) -> Verdict:  # fmt: skip
+    """attach: what is to be proven. shape: of the model's KV, if it was looked at. Raises Refused, with the
+    reason, if reuse would change what the model says.
 
     in_place: with the attention that reads blocks where they lie. It sums in another order over blocks than
     over one tensor, so what would be bitwise then has to be equal to rounding.
     """
     model = base_model(model)
-    shape = check_structure(model)
+    shape = check_structure(model) if shape is None else shape
     facts = [
         type(model).__qualname__,
         plain(without_denied(model.config.to_dict())),
@@ -102,7 +103,7 @@ def _kept(
     found = verdicts.load(name) or {}
     if isinstance(found.get("padded"), bool) and isinstance(found.get("difference"), float):
         return Verdict(found["padded"], found["difference"])
-    verdict = prove_model(model, attach, in_place, paged)
+    verdict = prove_model(model, attach, in_place, paged, kv._model_state.kv)
     verdicts.save(name, dataclasses.asdict(verdict))
     return verdict
 
@@ -112,7 +113,7 @@ class _Trial:
         self.model = model
         self.in_place, self.paged = in_place, paged
         self.name = type(model).__name__
-        window = widest_window(model.config.get_text_config(decoder=True))
+        self.window = window = widest_window(model.config.get_text_config(decoder=True))
         passed = (window + BLOCK_TOKENS) // BLOCK_TOKENS if window <= MOST_TOKENS else 0
         self.blocks = max(PREFIX_BLOCKS, passed)
         self.prefix = tokens(model, BLOCK_TOKENS * self.blocks, 1)
@@ -125,8 +126,9 @@ class _Trial:
     def run(self, attach: Callable[..., Any]) -> Verdict:
         from kvclient.testing.in_memory import InMemoryClient
 
-        plain_a, _ = self._generate(self.a[None])
-        _, cache = self._generate(self.a[None], **passing(DynamicCache()))  # all tokens, also of windows
+        plain_a, cache = self._generate(self.a[None], **passing(DynamicCache()))  # keeps all tokens
+        if self.window:
+            plain_a, _ = self._generate(self.a[None])
         plain_b, _ = self._generate(self.b[None])
         if self.in_place:
             with without(self.model):
