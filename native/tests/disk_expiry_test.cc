@@ -58,7 +58,7 @@ TEST(a_block_loaded_in_its_last_second_expires) {
   }
 }
 
-// Put again with an earlier end than the file's, the file goes with it.
+// Put again with another end than the file says, the file goes with it: it would end the block too late, or too soon.
 TEST(a_block_put_again_has_its_new_end_on_disk_as_well) {
   DiskRig rig;
   const auto expiry_on_disk = [&] {
@@ -69,7 +69,7 @@ TEST(a_block_put_again_has_its_new_end_on_disk_as_well) {
   };
   CHECK(rig.put_on_disk(1));
   CHECK_EQ(expiry_on_disk(), 0u);
-  for (const uint32_t ttl_s : {5000u, 1000u, 500u}) {
+  for (const uint32_t ttl_s : {5000u, 1000u, 500u, 9000u, 0u}) {  // shorter, longer, for ever
     rig.fill(1000 + ttl_s);
     CHECK_EQ(rig.presence(1), Presence::OnDisk);
     if (ttl_s == 500) rig.store->drop_disk(key(1));  // as for want of records: only the tier knows of the file

@@ -91,9 +91,10 @@ TEST(a_prompt_touched_or_got_as_a_whole_still_loses_its_last_block_first) {
 
 TEST(a_clock_put_back_changes_no_order) {
   Prompts pool(8);
+  StoreTest::index(*pool.rig.store).header().score_ns.store(1'000'000'000'000'000);
   pool.put(0);
-  auto& origin = StoreTest::index(*pool.rig.store).header().origin_s;
-  origin.fetch_add(1'000'000);  // as if the clock were that much earlier
+  auto& clock = StoreTest::index(*pool.rig.store).header().score_ns;
+  clock.store(1);  // as if the clock were that much earlier
   pool.put(1);
   pool.put(2);
   CHECK_EQ(pool.gone_in_turn({0, 1, 2}), 24u);

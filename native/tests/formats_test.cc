@@ -44,6 +44,7 @@ constexpr Field kFields[] = {
     FIELD(TableHeader, load_bytes_per_s),
     FIELD(TableHeader, load_waiting_bytes),
     FIELD(TableHeader, load_latency_us),
+    FIELD(TableHeader, score_ns),
     FIELD(Record, control),
     FIELD(Record, sequence),
     FIELD(Record, expiry_s),

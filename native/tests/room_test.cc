@@ -322,10 +322,10 @@ TEST(refusal_evicts_nothing_that_cannot_help) {
   rig.store->check_integrity();
 }
 
-// A clock that was set far ahead: what is used then has a score like any other, and is evicted like any other.
+// A pool that was served for long: what is used then has a score like any other, and is evicted like any other.
 TEST(a_use_after_many_half_lives_has_a_finite_score) {
   Rig rig(16 * kMiB, 64);
-  const_cast<TableHeader&>(rig.store->header()).origin_s.fetch_sub(400ull * 86400);
+  const_cast<TableHeader&>(rig.store->header()).score_ns.fetch_add(400ull * 86400 * 1'000'000'000);
   CHECK(rig.put(1, 4) == Grant::Granted);
   CHECK(std::isfinite(rig.store->describe(key(1))->score));
 }

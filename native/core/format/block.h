@@ -224,7 +224,7 @@ struct TableHeader {
   std::atomic<uint64_t> epoch;     // odd while a daemon adopts; the pool is retired at ~0
   std::atomic<uint64_t> frontier;  // bytes of the pool that exist
   std::atomic<uint64_t> faulted;   // bytes of the pool the daemon has faulted in
-  std::atomic<uint64_t> origin_s;  // CLOCK_REALTIME second that eviction scores count from
+  std::atomic<uint64_t> origin_s;  // CLOCK_REALTIME second that eviction scores count from, for daemons before 2026-11-25
   std::atomic<uint32_t> layouts;   // registered
   uint32_t finder_buckets;
   uint64_t finder_offset;
@@ -233,6 +233,7 @@ struct TableHeader {
   std::atomic<uint64_t> load_bytes_per_s;
   std::atomic<uint64_t> load_waiting_bytes;
   std::atomic<uint64_t> load_latency_us;
+  std::atomic<uint64_t> score_ns;  // that eviction scores count from: served, not passed
 };
 inline constexpr uint64_t kEpochRetired = ~0ull;
 

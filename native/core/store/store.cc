@@ -23,9 +23,6 @@ constexpr uint64_t kAheadDivisor = 128;
 
 constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed, as in a look-up (docs/design.md §11)
 
-// Scores are divided by 2^kRebaseExponent once uses count for more than that.
-constexpr double kRebaseExponent = 512;
-
 std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
   return std::string(what) + " is " + std::to_string(value) + ", the limit is " + std::to_string(limit);
 }
@@ -83,48 +80,6 @@ bool Store::anybody_waits() const {
   return false;
 }
 
-// What a use counts for in this request, relative to one at the origin: the same for all blocks of the request, so that their
-// places in the prompt decide among them, and more than in any request before, also when the clock is put back.
-double Store::use_now() {
-  timespec now;
-  ::clock_gettime(CLOCK_REALTIME, &now);
-  auto& origin = index_.header().origin_s;
-  auto since = [&] {
-    const auto whole = now.tv_sec - static_cast<int64_t>(origin.load(std::memory_order_relaxed));
-    return std::max(0.0, static_cast<double>(whole) + static_cast<double>(now.tv_nsec) * 1e-9);
-  };
-  while (since() / kHalfLifeSeconds > kRebaseExponent) {
-    const double factor = std::exp2(-kRebaseExponent);
-    for (uint32_t r = 0; r < index_.max_blocks(); ++r)
-      index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
-    policy_.scale(factor);
-    on_disk_.scale(factor);
-    use_value_ *= factor;
-    std::set<std::pair<double, uint32_t>> wishes;
-    for (auto& [score, record] : wishes_) wishes.emplace(rank(record), record);
-    wishes_ = std::move(wishes);
-    origin.fetch_add(static_cast<uint64_t>(kRebaseExponent * kHalfLifeSeconds), std::memory_order_relaxed);
-  }
-  return use_value_ = std::max(use_value(since()), use_value_ * (1 + 0x1p-40));
-}
-
-// Counts a use in the record and returns its new score.
-double Store::add_use(uint32_t record, double now) {
-  const Shape shape = shape_of(record);
-  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
-  const double score = rank(record) + weight * now;
-  index_.upkeep(record).rank.store(std::bit_cast<uint64_t>(score), std::memory_order_relaxed);
-  return score;
-}
-
-void Store::use(uint32_t record, double now) {
-  KV_INVARIANT(control(record).state() == State::Sealed);
-  if (options_.disk) forget_wish(record);  // its score changes
-  const double score = add_use(record, now);
-  if (!is_parked(record)) policy_.moved(class_of(record), record, score);
-  if (options_.disk) wish_to_write(record, true);  // at least its second use: it was used when it was sealed
-}
-
 // ---------------------------------------------------------------- layouts
 
 const Layout& Store::layout_of(uint32_t id) const {
@@ -159,6 +114,14 @@ std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
 
 // ---------------------------------------------------------------- create, seal, abort
 
+// A file says until when its block lives. One that says longer than is asked for now goes, and one that says much less: the block
+// would be lost with it.
+bool Store::file_lives_for(uint32_t record, uint32_t ttl_s) const {
+  const uint64_t until_s = index_.record(record).expiry_s.load(std::memory_order_relaxed), now_s = realtime_s();
+  if (ttl_s == 0 || until_s == 0) return ttl_s == 0 && until_s == 0;
+  return until_s <= now_s + ttl_s && until_s >= now_s + ttl_s / 2;
+}
+
 // One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
 // claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
 void Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out) {
@@ -180,9 +143,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const La
     scan_zombies();
   }
   if (draining_) return;
-  // A file says until when its block lives: one that says longer than is asked for now goes.
-  const uint32_t until_s = found == Index::kAbsent ? 1 : index_.record(found).expiry_s.load(std::memory_order_relaxed);
-  if (request.ttl_s && !request.loaded && (!until_s || until_s > uint64_t{realtime_s()} + request.ttl_s))
+  if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
     delete_disk_record(found), found = Index::kAbsent;
   const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
   if (free_head_ == Index::kAbsent && spare_records()) {

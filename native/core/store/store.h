@@ -5,10 +5,11 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: create, seal, abort. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room.
-// store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user may have. store_disk.cc: what the disk
-// tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in
-// and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for. store_look.cc: statistics, integrity.
+// store.cc: create, seal, abort. store_clock.cc: what a use counts for. store_keys.cc: what is asked by key. store_session.cc:
+// sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user
+// may have. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is
+// gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for.
+// store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -191,6 +192,7 @@ class Store {
   void list_contents();
   Lock enter();  // takes the lock; throws Fenced
   void grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out);
+  bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
   const Layout& layout_of(uint32_t id) const;
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
@@ -206,7 +208,11 @@ class Store {
   // Of two victims the one with less goes first. What is due for the disk is worth more than all that is not: lost, it is lost.
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record);
+
+  // store_clock.cc
   double use_now();
+  void adopt_clock();
+  void keep_origin();
   double add_use(uint32_t record, double now);
   void use(uint32_t record, double now);
 
@@ -357,8 +363,9 @@ class Store {
   uint32_t next_session_ = 1;
   uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
   bool draining_ = false;
-  double use_value_ = 0;  // what use_now() said last
-  std::string fence_;     // why this namespace is fenced, or empty
+  double use_value_ = 0;                     // what use_now() said last
+  uint64_t clock_read_ns_ = monotonic_ns();  // when it did
+  std::string fence_;                        // why this namespace is fenced, or empty
   Stats counters_{};
 
   friend class StoreTest;

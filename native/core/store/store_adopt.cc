@@ -136,8 +136,9 @@ void Store::lay_out_new_table() {
   header->total_bytes = g.total;
   std::copy(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id);
   header->epoch.store(1);
-  header->origin_s.store(static_cast<uint64_t>(::time(nullptr)));
+  header->score_ns.store(1);
   index_ = Index(table_.data());
+  keep_origin();
   arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
   for (uint32_t record = options_.max_blocks; record-- > 0;) {
     index_.record(record).control.store(Control::make(1, State::Free).word, std::memory_order_relaxed);
@@ -190,6 +191,7 @@ void Store::adopt() {
     index_.upkeep(record).link.store(free_head_);
     free_head_ = record;
   }
+  adopt_clock();
   adopt_allowances();
   reap_sessions();
   scan_zombies();

@@ -290,6 +290,7 @@ int Store::tick() {
   unpark(true);
   refused_length_ = ~0ull;  // whoever does not count the pins it clears waits no longer than this
   drain_rings();
+  keep_origin();
   bool waiting = !zombies_.empty() || !parked_.empty();
   for (auto& [id, session] : sessions_) waiting |= session->ended;
   return waiting ? kTickBusyMs : kTickIdleMs;
