@@ -7,6 +7,7 @@ under its own tag.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 import kvclient
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Layout
-from kvclient.errors import InvalidArgument
+from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.pages import Pages
 
 UNITS = (4096, 1 << 16, 1 << 20)  # bytes; the smallest of which 65,535 hold the object
@@ -45,6 +46,26 @@ class Objects(Pages):
             for i, success in zip(mine, done, strict=True):
                 stored[i] = success
         return stored
+
+    def length_of(self, key: bytes) -> int | None:
+        """Bytes of that object, if it is in memory or comes from disk in time."""
+        try:
+            with self._client.get([key], wait_s=self._wait_s) as blocks:
+                return None if blocks[0] is None else TAIL.unpack(bytes(blocks[0].meta))[0]
+        except KVClientError as error:
+            self._health.failed("a load", error)
+            return None
+
+    def try_one(self) -> None:
+        """Stores an object and loads it. Raises InvalidArgument if it does not come back; without a daemon
+        nothing was tried."""
+        key, there, back = os.urandom(32), os.urandom(10_000), np.zeros(10_000, np.uint8)
+        tag = b"self-test".ljust(TAG_BYTES, b"\0")
+        stored = self.put_objects([key], [Object(np.frombuffer(there, np.uint8), tag)])[0]
+        loaded = self.get([key], [Object(back, tag)])[0]
+        self.delete([key])
+        if not self._client.degraded and not (stored and loaded and back.tobytes() == there):
+            raise InvalidArgument("self-test: an object that was stored did not come back")
 
     def _unit_layout(self, unit: int) -> int:
         with self._lock:

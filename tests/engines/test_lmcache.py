@@ -42,6 +42,35 @@ def test_lmcaches_own_check_passes(daemon):
     assert "FAIL" not in done.stdout + done.stderr
 
 
+REMOTE = """
+chunk_size: 256
+local_cpu: true
+max_local_cpu_size: 1
+remote_storage_plugins: ["kvstored"]
+remote_url: "plugin://kvstored"
+remote_serde: "naive"
+extra_config:
+  remote_storage_plugin.kvstored.module_path: "kvclient.integrations.lmcache"
+  remote_storage_plugin.kvstored.class_name: "KvstoredRemoteConnector"
+  remote_storage_plugin.kvstored.dir: "{directory}"
+  remote_storage_plugin.kvstored.model_identity: "m1"
+"""
+
+
+def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
+    one, config = daemon(), tmp_path / "lmcache.yaml"
+    config.write_text(REMOTE.format(directory=one.dir))
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_remote", "--num-keys", "20"],
+        cwd=ROOT, env={**environment(), "LMCACHE_CONFIG_FILE": str(config)}, capture_output=True, text=True,
+        timeout=RUN_S,
+    )  # fmt: skip
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "100.0%" in line]
+    assert len(rows) == 4, done.stdout + done.stderr[-3000:]
+    assert all("20/20" in row for row in rows)
+    assert one.connect().stats()["blocks"] >= 20  # it was this store
+
+
 @pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm"])
 def test_scene(daemon, scene):
     one = daemon(memory="64MiB" if scene == "locks" else "256MiB")
