@@ -173,8 +173,8 @@ def table(result: dict[str, Any]) -> str:
 HEAD = """# What was run on a GPU
 
 Written by `python -m bench.gpu --document` from gpu.json beside it, which is what `python -m bench.gpu` put
-out. Nobody edits it. How the kernels are built, and proven without a GPU: `docs/kernels.md`. `.ci/gpu`
-builds, tests and measures on a machine with nvcc and torch.
+out. Nobody edits it. How the kernels are built, and proven without a GPU: [kernels.md](kernels.md).
+`.ci/gpu` builds, tests and measures on a machine with nvcc and torch.
 """
 OPEN = """## What only a GPU can tell
 
