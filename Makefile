@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve site page model test test-all releases soak bench bench-kernels bench-reuse triton engines lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -125,12 +125,16 @@ engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store
 	@PYTHON="$(PYTHON)" .ci/engines
 	@$(PY) -m pytest -q -m engines tests/engines
 
+CONTENDERS ?= ours hf
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 
 bench: model native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
+
+bench-serving: model ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
+	@$(call install,plots) && $(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once
 
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json
@@ -153,6 +157,15 @@ triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs
 
 site: $(VENV)/.dev ## build the documentation site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -f deploy/site/mkdocs.yml
+
+wheels: ## an sdist, and from it a manylinux wheel for PYTHON, in build/wheels
+	@mkdir -p build && PYTHON="$(PYTHON)" .ci/wheels build/wheels
+
+wheels-test: build $(VENV)/.dev ## install what `make wheels` made in a fresh environment without a compiler, and use it
+	@WHEELS=build/wheels $(PY) -m pytest -q tests/unit/test_wheels.py
+
+containers: ## build the images of deploy/containers with podman or docker, rootless
+	@.ci/containers
 
 lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .

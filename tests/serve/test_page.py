@@ -119,7 +119,9 @@ def test_the_windows_settings_take_effect_at_once_and_its_classes_are_told(page)
     assert body["window"] == {"recent": 64, "older": 64, "codec": "int4"}
     assert re.search(r"older tokens, quantised\s*64", page.inner_text("#talk"))
     assert re.search(r"dropped tokens\s*[1-9]", page.inner_text("#talk"))
+    expect(page.locator("#sizes")).to_be_visible()
     page.uncheck("#window")
+    expect(page.locator("#sizes")).to_be_hidden()
     assert "window" not in asked(page, lambda: say(page, "small again", ended=False))
 
 

@@ -42,6 +42,23 @@ def taken(words):
     return parser().parse_args(words[1:])
 
 
+def test_workflows_call_make_targets_that_there_are():
+    root = DEPLOY.parent
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+    paths = (root / ".github/workflows").glob("*.yml")
+    flows = {path.name: yaml.safe_load(path.read_text()) for path in paths}
+    assert set(flows) == {"ci.yml", "release.yml"}
+    for flow in flows.values():
+        assert flow["permissions"] == {"contents": "read"}
+        for job in flow["jobs"].values():
+            assert job["runs-on"].startswith("ubuntu-")
+            for step in job["steps"]:
+                assert ("uses" in step) != ("run" in step)
+                if "run" in step:
+                    make, target, *_ = step["run"].split()
+                    assert make == "make" and target in targets, step
+
+
 def test_kubernetes_takes_every_manifest():
     validate = pytest.importorskip("kubernetes_validate", reason="deploy: pip install kubernetes-validate")
     names = documents(KUBERNETES / "kustomization.yaml")[0]["resources"]

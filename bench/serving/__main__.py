@@ -1,0 +1,109 @@
+"""python -m bench.serving: OpenAI-compatible servers side by side, with JSON, a table and a plot.
+
+    python -m bench.serving [MODEL] [--contenders ours hf vllm] [--loads a b c d] [--rounds 3] [--own]
+
+Contenders take turns, round by round. Wall times of a busy machine are noise: CPU seconds and ratios count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from bench import machine
+from bench.serving import loads, own
+from bench.serving.contenders import CONTENDERS, ROOT, NotThere
+from bench.serving.plot import plot
+from bench.serving.processes import Served
+from bench.serving.table import table
+
+OUT = ROOT / "bench" / "out"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--contenders", nargs="*", default=["ours", "hf"], choices=[*CONTENDERS])
+    parser.add_argument("--loads", nargs="*", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--own", nargs="*", default=[], choices=["servers", "disk", "split", "at-once"],
+                        help="rows that no contender has")
+    parser.add_argument("--json", type=Path, default=OUT / "serving.json")
+    given = parser.parse_args()
+    model = given.model or _example()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    prompts = loads.Prompts(lambda text: len(tokenizer(text)["input_ids"]))
+    out: dict[str, Any] = {"machine": machine.describe(), "model": model.name, "rounds": []}
+    for round_ in range(given.rounds):
+        for name in given.contenders:
+            row = {"contender": name, "round": round_, **_measured(name, model, prompts, round_, given.loads)}
+            out["rounds"].append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    rows = {
+        "servers": lambda: own.shared_between_servers(model, prompts, 0),
+        "disk": lambda: own.from_disk(model, prompts, 0),
+        "split": lambda: own.split_over_two(model, prompts, 0),
+        "at-once": lambda: own.at_once(model),
+    }
+    out["own"] = {name: _own(rows[name]) for name in given.own}
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(out, indent=1) + "\n")
+    print(table(out))
+    if any("d" in row or "b" in row for row in out["rounds"]):
+        print(plot(out, given.json.with_suffix(".png")))
+    return 0
+
+
+def _own(row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return row()
+    except RuntimeError as reason:
+        return {"not_there": str(reason)}
+
+
+def _measured(name: str, model: Path, prompts: loads.Prompts, seed: int, wanted: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
+        try:
+            with CONTENDERS[name](model, Path(home)) as server:
+                return _loads(server, _named(name, model), prompts, seed, wanted)
+        except (NotThere, RuntimeError) as reason:
+            return {"not_there": str(reason)}
+
+
+def _loads(
+    server: Served, named: str, prompts: loads.Prompts, seed: int, wanted: list[str]
+) -> dict[str, Any]:
+    out: dict[str, Any] = {"start_s": server.start_s}
+    loads.tiny(server, named, 1, 1)  # what is set up at the first request is nobody's time
+    if "a" in wanted:
+        out["a"] = loads.one_long(server, named, prompts, seed)
+    if "b" in wanted:
+        out["b"] = loads.eight([server], named, prompts, seed, True)
+    if "c" in wanted:
+        out["c"] = loads.eight([server], named, prompts, seed, False)
+    if "d" in wanted:
+        out["d"] = {str(beside): loads.tiny(server, named, beside, 32) for beside in (1, 8, 32)}
+    out["pss_mib"], out["pool_mib"] = server.pss_mib()
+    return out
+
+
+def _named(contender: str, model: Path) -> str:
+    return str(model) if contender.startswith("hf") else model.name
+
+
+def _example() -> Path:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import model as example_model
+
+    return example_model.ensure()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The servers side by side: ours beside a daemon, `transformers serve`, vLLM and llama.cpp.
+
+Owns how each is started: the same model, fp32, one thread, on loopback. What cannot be had is a reason, which
+the table prints; it never stops a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from bench.serving.processes import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "bench" / "out" / "serving"
+ENGINES = Path.home() / ".cache" / "kvstored" / "engines"
+LLAMA = ROOT / "build" / "bench-venvs" / "xllamacpp"
+LLAMA_PACKAGE = "xllamacpp==0.2.15"
+LLAMA_PROGRAM = """
+import sys, time
+import xllamacpp as x
+given = x.CommonParams()
+given.model.path, given.port, given.n_ctx, given.n_parallel = sys.argv[1], int(sys.argv[2]), 16384, 8
+given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+server = x.Server(given)
+while True:
+    time.sleep(3600)
+"""
+
+
+class NotThere(Exception):
+    """Why a contender is not measured."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Ours:
+    """A daemon and servers beside it. disk: a directory of its disk tier."""
+
+    def __init__(self, model: Path, home: Path, memory: str = "1GiB", disk: Path | None = None) -> None:
+        self._model, self.run, self._daemon = model, home / "run", None
+        self._given = ["--dir", str(self.run), "--memory", memory]
+        if disk is not None:
+            self._given += ["--disk", str(disk), "--disk-quota", "8GiB", "--disk-write-priority", "0"]
+
+    def start_daemon(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "kvstored", "serve", *self._given, *flags]
+        self._daemon = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        assert self._daemon.stderr is not None
+        for line in self._daemon.stderr:
+            if " ready " in line:
+                break
+        else:
+            raise RuntimeError("the daemon did not start")
+
+    def stop_daemon(self) -> None:
+        if self._daemon is not None:
+            self._daemon.terminate()
+            self._daemon.communicate(timeout=60)
+            self._daemon = None
+
+    def server(self, *flags: str) -> Served:
+        port = free_port()
+        command = [
+            sys.executable, "-m", "kvclient.serve", str(self._model), "--dir", str(self.run), "--port",
+            str(port), "--dtype", "float32", "--threads", "1", "--served-model-name", self._model.name,
+            *flags,
+        ]  # fmt: skip
+        return Served("kvclient-serve", command, f"http://127.0.0.1:{port}", LOGS / f"ours-{port}.log")
+
+
+@contextlib.contextmanager
+def ours(model: Path, home: Path) -> Iterator[Served]:
+    own = Ours(model, home / "ours")
+    own.run.parent.mkdir(parents=True, exist_ok=True)
+    own.start_daemon("--discard")
+    try:
+        with own.server() as server:
+            yield server
+    finally:
+        own.stop_daemon()
+
+
+@contextlib.contextmanager
+def hf_serve(model: Path, home: Path, *more: str) -> Iterator[Served]:
+    program = Path(sys.executable).with_name("transformers")
+    if not program.exists():
+        raise NotThere("transformers is not installed")
+    port = free_port()
+    command = [str(program), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device",
+               "cpu", "--dtype", "float32", *more]  # fmt: skip
+    with _started("hf serve", command, port) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def hf_batching(model: Path, home: Path) -> Iterator[Served]:
+    flags = ("--continuous-batching", "--cb-num-blocks", "384", "--cb-block-size", "32",
+             "--cb-max-batch-tokens", "1024")  # fmt: skip
+    with hf_serve(model, home, *flags) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm(model: Path, home: Path) -> Iterator[Served]:
+    program = ENGINES / "vllm" / "bin" / "vllm"
+    if not program.exists():
+        raise NotThere("vLLM is not installed: make engines")
+    port = free_port()
+    command = [
+        str(program), "serve", str(model), "--served-model-name", model.name, "--dtype", "float32",
+        "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching", "--max-model-len", "8192",
+        "--block-size", "32", "--enable-prompt-tokens-details", "--enforce-eager",
+    ]  # fmt: skip
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with _started("vLLM", command, port, env) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def llama(model: Path, home: Path) -> Iterator[Served]:
+    """llama.cpp on the model's own GGUF file, Q4_1: its arithmetic is another, its times are not ours."""
+    files = sorted(model.glob("*.gguf"))
+    if not files:
+        raise NotThere(f"llama.cpp: no .gguf file in {model}; put the model's there")
+    if not LLAMA.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(LLAMA)]
+        if subprocess.run([*pip, LLAMA_PACKAGE]).returncode:
+            raise NotThere(f"llama.cpp: {LLAMA_PACKAGE} cannot be installed")
+    port = free_port()
+    command = [sys.executable, "-c", LLAMA_PROGRAM, str(files[0]), str(port)]
+    with _started("llama.cpp", command, port, {"PYTHONPATH": str(LLAMA)}) as server:
+        yield server
+
+
+def _started(name: str, command: list[str], port: int, env: dict[str, str] | None = None) -> Served:
+    try:
+        log = LOGS / f"{name.replace(' ', '-')}.log"
+        return Served(name, command, f"http://127.0.0.1:{port}", log, env=env)
+    except RuntimeError as error:
+        raise NotThere(str(error)) from error
+
+
+CONTENDERS: dict[str, Callable[[Path, Path], AbstractContextManager[Served]]] = {
+    "ours": ours, "hf": hf_serve, "hf-cb": hf_batching, "vllm": vllm, "llama": llama,
+}  # fmt: skip
