@@ -1,4 +1,4 @@
-"""Proves what bench.serving says of a run: medians, dashes for what was not measured, reasons; and its prompts.
+"""Proves what bench.serving says of a run: medians, dashes where nothing was measured, reasons; and prompts.
 
 Method: made-up rounds through the table, and a tokenizer of words; no server is started.
 """
@@ -10,7 +10,7 @@ from bench.serving.table import table
 
 
 def test_the_table_has_medians_dashes_and_reasons():
-    long = {"cold": {"ttft_s": 4.0, "cpu_s": 3.0}, "warm": {"ttft_s": 0.2, "itl_s": 0.08}, "warm_over_cold": 0.05}
+    long = {"cold": {"ttft_s": 4.0, "cpu_s": 3.0}, "warm": {"ttft_s": 0.2, "itl_s": 0.08}}
     rounds = [
         {"contender": "ours", "round": n, "a": {**long, "warm_over_cold": 0.04 + n / 100}, "start_s": 5.0}
         for n in range(3)
