@@ -8,6 +8,7 @@ there.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -67,6 +68,18 @@ class Prompt:
     def tokens(self) -> int:
         """Prompt tokens of all rows."""
         return sum(len(group.tokens) * len(group.rows) for group in self.groups)
+
+    def reports(self, prefix: Any, blend: Any, found: list[Any]) -> list[Row]:
+        """Of each row, what came from a prefix (`columns`) and from inside (`found`, `recomputed`). found: by
+        group, how many tokens came from disk."""
+        columns = 0 if prefix is None else prefix.columns
+        inside = (0, 0) if blend is None else (blend.found, blend.recomputed)
+        rows: list[tuple[int, Row]] = []
+        for group, one in zip(self.groups, found, strict=True):
+            reused = max(0, columns - group.pad)
+            own = Row(len(group.tokens), reused, min(reused, one.disk_tokens), *inside)
+            rows += [(row, own) for row in group.rows]
+        return [own for _, own in sorted(rows, key=lambda pair: pair[0])]
 
 
 def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
@@ -137,6 +150,17 @@ def _check_positions(positions: torch.Tensor | None, pads: list[int], length: in
         raise Bypassed("position_ids", "not 0 to n-1")
 
 
+@dataclass(frozen=True)
+class Row:
+    """What was reused of one row's prompt."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    from_disk: int = 0  # of the reused ones
+    approximate_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
 @dataclass
 class Report:
     """One call. Times in seconds of wall time; tokens summed over the rows of the batch. Where the store was
@@ -172,6 +196,16 @@ class Report:
     disk_refused: int = 0  # rows whose blocks on disk were not waited for: computing them was sooner
     store_error: str | None = None  # what the store failed with; from there on the call went on without it
     store_failed_s: float = 0.0  # what that took
+    rows: list[Row] = field(default_factory=list)  # of a batch; empty where the store was left out
+
+    def of_row(self, row: int) -> Report:
+        """The same with the tokens of one row."""
+        if len(self.rows) < 2:
+            return self
+        own = self.rows[row]
+        tiers = {**Report().reused_by_tier, "shm": own.reused_tokens - own.from_disk, "disk": own.from_disk}
+        tokens = {name: getattr(own, name) for name in vars(own) if name != "from_disk"}
+        return dataclasses.replace(self, **tokens, reused_by_tier=tiers, rows=[own])
 
 
 class Totals:
@@ -207,7 +241,11 @@ class Totals:
         with self._lock:
             known = dict.fromkeys(("requests", "hits", "store_errors", *self._SUMMED), 0)
             tiers = {**Report().reused_by_tier, **self._tiers}
-            return {**known, **self._sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}
+            sums = {**known, **self._sums}
+            found = sums["reused_tokens"] + sums["approximate_tokens"]
+            sums["hit_rate"] = sums["hits"] / max(1, sums["requests"])
+            sums["token_hit_rate"] = found / max(1, sums["prompt_tokens"])
+            return {**sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}
 
 
 class Lost(Exception):

@@ -233,6 +233,11 @@ class InMemoryStore:
         self.remove(record)
         return True
 
+    def evict(self, victim: Record) -> None:
+        """Takes out a sealed block that nobody reads, to make room."""
+        self.remove(victim)
+        self.counts["evictions"] += 1
+
     def end(self, owner: object) -> None:
         """Aborts what this owner left unsealed."""
         for record in [r for r in self._records.values() if r.owner is owner]:
@@ -282,8 +287,7 @@ class InMemoryStore:
             return offset
         unpinned = (r for r in self._records.values() if r.state == SEALED and r.pins == 0)
         for victim in sorted(unpinned, key=lambda r: (r.priority, r.used_at)):
-            self.remove(victim)
-            self.counts["evictions"] += 1
+            self.evict(victim)
             offset = self._take(length)
             if offset is not None:
                 return offset

@@ -203,16 +203,16 @@ def test_a_text_that_is_partly_stored_is_warmed_whole(attach, model):
     assert kv.last.reused_tokens == 194
 
 
-def test_parts_are_warmed_as_attach_was_told(attach, model):
+def test_parts_are_warmed_where_that_is_asked_for(attach, model):
     texts = prompt(200, seed=3)[0]
     texts = torch.where(texts % 23 == 0, texts + 1, texts)
     texts[[59, 119]] = 23  # ends of paragraphs
     kv = attach("auto", chunker="paragraph", overlap_tokens=8)
-    stored = kv.warm(texts.tolist())
+    stored = kv.warm(texts.tolist(), chunker="paragraph")
     assert (stored.parts, stored.last) == (3, 88)
     generate(model, torch.cat([texts[None, 52:120], prompt(9, seed=2)], 1))
     assert kv.last.reused_tokens == 68, "the second part behind the eight tokens before it"
-    assert kv.warm(texts.tolist(), chunker="fixed").parts == 1
+    assert kv.warm(texts.tolist()).parts == 1, "attach(chunker=) says where blocks are cut, no more"
     with pytest.raises(InvalidArgument, match="no token"):
         kv.warm([])
 

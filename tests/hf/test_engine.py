@@ -389,6 +389,6 @@ def test_a_call_chooses_its_codec(home, client):
         assert result.report.reused_tokens > 100 and result.report.full_tokens > 0
         assert result.mode == "prefix" and engine.generate(prompt, 2, "baseline").mode == "baseline"
         rows = engine.generate_batch([prompt, DOCUMENT + "Why?"], 2, codec="int8", cacheable_prefix_len=0)
-        assert rows[0].report.reused_tokens > 200
+        assert all(row.report.reused_tokens > 100 for row in rows)
         with pytest.raises(InvalidArgument, match="int5"):
             engine.generate(prompt, 2, codec="int5")

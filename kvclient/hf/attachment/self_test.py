@@ -185,7 +185,13 @@ class _Trial:
 
     def _generate(self, ids: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
         given.setdefault("attention_mask", torch.ones_like(ids))
-        out = self.model.generate(ids, generation_config=self.config, **given)
+        try:
+            out = self.model.generate(ids, generation_config=self.config, **given)
+        except AssertionError as error:
+            if _ours(error):
+                raise
+            reason = f"generate() fails on {ids.shape[1]} tokens: {error!r:.200}"
+            raise Refused(f"{self.name}: {reason}") from error
         return out.logits[0].clone(), cache_of(out)
 
     def _hand_over(self, cache: Any) -> DynamicCache:
@@ -216,3 +222,11 @@ class _Trial:
         scale = float(other.abs().max()) or 1.0
         value = float((one.float() - other.float()).abs().max()) / scale
         return value if value == value else float("inf")
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether this library's code raised it, not the model's: then it is a bug, no reason."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("kvclient.")

@@ -20,8 +20,6 @@ from kvclient.hf.connector.claim import tail_tokens
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
 
-ASSEMBLED = ("paragraph", "document")  # the rules for prompts that are put together from parts
-
 
 class Stored(NamedTuple):
     """What warm() left in the store."""
@@ -43,14 +41,14 @@ def warm(
     kv: Attachment, model: torch.nn.Module, ids: list[int], before: list[int], chunker: str | None,
     overlap_tokens: int,
 ) -> Stored:  # fmt: skip
-    """chunker: what the text is taken apart by (kvclient.blocks.chunker.cuts); "fixed" computes it whole, and
-    without one so do all but "paragraph" and "document" of attach(). before: tokens the first part stands
-    behind; the others stand behind overlap_tokens of the text before them.
+    """chunker: what the text is taken apart by (kvclient.blocks.chunker.cuts); "fixed", and none, computes it
+    whole, so that a prompt that begins with it finds all of it. before: tokens the first part stands behind;
+    the others stand behind overlap_tokens of the text before them.
     """
     check_overlap(overlap_tokens)
     if not ids:
         raise InvalidArgument("there is no token to warm")
-    rule = kv.chunker.name if chunker is None and kv.chunker.name in ASSEMBLED else chunker or "fixed"
+    rule = chunker or "fixed"
     if rule not in CHUNKERS or rule == "fixed":
         told = [""] * len(ids)
     elif not kv.chunker.texts.known:

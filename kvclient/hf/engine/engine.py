@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +30,15 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment, attach
 from kvclient.hf.call import Report
 from kvclient.hf.engine.conversation import Conversation
+from kvclient.hf.engine.loading import load
+from kvclient.hf.engine.renamed import FIELDS, METHODS, check_options, missing
 from kvclient.hf.engine.saved_state import SavedState
+from kvclient.hf.engine.store import open_store
 from kvclient.hf.engine.window import Window
 from kvclient.hf.request.stopping import Listener, end_tokens
 from kvclient.hf.reuse.verify import Verification
 from kvclient.hf.speculation import Speculation, SpeculationReport
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
+from kvclient.hf.streaming import StreamingConfig
 
 MODES = ("baseline", "prefix", "chunk")
 Codec = str | Kivi | None  # None: as attach() was told
@@ -68,15 +70,18 @@ class Result:
     ttft_s: float
     total_s: float
     tokens_per_s: float  # of those behind the first
-    report: Report  # reuse per kind and tier
+    report: Report  # reuse per kind and tier; in a batch tokens are this row's, the rest the call's
     first_logits: torch.Tensor  # of the first new token
     finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
     mode: str  # that it was asked for in
     speculation: SpeculationReport | None = None  # where it was asked for
 
+    def __getattr__(self, name: str) -> Any:
+        raise missing("Result", FIELDS, name)
+
     @property
     def reuse_ratio(self) -> float:
-        """Share of the prompt's tokens, in a batch of all rows', that were not computed, or only in part."""
+        """Share of the prompt's tokens that were not computed, or only in part."""
         found = self.report.reused_tokens + self.report.approximate_tokens
         return found / max(1, self.report.prompt_tokens)
 
@@ -84,9 +89,19 @@ class Result:
 class Engine:
     """Thread-safe as far as the model is: one generate() per thread."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any, client: Any, **attach_options: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, tokenizer: Any, client: Any = None, *, memory_bytes: int | None = None,
+        disk_dir: str | os.PathLike[str] | None = None, disk_bytes: int | None = None, **attach_options: Any,
+    ) -> None:  # fmt: skip
+        """client: as from_pretrained() takes it. Other options are attach()'s."""
+        check_options(attach_options, attach)
         self.model, self.tokenizer = model, tokenizer
-        self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
+        client, self._owned = open_store(client, memory_bytes, disk_dir, disk_bytes)
+        try:
+            self.kv: Attachment = attach(model, client, **{"tokenizer": tokenizer, **attach_options})
+        except BaseException:
+            self._close_store(client)
+            raise
         self._pinned: dict[tuple[int, ...], contextlib.ExitStack] = {}
         self._lock = threading.Lock()  # of that
 
@@ -97,33 +112,14 @@ class Engine:
         **options: Any,
     ) -> Engine:  # fmt: skip
         """A model by hub id, directory or .gguf file. client: None attaches to this host's daemon, and goes
-        on without while there is none. device: "auto" takes the accelerator torch has, or the CPU. streaming:
-        layers are read from the directory as they compute (kvclient.hf.streaming), on the CPU. Other options
-        are attach()'s.
+        on without, with a warning, while there is none; "memory" is a store inside this process, of
+        memory_bytes, whose blocks go to disk_dir (disk_bytes at most) when they leave memory. device: "auto"
+        takes the accelerator torch has, or the CPU. streaming: layers are read from the directory as they
+        compute (kvclient.hf.streaming), on the CPU. Other options are attach()'s.
         """
-        if client is None:
-            import kvclient
-
-            client = kvclient.connect(on_error="miss")
-        given: dict[str, Any] = {}
-        if gguf_file is None and str(name_or_path).endswith(".gguf"):
-            path = Path(name_or_path)
-            name_or_path, gguf_file = path.parent, path.name
-        if gguf_file is not None:
-            given["gguf_file"] = gguf_file
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
-        if streaming is not None:
-            if given or device not in (None, "cpu"):
-                raise InvalidArgument(f"streaming takes a directory on the CPU; got {given or device!r}")
-            wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-            if dtype != "auto" and not isinstance(wanted, torch.dtype):
-                raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")
-            streamed = StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted)
-            return cls(streamed, tokenizer, client, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
-        if device == "auto":
-            device = str(torch.accelerator.current_accelerator() or "cpu")
-        return cls(model.to(device) if device else model, tokenizer, client, **options)
+        check_options(options, attach, open_store)
+        model, tokenizer = load(name_or_path, dtype, device, gguf_file, streaming)
+        return cls(model, tokenizer, client, **options)
 
     # ---------------------------------------------------------------- computing
 
@@ -254,7 +250,8 @@ class Engine:
     # ---------------------------------------------------------------- seeing
 
     def stats(self) -> dict[str, Any]:
-        """Sums over the calls, and under "store" the namespace's figures."""
+        """Sums over the calls, hit_rate (of calls) and token_hit_rate (of prompts' tokens) among them, and
+        under "store" the namespace's figures."""
         return {**self.kv.stats, "pinned": len(self._pinned), "store": self.kv.client.stats()}
 
     def verify(self, prompts: Sequence[Prompt] | None = None) -> Verification:
@@ -282,11 +279,28 @@ class Engine:
             raise InvalidArgument(f"token {wrong[0]}; the model has {known}")
         return ids
 
+    def reset(self) -> int:
+        """Deletes every block of a store inside this process; says how many. Raises InvalidArgument for a
+        daemon's, which others use too.
+        """
+        own = getattr(self.kv.client, "reset", None)
+        if own is None:
+            raise InvalidArgument("a daemon's blocks are not this engine's alone; see `kvstored flush`")
+        return own()
+
     def close(self) -> None:
-        """Gives the model its own generate() back and lets go of what was pinned. The client stays open."""
+        """Gives the model its own generate() back, lets go of what was pinned; a given client stays open."""
         for ids in list(self._pinned):
             self._keep(ids, None)
         self.kv.detach()
+        self._close_store(self.kv.client)
+
+    def _close_store(self, client: Any) -> None:
+        if self._owned:
+            client.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing("Engine", METHODS, name)
 
     def __enter__(self) -> Engine:
         return self
@@ -335,7 +349,8 @@ class Engine:
             speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
             logits = out.logits[0][index].detach().clone()
             times = (listener.first_at - began, ended - began, speed)
-            results.append(Result(text, tokens, len(row), *times, report, logits, finish, mode, drafted))
+            own = report.of_row(index)
+            results.append(Result(text, tokens, len(row), *times, own, logits, finish, mode, drafted))
         return results
 
     def _coded(self, codec: Codec) -> contextlib.AbstractContextManager[None]:

@@ -356,6 +356,7 @@ class Request:
             report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
+        report.rows = self._prompt.reports(self._prefix, self._blend, self._found)
         self._let_go()
         if not self._tolerance.tried(self._claims.seal):
             self._stop_writing()

@@ -1,0 +1,171 @@
+"""client="memory": a store inside this process, for who has no daemon, with a budget and, if wanted, a disk.
+
+Owns the files of its directory, one a block. Never shares memory with another process; two that are given one
+directory share its files, each complete or not there. Invariant: what is read back has the length, the layout
+and the checksum it was written with, or is deleted and counts as a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from kvclient.checks import check_bounds
+from kvclient.errors import NoSpace
+from kvclient.testing.in_memory import InMemoryClient
+from kvclient.testing.in_memory_store import DISK, MISSING, InMemoryStore, Pin, Record, Session
+
+VERSION = 1
+SUFFIX = ".kv"
+HEAD_BYTES = 8192  # of a file, at most, before its block
+MEMORY_BYTES, DISK_BYTES = 1 << 30, 8 << 30
+
+
+class InProcessStore(InMemoryStore):
+    """Blocks that leave memory are written to the directory, and come back when they are asked for."""
+
+    def __init__(self, memory_bytes: int, disk_dir: Path | None, disk_bytes: int) -> None:
+        super().__init__(memory_bytes)
+        check_bounds("disk_bytes", disk_bytes, 1 << 20, 1 << 50)
+        self._disk_dir, self._disk_bytes = disk_dir, disk_bytes
+        self._files: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes; the first was used longest ago
+        self.counts.update(disk_loaded=0, disk_written=0)
+        if disk_dir is not None:
+            disk_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in sorted(disk_dir.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime_ns):
+                if len(path.stem) == 64:
+                    self._files[bytes.fromhex(path.stem)] = path.stat().st_size
+
+    # ---------------------------------------------------------------- what the rules ask
+
+    def state(self, key: bytes) -> int:
+        found = super().state(key)
+        return DISK if found == MISSING and key in self._files else found
+
+    def pin(self, key: bytes, session: Session, follow: bool) -> Pin | str:
+        if key in self._files and self._find(key) is None:
+            self._load(key)
+        return super().pin(key, session, follow)
+
+    def evict(self, victim: Record) -> None:
+        self._write(victim)
+        super().evict(victim)
+
+    def delete(self, key: bytes) -> bool:
+        on_disk = key in self._files
+        self._forget(key)
+        return super().delete(key) or on_disk
+
+    def stats(self) -> dict[str, int]:
+        disk = {"disk_files": len(self._files), "disk_bytes": sum(self._files.values())}
+        quota = self._disk_bytes if self._disk_dir is not None else 0
+        return {**super().stats(), **disk, "disk_quota_bytes": quota}
+
+    def keep(self) -> None:
+        """Writes what is in memory only."""
+        for record in list(self._records.values()):
+            if record.sealed:
+                self._write(record)
+
+    def reset(self) -> int:
+        """Deletes every sealed block, here and on the disk; says how many."""
+        keys = {key for key, record in self._records.items() if record.sealed} | set(self._files)
+        return sum([self.delete(key) for key in keys])
+
+    # ---------------------------------------------------------------- files
+
+    def _path(self, key: bytes) -> Path:
+        assert self._disk_dir is not None
+        return self._disk_dir / f"{key.hex()}{SUFFIX}"
+
+    def _write(self, record: Record) -> None:
+        if self._disk_dir is None or record.key in self._files or record.length > self._disk_bytes:
+            return
+        body = self.readable[record.offset : record.offset + record.length].tobytes()
+        fingerprint, parent = record.trace
+        head = {
+            "version": VERSION, "layout": self.layouts[record.layout_id][0].hex(), "tokens": record.tokens,
+            "base": record.base_position, "priority": record.priority, "fingerprint": fingerprint,
+            "parent": parent.hex() if parent else None, "length": len(body),
+        }  # fmt: skip
+        line = json.dumps({**head, "crc": _crc(head, body)}).encode() + b"\n"
+        path = self._path(record.key)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(line + body)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            warnings.warn(f"a block cannot be kept in {self._disk_dir}: {error}", stacklevel=2)
+            return
+        self._files[record.key] = len(line) + len(body)
+        self.counts["disk_written"] += 1
+        while sum(self._files.values()) > self._disk_bytes:
+            self._forget(next(iter(self._files)))
+
+    def _load(self, key: bytes) -> None:
+        self._files.move_to_end(key)
+        try:
+            head, body = self._read(key)
+            layout_id = self.register_layout(bytes.fromhex(head["layout"]))
+            if self.layouts[layout_id][1].length(head["tokens"]) != len(body):
+                raise ValueError("its length is not that of its layout")
+            parent = None if head["parent"] is None else bytes.fromhex(head["parent"])
+            trace = (head["fingerprint"], parent)
+            wanted = (layout_id, head["tokens"], head["base"], head["priority"], None, trace)
+            record = self.create(self, key, *wanted)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, NoSpace):
+            self._forget(key)  # damaged, or another's
+            return
+        if isinstance(record, Record):  # else there is no room for it now
+            self.writable[record.offset : record.offset + record.length] = memoryview(body)
+            self.seal(record)
+            self.counts["disk_loaded"] += 1
+
+    def _read(self, key: bytes) -> tuple[dict[str, Any], bytes]:
+        with open(self._path(key), "rb") as file:
+            head = json.loads(file.readline(HEAD_BYTES))
+            body = file.read(self.capacity_bytes + 1)
+        crc = head.pop("crc")
+        if head["version"] != VERSION or head["length"] != len(body) or crc != _crc(head, body):
+            raise ValueError("not as it was written")
+        return head, body
+
+    def _forget(self, key: bytes) -> None:
+        if self._files.pop(key, None) is not None:
+            self._path(key).unlink(missing_ok=True)
+
+
+def _crc(head: dict[str, Any], body: bytes) -> int:
+    return zlib.crc32(json.dumps(head, sort_keys=True).encode(), zlib.crc32(body))
+
+
+class InProcessClient(InMemoryClient):
+    """The client of a store of this process's own. memory_bytes: the budget of its memory; disk_dir: where
+    blocks go that leave it, and all when it is closed; disk_bytes: the budget of that.
+    """
+
+    def __init__(
+        self, memory_bytes: int = MEMORY_BYTES, disk_dir: str | os.PathLike[str] | None = None,
+        disk_bytes: int = DISK_BYTES,
+    ) -> None:  # fmt: skip
+        place = None if disk_dir is None else Path(disk_dir)
+        self._own = InProcessStore(memory_bytes, place, disk_bytes)
+        super().__init__(store=self._own)
+
+    def reset(self) -> int:
+        """Deletes every block, of memory and of the disk; says how many. Readers keep valid bytes."""
+        with self._locked():
+            return self._own.reset()
+
+    def close(self) -> None:
+        """Keeps what is in memory, if there is a disk. Idempotent."""
+        if self.attached:
+            with self._locked():
+                self._own.keep()
+        super().close()

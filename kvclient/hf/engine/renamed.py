@@ -1,0 +1,69 @@
+"""What the names that KVBoost has are called here, for who brings a program along.
+
+Owns the names. Never accepts one of them: it says the new one, before a model is loaded. Invariant: whatever
+it names exists (tests/unit/test_feature_names.py looks up what docs/reuse.md says of the same names).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from kvclient.errors import InvalidArgument
+
+OPTIONS = {  # of an engine, and of a call
+    "kv_cache_bits": 'codec="int8" or "int4"',
+    "chunk_size": "block_tokens=",
+    "chunk_boundary_window": "chunker=",
+    "max_cache_bytes": 'client="memory" with memory_bytes=, or the daemon\'s --memory',
+    "max_chunks": "the daemon's --max-blocks",
+    "disk_cache_dir": 'client="memory" with disk_dir=, or the daemon\'s --disk',
+    "recompute_strategy": "repair=",
+    "recompute_overlap": "kvclient.hf.Repair(seam_tokens=) as repair=",
+    "recompute_ratio": "kvclient.hf.Repair(ratio=) as repair=",
+    "recency_window_chunks": "pin() and unpin()",
+    "overlap_k": "overlap_tokens=",
+    "sink_tokens": "kvclient.hf.Repair(sink_tokens=) as repair=",
+    "position_offset": "before=, the text it will stand behind",
+    "torch_dtype": "dtype=",
+    "do_sample": "temperature= above 0",
+    "stop_strings": "stop=",
+}
+METHODS = {
+    "generate_many": "generate_batch()",
+    "verify_correctness": "verify()",
+    "cache_stats": "stats()",
+    "reset_cache": "reset()",
+    "pin_content": "pin()",
+    "unpin_content": "unpin()",
+    "check_model_compatibility": "kvclient.hf.self_test()",
+    "paged_stats": "kv.paged_stats()",
+}
+FIELDS = {
+    "output_text": "text",
+    "output_tokens": "tokens",
+    "ttft_ms": "ttft_s, in seconds",
+    "total_ms": "total_s, in seconds",
+    "total_time_ms": "total_s, in seconds",
+    "tokens_per_sec": "tokens_per_s",
+    "kv_reuse_ratio": "reuse_ratio",
+    "cached_tokens": "report.reused_tokens",
+    "prompt_length": "prompt_tokens",
+}
+
+
+def check_options(given: Iterable[str], *takers: Callable[..., object]) -> None:
+    """Raises InvalidArgument for a name that is another one here, TypeError for one that none of the takers
+    has."""
+    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    for name in given:
+        if name not in known and name in OPTIONS:
+            raise InvalidArgument(f"{name}=: here it is {OPTIONS[name]}")
+        if name not in known:
+            raise TypeError(f"there is no option {name}=")
+
+
+def missing(kind: str, names: dict[str, str], name: str) -> AttributeError:
+    """What to raise for an attribute that is not there."""
+    here = f"; here it is {names[name]}" if name in names else ""
+    return AttributeError(f"{kind} has no {name!r}{here}")
