@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import CACHE
+from kvclient.hf.release import DUMMIES, NAMES, STATES, name_of
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
-        CACHE,
+        *NAMES,
         "position_ids",
         "return_dict",
         "tokenizer",  # of stop strings and token healing: generate() leaves it there
@@ -39,6 +39,7 @@ HARMLESS = frozenset(
 )
 
 REPLACED = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache that the store's take the place of
+BESIDE = (*STATES, *DUMMIES)  # …or that stay, with K and V, if any, in the store's
 
 
 class Bypassed(Exception):
@@ -91,7 +92,7 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
         raise Bypassed("prepare_inputs", "the model's own: peft's soft prompts stand before the tokens")
     if model_kwargs.get("inputs_embeds") is not None:
         raise Bypassed("inputs", "inputs_embeds")
-    _check_cache(model_kwargs)
+    _check_cache(name_of(model), model_kwargs)
     for name, value in model_kwargs.items():
         if name not in HARMLESS and value is not None and value is not False:
             raise Bypassed("model_arguments", name)
@@ -109,17 +110,17 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
     return Prompt(list(groups.values()), rows, length)
 
 
-def _check_cache(model_kwargs: dict[str, Any]) -> None:
-    cache = model_kwargs.get(CACHE)
+def _check_cache(name: str, model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get(name)
     if not model_kwargs.get("use_cache", True):
         raise Bypassed("no_cache")
     if cache is None:
         return  # transformers 5.0 leaves it to the model to make a DynamicCache
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         raise Bypassed("cache_implementation", type(cache).__name__)
-    if cache.get_seq_length():
+    if any(isinstance(layer, DynamicLayer) for layer in cache.layers) and cache.get_seq_length():
         raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
-    if any(type(layer) not in REPLACED for layer in cache.layers):
+    if any(type(layer) not in (*REPLACED, *BESIDE) for layer in cache.layers):
         raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
 
 
@@ -192,6 +193,7 @@ class Report:
     lost_blocks: int = 0  # claimed, but not sealed: the daemon went, or the claim ended, meanwhile
     full_tokens: int = 0  # of the reused ones, with a codec: taken as computed (first and last of a prompt)
     published_full_blocks: int = 0  # those of such tokens; not in published_blocks
+    published_group_blocks: int = 0  # of layers with windows, and of states; not in published_blocks
     not_quantisable: int = 0  # blocks the codec cannot hold: beyond 65504, or not finite. Not stored
     disk_refused: int = 0  # rows whose blocks on disk were not waited for: computing them was sooner
     store_error: str | None = None  # what the store failed with; from there on the call went on without it
@@ -214,7 +216,8 @@ class Totals:
     _SUMMED = (
         "prompt_tokens", "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens",
         "followed_tokens",
-        "published_blocks", "published_full_blocks", "followed_lost", "no_space", "not_quantisable",
+        "published_blocks", "published_full_blocks", "published_group_blocks", "followed_lost", "no_space",
+        "not_quantisable",
         "disk_refused", "full_tokens", "unavailable", "lost_blocks", "store_failed_s",
         "lookup_s", "load_s", "wait_s", "publish_s", "prefill_s", "ttft_s", "total_s",
     )  # fmt: skip

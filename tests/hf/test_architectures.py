@@ -11,9 +11,10 @@ import kvclient
 import kvclient.hf
 from kvclient.hf import Repair
 from kvclient.hf.release import passing
-from tests.hf.zoo import REFUSED, SERVED, UNMOVED, generate, known, prompt
+from tests.hf.zoo import LATENT, REFUSED, SERVED, UNMOVED, generate, known, prompt
 
 BLOCK = 16
+WHOLE = (*SERVED, *LATENT)  # all tokens of all layers are stored
 LENGTHS = (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1, 61)
 
 
@@ -25,7 +26,7 @@ def floor(model, ids, cache, count):
     return generate(model, ids, **passing(handed))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_warm_equals_cold_in_fp32(name, client):
     model = known(name)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
@@ -47,7 +48,7 @@ def test_warm_equals_cold_in_fp32(name, client):
                 assert torch.equal(warm_logits, same_logits)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
     model, ids = known(name, dtype=torch.bfloat16), prompt(61)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
@@ -94,7 +95,7 @@ def test_keys_that_cannot_be_moved_are_refused_with_the_reason(name, client):
         kvclient.hf.attach(known(name), client, repair="auto")
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_left_padded_rows(name, client):
     model = known(name)
     ids = torch.cat([prompt(61), prompt(61, seed=2)])
@@ -109,7 +110,7 @@ def test_left_padded_rows(name, client):
             assert torch.equal(tokens, plain)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_wrong_kv_would_be_seen(name):
     """What the tests above rest on: with this model, another KV gives other logits."""
     model, ids = known(name), prompt(61)

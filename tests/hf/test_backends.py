@@ -17,12 +17,13 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends, dense, registered, sdpa, torch_reference
 from kvclient.kernels import contract
-from tests.hf.zoo import REFUSED, SERVED, generate, known, prompt
+from tests.hf.zoo import SERVED, generate, known, prompt
 from tests.kernels.cpu_paths import provide
 
 OWN_ATTENTION = ("falcon", "falcon_alibi", "bloom", "mpt")  # these call no registered function
+OTHERS = ("deepseek_v3", "qwen3_next", "llama_dynamic")
 OLDER = ("mistral_sliding", "gemma2", "gemma3", "cohere2", "llama4", "gpt_oss")  # of those with windows
-NAMES = [name for name in (*SERVED, *OLDER, *REFUSED) if name not in OWN_ATTENTION]
+NAMES = [name for name in (*SERVED, *OLDER, *OTHERS) if name not in OWN_ATTENTION]
 # In transformers 5.0 these made their masks by themselves, which only torch reads.
 MASKS_OF_THEIR_OWN = ("llama4",)  # attends in chunks
 if transformers.__version__.startswith("5.0."):

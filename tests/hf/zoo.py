@@ -55,6 +55,10 @@ SERVED = {
         dict(rope_parameters=dict(
             rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=10000.0)),
     ),
+}  # fmt: skip
+
+# Latent attention: what is cached is a latent and a rope key of another width. Prefixes only, and dense.
+LATENT = {
     "deepseek_v2": (
         "DeepseekV2Config", "DeepseekV2ForCausalLM",
         dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=32,
@@ -73,9 +77,6 @@ SERVED = {
     "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", _MLA),
     "youtu": ("YoutuConfig", "YoutuForCausalLM", _MLA),
 }  # fmt: skip
-
-# Latent attention: what is cached is a latent and a rope key of another width.
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {
@@ -117,14 +118,75 @@ WINDOWED = {
     ),
 }  # fmt: skip
 
-# name -> (…, a word of the reason)
-REFUSED = {
+_LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+# With layers whose state is of all tokens before. Prefixes only, and no padding.
+RECURRENT = {
     "qwen3_next": (
         "Qwen3NextConfig", "Qwen3NextForCausalLM",
-        dict(head_dim=16, layer_types=["linear_attention", "linear_attention", "full_attention"],
-             linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
-             linear_value_head_dim=16, shared_expert_intermediate_size=32, **_MOE),
-        "linear",
+        dict(head_dim=16, layer_types=_LINEAR, linear_num_key_heads=2, linear_num_value_heads=2,
+             linear_key_head_dim=16, linear_value_head_dim=16, shared_expert_intermediate_size=32, **_MOE),
+    ),
+    "falcon_h1": (
+        "FalconH1Config", "FalconH1ForCausalLM",
+        dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1,
+             mamba_chunk_size=16),
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
+    "mamba2": (
+        "Mamba2Config", "Mamba2ForCausalLM",
+        dict(state_size=16, num_heads=6, head_dim=16, expand=2, n_groups=1, chunk_size=16),
+    ),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", dict(state_size=8)),
+    "jamba": (
+        "JambaConfig", "JambaForCausalLM",
+        dict(attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=4,
+             mamba_d_state=8, use_mamba_kernels=False),
+    ),
+    "bamba": (
+        "BambaConfig", "BambaForCausalLM",
+        dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1,
+             mamba_chunk_size=16),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM",
+        dict(layer_types=["mamba", "attention", "mamba"], mamba_n_heads=6, mamba_d_head=16, mamba_d_state=16,
+             mamba_n_groups=1, mamba_chunk_size=16, num_local_experts=4, num_experts_per_tok=2,
+             shared_intermediate_size=32),
+    ),
+    "lfm2": (
+        "Lfm2Config", "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    ),
+    "zamba2": (
+        "Zamba2Config", "Zamba2ForCausalLM",
+        dict(layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=16, mamba_ngroups=1, n_mamba_heads=6,
+             mamba_headdim=16, chunk_size=16, num_mem_blocks=1, adapter_rank=8),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig", "NemotronHForCausalLM",
+        dict(hybrid_override_pattern="M*M", mamba_num_heads=6, mamba_head_dim=16, ssm_state_size=16, n_groups=1,
+             chunk_size=16, head_dim=16, layers_block_type=["mamba", "attention", "mamba"]),
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig", "OlmoHybridForCausalLM",
+        dict(layer_types=_LINEAR, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+             linear_value_head_dim=16),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig", "KimiLinearForCausalLM", dict(layer_types=_LINEAR, **_MLA),
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM",
+        dict(head_dim=16, layer_types=_LINEAR, linear_num_key_heads=2, linear_num_value_heads=2,
+             linear_key_head_dim=16, linear_value_head_dim=16),
+    ),
+}  # fmt: skip
+
+# name -> (…, a word of the reason)
+REFUSED = {
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM",
+        dict(lru_width=48, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]),
+        "does not fill the cache",
     ),
     "llama_dynamic": (
         "LlamaConfig", "LlamaForCausalLM",
@@ -141,7 +203,7 @@ def build(
     layers: int = 3,
 ):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
-    config_name, model_name, own, *_ = {**SERVED, **WINDOWED, **REFUSED}[name]
+    config_name, model_name, own, *_ = {**SERVED, **LATENT, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})

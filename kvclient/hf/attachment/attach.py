@@ -37,7 +37,7 @@ from kvclient.hf.call import Report, Totals
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.structure import Refused, base_model
 from kvclient.hf.request.load_or_compute import PrefillSpeed
-from kvclient.hf.request.options import Options
+from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.request.tolerance import Rest
@@ -69,6 +69,7 @@ def attach(
     in_place: bool | None = None,
     paged: bool = False,
     paged_tokens: int = 32768,
+    state_every_blocks: int = STATE_EVERY_BLOCKS,
 ) -> Attachment:
     """Puts the store behind `model.generate()`. Raises Refused, with the reason, if this model cannot be
     served right, and InvalidArgument. block_tokens, priority, ttl_s: of the blocks it publishes, those of
@@ -90,7 +91,9 @@ def attach(
     not, `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and
     tokens that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams
     and copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
-    models too large to be digested at every start (1.3 GB/s a core); until they change.
+    models too large to be digested at every start (1.3 GB/s a core); until they change. state_every_blocks:
+    of recurrent layers, how often a prompt's state is stored (`state_bytes` each), besides at its last block
+    and where it parts from another; a hit ends at such a place.
 
     A model that is changed while attached, its code included, is digested anew at its next call. Not noticed:
     what kvclient.hf.model.watch and kvclient.hf.model.code say hides from them.
@@ -103,7 +106,7 @@ def attach(
     codec = codec_of(codec, cut)
     options = Options(
         cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
-        on_error=on_error,
+        on_error=on_error, state_every_blocks=state_every_blocks,
     )  # fmt: skip
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
@@ -181,6 +184,12 @@ class Attachment:
     def form(self) -> BlockFormat:
         """How the blocks of this thread's calls hold K and V."""
         return self._chosen().form
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one stored state of the model's recurrent layers; 0: it has none."""
+        states = self._chosen().states
+        return 0 if states is None else states.nbytes
 
     @property
     def chunker(self) -> Chunker:
@@ -263,7 +272,7 @@ class Attachment:
         """
         chosen = codec_of(codec, self._model_state.options.chunker)
         if chosen is not None:
-            chosen.check(self._model_state.options.chunker.most, self.form.head_dim)
+            self.form.coded(chosen).layout(self._model_state.options.chunker.most)
         before = getattr(self._local, "codec", self._model_state.codec)
         self._local.codec = chosen
         try:

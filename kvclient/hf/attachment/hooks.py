@@ -35,8 +35,8 @@ def _prefill(
         else attachment._own(model, "_prefill")
     )
 
-    def run() -> Any:
-        return own(input_ids, generation_config, model_kwargs, *args, **kwargs)
+    def run(ids: torch.Tensor = input_ids) -> Any:
+        return own(ids, generation_config, model_kwargs, *args, **kwargs)
 
     request = getattr(attachment._local, "request", None) if attachment is not None else None
     if request is None:

@@ -92,12 +92,15 @@ class Adopted:
             self._pool = PagePool(*shape, self.paged_tokens)
         return self._pool
 
-    def decline(self, model: torch.nn.Module, reason: str, why: str) -> None:
-        """What is stored cannot be read in place. Raises InvalidArgument if that was asked for."""
+    def decline(self, model: torch.nn.Module, reason: str, why: str) -> bool:
+        """What is stored cannot be read in place: whether the kernels leave. Raises InvalidArgument if that
+        was asked for."""
         if self.asked:
             raise InvalidArgument(f"in_place=True: {type(model).__name__} {why}")
-        if self.wanted:
+        wanted = self.wanted
+        if wanted:
             self.give_up(model, reason)
+        return wanted
 
     def give_up(self, model: torch.nn.Module, reason: str) -> None:
         self.wanted = False

@@ -39,17 +39,14 @@ ROOM = 4  # prompts' worth of blocks a trial's store has room for
 class Trial:
     """What a thread's calls use instead of the attachment's own client, options and non-prefix reuse."""
 
-    def __init__(
-        self, client: Any, layout_id: int, options: Options, non_prefix: NonPrefixReuse | None
-    ) -> None:
-        self._client, self._layout_id, self._options = client, layout_id, options
+    def __init__(self, client: Any, options: Options, non_prefix: NonPrefixReuse | None) -> None:
+        self._client, self._options = client, options
         self._non_prefix = non_prefix
         self.report = Report()
 
     def on(self, served: ServedModel) -> tuple[Any, ServedModel, Options]:
-        sinks = served.sinks.elsewhere(self._client) if served.sinks is not None else None
-        changed = {"layout_id": self._layout_id, "non_prefix": self._non_prefix, "sinks": sinks}
-        own = dataclasses.replace(served, **changed)
+        own = served.elsewhere(self._client, self._options.chunker.most)
+        own = dataclasses.replace(own, non_prefix=self._non_prefix)
         return self._client, own, self._options
 
 
@@ -123,7 +120,7 @@ def _trial(
     options = dataclasses.replace(kv._model_state.options, chunker=cut, follow=False, publish_generated=False)
     inside = None if repair is None or non_prefix is None else dataclasses.replace(non_prefix, repair=repair)
     with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
-        trial = Trial(client, client.register_layout(layout), options, inside)
+        trial = Trial(client, options, inside)
         outer = getattr(kv._local, "bypass", (False, False))
         kv._local.trial, kv._local.bypass = trial, (False, False)
         try:

@@ -21,7 +21,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.identity import read_dimensions
-from kvclient.hf.model.structure import DTYPE_NAMES, check_structure
+from kvclient.hf.model.structure import DTYPE_NAMES, KVShape, check_structure
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import ServedModel, ServedModels
@@ -53,18 +53,18 @@ class ModelState:
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
         """Raises Refused, and knows what it knew before."""
         kv = check_structure(model)
+        if self._declined(model, kv):
+            watch = Watch(model)  # of the attention that it has again
         watch.settle()
-        if kv.key_dim:
-            self.adopted.decline(model, "latent", "caches what its attention does not attend to as it is")
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
-        form, namespace_salt = BlockFormat.of(kv, self.codec), self._client.salt or b""
+        form, namespace_salt = BlockFormat.main(kv, self.codec), self._client.salt or b""
         most = self.options.chunker.most
         dimensions = read_dimensions(
             model, watch.attributes, bytes(form.layout(most)), (kv.layers, kv.heads), DTYPE_NAMES[kv.dtype],
             salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
-        served_models = ServedModels(self._client, form, dimensions, most)
+        served_models = ServedModels(self._client, kv, form, dimensions, most)
         repair = calibration.load(served_models.unsalted) if self._wanted == CALIBRATED else self._wanted
         non_prefix = examine_non_prefix(model, kv, repair) if isinstance(repair, Repair) else None
         served = served_models.of(self.codec, non_prefix)
@@ -73,6 +73,18 @@ class ModelState:
         self.kv, self._namespace_salt = kv, namespace_salt
         self.served_models, self.served = served_models, served
         self.watch, self.refusal = watch, None
+
+    def _declined(self, model: torch.nn.Module, kv: KVShape) -> bool:
+        """Whether the model lost the kernels because of what it caches. Raises InvalidArgument for options
+        that it cannot have."""
+        if kv.states and self.options.chunker.name != "fixed":
+            cut = f"chunker={self.options.chunker.name!r}"
+            raise InvalidArgument(f"{cut} with recurrent layers, whose states take blocks of one size")
+        if kv.states:
+            why = "has recurrent layers, served beside a dense cache only"
+            return self.adopted.decline(model, "states", why)
+        why = "caches what its attention does not attend to as it is"
+        return kv.latent and self.adopted.decline(model, "latent", why)
 
     def renew(self, model: torch.nn.Module) -> None:
         """Examines a changed model. A refusal is remembered until it changes again, and raised."""

@@ -24,7 +24,9 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     """
     served, options = attachment._current(model), attachment._model_state.options
     layers = list(cache.layers)
-    if served is None or any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
+    if served is None or served.states is not None:
+        return 0
+    if any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
         return 0
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
@@ -37,7 +39,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
         attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
     )  # fmt: skip
     try:
-        own.publish(chain, first, 0, 0, [(layer.storage, layer.origin) for layer in layers])
+        own.publish(chain, first, 0, 0, [(layer.index, layer.storage, layer.origin) for layer in layers])
     finally:
         own.abort()
     return own.published

@@ -21,6 +21,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.release import DUMMIES, STATES
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
 GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
@@ -248,7 +249,13 @@ def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | N
 
 
 def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
-    """Puts `layers` in the place of a cache's own, which are empty or those of a try that was given up."""
+    """Puts `layers` in the place of a cache's own, which are empty or those of a try that was given up. Those
+    that keep nothing, or a state only, stay.
+    """
+    if any(isinstance(layer, (*STATES, *DUMMIES)) for layer in cache.layers):
+        for layer in layers:
+            cache.layers[layer.index] = layer
+        return
     foreign = [
         type(layer).__name__
         for layer in cache.layers

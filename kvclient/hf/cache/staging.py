@@ -23,6 +23,8 @@ POINTERS = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
 
 
 class Blocks(Protocol):
+    largest: int  # the layer whose blocks take the most bytes
+
     def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]: ...
 
 
@@ -69,13 +71,14 @@ class Staged:
         return 0 if self._moving is None else self._moving.bounced_bytes
 
     def _start(self) -> None:
-        first = self._blocks.arrays(0)
+        largest = self._blocks.largest
+        first = self._blocks.arrays(largest)
         size = sum(-(-length // ALIGN) * ALIGN for _, length in _spans(first))
         whole = torch.empty((self._layers, max(size, 1)), dtype=torch.uint8, device=self._device)
         self._memory = list(whole.unbind(0))
         self._moving = Transfer(host_memory(), self._layers)
         self._moving.start(
-            lambda layer: self._copies(layer, first if layer == 0 else self._blocks.arrays(layer)),
+            lambda layer: self._copies(layer, first if layer == largest else self._blocks.arrays(layer)),
             after=own_stream(self._device), patient=self._patient,
         )  # fmt: skip
 
@@ -89,7 +92,7 @@ class Staged:
             copies.append((at, np.frombuffer((c_char * length).from_address(low), np.uint8)))
             at += -(-length // ALIGN) * ALIGN
         if at > memory.data_ptr() + memory.numel():
-            raise RuntimeError(f"layer {layer} of these blocks is larger than layer 0")
+            raise RuntimeError(f"layer {layer} of these blocks is larger than all others")
         for row, start, (keys, values), count, first in parts:
             struct = kernels.segment(keys, values, start, first=first, tokens=count).struct
             low = _span((keys, values))[0]

@@ -6,6 +6,7 @@ was written, bit by bit without a codec, and within half a step of the codec wit
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,16 @@ from kvclient.blocks.codec import Kivi
 from kvclient.blocks.layout import CODEC_KIVI, Layout
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.cache.layer import array_dtype, as_array
+from kvclient.hf.model.groups import LayerGroup
 from kvclient.hf.model.structure import DTYPE_NAMES, KVShape
 from kvclient.kernels import contract, cuda
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Ids of layouts are no help to recognise one: a daemon numbers them anew."""
+    """Ids of layouts are no help to recognise one: a daemon numbers them anew. With no layer of the model in
+    it (`of` is empty) it holds a mark of each token: that its text was computed up to there.
+    """
 
     layers: int
     heads: int
@@ -31,10 +35,35 @@ class BlockFormat:
     dtype: torch.dtype
     codec: Kivi | None = None
     key_dim: int = 0  # 0: K and V apart, each head_dim wide; else side by side in head_dim, K first
+    of: tuple[int, ...] | None = None  # the model's layers that are in it, in order; None: the first ones
 
     @classmethod
-    def of(cls, kv: KVShape, codec: Kivi | None = None) -> BlockFormat:
-        return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec, kv.key_dim)
+    def main(cls, kv: KVShape, codec: Kivi | None = None) -> BlockFormat:
+        """Of the layers that need all tokens."""
+        if kv.main is None:
+            return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec, kv.key_dim)
+        own = cls(max(1, len(kv.main)), kv.heads, kv.head_dim, kv.dtype, None, kv.key_dim, kv.main)
+        return own.coded(codec)
+
+    @classmethod
+    def group(cls, group: LayerGroup, dtype: torch.dtype, codec: Kivi | None = None) -> BlockFormat:
+        """Of a group of others."""
+        size = len(group.layers), group.heads, group.head_dim
+        return cls(*size, dtype, codec, group.key_dim, group.layers)
+
+    def place(self, layer: int) -> int | None:
+        """Where in a block that layer of the model stands; None: it is not in it."""
+        if self.of is None:
+            return layer if layer < self.layers else None
+        return self.of.index(layer) if layer in self.of else None
+
+    def coded(self, codec: Kivi | None) -> BlockFormat:
+        """The same with this codec; there is nothing to quantise in marks."""
+        return dataclasses.replace(self, codec=None if self.holds_marks else codec)
+
+    @property
+    def holds_marks(self) -> bool:
+        return self.of == ()
 
     @property
     def arrays(self) -> int:

@@ -10,7 +10,7 @@ it for a prefix.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,13 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.cache.layer import StoreLayer
-from kvclient.hf.call import Group
+from kvclient.hf.call import Group, Report
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
+from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.save import Publisher
+from kvclient.hf.connector.snapshots import Snapshots
+from kvclient.hf.model.states import capture
 
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
@@ -49,6 +52,8 @@ class Stretch:
     root: bytes | None  # None: exact
     offered: int  # blocks
     next_at: int  # tokens of the row's text with which the next block's end is certain
+    tokens: Any = None  # of the row's text, up to the last block that was published of its answer
+    kept: list[torch.Tensor] | None = None  # the state behind that block, if it is not stored
 
 
 class Claims:
@@ -57,10 +62,14 @@ class Claims:
     def __init__(
         self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher,
         sinks: FullPrecisionBlocks | None, *, priority: int, step: int, same: Callable[[], bool],
+        groups: Sequence[tuple[StoredGroup, Publisher]] = (), snapshots: Snapshots | None = None,
+        every: int = 0,
     ) -> None:  # fmt: skip
+        """groups: of layers that do not need all tokens. every: blocks between two states of an answer."""
         self._client, self._identity, self._chunker = client, identity, chunker
         self.publisher, self.sinks = publisher, sinks
         self._priority, self._step, self._same = priority, step, same
+        self.groups, self.snapshots, self._every = groups, snapshots, every
         self._stretches: list[Stretch] = []
 
     # ---------------------------------------------------------------- before the forward pass
@@ -85,6 +94,20 @@ class Claims:
             one.extend(self._client, first + run, follow)
         if shared:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
+
+    def claim_ends(self, one: PrefixMatch, ends: Sequence[int], hit: int, common: int) -> None:
+        """Claims what layers of groups, and states, need for a hit to end behind so many blocks. hit: tokens
+        that were found: what is behind them is computed. common: tokens behind which a hit of the whole batch
+        could end."""
+        row, pad = one.group.rows[0], one.group.pad
+        for match, (stored, publisher) in zip(one.groups, self.groups, strict=True):
+            regular = stored.regular(one.starts, max(ends, default=0))
+            also = [end for end in regular if one.starts[end] > hit]
+            for run in stored.kept(one.starts, {*ends, *also}, common if common > hit else 0):
+                publisher.claim(match.chain[: run.stop], run.start, row, pad)
+        if self.snapshots is not None and one.states is not None:
+            for end in ends:
+                self.snapshots.claim(one.states.chain, end, row)
 
     def claim_tail(self, one: PrefixMatch) -> None:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
@@ -134,10 +157,35 @@ class Claims:
     def abort(self) -> None:
         for publisher in self._publishers:
             publisher.abort()
+        if self.snapshots is not None:
+            self.snapshots.abort()
+
+    def note_published(self, report: Report) -> None:
+        publisher, sinks = self.publisher, self.sinks
+        report.published_blocks, report.lost_blocks = publisher.published, publisher.lost
+        report.no_space, report.unavailable = publisher.no_space, publisher.unavailable
+        report.not_quantisable = publisher.not_quantisable
+        report.published_full_blocks = sinks.published if sinks is not None else 0
+        report.published_group_blocks = sum(publisher.published for _, publisher in self.groups)
+        if self.snapshots is not None:
+            report.published_group_blocks += self.snapshots.published
 
     @property
     def _publishers(self) -> list[Publisher]:
-        return [self.publisher, *(self.sinks.publishers if self.sinks is not None else ())]
+        sinks = self.sinks.publishers if self.sinks is not None else ()
+        return [self.publisher, *sinks, *(publisher for _, publisher in self.groups)]
+
+    def loaded(self, columns: int) -> None:
+        """So many columns are the store's: nobody tells of them."""
+        for publisher in (self.publisher, *(publisher for _, publisher in self.groups)):
+            publisher.loaded = columns
+
+    def computed(self, cache: Any, column: int) -> None:
+        """The tokens up to this column are: states are those behind them, and marks can be set."""
+        if self.publisher.holds_marks:
+            self.publisher.marked(column)
+        if self.snapshots is not None and column in self.snapshots.columns and self._same():
+            self.snapshots.take(cache, column)
 
     def follow(self, found: Sequence[PrefixMatch], inside: Sequence[Segment]) -> None:
         """From here on generated() is told of what the rows say."""
@@ -159,8 +207,9 @@ class Claims:
                 self._stretches.append(Stretch(row, group.pad, 0, None, offered, next_at))
 
     def generated(
-        self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer]
-    ) -> None:
+        self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer],
+        cache: Any,
+    ) -> None:  # fmt: skip
         """Publishes the blocks that the tokens chosen so far have filled."""
         columns = input_ids.shape[1] - 1  # the newest token has no KV yet
         for stretch in self._stretches:
@@ -176,12 +225,49 @@ class Claims:
                 continue
             new = input_ids[stretch.row, prompt_columns : stretch.pad + stretch.start + chain.num_tokens]
             ended = any(int(token) in eos for token in new)
-            storages = [(layer.storage, layer.origin) for layer in layers]
-            if ended or any(s is None or s.shape[1] != input_ids.shape[0] for s, _ in storages):
+            storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
+            if ended or any(s is None or s.shape[1] != input_ids.shape[0] for _, s, _ in storages):
                 continue  # behind the end of its text, or the cache is no longer row by row ours
             if not self._same():
                 return
             self.publisher.publish(chain, first, stretch.row, stretch.pad, storages)
+            stretch.tokens = tokens.numpy()
+            if self.snapshots is not None:
+                stretch.kept = None
+                if columns - stretch.pad == chain.num_tokens:  # else the state is that of a later token
+                    stretch.kept = capture(cache, self.snapshots.stored.states, stretch.row)
+                    if len(chain) % self._every == 0:
+                        self._put(stretch)
             if self.sinks is not None and stretch.root is None:
                 loaded = self.publisher.loaded
                 self.sinks.grow(tokens.numpy(), stretch.row, stretch.pad, storages, loaded)
+
+    def ended(self, layers: Sequence[StoreLayer]) -> None:
+        """The answers are whole: a hit shall be able to end behind the last block of each."""
+        for stretch in self._stretches:
+            if stretch.tokens is None or not self._same():
+                continue
+            for stored, publisher in self.groups:
+                self._keep_end(stretch, stored, publisher, layers)
+            self._put(stretch)
+
+    def _keep_end(
+        self, stretch: Stretch, stored: StoredGroup, publisher: Publisher, layers: Sequence[StoreLayer]
+    ) -> None:
+        own = [layer for layer in layers if layer.index in stored.group.layers and layer.storage is not None]
+        if len(own) != len(stored.group.layers):
+            return
+        chain = self._chunker.chain(stored.identity, stretch.tokens)
+        starts = [*chain.start_tokens, chain.num_tokens]
+        origin = max(layer.origin for layer in own)  # before it, blocks lie in the store
+        for run in stored.kept(starts, [len(chain)]):
+            first = max(run.start, bisect_left(starts, origin - stretch.pad))
+            if first < run.stop:
+                storages = [(layer.index, layer.storage, layer.origin) for layer in own]
+                publisher.publish(chain[: run.stop], first, stretch.row, stretch.pad, storages)
+
+    def _put(self, stretch: Stretch) -> None:
+        kept, stretch.kept = stretch.kept, None
+        if kept is not None and self.snapshots is not None:
+            chain = self._chunker.chain(self.snapshots.stored.identity, stretch.tokens)
+            self.snapshots.put(chain, len(chain), kept)

@@ -21,6 +21,8 @@ from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
 from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.layer_groups import GroupMatch
+from kvclient.hf.connector.snapshots import StateMatch
 
 RESIDENT, ON_DISK = 2, 3  # a look-up's states
 
@@ -52,6 +54,8 @@ class PrefixMatch:
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
     # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
     tail: Any = None
+    groups: list[GroupMatch] = field(default_factory=list)  # of layers that do not need all tokens
+    states: StateMatch | None = None
     starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
 
     def __post_init__(self) -> None:
@@ -127,6 +131,17 @@ class PrefixMatch:
             if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
                 self.part, self.part_tokens = view, count
 
+    def group_of(self, layer: int) -> GroupMatch | None:
+        """The group that has this layer of the model; None: it is one of those that need all tokens."""
+        return next((one for one in self.groups if layer in one.stored.group.layers), None)
+
+    def ends_at(self, stop: int) -> None:
+        """Forgets what was still being written and lies behind token `stop`: nobody waits for it."""
+        late = [index for index in self.pending if self.starts[index] >= stop]
+        if late:
+            del self.views[min(late) :]
+            self.pending.difference_update(late)
+
     def drop_pending(self) -> None:
         if self.pending:
             del self.views[min(self.pending) :]
@@ -143,6 +158,8 @@ class PrefixMatch:
     def release(self) -> None:
         self.views.clear()
         self.part, self.part_tokens, self.sinks, self.tail = None, 0, None, None
+        for group in self.groups:
+            group.release()
         for handle in self.handles:
             handle.release()
         self.handles.clear()
@@ -154,9 +171,12 @@ class PrefixSource:
     def __init__(
         self, found: list[PrefixMatch], columns: int, layers: int, stall_s: float, clock: Clock
     ) -> None:
+        """layers: of the model, at most; the last that keeps K and V is asked for last."""
         self.found = found
         self.columns = columns
-        self._layers = layers
+        self._last = max(
+            (layer for layer in range(layers) if self._keeps(layer)), default=layers - 1
+        )
         self._stall_s = stall_s
         self._clock = clock
 
@@ -168,6 +188,23 @@ class PrefixSource:
             for found in self.found
             for index in found.pending
         )
+
+    @property
+    def largest(self) -> int:
+        """The layer whose blocks take the most bytes."""
+
+        def size(layer: int) -> int:
+            total = 0
+            for found in self.found:
+                group = found.group_of(layer)
+                form, blocks = found.form, len(found.views)
+                if group is not None:
+                    form, blocks = group.stored.form, len(group.views)
+                total += blocks * form.bytes_per_token // form.layers * (form.place(layer) is not None)
+            return total
+
+        grouped = any(found.groups for found in self.found)
+        return max(range(self._last + 1), key=size) if grouped else 0
 
     @property
     def tokens(self) -> int:
@@ -195,9 +232,8 @@ class PrefixSource:
         for found in self.found:
             self._await(found, layer)
             started = time.perf_counter()
-            pad = min(found.group.pad, self.columns)
-            if pad:
-                target[:, found.group.rows, :, :pad] = 0  # attended to by nobody, but 0 x NaN is NaN
+            if first := self._first(found, layer):
+                target[:, found.group.rows, :, :first] = 0  # attended to by nobody, but 0 x NaN is NaN
             read = BlockFormat.read if on_cpu else BlockFormat.read_tensor
             for row, start, block, count in self._blocks(found, layer, read):
                 own = block if count == block.shape[2] else block[:, :, :count]
@@ -207,14 +243,14 @@ class PrefixSource:
         self._loaded(layer)
 
     def _place_sinks(self, found: PrefixMatch, layer: int, storage: torch.Tensor) -> None:
-        if found.sinks is None:
+        if found.sinks is None or (place := found.form.place(layer)) is None:
             return
         view, form = found.sinks
         pad = found.group.pad
         stop = min(pad + view.tokens, self.columns)
         if stop <= pad:
             return  # another row has so little that nothing of this one is handed over
-        own = form.read_tensor(view, layer)[:, None, :, : stop - pad]
+        own = form.read_tensor(view, place)[:, None, :, : stop - pad]
         storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
 
     def arrays(self, layer: int) -> list[BlockSpan]:
@@ -226,7 +262,8 @@ class PrefixSource:
             self._await(found, layer)
             started = time.perf_counter()
             parts = [BlockSpan(*part) for part in self._blocks(found, layer, BlockFormat.in_place)]
-            all_blocks += parts if found.sinks is None else self._with_sinks(found, layer, parts)
+            sinks = found.sinks is not None and found.form.place(layer) is not None
+            all_blocks += self._with_sinks(found, layer, parts) if sinks else parts
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
         return all_blocks
@@ -234,30 +271,46 @@ class PrefixSource:
     def _with_sinks(self, found: PrefixMatch, layer: int, parts: list[BlockSpan]) -> list[BlockSpan]:
         """The first tokens in full, in the place of the same ones of the first block."""
         view, form = found.sinks
+        place = form.place(layer)
         count = min(view.tokens, self.columns - found.group.pad)
         out = []
         for part in parts:
             if part.column == found.group.pad:
-                out.append(BlockSpan(part.row, part.column, form.in_place(view, layer), count))
+                out.append(BlockSpan(part.row, part.column, form.in_place(view, place), count))
                 part = BlockSpan(part.row, part.column + count, part.block, part.tokens - count, count)
             if part.tokens:
                 out.append(part)
         return out
 
+    def _keeps(self, layer: int) -> bool:
+        return any(one.form.place(layer) is not None or one.group_of(layer) for one in self.found)
+
+    def _first(self, found: PrefixMatch, layer: int) -> int:
+        """The first column of these rows that is loaded for this layer."""
+        pad = min(found.group.pad, self.columns)
+        if (group := found.group_of(layer)) is None:
+            return pad
+        return min(self.columns, pad + group.starts[min(group.views)]) if group.views else self.columns
+
     def _await(self, found: PrefixMatch, layer: int) -> None:
-        if found.pending:
-            self._wait(found, layer)
+        group = found.group_of(layer)
+        if group is not None and group.pending:
+            self._wait(group, group.stored.form, layer)
+        elif group is None and found.pending:
+            self._wait(found, found.form, layer)
 
     def _loaded(self, layer: int) -> None:
-        if layer == self._layers - 1:
+        if layer == self._last:
             self._finish()
 
-    def _wait(self, found: PrefixMatch, layer: int) -> None:
+    def _wait(self, found: PrefixMatch | GroupMatch, form: BlockFormat, layer: int) -> None:
         started = time.perf_counter()
+        place = form.place(layer)
+        assert place is not None
         try:
             for index in sorted(found.pending):
-                found.views[index].wait_layer(layer, self._stall_s)
-                if not found.form.fits(found.views[index], found.chain.token_counts[index], layer):
+                found.views[index].wait_layer(place, self._stall_s)
+                if not form.fits(found.views[index], found.chain.token_counts[index], place):
                     raise Lost(f"block {index} has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
@@ -267,26 +320,33 @@ class PrefixSource:
     def _blocks(
         self, found: PrefixMatch, layer: int, read: Callable[[BlockFormat, Any, int], Any]
     ) -> Iterator[tuple[int, int, Any, int]]:
-        pad = found.group.pad
-        sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]
+        pad, group = found.group.pad, found.group_of(layer)
+        if group is not None:
+            form, parts, tail = group.stored.form, sorted(group.views.items()), None
+            sizes = list(group.chain.token_counts)
+        else:
+            form, parts, tail = found.form, list(enumerate([*found.views, found.part])), found.tail
+            sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]
+        if (place := form.place(layer)) is None:
+            return  # a layer that keeps nothing
         for row in found.group.rows:
-            for index, view in enumerate([*found.views, found.part]):
+            for index, view in parts:
                 start = pad + found.starts[index]
                 count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
-                form = found.form
-                if found.tail is not None and index == found.tail[0]:
-                    _, view, form = found.tail
+                own = form
+                if tail is not None and index == tail[0]:
+                    _, view, own = tail
                 try:
-                    block = read(form, view, layer)
+                    block = read(own, view, place)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
                 yield row, start, block, count
 
     def _finish(self) -> None:
         """All layers are here. Followed blocks could not be confirmed before."""
-        for found in self.found:
+        for found in (part for one in self.found for part in (one, *one.groups)):
             for index in found.pending:
                 if not found.confirmed(index, found.views[index]):
                     raise Lost(f"block {index} holds other tokens than its key says")

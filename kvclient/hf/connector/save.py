@@ -8,6 +8,7 @@ all its tokens; whatever else happens to the request, everything granted is seal
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,10 @@ class Publisher:
         self.lost = 0
 
     @property
+    def holds_marks(self) -> bool:
+        return self._form.holds_marks
+
+    @property
     def claimed(self) -> bool:
         return bool(self._slots)
 
@@ -77,10 +82,10 @@ class Publisher:
         return writer.results
 
     def written(self, layer: int, start: int, stop: int, storage: torch.Tensor, origin: int) -> None:
-        """Columns start..stop of that layer are new, and stand in `storage` from column `origin` on: copies
-        those that belong to granted blocks.
+        """Columns start..stop of that layer of the model are new, and stand in `storage` from column `origin`
+        on: copies those that belong to granted blocks.
         """
-        if not self._slots:
+        if not self._slots or (layer := self._form.place(layer)) is None:
             return
         began = time.perf_counter()
         on_cpu = storage.device.type == "cpu"
@@ -104,6 +109,14 @@ class Publisher:
                 slot.block.mark_layer(layer)
                 slot.layers += 1
         self._clock.publish_s += time.perf_counter() - began
+
+    def marked(self, stop: int) -> None:
+        """Columns up to this one were computed: marks them in blocks that hold nothing else."""
+        for slot in self._slots:
+            if slot.stop <= stop and not slot.layers:
+                bits(slot.block.layer(0))[:] = 0
+                slot.block.mark_layer(0)
+                slot.layers = 1
 
     def _quantised(self, slot: Slot, layer: int, storage: torch.Tensor, origin: int) -> bool:
         """Writes a whole layer of a block. False if its codec cannot hold it: then it is given up at the end.
@@ -135,18 +148,20 @@ class Publisher:
         self._clock.publish_s += time.perf_counter() - began
 
     def publish(
-        self, chain: Any, first: int, row: int, pad: int, storages: list[tuple[torch.Tensor, int]],
+        self, chain: Any, first: int, row: int, pad: int, storages: Sequence[tuple[int, torch.Tensor, int]],
         priority: int | None = None,
     ) -> None:  # fmt: skip
         """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`: the
-        memory and the origin of each layer.
+        number in the model, the memory and the origin of each layer.
         """
         self.claim(chain, first, row, pad, priority)
         own = chain[first:]
         start = pad + own.start_token
         stop = start + own.num_tokens
-        for layer, (storage, origin) in enumerate(storages):
+        for layer, storage, origin in storages:
             self.written(layer, start, stop, storage, origin)
+        if self._form.holds_marks:
+            self.marked(stop)
         self.seal()
 
     def abort(self) -> None:

@@ -174,8 +174,9 @@ class WindowCache:
                 f"{type(model).__name__} has layers that see {own} tokens, counted by columns of the cache: "
                 "they would see others once some are dropped"
             )
-        if self.kv.key_dim:
-            raise Refused(f"{type(model).__name__} has K and V of different widths: no window holds them")
+        if not self.kv.plain or self.kv.latent:
+            what = "recurrent layers" if self.kv.states else "K and V of different shapes"
+            raise Refused(f"{type(model).__name__} has {what}: no bounded memory holds them")
         self._limit = getattr(config, "max_position_embeddings", None)
         self._placed = "position_ids" in inspect.signature(model.forward).parameters
         self._model = model

@@ -2,14 +2,15 @@
 
 Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
 looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
-the prompt) is the self-test's business. Invariant: what passes keeps one K and one V per layer, the same for
-all layers, and nothing else; latent attention's latent counts as K and its rope key as V. Layers that see a
-window, or a chunk, are served with a cache that keeps every token: their mask hides what lies outside, as it
-does when a prompt is computed in one pass.
+the prompt) is the self-test's business. Invariant: what passes keeps per layer one K and one V, or a state of
+all tokens so far, or both, and nothing else; latent attention's latent counts as K and its rope key as V.
+Layers that see a window, or a chunk, are served with a cache that has a column for every token: their mask
+hides what lies outside, as it does when a prompt is computed in one pass.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
+from kvclient.hf.model.groups import LayerGroup, sees_only_windows, windows_of
+from kvclient.hf.model.states import StateTensor, goes_on, states_in
 from kvclient.hf.model.watch import foreign_hook
-from kvclient.hf.release import cache_of, passing
+from kvclient.hf.release import DUMMIES, STATES, cache_of, passing
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -41,6 +44,29 @@ class KVShape:
     head_dim: int  # of K and of V; where they are of different widths, of both together
     dtype: torch.dtype
     key_dim: int = 0  # of K, where V is of another width; 0: it is not
+    main: tuple[int, ...] | None = None  # layers of this shape that need all tokens; None: all layers
+    groups: tuple[LayerGroup, ...] = ()  # the others that keep K and V
+    states: tuple[StateTensor, ...] = ()
+    stepwise: bool = False  # behind a state the model takes one token at a time only
+
+    @property
+    def latent(self) -> bool:
+        """Whether some layer's K and V are of different widths."""
+        main = self.main is None or bool(self.main)
+        return (main and bool(self.key_dim)) or any(group.key_dim for group in self.groups)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layer keeps nothing of its own."""
+        kept = set(self.main if self.main is not None else range(self.layers))
+        kept.update(layer for group in self.groups for layer in group.layers)
+        kept.update(state.layer for state in self.states)
+        return len(kept) < self.layers
+
+    @property
+    def plain(self) -> bool:
+        """Whether each layer keeps K and V of every token, all of one shape."""
+        return self.main is None and not self.states
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -66,11 +92,6 @@ def check_structure(model: torch.nn.Module) -> KVShape:
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in LENGTH_DEPENDENT_ROPE:
             raise Refused(f"{name} has {kind} RoPE: the same token has another K in a longer prompt")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
-        raise Refused(
-            f"{name} has layers of other kinds ({', '.join(others)}): their state is no KV of single tokens"
-        )
     if hook := foreign_hook(model):
         raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
     _check_layers(name, model, config)
@@ -95,19 +116,22 @@ def _masks_windows(model: torch.nn.Module) -> bool:
 
 
 def _check_layers(name: str, model: torch.nn.Module, config: Any) -> None:
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    kinds -= {DynamicLayer, DynamicSlidingWindowLayer}
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    except (KeyError, AttributeError, TypeError) as error:
+        raise Refused(f"{name} has layers that transformers has no cache for ({error!r:.100})") from error
     if (window := widest_window(config)) and not _masks_windows(model):
         raise Refused(
             f"{name} has sliding-window layers of {window} tokens, and no mask of transformers for "
             "them: what it sees may hang on what its cache drops"
         )
-    if not kinds:
-        return
-    words = ", ".join(sorted(kind.__name__ for kind in kinds))
-    if any("Linear" in kind.__name__ for kind in kinds):
-        raise Refused(f"{name} has linear-attention layers ({words}): their state is no KV of single tokens")
-    raise Refused(f"{name} keeps more than K and V of each token ({words})")
+    if foreign := kinds - {DynamicLayer, DynamicSlidingWindowLayer, *STATES, *DUMMIES}:
+        words = ", ".join(sorted(kind.__name__ for kind in foreign))
+        raise Refused(f"{name} keeps more than K and V of each token, or a state ({words})")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    others = [kind for kind in others if "linear" in kind or "attention" not in kind]
+    if others and not STATES:
+        raise Refused(f"{name} has layers ({', '.join(others)}) with states that it keeps elsewhere")
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -118,35 +142,69 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
-    cache = DynamicCache()  # every layer keeps all tokens, whatever its window
+    layers = DynamicCache(config=config).layers
+    own = any(isinstance(layer, (*STATES, *DUMMIES)) for layer in layers)
+    cache = DynamicCache(config=config) if own else DynamicCache()  # every layer keeps all tokens
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:
         with evaluating(model):
-            out = model(input_ids=ids, use_cache=True, **passing(cache))
+            out = model(input_ids=ids, use_cache=True, **passing(cache, model))
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing about the model
     except Exception as error:  # whatever the model's own code raises
         raise Refused(
             f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
         ) from error
-    if cache_of(out) is not cache or not cache.layers:
+    if cache_of(out, model) is not cache or not cache.layers:
         raise Refused(f"{name} does not fill the cache that generate() gives it")
-    layers = cache.layers
-    if any(layer.keys is None or layer.keys.ndim != 4 for layer in layers):
-        raise Refused(f"{name} has layers that fill no K and V of their own")
-    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers}
-    dtypes = {t.dtype for layer in layers for t in (layer.keys, layer.values)}
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise Refused(
-            f"{name} has layers of different shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}"
-        )
-    ((*of_keys, key_dim), (*of_values, value_dim)), dtype = shapes.pop(), dtypes.pop()
-    if of_keys != of_values:
-        raise Refused(f"{name} has K of {of_keys} and V of {of_values}: [rows, heads, tokens] differ")
-    batch, heads, tokens = of_keys
-    if (batch, tokens) != (1, PROBE_TOKENS) or dtype not in DTYPE_NAMES:
-        raise Refused(f"{name} caches {tokens} tokens of {batch} rows for {PROBE_TOKENS} of 1, as {dtype}")
-    if key_dim == value_dim:
-        return KVShape(len(layers), heads, key_dim, dtype)
-    return KVShape(len(layers), heads, key_dim + value_dim, dtype, key_dim)
+    states = states_in(cache)
+    kept = {}
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is not None and layer.keys.ndim == 4:
+            kept[index] = layer
+        elif not isinstance(layer, DUMMIES) and index not in {state.layer for state in states}:
+            raise Refused(f"{name} has layers that fill no K and V of their own, and no state")
+    dtype = _one_dtype(name, kept)
+    windows = windows_of(config, len(cache.layers))
+    found = _groups(name, kept, windows)
+    if any(group.window for group in found) and not sees_only_windows(model, found, dtype):
+        found = _groups(name, kept, [(0, False)] * len(cache.layers))  # stored whole
+    shape = _shape(len(cache.layers), found, dtype, states)
+    if not states:
+        return shape
+    right = goes_on(model)
+    if not right["single"]:
+        raise Refused(f"{name} does not go on rightly behind the state that its cache holds")
+    return dataclasses.replace(shape, stepwise=not right["several"])
+
+
+def _one_dtype(name: str, kept: dict[int, Any]) -> torch.dtype:
+    dtypes = {t.dtype for layer in kept.values() for t in (layer.keys, layer.values)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
+        raise Refused(f"{name} has K and V of types {sorted(map(str, dtypes))}")
+    return dtypes.pop() if dtypes else torch.float32
+
+
+def _groups(name: str, kept: dict[int, Any], windows: list[tuple[int, bool]]) -> list[LayerGroup]:
+    """Layers of one shape and one need, in order of their first."""
+    alike: dict[Any, list[int]] = {}
+    for index, layer in kept.items():
+        (*of_keys, key_dim), (*of_values, value_dim) = layer.keys.shape, layer.values.shape
+        if of_keys != of_values or (of_keys[0], of_keys[2]) != (1, PROBE_TOKENS):
+            raise Refused(f"{name} caches K of {of_keys} and V of {of_values} for 1 row of {PROBE_TOKENS}")
+        width = (key_dim, 0) if key_dim == value_dim else (key_dim + value_dim, key_dim)
+        alike.setdefault((of_keys[1], *width, *windows[index]), []).append(index)
+    return [LayerGroup(tuple(layers), *shape) for shape, layers in alike.items()]
+
+
+def _shape(
+    layers: int, found: list[LayerGroup], dtype: torch.dtype, states: tuple[StateTensor, ...]
+) -> KVShape:
+    whole = max((group for group in found if not group.window), key=lambda g: len(g.layers), default=None)
+    if whole is None:
+        return KVShape(layers, 1, 1, dtype, 1, (), tuple(found), states)
+    shape = (whole.heads, whole.head_dim, dtype, whole.key_dim)
+    if len(found) == 1 and not states and len(whole.layers) == layers:
+        return KVShape(layers, *shape)
+    return KVShape(layers, *shape, whole.layers, tuple(g for g in found if g is not whole), states)

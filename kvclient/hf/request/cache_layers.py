@@ -16,6 +16,7 @@ from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.device import DeviceLayer, Positions
+from kvclient.hf.cache.hybrid import HybridLayer
 from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, InPlaceLayer
 from kvclient.hf.cache.layer import Shape, StoreLayer, recycled
 from kvclient.hf.cache.page_pool import PageTable
@@ -23,9 +24,9 @@ from kvclient.hf.cache.paged import PagedDeviceLayer, PagedLayer, leaders
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import StaticDeviceLayer, StaticLayer, Steps
 from kvclient.hf.call import Prompt, Report
-from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.request.options import Options
+from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.reuse.blend import Blend, BlendLayer
 
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
@@ -35,11 +36,11 @@ class CacheBuilder:
     """Of one request. `staged`: blocks on their way to a GPU; `steps`: of a decode loop to be recorded."""
 
     def __init__(
-        self, options: Options, form: BlockFormat, prompt: Prompt, found: Sequence[PrefixMatch],
+        self, options: Options, served: ServedModel, prompt: Prompt, found: Sequence[PrefixMatch],
         prefix: PrefixSource | None, blend: Blend | None, report: Report,
     ) -> None:  # fmt: skip
         self._left = functools.partial(_left, report)
-        self._options, self._form, self._prompt, self._found = options, form, prompt, found
+        self._options, self._served, self._prompt, self._found = options, served, prompt, found
         self._prefix, self._blend = prefix, blend
         self._pads = [pad for _, pad in sorted((row, g.pad) for g in prompt.groups for row in g.rows)]
         self.staged: Staged | None = None
@@ -48,7 +49,7 @@ class CacheBuilder:
     def layers(
         self, config: Any, device: torch.device, written: Callable[..., None] | None, memory: Memory
     ) -> list[StoreLayer]:
-        length, form = self._prompt.length, self._form
+        length = self._prompt.length
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         static = self._static(config)
         capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
@@ -61,9 +62,6 @@ class CacheBuilder:
             self.steps = Steps(self._pads, capacity, device)
         if in_place and self._prefix is not None:
             capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
-        shape = Shape(
-            self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim
-        )
         if self._blend is not None:
             make: Callable[..., StoreLayer] = functools.partial(BlendLayer, self._blend)
         elif in_place:
@@ -72,8 +70,22 @@ class CacheBuilder:
             make = functools.partial(StaticLayer, steps=self.steps)
         else:
             make = StoreLayer
-        given = [None] * form.layers if paged else recycled(memory, shape, form.layers)
-        return [make(index, shape, self._prefix, written, own) for index, own in enumerate(given)]
+        forms = [self._served.form, *(one.form for one in self._served.groups)]
+        layers: list[StoreLayer] = []
+        for form in (form for form in forms if not form.holds_marks):
+            size = (self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim)
+            shape = Shape(*size)
+            given = [None] * form.layers if paged else recycled(memory, shape, form.layers)
+            for index, own in zip(form.of or range(form.layers), given, strict=True):
+                made = HybridLayer if index in self._both else make
+                layers.append(made(index, shape, self._prefix, written, own))
+        return sorted(layers, key=lambda layer: layer.index)
+
+    @property
+    def _both(self) -> set[int]:
+        """Layers that keep K and V, and a state besides."""
+        states = self._served.states
+        return set() if states is None else {state.layer for state in states.states}
 
     def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
         forget_pending()
@@ -87,7 +99,7 @@ class CacheBuilder:
             return functools.partial(PagedLayer if paged else InPlaceLayer, **given)
         if self._prefix is not None:
             patient = any(one.pending for one in self._found)
-            self.staged = Staged(self._prefix, self._form.layers, device, patient)
+            self.staged = Staged(self._prefix, self._served.layers, device, patient)
         make: Callable[..., DeviceLayer] = PagedDeviceLayer if paged else DeviceLayer
         if self.steps is not None:
             make = functools.partial(StaticDeviceLayer, steps=self.steps)

@@ -15,6 +15,7 @@ import torch
 
 from kvclient.hf.call import Bypassed, read_prompt
 from kvclient.hf.release import CACHE
+from kvclient.hf.request.claiming import make_claims
 from kvclient.hf.request.request import Request
 
 
@@ -37,7 +38,10 @@ class Continuation(Request):
         self._prompt = prompt
         self.report.prompt_tokens, self.report.read_bypassed = prompt.tokens, "user_cache"
         self._note_config(config)
-        self._claims, self._layers = self._make_claims(), list(cache.layers)
+        self._claims = make_claims(
+            self._client, self._served_model, self._options, self._clock, self._same
+        )
+        self._layers = list(cache.layers)
         self._keep(cache)
         began = time.perf_counter()
         outputs = run()

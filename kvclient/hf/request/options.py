@@ -15,6 +15,7 @@ from kvclient.hf.cache.in_place import Reader
 from kvclient.hf.cache.page_pool import PagePool
 
 MAX_PRIORITY, MAX_FOLLOW_S = 100, 3600
+STATE_EVERY_BLOCKS, MOST_EVERY = 16, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     search: bool = True  # behind the prefix too, where the model allows it
+    state_every_blocks: int = STATE_EVERY_BLOCKS  # between two stored states of recurrent layers
     on_error: str = "miss"  # what a store that fails means: "miss" goes on without, "raise" ends the call
 
     @property
@@ -41,6 +43,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.on_error not in ("miss", "raise"):
             raise InvalidArgument(f'on_error={self.on_error!r}; it must be "miss" or "raise"')
+        check_bounds("state_every_blocks", self.state_every_blocks, 1, MOST_EVERY)
         check_bounds("priority", self.priority, 0, MAX_PRIORITY)
         whole_seconds(self.ttl_s)
         if not isinstance(self.follow_timeout_s, Real) or not 0 < self.follow_timeout_s <= MAX_FOLLOW_S:

@@ -9,8 +9,8 @@ of it is left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.blocks.reuse_plan import APPROXIMATE, Plan, Segment, plan
+from kvclient.blocks.reuse_plan import Plan, Segment
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.layer import StoreLayer, replace_layers
@@ -27,17 +27,21 @@ from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
 from kvclient.hf.connector.claim import Claims
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
-from kvclient.hf.release import CACHE
+from kvclient.hf.model.states import restore
+from kvclient.hf.release import name_of
 from kvclient.hf.request.cache_layers import CacheBuilder
-from kvclient.hf.request.claiming import make_claims
+from kvclient.hf.request.claiming import claim_ends, claim_text, make_claims, match
 from kvclient.hf.request.decode_step import Step
+from kvclient.hf.request.hit_end import hit_end
+from kvclient.hf.request.inside import search
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
+from kvclient.hf.request.pieces import run_in_pieces
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.stopping import end_tokens
 from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
-from kvclient.hf.reuse.blend import MOST_MASK_BYTES, Blend, mask_bytes
+from kvclient.hf.reuse.blend import Blend
 
 
 class Request:
@@ -71,6 +75,8 @@ class Request:
         self._plan: Plan | None = None
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
+        self._cache: Any = None
+        self._hit = 0  # columns that were found
         self._steps: Steps | None = None
         self.step: Step | None = None
         self._beams, self._end = False, None
@@ -85,24 +91,27 @@ class Request:
     ) -> Any:  # fmt: skip
         try:
             self._prompt = read_prompt(model, input_ids, model_kwargs)
-            if not self._padded and any(group.pad for group in self._prompt.groups):
-                raise Bypassed("padding", "the self-test found it wrong with this model")
+            self._served_model.check_call(self._prompt, config, self._padded)
         except Bypassed as bypassed:
             return self._pass_by(bypassed, run)
         self.report.prompt_tokens = self._prompt.tokens
         self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
-        if model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        name, decoder = name_of(model), model.config.get_text_config(decoder=True)
+        if model_kwargs.get(name) is None:
+            model_kwargs[name] = DynamicCache(config=decoder)
+        cache = self._cache = model_kwargs[name]
         saved = dict(model_kwargs)
         for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
-            self._begin(model_kwargs[CACHE], config, read, follow, input_ids.device)
+            if self._served_model.grouped:
+                cache.layers[:] = DynamicCache(config=decoder).layers  # no state of a try that was given up
+            self._begin(cache, config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
                     if self._blend is not None and self._blend.asked is not None:
                         self._blend.ask(run)
-                    outputs = run()
+                    outputs = self._run(run, input_ids, model_kwargs)
                 break
             except Lost:
                 self.report.followed_lost += 1
@@ -116,16 +125,29 @@ class Request:
             model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
         if not self._inside:
-            self._keep(model_kwargs[CACHE])
+            self._keep(cache)
         if self._steps is not None:
             self._steps.length = self._prompt.length
-            self.step = Step(model, model_kwargs[CACHE], self._steps, self._prompt.rows)
+            self.step = Step(model, cache, self._steps, self._prompt.rows)
         return outputs
 
     def _pass_by(self, bypassed: Bypassed, run: Callable[[], Any]) -> Any:
         self.report.bypassed = bypassed.reason
         self.report.bypass_detail = bypassed.detail or None
         return run()
+
+    def _run(self, run: Callable[..., Any], ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """The model's own pass over the rest of the prompt; cut where states are stored."""
+        claims = self._claims
+        if not self._served_model.grouped or claims is None:
+            return run()
+        at = functools.partial(self._tolerance.tried, claims.computed, self._cache)
+        if claims.snapshots is None:
+            outputs = run()
+            at(ids.shape[1])
+            return outputs
+        how = {"whole": bool(self._layers), "stepwise": self._served_model.stepwise}
+        return run_in_pieces(run, ids, model_kwargs, self._hit, claims.snapshots.columns, at, **how)
 
     def token(self, input_ids: torch.Tensor) -> None:
         """A token was chosen in each row; `input_ids` has it as its last column."""
@@ -136,7 +158,7 @@ class Request:
             self.report.ttft_s = time.perf_counter() - self._started
         if self._generated:
             assert self._claims is not None and self._prompt is not None
-            new = (input_ids, self._prompt.length, self._eos, self._layers)
+            new = (input_ids, self._prompt.length, self._eos, self._layers, self._cache)
             if not self._tolerance.tried(self._claims.generated, *new):
                 self._stop_writing()
             self._note_published()
@@ -148,6 +170,9 @@ class Request:
     def finish(self) -> None:
         """The call ended, by returning or by an exception. `report` is whole even if this raises."""
         try:
+            if self._generated and self._claims is not None and self._served_model.grouped:
+                self._tolerance.tried(self._claims.ended, self._layers)
+                self._note_published()
             self._give_back()
         finally:
             if self._end is not None:
@@ -155,7 +180,7 @@ class Request:
             for layer in self._layers:
                 layer.detach_store()
             self._vouch()
-            self._layers, self.step = [], None
+            self._layers, self._cache, self.step = [], None, None
             forget_pending()
             self._complete_report()
 
@@ -193,7 +218,7 @@ class Request:
     def _begin(
         self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
     ) -> None:
-        """Opens the request; where the store fails, as if it had nothing and took nothing."""
+        """Opens; where the store fails, as if it had nothing and took nothing."""
         if not self._tolerance.tried(self._open, cache, config, read, follow, device):
             self._stop_writing()
             self._give_back()
@@ -211,15 +236,13 @@ class Request:
         assert self._prompt is not None
         began = time.perf_counter()
         served, options = self._served_model, self._options
-        self._claims = claims = self._make_claims()
-        self._found = found = [
-            PrefixMatch(
-                group, options.chunker.chain(served.identity, group.tokens), served.form,
-                served.form.layers,
-            )
-            for group in self._prompt.groups
-        ]  # fmt: skip
+        self._claims = claims = make_claims(self._client, served, options, self._clock, self._same)
+        self._found = found = [match(served, options, group) for group in self._prompt.groups]
+        grouped = served.grouped
+        if grouped and (len(found) > 1 or served.form.holds_marks):
+            follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()
+        inside: list[Segment] = []
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
@@ -227,25 +250,19 @@ class Request:
             if read and served.non_prefix is not None:
                 one.extend_part(self._client)
             inside = self._inside = self._search(one, config) if read else []
-            if self._write:
-                stop = len(one.group.tokens)
-                stop = stop if options.publish_tokens is None else min(stop, options.publish_tokens)
-                limit = min(inside[0].start, stop) if inside else stop
-                claims.claim(one, read, follow, claimed, limit, len(found) > 1)
-                if claims.sinks is not None:  # not before the claim: it may find more blocks
-                    claims.sinks.offer(one, limit)
-                if inside:
-                    claims.claim_gaps(one, inside, stop)
-                elif served.non_prefix is not None and stop == len(one.group.tokens):
-                    claims.claim_tail(one)
+            if self._write and not grouped:
+                claim_text(claims, served, options, one, inside, claimed, read, follow, len(found) > 1)
             if claims.sinks is not None:
                 claims.sinks.take(one)
         if len(found) > 1 and claims.publisher.claimed:
             for one in found:
                 one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
-        claims.publisher.loaded = columns
-        self._prefix = PrefixSource(found, columns, served.form.layers, options.follow_timeout_s, self._clock)
+        if grouped:
+            columns = self._hit_end(columns, follow)
+        self._hit = columns
+        claims.loaded(columns)
+        self._prefix = PrefixSource(found, columns, served.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
         if inside:
@@ -256,8 +273,16 @@ class Request:
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
-    def _make_claims(self) -> Claims:
-        return make_claims(self._client, self._served_model, self._options, self._clock, self._same)
+    def _hit_end(self, most: int, follow: bool) -> int:
+        """The column that the hit ends at, where not all layers need all tokens; claims what is missing."""
+        assert self._claims is not None and self._prompt is not None
+        found, served, options = self._found, self._served_model, self._options
+        column = hit_end(self._client, found, most, follow, self._worth_waiting_s, options.follow_timeout_s)
+        for one in found if self._write else ():
+            claim_ends(self._claims, served, options, one, found, column, self._prompt.length - 1)
+        for one in found:
+            one.ends_at(column - one.group.pad)
+        return column
 
     def _same(self) -> bool:
         """Whether the model is still the one whose identity the blocks would have."""
@@ -271,41 +296,14 @@ class Request:
 
     def _search(self, one: PrefixMatch, config: Any) -> list[Segment]:
         """Stretches behind the prefix that are stored, but were computed behind other tokens."""
-        assert self._prompt is not None
-        non_prefix, last = self._served_model.non_prefix, len(one.group.tokens) - 1
-        exact = min(one.tokens, last)
-        if (
-            non_prefix is None
-            or not self._options.search
-            or len(self._prompt.groups) > 1
-            or one.group.pad
-            or config.prefill_chunk_size is not None
-        ):
+        served, options = self._served_model, self._options
+        alone = self._prompt is not None and len(self._prompt.groups) == 1 and not one.group.pad
+        wanted = alone and options.search and config.prefill_chunk_size is None
+        if served.non_prefix is None or not wanted:
             return []
-        self._plan = plan(
-            self._client,
-            self._served_model.identity,
-            one.group.tokens[:last],
-            exact_tokens=exact,
-            min_tokens=non_prefix.repair.min_tokens,
-            chunker=self._options.chunker,
-            patience=self._worth_waiting_s,
+        self._plan, inside = search(
+            self._client, served.identity, served.non_prefix, options.chunker, one, self._worth_waiting_s
         )
-        inside = [
-            segment
-            for segment in self._plan
-            if segment.kind == APPROXIMATE
-            and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
-        ]
-        size = mask_bytes(non_prefix, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
-        if size > MOST_MASK_BYTES:
-            needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"
-            warnings.warn(
-                f"reuse inside {last + 1} tokens needs {needed}, at most {MOST_MASK_BYTES} are given: only "
-                "the prefix is reused; the kernels of kvclient.hf.attention need none",
-                stacklevel=2,
-            )
-            return []
         return inside
 
     def _worth_waiting_s(self, tokens: int, blocks: int) -> float:
@@ -318,12 +316,16 @@ class Request:
     def _fill(self, cache: DynamicCache, config: Any, device: torch.device) -> None:
         assert self._prompt is not None and self._claims is not None
         builder = CacheBuilder(
-            self._options, self._served_model.form, self._prompt, self._found, self._prefix,
+            self._options, self._served_model, self._prompt, self._found, self._prefix,
             self._blend, self.report,
         )  # fmt: skip
         self._layers = builder.layers(config, device, self._told(), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
         replace_layers(cache, self._layers)
+        states = self._served_model.states
+        if states is not None and self._hit:
+            rows = {row: one.states.tensors for one in self._found for row in one.group.rows}
+            restore(cache, states.states, [rows[row] for row in sorted(rows)], device)
 
     def _told(self) -> Callable[..., None] | None:
         """Who is told of new columns, for as long as the store takes them."""
@@ -368,12 +370,7 @@ class Request:
 
     def _note_published(self) -> None:
         assert self._claims is not None
-        publisher = self._claims.publisher
-        self.report.published_blocks = publisher.published
-        self.report.no_space, self.report.unavailable = publisher.no_space, publisher.unavailable
-        self.report.lost_blocks = publisher.lost
-        self.report.not_quantisable = publisher.not_quantisable
-        self.report.published_full_blocks = self._claims.sinks.published if self._claims.sinks else 0
+        self._claims.note_published(self.report)
 
     def _give_back(self) -> None:
         try:
@@ -390,11 +387,11 @@ class Request:
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:
-        if self._staged is not None:
-            self._staged.close()
-            self._staged = None
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.close()
 
     def _release_plan(self) -> None:
-        if self._plan is not None:
-            self._plan.release()
-            self._plan = None
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.release()

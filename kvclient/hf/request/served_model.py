@@ -15,8 +15,12 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.hf.call import Bypassed, Prompt
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.full_precision import FullPrecisionFormats
+from kvclient.hf.connector.layer_groups import StoredGroup
+from kvclient.hf.connector.snapshots import StoredStates
+from kvclient.hf.model.structure import KVShape
 from kvclient.hf.reuse import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 
@@ -33,6 +37,35 @@ class ServedModel:
     form: BlockFormat  # how its K and V lie in blocks
     non_prefix: NonPrefixReuse | None = None  # None: only prefixes are reused
     sinks: FullPrecisionFormats | None = None  # None: blocks hold what was computed
+    groups: tuple[StoredGroup, ...] = ()  # layers that do not need all tokens, or are of another shape
+    states: StoredStates | None = None
+    layers: int = 0  # of the model's cache
+    stepwise: bool = False  # behind a state the model takes one token at a time only
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a prefix is of use only where other layers, or states, are found too."""
+        return bool(self.groups) or self.states is not None
+
+    def check_call(self, prompt: Prompt, config: Any, padded: bool) -> None:
+        """Raises Bypassed for a call that this model is not served with. padded: whether the self-test found
+        rows with padding right."""
+        states = self.states is not None
+        if (states or not padded) and any(group.pad for group in prompt.groups):
+            why = "its recurrent layers" if states else "the self-test found it wrong with this model"
+            raise Bypassed("padding", why)
+        if states and (config.output_attentions or config.output_hidden_states):
+            raise Bypassed("prompt_outputs", "a prompt is cut where states are stored")
+
+    def elsewhere(self, client: Any, tokens: int) -> ServedModel:
+        """The same in another store, with blocks of so many tokens at most."""
+        return dataclasses.replace(
+            self,
+            layout_id=client.register_layout(self.form.layout(tokens)),
+            sinks=None if self.sinks is None else self.sinks.elsewhere(client),
+            groups=tuple(group.elsewhere(client, tokens) for group in self.groups),
+            states=None if self.states is None else self.states.elsewhere(client, tokens),
+        )
 
     def calibrated(self) -> ServedModel:
         """With the repair that has passed with blocks of this codec; without one, for prefixes only."""
@@ -57,15 +90,17 @@ def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
 class ServedModels:
     """The dimensions are those of the default codec, `form`'s."""
 
-    def __init__(self, client: Any, form: BlockFormat, dimensions: Dimensions, block_tokens: int) -> None:
-        self._client, self._form, self._block_tokens = client, form, block_tokens
+    def __init__(
+        self, client: Any, kv: KVShape, form: BlockFormat, dimensions: Dimensions, block_tokens: int
+    ) -> None:
+        self._client, self._kv, self._form, self._block_tokens = client, kv, form, block_tokens
         self._dimensions = dimensions
         self._made: dict[Kivi | None, ServedModel] = {}
 
     def salted(self, salt: bytes) -> ServedModels:
         """The same under another salt."""
         dimensions = dataclasses.replace(self._dimensions, salt=salt)
-        return ServedModels(self._client, self._form, dimensions, self._block_tokens)
+        return ServedModels(self._client, self._kv, self._form, dimensions, self._block_tokens)
 
     @property
     def unsalted(self) -> bytes:
@@ -80,7 +115,7 @@ class ServedModels:
         return dataclasses.replace(made, non_prefix=non_prefix)
 
     def _make(self, codec: Kivi | None) -> ServedModel:
-        form = dataclasses.replace(self._form, codec=codec)
+        form = self._form.coded(codec)
         layout = form.layout(self._block_tokens)
         changed = {"codec": form.parameters, "layout": bytes(layout)}
         dimensions = dataclasses.replace(self._dimensions, **changed)
@@ -90,4 +125,12 @@ class ServedModels:
             layout_id = None
         sinks = FullPrecisionFormats.of(self._client, form, dimensions, self._block_tokens)
         unsalted = reuse_identity(dataclasses.replace(dimensions, salt=b""))
-        return ServedModel(reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks)
+        kv, of = self._kv, (self._client, dimensions, self._block_tokens)
+        groups = tuple(
+            StoredGroup.of(group, BlockFormat.group(group, kv.dtype, codec), *of) for group in kv.groups
+        )
+        states = StoredStates.of(kv.states, *of) if kv.states else None
+        return ServedModel(
+            reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks, groups=groups, states=states,
+            layers=kv.layers, stepwise=kv.stepwise,
+        )  # fmt: skip

@@ -39,7 +39,14 @@ def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> N
         raise Refused(
             f"{type(model).__name__} has layers that see {window} tokens: only prefixes are reused"
         )
-    if kv.key_dim:
+    if kv.states:
+        raise Refused(
+            f"{type(model).__name__} has recurrent layers, whose state is of all tokens before it: only "
+            "prefixes are reused"
+        )
+    if not kv.plain and not kv.latent:
+        raise Refused(f"{type(model).__name__} has layers of different shapes: only prefixes are reused")
+    if kv.latent:
         raise Refused(
             f"{type(model).__name__} caches a latent and a rope key, no K and V of heads: only prefixes "
             "are reused"
@@ -70,7 +77,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
     for start, stop, away in STRETCHES:
         piece = Piece(_Stored(plain, non_prefix, start, stop, away), 0, stop - start)
         segments.append(Segment(start, stop, APPROXIMATE, (piece,), start + away))
-    blend = Blend(non_prefix, segments, 0, LENGTH, Clock(), BlockFormat.of(kv))
+    blend = Blend(non_prefix, segments, 0, LENGTH, Clock(), BlockFormat.main(kv))
     shape = Shape(1, kv.heads, kv.head_dim, kv.dtype, model.device, LENGTH)
     cache = DynamicCache(config=config)
     replace_layers(cache, [BlendLayer(blend, index, shape) for index in range(kv.layers)])

@@ -1,0 +1,153 @@
+"""Layers that do not need all tokens: where their blocks are, and how much of a prefix they can serve.
+
+Owns the identities of groups of layers and the pins of their blocks. Never computes, and never decides where
+a hit ends: it says whether one can end there. Invariant: what covers() said of a token, take() either pins,
+with the tokens of every block compared, or denies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from kvclient.blocks import meta
+from kvclient.blocks.identity import Dimensions, reuse_identity
+from kvclient.errors import NotPermitted, PinsExhausted
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.model.groups import LayerGroup
+
+WINDOWS_APART = 4  # a window of tokens is stored of every four, at least
+MISSING, PENDING, RESIDENT, ON_DISK = range(4)  # a look-up's states
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """One group: under which identity and in which form its blocks lie."""
+
+    group: LayerGroup
+    form: BlockFormat
+    identity: bytes
+    layout_id: int | None  # None: this client may only read
+
+    @classmethod
+    def of(
+        cls, group: LayerGroup, form: BlockFormat, client: Any, dimensions: Dimensions, tokens: int
+    ) -> StoredGroup:
+        """dimensions: the model's, whatever their codec and layout. tokens: of a block, at most."""
+        layout = form.layout(tokens)
+        codec = {**form.parameters, "layers": list(group.layers), "window": group.window}
+        codec["chunked"] = group.chunked
+        identity = reuse_identity(dataclasses.replace(dimensions, codec=codec, layout=bytes(layout)))
+        try:
+            return cls(group, form, identity, client.register_layout(layout))
+        except NotPermitted:
+            return cls(group, form, identity, None)
+
+    def elsewhere(self, client: Any, tokens: int) -> StoredGroup:
+        """The same in another store."""
+        return dataclasses.replace(self, layout_id=client.register_layout(self.form.layout(tokens)))
+
+    def needed(self, starts: list[int], stop: int) -> range:
+        """The blocks that must be there for what comes behind token `stop`."""
+        if stop <= 0:
+            return range(0)
+        first = bisect_right(starts, self.group.first_seen(stop)) - 1
+        return range(first, max(first, bisect_left(starts, stop)))
+
+    def regular(self, starts: list[int], blocks: int) -> list[int]:
+        """Every so many windows a hit can end anyhow: numbers of blocks, of the first so many."""
+        step = WINDOWS_APART * self.group.window
+        return [n for n in range(1, blocks + 1) if step and starts[n] // step > starts[n - 1] // step]
+
+    def kept(self, starts: list[int], ends: Iterable[int], stop: int = 0) -> list[range]:
+        """The blocks to store so that hits can end behind these blocks, or a token before, or behind token
+        `stop`."""
+        wanted = set(self.needed(starts, stop))
+        for end in ends:
+            if end > 0:
+                wanted.update(self.needed(starts, starts[end]), self.needed(starts, starts[end] - 1))
+        runs: list[range] = []
+        for index in sorted(wanted):
+            if runs and runs[-1].stop == index:
+                runs[-1] = range(runs[-1].start, index + 1)
+            else:
+                runs.append(range(index, index + 1))
+        return runs
+
+
+@dataclass
+class GroupMatch:
+    """The blocks of one group for one text."""
+
+    stored: StoredGroup
+    chain: Any
+    tokens: Any  # int32, of the text
+    views: dict[int, Any] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)  # indices of views that were still being written
+    handles: list[Any] = field(default_factory=list)
+    starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
+    _states: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.starts = list(accumulate(self.chain.token_counts, initial=0))
+
+    def look(self, client: Any, blocks: int, follow: bool) -> None:
+        """Asks which of the first so many blocks there are."""
+        states = bytes(client.lookup(self.chain[:blocks]).states) if blocks else b""
+        self._states = states if follow else states.replace(bytes([PENDING]), bytes([MISSING]))
+
+    def covers(self, stop: int) -> bool:
+        """Whether a hit can end behind token `stop`, as far as look() saw."""
+        return all(
+            index < len(self._states) and self._states[index] != MISSING
+            for index in self.stored.needed(self.starts, stop)
+        )
+
+    def take(
+        self, client: Any, stop: int, follow: bool, patience: Callable[[int, int], float]
+    ) -> bool:
+        """Pins what a hit that ends behind token `stop` needs. False if it is not there, or not worth the
+        wait."""
+        blocks = self.stored.needed(self.starts, stop)
+        if not len(blocks):
+            return True
+        on_disk, wait_s = self._states[blocks.start : blocks.stop].count(ON_DISK), 0.0
+        if on_disk:
+            tokens = self.starts[blocks.stop] - self.starts[blocks.start]
+            if (wait_s := patience(tokens, on_disk)) == 0:
+                return False
+        keys = self.chain[blocks.start : blocks.stop]
+        got = client.get(keys, follow=follow, wait_s=wait_s) if wait_s else client.get(keys, follow=follow)
+        self.handles.append(got)
+        for offset, index in enumerate(blocks):
+            try:
+                view = got[offset]
+            except PinsExhausted:
+                view = None
+            if view is None or (view.sealed and not self.confirmed(index, view)):
+                self.release()
+                return False
+            if not view.sealed:
+                self.pending.add(index)
+            self.views[index] = view
+        return True
+
+    def confirmed(self, index: int, view: Any) -> bool:
+        """Whether a block holds the tokens that its key says."""
+        start, stop = self.starts[index : index + 2]
+        form = self.stored.form
+        if view.tokens != stop - start or not form.fits(view, stop - start, form.layers - 1):
+            return False
+        known = meta.unpack(view.meta, view.tokens)
+        return known is not None and known.token_ids == self.tokens[start:stop].tobytes()
+
+    def release(self) -> None:
+        self.views.clear()
+        self.pending.clear()
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle.release()
