@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,11 @@ def goes_on(model: torch.nn.Module) -> dict[str, bool]:
 @torch.no_grad()
 def _logits(model: torch.nn.Module, passes: Sequence[torch.Tensor]) -> torch.Tensor:
     cache = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+    placed, start = "position_ids" in inspect.signature(type(model).forward).parameters, 0
     with evaluating(model):
-        for ids in passes:
-            out = model(input_ids=ids, use_cache=True, **passing(cache, model))
+        for ids in passes:  # as generate() gives them: not every model knows by itself how far it is
+            places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+            given = {"position_ids": places} if placed else {}
+            out = model(input_ids=ids, use_cache=True, **given, **passing(cache, model))
+            start += ids.shape[1]
     return out.logits[0, -1].float()
