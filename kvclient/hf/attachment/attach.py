@@ -91,19 +91,16 @@ def attach(
     not, `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and
     tokens that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams
     and copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
-    models too large to be digested at every start (1.3 GB/s a core); until they change. state_every_blocks:
-    of recurrent layers, how often a prompt's state is stored (`state_bytes` each), besides at its last block
-    and where it parts from another; a hit ends at such a place.
-
-    A model that is changed while attached, its code included, is digested anew at its next call. Not noticed:
-    what kvclient.hf.model.watch and kvclient.hf.model.code say hides from them.
+    models too large to be digested at every start (1.3 GB/s a core). state_every_blocks: of recurrent layers,
+    how often a prompt's state (`state_bytes`) is stored besides at its end.
+    A model that is changed while attached, its code included, is digested anew at its next call, but for what
+    hides from kvclient.hf.model.watch and kvclient.hf.model.code.
     """
     model = base_model(model)
     if model.__dict__.get(PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
     _check_client(client)
-    cut = Chunker(chunker, block_tokens, tokenizer)
-    codec = codec_of(codec, cut)
+    codec = codec_of(codec, cut := Chunker(chunker, block_tokens, tokenizer))
     options = Options(
         cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
         on_error=on_error, state_every_blocks=state_every_blocks,
