@@ -86,6 +86,13 @@ def shaped(geometry: Geometry, layer: int, tokens: int, raw: np.ndarray) -> np.n
     return raw.view(kind).reshape(geometry.layer_shape(layer, tokens))
 
 
+def number(layer: int) -> c.c_uint32:
+    """What ctypes would wrap around is none of C's numbers."""
+    if not 0 <= layer < 1 << 32:
+        raise InvalidArgument(f"layer {layer}")
+    return c.c_uint32(layer)
+
+
 class Handle:
     """A C object that is freed once."""
 
@@ -101,8 +108,8 @@ class Handle:
 
 
 class Block:
-    def __init__(self, handle: Handle, index: int, key: bytes) -> None:
-        self._handle, self._index, self.key = handle, c.c_size_t(index), key
+    def __init__(self, handle: Handle, index: int, key: bytes, client: CClient) -> None:
+        self._handle, self._index, self.key, self._client = handle, c.c_size_t(index), key, client
         self.layout_id, self._geometry = WRITTEN[key]
 
     def _ask(self, function: Any) -> int:
@@ -116,9 +123,7 @@ class Block:
         if not self._handle.pointer:
             raise errors.Closed("the blocks were freed")
         span = Span()
-        if layer < 0:
-            raise InvalidArgument(f"layer {layer}")
-        checked(LIB.kvs_blocks_layer(self._handle.pointer, self._index, c.c_uint32(layer), c.byref(span)))
+        checked(LIB.kvs_blocks_layer(self._handle.pointer, self._index, number(layer), c.byref(span)))
         return shaped(self._geometry, layer, self.tokens, array_of(span, self._handle, False))
 
     @property
@@ -136,16 +141,18 @@ class Block:
         return memoryview(array_of(span, self._handle, False))
 
     def wait_layer(self, layer: int, timeout_s: float = 5.0) -> None:
-        checked(
-            LIB.kvs_blocks_wait_layer(
-                self._handle.pointer, self._index, c.c_uint32(layer), c.c_double(timeout_s)
-            )
-        )
+        pointer, patience = self._handle.pointer, c.c_double(timeout_s)
+        checked(LIB.kvs_blocks_wait_layer(pointer, self._index, number(layer), patience))
+
+    def verify(self) -> bool:
+        """C compares checksums at the get."""
+        with self._client.get([self.key], verify=True) as again:
+            return again.hits == 1
 
 
 class Blocks:
-    def __init__(self, pointer: c.c_void_p, keys: list[bytes]) -> None:
-        self._handle, self._keys = Handle(pointer, LIB.kvs_blocks_free), keys
+    def __init__(self, pointer: c.c_void_p, keys: list[bytes], client: CClient) -> None:
+        self._handle, self._keys, self._client = Handle(pointer, LIB.kvs_blocks_free), keys, client
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -159,7 +166,7 @@ class Blocks:
             if index >= len(self._keys):
                 raise IndexError(index)
             raise errors.PinsExhausted("no pin is left")
-        return Block(self._handle, index, self._keys[index]) if hit else None
+        return Block(self._handle, index, self._keys[index], self._client) if hit else None
 
     @property
     def hits(self) -> int:
@@ -207,7 +214,7 @@ class Granted:
         return array_of(span, self._writer, True)
 
     def layer(self, layer: int) -> np.ndarray:
-        raw = self._span(LIB.kvs_writer_layer, c.c_uint32(layer & 0xFFFFFFFF))
+        raw = self._span(LIB.kvs_writer_layer, number(layer))
         return shaped(self._geometry, layer, self.tokens, raw)
 
     @property
@@ -215,20 +222,15 @@ class Granted:
         return memoryview(self._span(LIB.kvs_writer_meta))
 
     def copy_layer(self, layer: int, source: Any) -> None:
-        raw = np.ascontiguousarray(source).view(np.uint8).reshape(-1)
-        checked(
-            LIB.kvs_writer_copy_layer(
-                self._writer.handle.pointer, self._index, c.c_uint32(layer & 0xFFFFFFFF),
-                raw.ctypes.data_as(c.c_void_p), c.c_uint64(raw.nbytes),
-            )
-        )  # fmt: skip
+        given = np.frombuffer(source, np.uint8) if isinstance(source, bytes) else source
+        if not given.flags.c_contiguous:
+            raise InvalidArgument("the source does not lie in one piece")
+        raw, pointer = given.view(np.uint8).reshape(-1), self._writer.handle.pointer
+        at, length = raw.ctypes.data_as(c.c_void_p), c.c_uint64(raw.nbytes)
+        checked(LIB.kvs_writer_copy_layer(pointer, self._index, number(layer), at, length))
 
     def mark_layer(self, layer: int) -> None:
-        checked(
-            LIB.kvs_writer_mark_layer(
-                self._writer.handle.pointer, self._index, c.c_uint32(layer & 0xFFFFFFFF)
-            )
-        )
+        checked(LIB.kvs_writer_mark_layer(self._writer.handle.pointer, self._index, number(layer)))
 
 
 class Writer:
@@ -330,7 +332,7 @@ class CClient:
                 c.byref(pointer),
             )
         )  # fmt: skip
-        return Blocks(pointer, names)
+        return Blocks(pointer, names, self)
 
     def create(
         self,

@@ -51,10 +51,6 @@ class TestC(DaemonConformance):
 
     __test__ = True
     lacks = frozenset({"pins", "sealing", "chains", "search"})
-    # They do not pass through this door of ctypes, and why is not known yet (docs/c-api.md).
-    test_view_and_layers_show_the_same_bytes = None
-    test_layers_nobody_wrote_become_zeros_if_asked_for = None
-    test_copies_into_a_block = None
 
     def connect(self, **options):
         return CClient(str(self.daemon.dir), **options)

@@ -6,6 +6,9 @@ its KV (zeroed KV is the control). Tokens are compared exactly, log-probabilitie
 
 import pytest
 
+from tests.engines.pool_bytes import first_block_bytes, flip_in_pool
+from tests.hosts.hosts import Hosts
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 PROMPT = [(7 * i + 3) % 500 for i in range(200)]
@@ -120,3 +123,85 @@ def test_what_cannot_be_right_is_refused_at_the_start(vllm, tiny_model, change, 
     assert "error" in answer, answer
     refused.process.wait(60)  # its last words are in the log
     assert word in refused.log()
+
+
+def test_a_corrupt_block_is_recomputed(daemon, vllm, tiny_model):
+    one, model = daemon(), tiny_model(0)
+    store = {"dir": str(one.dir)}
+    first, second = vllm({"model": model, "store": store}, {"model": model, "store": store})
+    (truth,) = first.generate(PROMPT)
+    flip_in_pool(one.dir, first_block_bytes(one))
+    same(second.generate(PROMPT)[0], truth)
+    assert "kvstored" in second.log()
+    first.send({"do": "reset"})
+    assert first.answer() is True
+    (again,) = first.generate(PROMPT)  # computed anew by the second, and right
+    assert again["cached"] == FULL_BLOCKS
+    same(again, truth)
+
+
+def test_prefill_and_decode_in_two_engines(daemon, vllm, tiny_model):
+    """A producer that only saves, a consumer that only loads; the producer is killed in between."""
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    producer, consumer, plain = vllm(
+        {"model": model, "store": store, "role": "kv_producer"},
+        {"model": model, "store": store, "role": "kv_consumer"},
+        {"model": model, "store": None},
+    )
+    (prefilled,) = producer.generate(PROMPT, tokens=1)
+    assert prefilled["cached"] == 0
+    producer.process.kill()
+    producer.process.wait()
+    (decoded,) = consumer.generate(PROMPT, tokens=12)
+    assert decoded["cached"] == FULL_BLOCKS
+    same(decoded, plain.generate(PROMPT, tokens=12)[0])
+    blocks = daemon_blocks(store)
+    consumer.generate(OTHER)  # a consumer saves nothing
+    assert daemon_blocks(store) == blocks
+
+
+def test_prefill_on_one_host_and_decode_on_another(daemon, vllm, tiny_model, tmp_path, wait_until):
+    """Two daemons, joined over TCP; then the prefiller's host is gone: what it did not give is computed."""
+    hosts, model = Hosts(daemon, tmp_path).start().wait_up(wait_until), tiny_model(0)
+    producer, consumer, plain = vllm(
+        {"model": model, "store": {"dir": str(hosts[0].dir)}, "role": "kv_producer"},
+        {"model": model, "store": {"dir": str(hosts[1].dir), "fetch_wait_s": 5}, "role": "kv_consumer"},
+        {"model": model, "store": None},
+    )
+    producer.generate(PROMPT, OTHER, tokens=1)
+    (decoded,) = consumer.generate(PROMPT, tokens=12)
+    assert decoded["cached"] == FULL_BLOCKS
+    same(decoded, plain.generate(PROMPT, tokens=12)[0])
+    assert hosts.peers(1)["n0"]["fetched"] == FULL_BLOCKS // 32
+    hosts[0].kill()
+    (alone,) = consumer.generate(OTHER, tokens=12)
+    assert alone["cached"] == 0
+    same(alone, plain.generate(OTHER, tokens=12)[0])
+
+
+def daemon_blocks(store):
+    import kvclient
+
+    with kvclient.connect(store["dir"]) as client:
+        return client.stats()["blocks"]
+
+
+def test_two_ranks(daemon, vllm, tiny_model):
+    """Each rank stores its own part, and a block is there only if all have it."""
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    two = {"model": model, "store": store, "llm": {"tensor_parallel_size": 2}}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    (first,) = vllm(two, env=env)
+    (cold,) = first.generate(PROMPT)
+    blocks = daemon_blocks(store)
+    assert blocks == 2 * (FULL_BLOCKS // 32)
+    first.end()
+    (second,) = vllm(two, env=env)
+    (warm,) = second.generate(PROMPT)
+    assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
+    same(warm, cold)
+    second.end()
+    (one,) = vllm({"model": model, "store": store})
+    (other_shards,) = one.generate(PROMPT)  # another number of ranks misses
+    assert other_shards["cached"] == 0
+    same(other_shards, cold)

@@ -24,7 +24,7 @@ import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
-from kvclient.integrations.lmcache.naming import Identities, key_of, tag_of
+from kvclient.integrations.lmcache.naming import Identities, begun_key, key_of, tag_of
 from kvclient.integrations.objects import Object, Objects
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT
@@ -40,6 +40,8 @@ OPTIONS = {
     "model_identity": "",  # instead of reading the weights
 }
 MAX_LOCKED = 32_768  # objects, of the client's 65,536 pins
+MAX_BEGUN = 10_000
+NEW = object()
 THREADS = 4  # tasks that copy side by side
 
 
@@ -82,7 +84,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")
         self._stores, self._lookups, self._loads = _Tasks(), _Tasks(), _Tasks()
         self._next, self._next_lock = 0, threading.Lock()
-        self._unnamed: set[str] = set()
+        self._begun: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
         self._objects.try_one()
         if self._client.degraded:
             log.warning("kvstored: no daemon at the start; LMCache runs without it until there is one")
@@ -150,20 +152,22 @@ class KvstoredL2Adapter(L2AdapterInterface):
         """The store's keys; None of a model whose weights nobody told apart."""
         names: list[bytes | None] = []
         for key in keys:
-            if (identity := self._identities.of(key.model_name)) is None:
-                if key.model_name not in self._unnamed:
-                    self._unnamed.add(key.model_name)
-                    log.warning(
-                        "kvstored: no weights are known of model %s: nothing of it is shared", key.model_name
-                    )
-                names.append(None)
-                continue
-            names.append(
-                key_of(
-                    identity, key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
-                )
-            )
+            shared = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+            begun = self._begun.get(shared, NEW)
+            if begun is NEW:
+                begun = self._begin(shared)
+            names.append(None if begun is None else key_of(begun, key.chunk_hash))
         return names
+
+    def _begin(self, shared: tuple[str, int, int, str]) -> Any | None:
+        model_name, rank, group, salt = shared
+        if (identity := self._identities.of(model_name)) is None:
+            log.warning("kvstored: no weights are known of model %s: nothing of it is shared", model_name)
+        if len(self._begun) >= MAX_BEGUN:
+            self._begun = {}  # many tenants' salts: they are made anew as they come
+        begun = None if identity is None else begun_key(identity, model_name, rank, group, salt)
+        self._begun[shared] = begun
+        return begun
 
     def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
         names = self._names(keys)

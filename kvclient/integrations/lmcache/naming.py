@@ -59,10 +59,19 @@ def _digest(*parts: bytes) -> bytes:
 _NUMBERS = struct.Struct("<IQI")
 
 
-def key_of(identity: bytes, chunk_hash: bytes, model_name: str, rank: int, group: int, salt: str) -> bytes:
-    """32 bytes of one object."""
-    numbers = _NUMBERS.pack(VERSION, rank, group)
-    return _digest(identity, numbers, model_name.encode(), salt.encode(), chunk_hash)
+def begun_key(identity: bytes, model_name: str, rank: int, group: int, salt: str) -> Any:
+    """The hash of all that many objects share; a copy of it takes the chunk."""
+    whole = hashlib.sha256()
+    for part in (identity, _NUMBERS.pack(VERSION, rank, group), model_name.encode(), salt.encode()):
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole
+
+
+def key_of(begun: Any, chunk: bytes) -> bytes:
+    """32 bytes of one object. The chunk comes last, so that its length needs no place."""
+    whole = begun.copy()
+    whole.update(chunk)
+    return whole.digest()
 
 
 def tag_of(memory_object: Any) -> bytes:

@@ -25,6 +25,7 @@ OPTIONS = {
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
     "wait_pending_s": 5.0,  # for blocks that another engine computes at this moment
+    "fetch_wait_s": 0.0,  # for blocks of other hosts; 0: only this host's
     "load_wait_s": 2.0,  # for blocks that come from disk
     "model_version": "",  # weights that were changed in place
     "weights_digest": "",  # instead of reading the checkpoint
@@ -58,7 +59,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 raise InvalidArgument(f"blocks of {block_tokens} tokens, hashes of {hash_tokens}")
             self._scheduling = Scheduling(
                 self._client, identity, block_tokens, hash_tokens, ranks, float(options["wait_pending_s"]),
-                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+                float(options["fetch_wait_s"]), loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
             )  # fmt: skip
             logger.info("kvstored: identity %s…, blocks of %d tokens", identity.hex()[:12], block_tokens)
         else:
@@ -122,6 +123,8 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         return True  # a replayed graph would skip the layers' calls
 
     def shutdown(self) -> None:
+        if self._scheduling is not None:
+            self._scheduling.close()
         self._client.close()
 
 

@@ -8,15 +8,20 @@ failed load or a preemption saves again what it computes again.
 
 from __future__ import annotations
 
+import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvclient.errors import KVClientError
 from kvclient.integrations.vllm.identity import RequestKeys, of_rank
 
+log = logging.getLogger("vllm.kvstored")
 RESIDENT, ON_DISK, PENDING = 2, 3, 1
+FETCHES = 4  # requests for which other hosts are asked at a time
 
 
 @dataclass
@@ -40,6 +45,8 @@ class _Running:
     keys: RequestKeys
     block_ids: list[int] = field(default_factory=list)
     waited_until: float | None = None
+    fetch: Future[list[Any]] | None = None  # brings blocks from disk and from other hosts
+    fetched: bool = False  # and gave them back: once a request
 
 
 class Scheduling:
@@ -47,11 +54,13 @@ class Scheduling:
 
     def __init__(
         self, client: Any, identity: bytes, block_tokens: int, hash_tokens: int, ranks: int,
-        wait_pending_s: float, loads: bool, saves: bool,
+        wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool,
     ) -> None:  # fmt: skip
         self._client, self._identity, self._ranks = client, identity, ranks
         self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
         self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
+        self._fetch_wait_s = fetch_wait_s
+        self._pool = ThreadPoolExecutor(FETCHES, "kvstored-fetch") if fetch_wait_s > 0 else None
         self._running: dict[str, _Running] = {}
         self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
 
@@ -72,6 +81,13 @@ class Scheduling:
         if not keys:
             return 0
         there, pending = self._present(keys)
+        if there < len(keys) and not pending and self._pool is not None:
+            if running.fetch is None and not running.fetched:
+                running.fetch = self._pool.submit(self._bring, keys[there:])
+            if running.fetch is not None:
+                if not running.fetch.done():
+                    return None
+                there, pending = self._present(keys)
         if pending and self._wait_pending_s > 0:
             now = time.monotonic()
             if running.waited_until is None:
@@ -90,6 +106,23 @@ class Scheduling:
                 pending = states[leading] == PENDING
                 count = leading
         return count, pending
+
+    def _bring(self, keys: list[bytes]) -> list[Any]:
+        """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it."""
+        held, until = [], time.monotonic() + self._fetch_wait_s
+        try:
+            for rank in range(self._ranks):
+                names = of_rank(keys, rank, self._ranks)
+                held.append(self._client.get(names, wait_s=max(0.0, until - time.monotonic())))
+        except KVClientError as error:
+            log.warning("kvstored: blocks of other hosts could not be asked for: %s", error)
+        return held
+
+    @staticmethod
+    def _let_go(running: _Running) -> None:
+        if running.fetch is not None:
+            running.fetch.add_done_callback(lambda fetch: [held.release() for held in fetch.result()])
+            running.fetch, running.fetched = None, True
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """vLLM has made room; may be told twice."""
@@ -110,6 +143,7 @@ class Scheduling:
             running = self._running.get(req_id)
             if running is None:
                 continue
+            self._let_go(running)  # what was brought was loaded in an earlier step
             resumed, new_ids = req_id in cached.resumed_req_ids, cached.new_block_ids[i]
             if resumed:
                 running.block_ids = []
@@ -134,5 +168,13 @@ class Scheduling:
             step.saves.append(Transfer(keys, running.block_ids[start : start + len(keys)]))
 
     def finished(self, request: Any) -> None:
-        self._running.pop(request.request_id, None)
+        if (running := self._running.pop(request.request_id, None)) is not None:
+            self._let_go(running)
         self._promised.pop(request.request_id, None)
+
+    def close(self) -> None:
+        """Waits for what is being brought."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        for running in self._running.values():
+            self._let_go(running)
