@@ -86,9 +86,9 @@ void merge_task(void* context, uint32_t worker, uint64_t i) {
   const Scratch scratch = scratch_at(plan.scratch + worker * scratch_bytes(plan.a.head_dim), plan.a.head_dim);
   for (uint32_t row = task.row_start; row < task.row_stop; ++row) {
     float* own = plan.partial + i * plan.cuts * plan.partial_floats() + uint64_t{row - task.row_start} * (width + 2);
-    float most = own[width], total = own[width + 1];
-    for (uint32_t cut = 1; cut < plan.cuts; ++cut) merge_row(own, &most, &total, own + cut * plan.partial_floats(), width);
-    finish_row(plan.a, task.batch, task.kv_head, row, own, most, total, scratch.turned);
+    float row_max = own[width], row_sum = own[width + 1];
+    for (uint32_t cut = 1; cut < plan.cuts; ++cut) merge_row(own, &row_max, &row_sum, own + cut * plan.partial_floats(), width);
+    finish_row(plan.a, task.batch, task.kv_head, row, own, row_max, row_sum, scratch.turned);
   }
 }
 

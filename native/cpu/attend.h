@@ -30,8 +30,8 @@ struct Scratch {
   float* turned;    // [kRows][width]: q as a segment's keys see it
   float* sum;       // [kRows][width]: weights times values so far
   float* scores;    // [kRows][kTile]; becomes weights
-  float* most;      // [kRows]: largest score so far, base 2
-  float* total;     // [kRows]: sum of weights so far
+  float* row_max;   // [kRows]: largest score so far, base 2
+  float* row_sum;   // [kRows]: sum of weights so far
   float* step;      // [kRows]: of integers that stand for a row's queries or weights
   float* shift;     // [kRows]: what is added to all that such integers give
   uint8_t* query;   // [kRows][4 * width]: queries as a path multiplies them
@@ -57,7 +57,7 @@ inline Scratch scratch_at(void* memory, uint32_t head_dim) {
   Scratch s{};
   s.q = take(kRows * width), s.turned = take(kRows * width), s.sum = take(kRows * width);
   s.scores = take(kRows * kTile);
-  s.most = take(kRows), s.total = take(kRows), s.step = take(kRows), s.shift = take(kRows);
+  s.row_max = take(kRows), s.row_sum = take(kRows), s.step = take(kRows), s.shift = take(kRows);
   s.query = bytes(take(kRows * width)), s.weight = bytes(take(kRows * kTile));
   s.keys = bytes(take(kTile * width)), s.values = bytes(take(kTile * width));
   return s;

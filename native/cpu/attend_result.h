@@ -9,37 +9,37 @@
 namespace kvk {
 namespace {
 
-// Adds the partial result (sum, most, total) of `other` keys to one, in place.
-inline void merge_row(float* sum, float* most, float* total, const float* other, uint32_t width) {
-  const float other_most = other[width], other_total = other[width + 1];
-  if (other_most == -__builtin_inff() && other_total == 0) return;
-  const float now = *most > other_most ? *most : other_most;
-  const float own = *most == -__builtin_inff() ? 0.0f : __builtin_exp2f(*most - now);
-  const float others = other_most == -__builtin_inff() ? 1.0f : __builtin_exp2f(other_most - now);  // NaN without a largest score
+// Adds the partial result (sum, row_max, row_sum) of `other` keys to one, in place.
+inline void merge_row(float* sum, float* row_max, float* row_sum, const float* other, uint32_t width) {
+  const float other_max = other[width], other_sum = other[width + 1];
+  if (other_max == -__builtin_inff() && other_sum == 0) return;
+  const float now = *row_max > other_max ? *row_max : other_max;
+  const float own = *row_max == -__builtin_inff() ? 0.0f : __builtin_exp2f(*row_max - now);
+  const float others = other_max == -__builtin_inff() ? 1.0f : __builtin_exp2f(other_max - now);  // NaN without a largest score
   for (uint32_t i = 0; i < width; ++i) sum[i] = sum[i] * own + other[i] * others;
-  *total = *total * own + other_total * others;
-  *most = now;
+  *row_sum = *row_sum * own + other_sum * others;
+  *row_max = now;
 }
 
 // Writes row `row` (query token row / group, query head row % group of kv_head) of the result. `work` has width floats.
-inline void finish_row(const kvk_attention& a, uint32_t batch, uint32_t kv_head, uint32_t row, const float* sum, float most,
-                       float total, float* work) {
+inline void finish_row(const kvk_attention& a, uint32_t batch, uint32_t kv_head, uint32_t row, const float* sum, float row_max,
+                       float row_sum, float* work) {
   const uint32_t group = a.query_heads / a.kv_heads, head = kv_head * group + row % group, token = row / group;
-  float down = 1.0f;
+  float rescale = 1.0f;
   if (a.sinks != nullptr && a.sinks[head] != -__builtin_inff()) {  // which would be no sink, and NaN where nothing is seen
     const float sink = a.sinks[head] * 1.44269504f;
-    const float now = most > sink ? most : sink;
-    down = most == -__builtin_inff() ? 0.0f : __builtin_exp2f(most - now);
-    total = (most == -__builtin_inff() ? total : total * down) + __builtin_exp2f(sink - now);
-    most = now;
+    const float now = row_max > sink ? row_max : sink;
+    rescale = row_max == -__builtin_inff() ? 0.0f : __builtin_exp2f(row_max - now);
+    row_sum = (row_max == -__builtin_inff() ? row_sum : row_sum * rescale) + __builtin_exp2f(sink - now);
+    row_max = now;
   }
-  const float share = total == 0 ? 0.0f : down / total;
+  const float share = row_sum == 0 ? 0.0f : rescale / row_sum;
   for (uint32_t i = 0; i < a.head_dim; ++i) work[i] = sum[i] * share;
   store_row(a.dtype, work, a.head_dim,
             at(a.out, batch * a.out_batch_stride + head * a.out_head_stride + token * a.out_token_stride));
   if (a.lse != nullptr)
     a.lse[(uint64_t{batch} * a.query_heads + head) * a.query_tokens + token] =
-        total == 0 ? -__builtin_inff() : (most + __builtin_log2f(total)) * 0.693147181f;
+        row_sum == 0 ? -__builtin_inff() : (row_max + __builtin_log2f(row_sum)) * 0.693147181f;
 }
 
 }  // namespace

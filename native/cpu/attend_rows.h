@@ -1,13 +1,13 @@
 // One task of attention, for paths with vectors: tiles of keys, the softmax kept up from tile to tile.
 //
 // Owns the walk over segments and the softmax that all such paths share. `Isa` is what differs between them: which codecs it
-// multiplies in a form of its own (cpu/tile_vnni.h, cpu/tile_bf16.h); all others become fp32 (cpu/tile_floats.h). Invariant:
-// local to the including file (cpu/numbers.h says why).
+// multiplies in a form of its own (cpu/tile_vnni.h, cpu/tile_bf16.h); all others become fp32 (cpu/prefill_float_avx2.h).
+// Invariant: local to the including file (cpu/numbers.h says why).
 #pragma once
 
 #include "cpu/attend.h"
 #include "cpu/attend_result.h"
-#include "cpu/tile_floats.h"
+#include "cpu/prefill_float_avx2.h"
 
 namespace kvk {
 namespace {
@@ -54,19 +54,19 @@ inline void softmax_of(const kvk_attention& a, Seen keys, uint32_t count, uint32
       score[i] = V::between(keys.start - base, keys.stop - base, score[i], never);
     largest = V::max(score[i], largest);  // a NaN that came before gives way: found again in the weights
   }
-  const float before = s.most[r], now = V::largest(largest) > before ? V::largest(largest) : before;
+  const float before = s.row_max[r], now = V::largest(largest) > before ? V::largest(largest) : before;
   if (now == -__builtin_inff()) {  // nothing seen yet, or nothing but NaN
     for (uint32_t i = 0; i < vectors; ++i)
-      if (const float sum = V::sum(score[i]); sum != sum) s.total[r] = sum;
+      if (const float sum = V::sum(score[i]); sum != sum) s.row_sum[r] = sum;
     for (uint32_t i = 0; i < vectors; ++i) V::store(row + i * V::kLanes, V::zero());
     return;
   }
   if (now > before) {
-    const float down = before == -__builtin_inff() ? 0.0f : __builtin_exp2f(before - now);
-    s.most[r] = now;
-    s.total[r] *= down;
+    const float rescale = before == -__builtin_inff() ? 0.0f : __builtin_exp2f(before - now);
+    s.row_max[r] = now;
+    s.row_sum[r] *= rescale;
     float* sum = s.sum + r * width;
-    for (uint32_t i = 0; i < width; i += V::kLanes) V::store(sum + i, V::mul(V::load(sum + i), V::all(down)));
+    for (uint32_t i = 0; i < width; i += V::kLanes) V::store(sum + i, V::mul(V::load(sum + i), V::all(rescale)));
   }
   V::T total = V::zero();
   for (uint32_t i = 0; i < vectors; ++i) {
@@ -77,7 +77,7 @@ inline void softmax_of(const kvk_attention& a, Seen keys, uint32_t count, uint32
     V::store(row + base, weight);
     total = V::add(total, weight);
   }
-  s.total[r] += V::sum(total);
+  s.row_sum[r] += V::sum(total);
 }
 
 inline void softmax_row(const kvk_attention& a, Seen keys, uint32_t count, uint32_t width, uint32_t r, Scratch& s) {
@@ -180,14 +180,14 @@ void attend_rows(const kvk_attention& a, const Task& task, Scratch s) {
              a.head_dim, s.q + r * width);
     for (uint32_t i = a.head_dim; i < width; ++i) s.q[r * width + i] = 0;
     for (uint32_t i = 0; i < width; ++i) s.sum[r * width + i] = 0;
-    s.most[r] = -__builtin_inff(), s.total[r] = 0;
+    s.row_max[r] = -__builtin_inff(), s.row_sum[r] = 0;
     const int64_t position = position_of(a, task, row);
     first_position = r == 0 || position < first_position ? position : first_position;
     last_position = r == 0 || position > last_position ? position : last_position;
   }
   for (uint32_t r = rows; r < round_up(rows, 4); ++r) {  // some paths take four rows at once
     for (uint32_t i = 0; i < width; ++i) s.sum[r * width + i] = 0;
-    s.most[r] = -__builtin_inff(), s.total[r] = 0;
+    s.row_max[r] = -__builtin_inff(), s.row_sum[r] = 0;
   }
   const kvk_sequence& sequence = a.sequences[task.batch];
   const float* turned_by = nullptr;
@@ -213,12 +213,12 @@ void attend_rows(const kvk_attention& a, const Task& task, Scratch s) {
   for (uint32_t r = 0; r < rows; ++r) {
     const float* sum = s.sum + r * width;
     if (task.partial == nullptr) {
-      finish_row(a, task.batch, task.kv_head, task.row_start + r, sum, s.most[r], s.total[r], s.turned);
+      finish_row(a, task.batch, task.kv_head, task.row_start + r, sum, s.row_max[r], s.row_sum[r], s.turned);
       continue;
     }
     float* to = task.partial + r * (width + 2);
     std::memcpy(to, sum, width * sizeof(float));
-    to[width] = s.most[r], to[width + 1] = s.total[r];
+    to[width] = s.row_max[r], to[width + 1] = s.row_sum[r];
   }
 }
 

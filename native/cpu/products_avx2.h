@@ -5,9 +5,9 @@
 // order of sums however many rows ask, since a suffix behind reused KV is promised the bits of a full prefill there.
 #pragma once
 
-#include "cpu/few_floats.h"
-#include "cpu/few_words.h"
-#include "cpu/tile_words.h"
+#include "cpu/decode_float_avx2.h"
+#include "cpu/decode_int_avx2.h"
+#include "cpu/prefill_int_avx2.h"
 
 namespace kvk {
 namespace {

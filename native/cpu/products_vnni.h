@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cpu/attend_rows.h"
-#include "cpu/few_floats.h"
+#include "cpu/decode_float_avx2.h"
+#include "cpu/decode_int_vnni.h"
 #include "cpu/tile_bf16.h"
-#include "cpu/tile_few.h"
 #include "cpu/tile_vnni.h"
 
 namespace kvk {

@@ -26,7 +26,7 @@ void load_value(const kvk_segment& s, uint32_t kv_head, uint64_t token, uint32_t
 }
 
 struct Sums {
-  double value[KVK_MAX_HEAD_DIM], most, total;
+  double value[KVK_MAX_HEAD_DIM], row_max, row_sum;
 };
 
 void add_key(const kvk_attention& a, const kvk_segment& segment, uint32_t kv_head, uint64_t token, const float* q, Sums& sums) {
@@ -36,16 +36,16 @@ void add_key(const kvk_attention& a, const kvk_segment& segment, uint32_t kv_hea
   for (uint32_t i = 0; i < a.head_dim; ++i) score += static_cast<double>(q[i]) * row[i];
   score *= a.scale;
   if (a.softcap != 0) score = a.softcap * __builtin_tanh(score / a.softcap);
-  if (score > sums.most) {
-    const double down = sums.most == -__builtin_inf() ? 0 : __builtin_exp(sums.most - score);
-    for (uint32_t i = 0; i < a.head_dim; ++i) sums.value[i] *= down;
-    sums.total *= down;
-    sums.most = score;
+  if (score > sums.row_max) {
+    const double rescale = sums.row_max == -__builtin_inf() ? 0 : __builtin_exp(sums.row_max - score);
+    for (uint32_t i = 0; i < a.head_dim; ++i) sums.value[i] *= rescale;
+    sums.row_sum *= rescale;
+    sums.row_max = score;
   }
-  const double weight = __builtin_exp(score - sums.most);
+  const double weight = __builtin_exp(score - sums.row_max);
   load_value(segment, kv_head, token, a.head_dim, row);
   for (uint32_t i = 0; i < a.head_dim; ++i) sums.value[i] += weight * row[i];
-  sums.total += weight;
+  sums.row_sum += weight;
 }
 
 void attend_naively(const kvk_attention& a, const Task& task, Scratch scratch) {
@@ -56,7 +56,7 @@ void attend_naively(const kvk_attention& a, const Task& task, Scratch scratch) {
     load_row(a.dtype, at(a.q, task.batch * a.q_batch_stride + head_at + row / group * a.q_token_stride), a.head_dim, q);
     const int64_t position = a.q_position[uint64_t{task.batch} * a.query_tokens + row / group];
     Sums sums{};
-    sums.most = -__builtin_inf();
+    sums.row_max = -__builtin_inf();
     const kvk_sequence& sequence = a.sequences[task.batch];
     uint64_t key = 0;
     for (uint64_t i = 0; i <= sequence.count; ++i) {
@@ -72,11 +72,11 @@ void attend_naively(const kvk_attention& a, const Task& task, Scratch scratch) {
     }
     float* sum = task.partial == nullptr ? scratch.sum : task.partial + uint64_t{row - task.row_start} * (width + 2);
     for (uint32_t i = 0; i < width; ++i) sum[i] = i < a.head_dim ? static_cast<float>(sums.value[i]) : 0;
-    const auto most = static_cast<float>(sums.most * 1.4426950408889634), total = static_cast<float>(sums.total);
+    const auto row_max = static_cast<float>(sums.row_max * 1.4426950408889634), row_sum = static_cast<float>(sums.row_sum);
     if (task.partial == nullptr)
-      finish_row(a, task.batch, task.kv_head, row, sum, most, total, scratch.turned);
+      finish_row(a, task.batch, task.kv_head, row, sum, row_max, row_sum, scratch.turned);
     else
-      sum[width] = most, sum[width + 1] = total;
+      sum[width] = row_max, sum[width + 1] = row_sum;
   }
 }
 

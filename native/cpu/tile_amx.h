@@ -19,7 +19,7 @@ inline uint32_t depth_step(uint32_t bytes) { return bytes % 64 == 0 ? 64 : bytes
 
 // ---------------------------------------------------------------- bf16
 
-// What one block of kHigh x kWide sums multiplies. Strides are in bytes.
+// What one block of kMTiles x kWide sums multiplies. Strides are in bytes.
 struct Operands {
   const uint8_t* left;
   const uint8_t* right;
@@ -27,14 +27,14 @@ struct Operands {
   uint32_t step, steps;  // bytes of a left row at once, and how many of these
 };
 
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline void multiply_bf16_block(const Operands& from, float* out, uint32_t out_stride, Ahead& ahead) {
   const int64_t stride = int64_t{4} * out_stride;
   if constexpr (kAdd) {
     Tiles::load<0>(out, stride);
     if constexpr (kWide == 2) Tiles::load<1>(out + 16, stride);
-    if constexpr (kHigh == 2) Tiles::load<2>(out + 16 * out_stride, stride);
-    if constexpr (kHigh == 2 && kWide == 2) Tiles::load<3>(out + 16 * out_stride + 16, stride);
+    if constexpr (kMTiles == 2) Tiles::load<2>(out + 16 * out_stride, stride);
+    if constexpr (kMTiles == 2 && kWide == 2) Tiles::load<3>(out + 16 * out_stride + 16, stride);
   } else {
     Tiles::zero<0>(), Tiles::zero<1>(), Tiles::zero<2>(), Tiles::zero<3>();
   }
@@ -45,20 +45,20 @@ inline void multiply_bf16_block(const Operands& from, float* out, uint32_t out_s
     Tiles::load<6>(right, from.right_stride);
     Tiles::dot_bf16<0, 4, 6>();
     if constexpr (kWide == 2) Tiles::load<7>(right + 64, from.right_stride), Tiles::dot_bf16<1, 4, 7>();
-    if constexpr (kHigh == 2) Tiles::load<5>(left + 16 * from.left_stride, from.left_stride), Tiles::dot_bf16<2, 5, 6>();
-    if constexpr (kHigh == 2 && kWide == 2) Tiles::dot_bf16<3, 5, 7>();
+    if constexpr (kMTiles == 2) Tiles::load<5>(left + 16 * from.left_stride, from.left_stride), Tiles::dot_bf16<2, 5, 6>();
+    if constexpr (kMTiles == 2 && kWide == 2) Tiles::dot_bf16<3, 5, 7>();
   }
   Tiles::store<0>(out, stride);
   if constexpr (kWide == 2) Tiles::store<1>(out + 16, stride);
-  if constexpr (kHigh == 2) Tiles::store<2>(out + 16 * out_stride, stride);
-  if constexpr (kHigh == 2 && kWide == 2) Tiles::store<3>(out + 16 * out_stride + 16, stride);
+  if constexpr (kMTiles == 2) Tiles::store<2>(out + 16 * out_stride, stride);
+  if constexpr (kMTiles == 2 && kWide == 2) Tiles::store<3>(out + 16 * out_stride + 16, stride);
 }
 
-template <uint32_t kHigh, bool kAdd>
+template <uint32_t kMTiles, bool kAdd>
 inline void multiply_bf16_rows(Operands from, float* out, uint32_t out_stride, uint32_t columns, Ahead& ahead) {
   uint32_t j = 0;
-  for (; j + 32 <= columns; j += 32, from.right += 128) multiply_bf16_block<kHigh, 2, kAdd>(from, out + j, out_stride, ahead);
-  if (j < columns) multiply_bf16_block<kHigh, 1, kAdd>(from, out + j, out_stride, ahead);
+  for (; j + 32 <= columns; j += 32, from.right += 128) multiply_bf16_block<kMTiles, 2, kAdd>(from, out + j, out_stride, ahead);
+  if (j < columns) multiply_bf16_block<kMTiles, 1, kAdd>(from, out + j, out_stride, ahead);
 }
 
 // out[r][j] (+)= sum over k of a[r][k] * b[k][j], for rows and columns in sixteens: rows beyond the last are written too.

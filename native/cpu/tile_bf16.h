@@ -13,12 +13,12 @@ namespace {
 inline __m512bh as_pairs(__m512i x) { return __builtin_bit_cast(__m512bh, x); }
 
 // out[r][j] (+)= sum over k of the two products of a[r][k] with b[k][j]; all of them pairs of bf16.
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline void multiply_pairs_panel(const int32_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                  float* out, uint32_t out_stride, Ahead& ahead) {
-  __m512 sum[kHigh][kWide];
+  __m512 sum[kMTiles][kWide];
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = kAdd ? _mm512_loadu_ps(out + r * out_stride + j * 16) : _mm512_setzero_ps();
   for (uint32_t k = 0; k < depth; ++k, b += b_stride) {
@@ -27,26 +27,26 @@ inline void multiply_pairs_panel(const int32_t* a, uint32_t a_stride, const uint
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = as_pairs(_mm512_load_si512(b + j * 16));
 #pragma GCC unroll 8
-    for (uint32_t r = 0; r < kHigh; ++r) {
+    for (uint32_t r = 0; r < kMTiles; ++r) {
       const __m512bh factor = as_pairs(_mm512_set1_epi32(a[r * a_stride + k]));
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], factor, column[j]);
     }
   }
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) _mm512_storeu_ps(out + r * out_stride + j * 16, sum[r][j]);
 }
 
-template <uint32_t kHigh, bool kAdd>
+template <uint32_t kMTiles, bool kAdd>
 inline void multiply_pairs_rows(const int32_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                 float* out, uint32_t out_stride, uint32_t columns, Ahead& ahead) {
   uint32_t j = 0;
   for (; j + 64 <= columns; j += 64)
-    multiply_pairs_panel<kHigh, 4, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride, ahead);
+    multiply_pairs_panel<kMTiles, 4, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride, ahead);
   for (; j < columns; j += 16)
-    multiply_pairs_panel<kHigh, 1, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride, ahead);
+    multiply_pairs_panel<kMTiles, 1, kAdd>(a, a_stride, b + j, b_stride, depth, out + j, out_stride, ahead);
 }
 
 template <bool kAdd>

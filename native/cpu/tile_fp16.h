@@ -24,21 +24,21 @@ inline __m512 widened(__m512i x, bool upper) {
 
 // out[r][j] += sum over t of weight[r][t] * value[t][j] for kWide * 32 elements from `start`, of which `left` are there. False,
 // and nothing written, if a sum is not finite.
-template <uint32_t kHigh, uint32_t kWide>
+template <uint32_t kMTiles, uint32_t kWide>
 inline bool multiply_halves_panel(const Tile& tile, const uint16_t* weight, uint32_t start, uint32_t left, float* out,
                                   uint32_t out_stride) {
-  __m512 sum[kHigh][2 * kWide];
+  __m512 sum[kMTiles][2 * kWide];
 #pragma GCC unroll 4
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < 2 * kWide; ++j) sum[r][j] = _mm512_setzero_ps();
   const int64_t stride = tile.segment->v_token_stride;
   const uint8_t* row = value_row(tile, 0) + 2 * start;
   for (uint32_t t = 0; t < tile.count;) {
     const uint32_t stop = t + kRun < tile.count ? t + kRun : tile.count;
-    Halves::T part[kHigh][kWide];
+    Halves::T part[kMTiles][kWide];
 #pragma GCC unroll 4
-    for (uint32_t r = 0; r < kHigh; ++r)
+    for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 2
       for (uint32_t j = 0; j < kWide; ++j) part[r][j] = Halves::zero();
     for (; t < stop; ++t, row += stride) {
@@ -47,26 +47,26 @@ inline bool multiply_halves_panel(const Tile& tile, const uint16_t* weight, uint
       for (uint32_t j = 0; j < kWide; ++j)
         value[j] = Halves::of(_mm512_maskz_loadu_epi16(first_halves(left > 32 * j ? left - 32 * j : 0), row + 64 * j));
 #pragma GCC unroll 4
-      for (uint32_t r = 0; r < kHigh; ++r) {
+      for (uint32_t r = 0; r < kMTiles; ++r) {
         const Halves::T factor = Halves::all(weight[r * kTile + t]);
 #pragma GCC unroll 2
         for (uint32_t j = 0; j < kWide; ++j) part[r][j] = Halves::fma(factor, value[j], part[r][j]);
       }
     }
 #pragma GCC unroll 4
-    for (uint32_t r = 0; r < kHigh; ++r)
+    for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < 2 * kWide; ++j)
         sum[r][j] = _mm512_add_ps(sum[r][j], widened(Halves::bits(part[r][j / 2]), j % 2 != 0));
   }
   __mmask16 lost = 0;  // infinite or NaN
 #pragma GCC unroll 4
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < 2 * kWide; ++j) lost |= _mm512_fpclass_ps_mask(sum[r][j], 0x99);
   if (lost != 0) return false;
 #pragma GCC unroll 4
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < 2 * kWide; ++j) {
       float* to = out + r * out_stride + 16 * j;
@@ -75,19 +75,19 @@ inline bool multiply_halves_panel(const Tile& tile, const uint16_t* weight, uint
   return true;
 }
 
-template <uint32_t kHigh>
+template <uint32_t kMTiles>
 inline void multiply_halves_rows(const Tile& tile, const uint16_t* weight, const float* exact, uint32_t head_dim, uint32_t width,
                                  bool* loaded, float* out, Scratch& s) {
   for (uint32_t j = 0; j < head_dim; j += 64) {
     const uint32_t left = head_dim - j, columns = left < 64 ? round_up(left, 16) : 64;
-    const bool done = left > 32 ? multiply_halves_panel<kHigh, 2>(tile, weight, j, left, out + j, width)
-                                : multiply_halves_panel<kHigh, 1>(tile, weight, j, left, out + j, width);
+    const bool done = left > 32 ? multiply_halves_panel<kMTiles, 2>(tile, weight, j, left, out + j, width)
+                                : multiply_halves_panel<kMTiles, 1>(tile, weight, j, left, out + j, width);
     if (done) continue;
     auto* floats = reinterpret_cast<float*>(s.values);
     if (!*loaded) load_values(tile, head_dim, width, floats);
     *loaded = true;
     Ahead nothing{};
-    multiply<true>(exact, kTile, kHigh, {floats + j, width, kPanelColumns}, tile.count, out + j, width, columns, nothing);
+    multiply<true>(exact, kTile, kMTiles, {floats + j, width, kPanelColumns}, tile.count, out + j, width, columns, nothing);
   }
 }
 

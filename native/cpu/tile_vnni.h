@@ -19,12 +19,12 @@ inline __m512 halves(const uint16_t* from, __mmask16 read) { return _mm512_cvtph
 inline __mmask16 first_lanes(uint32_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 
 // out[r][j] (+)= step[r] * sum over k of a[r][k] * b[k][j] + shift[r], where a is two bytes times 256 and 1.
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                  const float* step, const float* shift, float* out, uint32_t out_stride, Ahead& ahead) {
-  __m512i high[kHigh][kWide], low[kHigh][kWide];
+  __m512i high[kMTiles][kWide], low[kMTiles][kWide];
 #pragma GCC unroll 4
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
   const auto* bytes = reinterpret_cast<const int32_t*>(a);
@@ -34,7 +34,7 @@ inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = _mm512_load_si512(b + j * 16);
 #pragma GCC unroll 4
-    for (uint32_t r = 0; r < kHigh; ++r) {
+    for (uint32_t r = 0; r < kMTiles; ++r) {
       const __m512i one = _mm512_set1_epi32(bytes[2 * r * (a_stride / 4) + k]);
       const __m512i other = _mm512_set1_epi32(bytes[(2 * r + 1) * (a_stride / 4) + k]);
 #pragma GCC unroll 4
@@ -45,7 +45,7 @@ inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint
     }
   }
 #pragma GCC unroll 4
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) {
       const __m512 whole = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[r][j]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low[r][j]));
@@ -55,20 +55,20 @@ inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint
     }
 }
 
-template <uint32_t kHigh, bool kAdd>
+template <uint32_t kMTiles, bool kAdd>
 inline void multiply_codes_rows(const uint8_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                 const float* step, const float* shift, float* out, uint32_t out_stride, uint32_t columns,
                                 Ahead& ahead) {
-  constexpr uint32_t kWide = kHigh <= 2 ? 4 : 2;  // what the registers hold
+  constexpr uint32_t kWide = kMTiles <= 2 ? 4 : 2;  // what the registers hold
   uint32_t j = 0;
   for (; j + 16 * kWide <= columns; j += 16 * kWide)
-    multiply_codes_panel<kHigh, kWide, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+    multiply_codes_panel<kMTiles, kWide, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
   if (kWide == 4 && j + 32 <= columns) {
-    multiply_codes_panel<kHigh, 2, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+    multiply_codes_panel<kMTiles, 2, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
     j += 32;
   }
   for (; j < columns; j += 16)
-    multiply_codes_panel<kHigh, 1, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
+    multiply_codes_panel<kMTiles, 1, kAdd>(a, a_stride, b + j, b_stride, depth, step, shift, out + j, out_stride, ahead);
 }
 
 inline uint32_t rows_at_once(uint32_t left) { return left == 3 ? 3 : left == 1 ? 1 : 2; }

@@ -28,7 +28,7 @@ template <class Kernel>
 int plan_for(const kvk_attention& a, const Device& device, bool cut, Plan* plan) {
   plan->start = launch<Kernel>;
   const uint32_t rows = a.query_tokens * (a.query_heads / a.kv_heads);
-  uint32_t warps = Kernel::kMostWarps;
+  uint32_t warps = Kernel::kWarps;
   while (warps > 1 && Kernel::shared_bytes(warps, rows) > device.shared_block && Kernel::kWidth != 0) --warps;
   plan->grid = {0, warps, Kernel::shared_bytes(warps, rows)};
   if (plan->grid.shared_bytes > device.shared_block)
@@ -42,7 +42,7 @@ int plan_for(const kvk_attention& a, const Device& device, bool cut, Plan* plan)
   p.splits = 1;
   const uint64_t blocks = static_cast<uint64_t>(a.batch) * a.kv_heads * p.row_blocks;
   uint64_t at_once = device.shared_processor / (plan->grid.shared_bytes + 1024);  // 1 KiB of each block is CUDA's
-  if (at_once > Kernel::kBlocksAtOnce) at_once = Kernel::kBlocksAtOnce;
+  if (at_once > Kernel::kMinBlocksPerSM) at_once = Kernel::kMinBlocksPerSM;
   if (cut && blocks != 0 && blocks <= kMaxArrivals) {
     uint64_t splits = a.threads != 0 ? a.threads : device.processors * (at_once == 0 ? 1 : at_once) / blocks;
     if (splits > kMostSplits) splits = kMostSplits;

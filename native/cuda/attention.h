@@ -14,14 +14,14 @@ namespace kvk {
 struct Attention {
   kvk_attention a;
   uint32_t group, rows, row_blocks;
-  uint32_t splits;     // stretches that the keys of a row are cut into, at most; how many of them there are, the device decides
+  uint32_t splits;     // splits that the keys of a row are cut into, at most; how many of them there are, the device decides
   float* partial;      // [block][split][row of block][width + 2]: sums, reference, total
   uint32_t* arrivals;  // [block], 0 between calls
 };
 
 constexpr uint32_t kMaxArrivals = 1024;  // blocks of rows whose keys are cut; more fill a device by themselves
 
-// Which rows of which KV head, and which of its stretches of keys, a thread block has.
+// Which rows of which KV head, and which of its splits of keys, a thread block has.
 struct Work {
   uint32_t batch, kv_head, row_start, split, block;
 };
@@ -73,7 +73,7 @@ KVK_DEVICE_FN Seen seen(const kvk_attention& a, int64_t position, int64_t first_
 // logarithm of what its value is multiplied by (its scale, where values are codes), and so keeps both the weights and what
 // becomes of them in fp16 in range. Each of the four lanes that share a row has its own part of `total` and `shift`.
 struct Row {
-  float reference, total;
+  float reference, row_sum;
   float shift;  // what is added to all sums of the row at the end: zero points, less what codes stand above themselves
 };
 
@@ -100,15 +100,15 @@ struct Ending {
   float share, lse;
 };
 
-KVK_DEVICE_FN Ending ending_of(const Attention& p, uint32_t head, float reference, float total) {
-  float down = 1.0f;
+KVK_DEVICE_FN Ending ending_of(const Attention& p, uint32_t head, float reference, float row_sum) {
+  float rescale = 1.0f;
   if (p.a.sinks != nullptr && p.a.sinks[head] != -kInfinity) {  // which would be no sink, and NaN where nothing is seen
     const float sink = p.a.sinks[head] * kLog2E, now = reference > sink ? reference : sink;
-    down = reference == -kInfinity ? 1.0f : exp2_fast(reference - now);
-    total = total * down + exp2_fast(sink - now);
+    rescale = reference == -kInfinity ? 1.0f : exp2_fast(reference - now);
+    row_sum = row_sum * rescale + exp2_fast(sink - now);
     reference = now;
   }
-  return {total == 0 ? 0.0f : down / total, total == 0 ? -kInfinity : (reference + log2_fast(total)) * kLn2};
+  return {row_sum == 0 ? 0.0f : rescale / row_sum, row_sum == 0 ? -kInfinity : (reference + log2_fast(row_sum)) * kLn2};
 }
 
 KVK_DEVICE_FN void store_lse(const Attention& p, const Work& work, uint32_t row, float lse) {

@@ -14,7 +14,7 @@ template <uint32_t kDim>
 struct Decode {
   using Products = DecodeProducts<kDim>;
   using State = typename Products::State;
-  static constexpr uint32_t kMostWarps = 4, kBlocksAtOnce = kDim > 128 ? 1 : kDim > 64 ? 2 : 3;  // of a processor
+  static constexpr uint32_t kWarps = 4, kMinBlocksPerSM = kDim > 128 ? 1 : kDim > 64 ? 2 : 3;  // of a processor
   static constexpr uint32_t kRows = 16, kWidth = kDim;
   static constexpr uint32_t kValueUnit = Products::kValueUnit, kOf = Products::kOf, kQueryStride = Products::kQueryStride;
   static constexpr uint32_t kMostTokens = 32;
@@ -26,7 +26,7 @@ struct Decode {
   // Of a block: `rows` of queries in fp32, 16 positions, a word. Of a warp: two descriptions, what each token's weight is
   // multiplied by and adds, two tiles (later: its result), the queries turned, and as operands.
   static constexpr KVK_BOTH uint32_t block_bytes(uint32_t rows) { return 4 * rows * kQueryStride + 8 * kRows + 16; }
-  static constexpr uint32_t kTokensAt = sizeof(Way), kStagesAt = kTokensAt + kMostTokens * sizeof(TokenScale);
+  static constexpr uint32_t kTokensAt = sizeof(TileIteratorState), kStagesAt = kTokensAt + kMostTokens * sizeof(TokenScale);
   static constexpr uint32_t kOperandsAt = (kStagesAt + larger(2 * kStage, kMergeBytes) + 15) / 16 * 16;
   static constexpr uint32_t kTurnedAt = kOperandsAt + Products::kOperandBytes;
   static constexpr KVK_BOTH uint32_t warp_bytes(uint32_t rows) { return kTurnedAt + 4 * rows * kQueryStride; }
@@ -118,17 +118,18 @@ struct Decode {
       warp.tokens[lane_index()] = token_scale(v_scale, kKind == kInt8 ? 128.0f : 8.0f);
       sync_warp();
     }
-    float score[Shape::kTokens / 8][4], down[2];
+    float score[Shape::kTokens / 8][4], rescale[2];
     uint32_t weight[Shape::kTokens / 16][4];
     Products::template scores<kKind>(stage, warp.operands, state, score);
     in_base_2(warp.a, state.factor, state.bias, score);
     const auto count = static_cast<int32_t>(tile.count);
     const Seen keys[2] = {seen(warp.a, warp.position[0], tile.first_key, count),
                           seen(warp.a, warp.position[1], tile.first_key, count)};
-    hide(keys, score);
-    weigh<kKind == kBf16, is_quantised(kKind)>(warp.tokens, kKind == kInt8 ? 1152.0f : 1032.0f, score, state.row, down, weight);
+    apply_mask(keys, score);
+    exp_and_pack<kKind == kBf16, is_quantised(kKind)>(warp.tokens, kKind == kInt8 ? 1152.0f : 1032.0f, score, state.row, rescale,
+                                                      weight);
 #pragma unroll
-    for (uint32_t i = 0; i < kDim / 2; ++i) state.sum[i / 4][i % 4] *= down[i % 4 / 2];
+    for (uint32_t i = 0; i < kDim / 2; ++i) state.sum[i / 4][i % 4] *= rescale[i % 4 / 2];
 #pragma unroll
     for (uint32_t step = 0; step < Shape::kTokens / 16; ++step)
 #pragma unroll
@@ -156,22 +157,22 @@ struct Decode {
   // ------------------------------------------------------------------------------------------------ a warp, a block
 
   // The warp's result to shared memory, in the layout of cuda/merge.h.
-  static KVK_DEVICE_FN void leave(const State& state, float* to) {
+  static KVK_DEVICE_FN void store_partial(const State& state, float* to) {
     const uint32_t group = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t row = group + 8 * h;
-      const float total = sum_of_row(state.row[h].total), shift = sum_of_row(state.row[h].shift);
+      const float row_sum = sum_of_row(state.row[h].row_sum), shift = sum_of_row(state.row[h].shift);
 #pragma unroll
       for (uint32_t i = 0; i < kDim / 8; ++i)
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j)
           to[row * kDim + i / kOf * kValueUnit + (2 * t + j) * kOf + i % kOf] = state.sum[i][2 * h + j] + shift;
-      if (t == 0) to[kRows * kDim + row] = state.row[h].reference, to[kRows * (kDim + 1) + row] = total;
+      if (t == 0) to[kRows * kDim + row] = state.row[h].reference, to[kRows * (kDim + 1) + row] = row_sum;
     }
   }
 
-  static KVK_DEVICE_FN State nothing_yet() {
+  static KVK_DEVICE_FN State init_state() {
     State state;
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 8; ++i) state.sum[i][0] = state.sum[i][1] = state.sum[i][2] = state.sum[i][3] = 0;
@@ -181,21 +182,21 @@ struct Decode {
   }
 
   // All of a warp's keys: one tile is computed while the next comes.
-  static KVK_DEVICE_FN void go_through(const Warp& warp, Walk& walk, State& state) {
+  static KVK_DEVICE_FN void mainloop(const Warp& warp, TileIterator& tiles, State& state) {
     Loaded loaded;
     Tile tile{0, 0, 0, kHalf, 0};
     uint32_t v_scale = 0, stage = 0;
     for (;;) {
-      const Tile then = walk.next(16, 32);
+      const Tile then = tiles.next(16, 32);
       uint32_t then_scale = 0;
       if (then.count != 0)
-        then_scale = load_any(warp.a, walk.segment(then), warp.kv_head, then, warp.stages + stage * kStage, loaded);
+        then_scale = load_any(warp.a, tiles.segment(then), warp.kv_head, then, warp.stages + stage * kStage, loaded);
       copy_commit();
       stage ^= 1;
       if (tile.count != 0) {
         copy_wait<1>();
         sync_warp();
-        compute_any(warp, walk.segment(tile), tile, warp.stages + stage * kStage, v_scale, state);
+        compute_any(warp, tiles.segment(tile), tile, warp.stages + stage * kStage, v_scale, state);
         sync_warp();
       } else if (then.count == 0) {
         break;
@@ -238,11 +239,12 @@ struct Decode {
                     reinterpret_cast<float*>(own + kTurnedAt),
                     reinterpret_cast<uint32_t*>(own + kOperandsAt),
                     own + kStagesAt};
-    State state = nothing_yet();
+    State state = init_state();
     const uint64_t start = (static_cast<uint64_t>(work.split) * warps + warp_index()) * step;
-    Walk walk(p.a, sequence, *reinterpret_cast<Way*>(own), start, start + step, rows, [&](uint32_t i) { return positions[i]; });
-    go_through(warp, walk, state);
-    leave(state, reinterpret_cast<float*>(warp.stages));
+    TileIterator tiles(p.a, sequence, *reinterpret_cast<TileIteratorState*>(own), start, start + step, rows,
+                       [&](uint32_t i) { return positions[i]; });
+    mainloop(warp, tiles, state);
+    store_partial(state, reinterpret_cast<float*>(warp.stages));
     sync_block();
     const Partials parts{reinterpret_cast<float*>(shared + block_bytes(room) + kStagesAt), warps, kRows, kDim,
                          warp_bytes(room) / 4};

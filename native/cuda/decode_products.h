@@ -105,7 +105,7 @@ struct DecodeProducts {
       // The largest becomes 2^13 to 2^14. The exponent is kept so that neither factor leaves fp32.
       const int32_t exponent = static_cast<int32_t>(bits_of(largest_of_row(most)) >> 23) - 127;
       const int32_t by = kKind == kBf16 ? 0 : 13 - (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent);
-      const float up = float_of(static_cast<uint32_t>(by + 127) << 23);
+      const float prescale = float_of(static_cast<uint32_t>(by + 127) << 23);
       state.factor[h] = a.scale * float_of(static_cast<uint32_t>(127 - by) << 23);
       float rounded = 0;
 #pragma unroll
@@ -115,7 +115,7 @@ struct DecodeProducts {
         for (uint32_t word = 0; word < 4; ++word) {
           const uint32_t low = kKind == kInt4 ? word : 2 * word, high = kKind == kInt4 ? low + 4 : low + 1;
           const uint32_t both =
-              kKind == kBf16 ? pack_bf16(value[low], value[high]) : pack_halves(value[low] * up, value[high] * up);
+              kKind == kBf16 ? pack_bf16(value[low], value[high]) : pack_halves(value[low] * prescale, value[high] * prescale);
           if constexpr (kQueriesShared)
             operands[((2 * unit + word / 2) * 32 + lane_index()) * 4 + word % 2 * 2 + h] = both;
           else

@@ -35,7 +35,7 @@ int device_now(Device* device);
 namespace kvk {
 
 template <class Kernel>
-__global__ void __launch_bounds__(32 * Kernel::kMostWarps, Kernel::kBlocksAtOnce) entry(const __grid_constant__ Attention p) {
+__global__ void __launch_bounds__(32 * Kernel::kWarps, Kernel::kMinBlocksPerSM) entry(const __grid_constant__ Attention p) {
   extern __shared__ __align__(128) uint8_t shared[];
   Kernel::run(p, shared);
 }

@@ -16,7 +16,7 @@ struct Partials {
 
   KVK_DEVICE_FN const float* sums(uint32_t i, uint32_t row) const { return first + i * step + row * width; }
   KVK_DEVICE_FN float reference(uint32_t i, uint32_t row) const { return first[i * step + rows * width + row]; }
-  KVK_DEVICE_FN float total(uint32_t i, uint32_t row) const { return first[i * step + rows * (width + 1) + row]; }
+  KVK_DEVICE_FN float row_sum(uint32_t i, uint32_t row) const { return first[i * step + rows * (width + 1) + row]; }
 };
 
 constexpr KVK_BOTH uint64_t partial_floats(uint32_t rows, uint32_t width) { return static_cast<uint64_t>(rows) * (width + 2); }
@@ -25,7 +25,7 @@ constexpr KVK_BOTH uint64_t partial_floats(uint32_t rows, uint32_t width) { retu
 template <class Use>
 KVK_DEVICE_FN void merge_rows(const Partials& parts, uint32_t rows, Use use) {
   for (uint32_t row = warp_index(); row < rows; row += threads_in_block() / 32) {
-    float reference = -kInfinity, total = 0;
+    float reference = -kInfinity, row_sum = 0;
     for (uint32_t i = lane_index(); i < parts.count; i += 32) {
       const float other = parts.reference(i, row);
       reference = other > reference ? other : reference;
@@ -35,8 +35,8 @@ KVK_DEVICE_FN void merge_rows(const Partials& parts, uint32_t rows, Use use) {
       reference = other > reference ? other : reference;
     }
     for (uint32_t i = lane_index(); i < parts.count; i += 32)
-      total += parts.total(i, row) * factor_of(parts.reference(i, row), reference);
-    for (uint32_t mask = 16; mask != 0; mask /= 2) total += shuffle_xor(total, mask);
+      row_sum += parts.row_sum(i, row) * factor_of(parts.reference(i, row), reference);
+    for (uint32_t mask = 16; mask != 0; mask /= 2) row_sum += shuffle_xor(row_sum, mask);
     for (uint32_t channel = 4 * lane_index(); channel < parts.width; channel += 128) {
       float sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
@@ -46,7 +46,7 @@ KVK_DEVICE_FN void merge_rows(const Partials& parts, uint32_t rows, Use use) {
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) sum[j] += part.x[j] * factor;
       }
-      use(row, channel, sum, reference, total);
+      use(row, channel, sum, reference, row_sum);
     }
   }
 }
@@ -68,9 +68,9 @@ KVK_DEVICE_FN void store_channels(const kvk_attention& a, void* row, uint32_t ch
 
 // Writes the rows of the result, all threads of the block together.
 KVK_DEVICE_FN void finish(const Attention& p, const Work& work, const Partials& parts, uint32_t rows) {
-  merge_rows(parts, rows, [&](uint32_t row, uint32_t channel, float (&sum)[4], float reference, float total) {
+  merge_rows(parts, rows, [&](uint32_t row, uint32_t channel, float (&sum)[4], float reference, float row_sum) {
     const uint32_t of_all = work.row_start + row;
-    const Ending ending = ending_of(p, head_of(p, work, of_all), reference, total);
+    const Ending ending = ending_of(p, head_of(p, work, of_all), reference, row_sum);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum[i] *= ending.share;
     store_channels(p.a, out_row(p, work, of_all), channel, sum);
@@ -86,9 +86,9 @@ KVK_DEVICE_FN void finish_or_leave(const Attention& p, const Work& work, const P
   const uint64_t step = partial_floats(parts.rows, parts.width);
   float* all = p.partial + static_cast<uint64_t>(work.block) * p.splits * step;
   float* own = all + work.split * step;
-  merge_rows(parts, rows, [&](uint32_t row, uint32_t channel, float (&sum)[4], float reference, float total) {
+  merge_rows(parts, rows, [&](uint32_t row, uint32_t channel, float (&sum)[4], float reference, float row_sum) {
     *reinterpret_cast<Floats4*>(own + row * parts.width + channel) = {{sum[0], sum[1], sum[2], sum[3]}};
-    if (channel == 0) own[parts.rows * parts.width + row] = reference, own[parts.rows * (parts.width + 1) + row] = total;
+    if (channel == 0) own[parts.rows * parts.width + row] = reference, own[parts.rows * (parts.width + 1) + row] = row_sum;
   });
   fence_device();
   sync_block();

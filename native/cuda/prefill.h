@@ -13,12 +13,12 @@
 
 namespace kvk {
 
-// kHigh: how many times 16 rows a warp has.
-template <uint32_t kDim, uint32_t kHigh>
+// kMTiles: how many times 16 rows a warp has.
+template <uint32_t kDim, uint32_t kMTiles>
 struct Prefill {
-  static constexpr uint32_t kMostWarps = 4, kBlocksAtOnce = kDim > 128 ? 1 : 2;
-  static constexpr uint32_t kThreads = 32 * kMostWarps, kOwnRows = 16 * kHigh, kRows = kMostWarps * kOwnRows, kWidth = kDim;
-  static constexpr uint32_t kTokens = kDim * kHigh > 128 ? 32 : 64;
+  static constexpr uint32_t kWarps = 4, kMinBlocksPerSM = kDim > 128 ? 1 : 2;
+  static constexpr uint32_t kThreads = 32 * kWarps, kOwnRows = 16 * kMTiles, kRows = kWarps * kOwnRows, kWidth = kDim;
+  static constexpr uint32_t kTokens = kDim * kMTiles > 128 ? 32 : 64;
   static constexpr uint32_t kBlocks = kTokens / 8;  // of an mma's result
   // 16 bytes more than a row: eight rows at the same column lie in different banks.
   static constexpr uint32_t kStride = 2 * kDim + 16;
@@ -28,16 +28,16 @@ struct Prefill {
   static constexpr uint32_t kTokensAt =
       kValuesAt + kTileBytes > kFloatBytes ? kValuesAt + kTileBytes : (kFloatBytes + 15) / 16 * 16;
   static constexpr uint32_t kPositionsAt = kTokensAt + kTokens * sizeof(TokenScale);
-  static constexpr uint32_t kUpAt = kPositionsAt + 8 * kRows, kWaysAt = kUpAt + 4 * kRows;
-  static constexpr uint32_t kLastAt = kWaysAt + kMostWarps * sizeof(Way);
+  static constexpr uint32_t kUpAt = kPositionsAt + 8 * kRows, kIteratorsAt = kUpAt + 4 * kRows;
+  static constexpr uint32_t kLastAt = kIteratorsAt + kWarps * sizeof(TileIteratorState);
 
   static constexpr uint32_t kSharedBytes = kLastAt + 16;
   static uint64_t shared_bytes(uint32_t, uint32_t) { return kSharedBytes; }
 
   // What a warp keeps in registers. Lane 4 g + t has rows g and g + 8 of each sixteen.
   struct State {
-    float sum[kHigh][kDim / 8][4];
-    Row row[kHigh][2];
+    float sum[kMTiles][kDim / 8][4];
+    Row row[kMTiles][2];
     const float* held_turn;  // for which the queries in shared memory were made
     uint32_t held_half;      // 1: in fp16, 0: in bf16, 2: not at all
   };
@@ -49,7 +49,7 @@ struct Prefill {
     uint8_t* shared;
 
     KVK_DEVICE_FN int64_t position(uint32_t row) const { return reinterpret_cast<const int64_t*>(shared + kPositionsAt)[row]; }
-    KVK_DEVICE_FN float up(uint32_t row) const { return reinterpret_cast<const float*>(shared + kUpAt)[row]; }
+    KVK_DEVICE_FN float prescale(uint32_t row) const { return reinterpret_cast<const float*>(shared + kUpAt)[row]; }
     KVK_DEVICE_FN TokenScale* tokens() const { return reinterpret_cast<TokenScale*>(shared + kTokensAt); }
   };
 
@@ -62,7 +62,7 @@ struct Prefill {
     if (lane_index() < kOwnRows) {
       const void* from = query_row(b.p, b.work, b.work.row_start + (row < b.rows ? row : b.rows - 1));
       uint8_t* to = b.shared + row * kStride;
-      const float up = half ? b.up(row) : 1.0f;
+      const float prescale = half ? b.prescale(row) : 1.0f;
 #pragma unroll 2
       for (uint32_t channel = 0; channel < kDim; channel += 8) {
         float x[8];
@@ -70,7 +70,7 @@ struct Prefill {
         load_turned(b.p.a, from, turn, channel, x);
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i)
-          words.w[i] = half ? pack_halves(x[2 * i] * up, x[2 * i + 1] * up) : pack_bf16(x[2 * i], x[2 * i + 1]);
+          words.w[i] = half ? pack_halves(x[2 * i] * prescale, x[2 * i + 1] * prescale) : pack_bf16(x[2 * i], x[2 * i + 1]);
         *reinterpret_cast<Words4*>(to + 2 * channel) = words;
       }
     }
@@ -197,23 +197,23 @@ struct Prefill {
   }
 
   template <bool kBf16Operands>
-  static KVK_DEVICE_FN void scores(const uint8_t* shared, float (&score)[kHigh][kBlocks][4]) {
+  static KVK_DEVICE_FN void scores(const uint8_t* shared, float (&score)[kMTiles][kBlocks][4]) {
     const uint32_t lane = lane_index();
     const uint8_t* queries = shared + (warp_index() * kOwnRows + lane % 16) * kStride + lane / 16 * 16;
     const uint8_t* keys = shared + kKeysAt + (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 16;
 #pragma unroll
-    for (uint32_t i = 0; i < kHigh * kBlocks * 4; ++i) score[i / 4 / kBlocks][i / 4 % kBlocks][i % 4] = 0;
+    for (uint32_t i = 0; i < kMTiles * kBlocks * 4; ++i) score[i / 4 / kBlocks][i / 4 % kBlocks][i % 4] = 0;
 #pragma unroll
     for (uint32_t step = 0; step < kDim / 16; ++step) {
-      uint32_t a[kHigh][4];
+      uint32_t a[kMTiles][4];
 #pragma unroll
-      for (uint32_t high = 0; high < kHigh; ++high) load_matrices(a[high], queries + 16 * high * kStride + 32 * step);
+      for (uint32_t high = 0; high < kMTiles; ++high) load_matrices(a[high], queries + 16 * high * kStride + 32 * step);
 #pragma unroll
       for (uint32_t j = 0; j < kBlocks; j += 2) {
         uint32_t m[4];
         load_matrices(m, keys + 8 * j * kStride + 32 * step);
 #pragma unroll
-        for (uint32_t high = 0; high < kHigh; ++high) {
+        for (uint32_t high = 0; high < kMTiles; ++high) {
           multiply<kBf16Operands>(score[high][j], a[high], m[0], m[1]);
           multiply<kBf16Operands>(score[high][j + 1], a[high], m[2], m[3]);
         }
@@ -222,7 +222,7 @@ struct Prefill {
   }
 
   template <bool kBf16Operands>
-  static KVK_DEVICE_FN void add_values(const uint8_t* shared, const uint32_t (&weight)[kHigh][kBlocks / 2][4], State& state) {
+  static KVK_DEVICE_FN void add_values(const uint8_t* shared, const uint32_t (&weight)[kMTiles][kBlocks / 2][4], State& state) {
     const uint32_t lane = lane_index();
     const uint8_t* values = shared + kValuesAt + lane % 16 * kStride + lane / 16 * 16;
 #pragma unroll
@@ -232,7 +232,7 @@ struct Prefill {
         uint32_t m[4];
         load_matrices_transposed(m, values + 16 * step * kStride + 16 * i);
 #pragma unroll
-        for (uint32_t high = 0; high < kHigh; ++high) {
+        for (uint32_t high = 0; high < kMTiles; ++high) {
           multiply<kBf16Operands>(state.sum[high][i], weight[high][step], m[0], m[1]);
           multiply<kBf16Operands>(state.sum[high][i + 1], weight[high][step], m[2], m[3]);
         }
@@ -241,38 +241,39 @@ struct Prefill {
 
   // Scores to weights. All rows see all keys of most tiles.
   template <bool kBf16Operands, bool kCodes>
-  static KVK_DEVICE_FN void soften(const Block& b, const Walk& walk, const Tile& tile, float (&score)[kHigh][kBlocks][4],
-                                   uint32_t (&weight)[kHigh][kBlocks / 2][4], State& state) {
+  static KVK_DEVICE_FN void online_softmax(const Block& b, const TileIterator& tiles, const Tile& tile,
+                                           float (&score)[kMTiles][kBlocks][4], uint32_t (&weight)[kMTiles][kBlocks / 2][4],
+                                           State& state) {
     const kvk_attention& a = b.p.a;
     const auto count = static_cast<int32_t>(tile.count);
-    const bool all = count == kTokens && (a.causal == 0 || tile.first_key + count - 1 <= walk.least()) &&
-                     (a.window == 0 || tile.first_key > walk.most() - a.window);
+    const bool all = count == kTokens && (a.causal == 0 || tile.first_key + count - 1 <= tiles.least()) &&
+                     (a.window == 0 || tile.first_key > tiles.most() - a.window);
 #pragma unroll
-    for (uint32_t high = 0; high < kHigh; ++high) {
+    for (uint32_t high = 0; high < kMTiles; ++high) {
       const uint32_t row = warp_index() * kOwnRows + 16 * high + lane_index() / 4;
-      float factor[2] = {a.scale, a.scale}, down[2];
+      float factor[2] = {a.scale, a.scale}, rescale[2];
       const float bias[2] = {0, 0};
       if constexpr (!kBf16Operands) {  // a power of two: its reciprocal is exact
-        factor[0] *= float_of((254u << 23) - bits_of(b.up(row)));
-        factor[1] *= float_of((254u << 23) - bits_of(b.up(row + 8)));
+        factor[0] *= float_of((254u << 23) - bits_of(b.prescale(row)));
+        factor[1] *= float_of((254u << 23) - bits_of(b.prescale(row + 8)));
       }
       in_base_2(a, factor, bias, score[high]);
       if (!all) {
         const Seen keys[2] = {seen(a, b.position(row), tile.first_key, count),
                               seen(a, b.position(row + 8), tile.first_key, count)};
-        hide(keys, score[high]);
+        apply_mask(keys, score[high]);
       }
-      weigh<kBf16Operands, kCodes>(b.tokens(), 0.0f, score[high], state.row[high], down, weight[high]);
+      exp_and_pack<kBf16Operands, kCodes>(b.tokens(), 0.0f, score[high], state.row[high], rescale, weight[high]);
 #pragma unroll
-      for (uint32_t i = 0; i < kDim / 2; ++i) state.sum[high][i / 4][i % 4] *= down[i % 4 / 2];
+      for (uint32_t i = 0; i < kDim / 2; ++i) state.sum[high][i / 4][i % 4] *= rescale[i % 4 / 2];
     }
   }
 
   // One tile: K is there or on its way; V is asked for while K is multiplied, the next tile's K while V is. Returns the next
   // tile.
   template <bool kBf16Operands, bool kCodes>
-  static KVK_DEVICE_FN Tile compute(const Block& b, const Tile& tile, Walk& walk, State& state) {
-    const kvk_segment& s = walk.segment(tile);
+  static KVK_DEVICE_FN Tile compute(const Block& b, const Tile& tile, TileIterator& tiles, State& state) {
+    const kvk_segment& s = tiles.segment(tile);
     if (state.held_half != !kBf16Operands || state.held_turn != s.turn) {
       make_queries(b, s.turn, !kBf16Operands);
       state.held_half = !kBf16Operands, state.held_turn = s.turn;
@@ -284,15 +285,15 @@ struct Prefill {
     uint32_t token = 0;
     if (kCodes && thread_index() < kTokens) token = load_token_scale(s, b.work.kv_head, tile, thread_index());
     if constexpr (kCodes) expand_any<false>(b, s, tile);
-    float score[kHigh][kBlocks][4];
+    float score[kMTiles][kBlocks][4];
     scores<kBf16Operands>(b.shared, score);
     if (kCodes && thread_index() < kTokens) b.tokens()[thread_index()] = token_scale(token, tile.kind == kInt8 ? 128.0f : 8.0f);
     copy_wait<0>();
     sync_block();  // V is there for all, K's place is free
-    uint32_t weight[kHigh][kBlocks / 2][4];
-    soften<kBf16Operands, kCodes>(b, walk, tile, score, weight, state);
-    const Tile then = walk.next(kTokens, kTokens);
-    if (then.count != 0) load_any(b, walk.segment(then), then, false);
+    uint32_t weight[kMTiles][kBlocks / 2][4];
+    online_softmax<kBf16Operands, kCodes>(b, tiles, tile, score, weight, state);
+    const Tile then = tiles.next(kTokens, kTokens);
+    if (then.count != 0) load_any(b, tiles.segment(then), then, false);
     copy_commit();
     if constexpr (kCodes) expand_any<true>(b, s, tile);
     add_values<kBf16Operands>(b.shared, weight, state);
@@ -302,18 +303,18 @@ struct Prefill {
   // ------------------------------------------------------------------------------------------------ a block
 
   // The warp's rows of the result to shared memory, in the layout of cuda/merge.h.
-  static KVK_DEVICE_FN void leave(const State& state, float* to) {
+  static KVK_DEVICE_FN void store_partial(const State& state, float* to) {
     const uint32_t group = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * kHigh; ++i) {
+    for (uint32_t i = 0; i < 2 * kMTiles; ++i) {
       const uint32_t high = i / 2, h = i % 2, row = warp_index() * kOwnRows + 16 * high + 8 * h + group;
-      const float total = sum_of_row(state.row[high][h].total), shift = sum_of_row(state.row[high][h].shift);
+      const float row_sum = sum_of_row(state.row[high][h].row_sum), shift = sum_of_row(state.row[high][h].shift);
 #pragma unroll
       for (uint32_t j = 0; j < kDim / 8; ++j) {
         to[row * kDim + 8 * j + 2 * t] = state.sum[high][j][2 * h] + shift;
         to[row * kDim + 8 * j + 2 * t + 1] = state.sum[high][j][2 * h + 1] + shift;
       }
-      if (t == 0) to[kRows * kDim + row] = state.row[high][h].reference, to[kRows * (kDim + 1) + row] = total;
+      if (t == 0) to[kRows * kDim + row] = state.row[high][h].reference, to[kRows * (kDim + 1) + row] = row_sum;
     }
   }
 
@@ -333,28 +334,28 @@ struct Prefill {
     sync_block();
     State state;
 #pragma unroll
-    for (uint32_t i = 0; i < kHigh * kDim / 2; ++i) state.sum[i / (kDim / 2)][i / 4 % (kDim / 8)][i % 4] = 0;
+    for (uint32_t i = 0; i < kMTiles * kDim / 2; ++i) state.sum[i / (kDim / 2)][i / 4 % (kDim / 8)][i % 4] = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * kHigh; ++i) state.row[i / 2][i % 2] = {-kInfinity, 0, 0};
+    for (uint32_t i = 0; i < 2 * kMTiles; ++i) state.row[i / 2][i % 2] = {-kInfinity, 0, 0};
     state.held_turn = nullptr, state.held_half = 2;
 
-    auto* way = reinterpret_cast<Way*>(shared + kWaysAt) + warp_index();
-    Walk walk(p.a, sequence, *way, work.split * step, (work.split + 1) * step, b.rows,
-              [&](uint32_t row) { return b.position(row); });
-    Tile tile = walk.next(kTokens, kTokens);
-    if (tile.count != 0) load_any(b, walk.segment(tile), tile, false);
+    auto* place = reinterpret_cast<TileIteratorState*>(shared + kIteratorsAt) + warp_index();
+    TileIterator tiles(p.a, sequence, *place, work.split * step, (work.split + 1) * step, b.rows,
+                       [&](uint32_t row) { return b.position(row); });
+    Tile tile = tiles.next(kTokens, kTokens);
+    if (tile.count != 0) load_any(b, tiles.segment(tile), tile, false);
     copy_commit();
     while (tile.count != 0) {
       if (is_quantised(tile.kind))
-        tile = compute<false, true>(b, tile, walk, state);
+        tile = compute<false, true>(b, tile, tiles, state);
       else if (kHasBf16 && tile.kind == kBf16)
-        tile = compute<kHasBf16, false>(b, tile, walk, state);
+        tile = compute<kHasBf16, false>(b, tile, tiles, state);
       else
-        tile = compute<false, false>(b, tile, walk, state);
+        tile = compute<false, false>(b, tile, tiles, state);
     }
     copy_wait<0>();
     sync_block();
-    leave(state, reinterpret_cast<float*>(shared));
+    store_partial(state, reinterpret_cast<float*>(shared));
     sync_block();
     finish_or_leave(p, work, {reinterpret_cast<const float*>(shared), 1, kRows, kDim, 0}, b.rows, used > 1 ? used : 1,
                     reinterpret_cast<uint32_t*>(shared + kLastAt));

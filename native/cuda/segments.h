@@ -1,6 +1,6 @@
-// A warp's walk over the segments of a sequence, one tile of keys after the other, in device memory.
+// A warp's way over the segments of a sequence, one tile of keys after the other, in device memory.
 //
-// Owns which keys a stretch has and where they lie. Two descriptions are held in shared memory, of the segment that is computed
+// Owns which keys a split has and where they lie. Two descriptions are held in shared memory, of the segment that is computed
 // and of the one that is loaded; the next one is on its way into registers. Invariant: a tile lies in one segment; one of 32
 // codes at most also in one group of tokens that share K's scales, since it begins at a multiple of 32 or ends there.
 #pragma once
@@ -27,7 +27,7 @@ struct Tile {
   int64_t first_key;  // position of the first
 };
 
-// The keys of a sequence, and a stretch of them, counted through the segments, then the tail.
+// The keys of a sequence, and a split of them, counted through the segments, then the tail.
 KVK_DEVICE_FN uint64_t keys_of(const kvk_sequence& sequence) {
   const uint32_t lane = lane_index();
   uint64_t keys = lane == 0 ? sequence.tail.tokens : 0;
@@ -36,8 +36,8 @@ KVK_DEVICE_FN uint64_t keys_of(const kvk_sequence& sequence) {
   return keys;
 }
 
-// A walk's place in shared memory, one for each warp that walks: it costs no registers between tiles.
-struct alignas(16) Way {
+// An iterator's place in shared memory, one for each warp: it costs no registers between tiles.
+struct alignas(16) TileIteratorState {
   kvk_segment held[2];
   const kvk_segment* segments;
   const kvk_segment* tail;
@@ -49,57 +49,57 @@ struct alignas(16) Way {
   } now;
 };
 
-class Walk {
+class TileIterator {
  public:
   // Over keys start..stop, for `rows` that look from position(row).
   template <class Position>
-  KVK_DEVICE_FN Walk(const kvk_attention& a, const kvk_sequence& sequence, Way& way, uint64_t start, uint64_t stop, uint32_t rows,
-                     Position position)
-      : a_(a), way_(way) {
-    Way::Now now = find(sequence, start);
+  KVK_DEVICE_FN TileIterator(const kvk_attention& a, const kvk_sequence& sequence, TileIteratorState& state, uint64_t start,
+                             uint64_t stop, uint32_t rows, Position position)
+      : a_(a), state_(state) {
+    TileIteratorState::Now now = find(sequence, start);
     if (lane_index() == 0) {
       int64_t least = position(0), most = least;
       for (uint32_t row = 1; row < rows; ++row) {
         const int64_t one = position(row);
         least = one < least ? one : least, most = one > most ? one : most;
       }
-      way.segments = sequence.segments, way.tail = &sequence.tail, way.count = sequence.count;
-      way.start = start, way.stop = stop, way.least = least, way.most = most, way.now = now;
+      state.segments = sequence.segments, state.tail = &sequence.tail, state.count = sequence.count;
+      state.start = start, state.stop = stop, state.least = least, state.most = most, state.now = now;
     }
     sync_warp();
     fetch(now.index);
   }
 
-  KVK_DEVICE_FN const kvk_segment& segment(const Tile& tile) const { return way_.held[tile.slot]; }
-  KVK_DEVICE_FN int64_t least() const { return way_.least; }
-  KVK_DEVICE_FN int64_t most() const { return way_.most; }
+  KVK_DEVICE_FN const kvk_segment& segment(const Tile& tile) const { return state_.held[tile.slot]; }
+  KVK_DEVICE_FN int64_t least() const { return state_.least; }
+  KVK_DEVICE_FN int64_t most() const { return state_.most; }
 
   // The next tile, of at most `wide` tokens for 16-bit elements and `quantised_wide` for codes. The tile before it may still be
   // in use, the one before that not.
   KVK_DEVICE_FN Tile next(uint32_t wide, uint32_t quantised_wide) {
-    Way::Now now = way_.now;
+    TileIteratorState::Now now = state_.now;
     while (now.token >= now.token_stop) {
-      if (now.index > way_.count || now.key >= way_.stop) return {0, 0, 0, kHalf, 0};
+      if (now.index > state_.count || now.key >= state_.stop) return {0, 0, 0, kHalf, 0};
       now.slot = now.returned ^ 1;
-      settle(way_.held[now.slot]);
+      settle(state_.held[now.slot]);
       fetch(++now.index);
-      clip(way_.held[now.slot], now);
+      clip(state_.held[now.slot], now);
     }
-    const kvk_segment& s = way_.held[now.slot];
+    const kvk_segment& s = state_.held[now.slot];
     const Kind kind = kind_of(a_, s.codec);
     const uint32_t most = is_quantised(kind) ? quantised_wide - now.token % quantised_wide : wide;
     const uint32_t left = now.token_stop - now.token, count = left < most ? left : most, token = now.token;
     now.token += count;
     now.returned = now.slot;
     sync_warp();  // all have read what is written now
-    if (lane_index() == 0) way_.now = now;
+    if (lane_index() == 0) state_.now = now;
     sync_warp();
     return {now.slot, token, count, kind, s.new_position + static_cast<int64_t>(token - s.first)};
   }
 
  private:
-  // The first segment that reaches into the stretch: each lane adds up a run of segments, one lane's run has it.
-  static KVK_DEVICE_FN Way::Now find(const kvk_sequence& sequence, uint64_t start) {
+  // The first segment that reaches into the split: each lane adds up a run of segments, one lane's run has it.
+  static KVK_DEVICE_FN TileIteratorState::Now find(const kvk_sequence& sequence, uint64_t start) {
     const uint32_t lane = lane_index();
     const uint64_t run = (sequence.count + 31) / 32, first = lane * run;
     const uint64_t last = first + run < sequence.count ? first + run : sequence.count;
@@ -122,8 +122,8 @@ class Walk {
 
   // Asks for the description of a segment (count: the tail): a word or two for each lane.
   KVK_DEVICE_FN void fetch(uint64_t index) {
-    if (index > way_.count) return;
-    const auto* words = reinterpret_cast<const uint32_t*>(index < way_.count ? way_.segments + index : way_.tail);
+    if (index > state_.count) return;
+    const auto* words = reinterpret_cast<const uint32_t*>(index < state_.count ? state_.segments + index : state_.tail);
     ahead_[0] = words[lane_index()];
     if (lane_index() < kWords - 32) ahead_[1] = words[lane_index() + 32];
   }
@@ -134,13 +134,14 @@ class Walk {
     if (lane_index() < kWords - 32) words[lane_index() + 32] = ahead_[1];
     sync_warp();
   }
-  // The tokens of the segment that belong to the stretch and that some row may see.
-  KVK_DEVICE_FN void clip(const kvk_segment& s, Way::Now& now) const {
-    const uint64_t end = now.key + s.tokens, start = way_.start, stop = way_.stop;
+  // The tokens of the segment that belong to the split and that some row may see.
+  KVK_DEVICE_FN void clip(const kvk_segment& s, TileIteratorState::Now& now) const {
+    const uint64_t end = now.key + s.tokens, start = state_.start, stop = state_.stop;
     int64_t from = start > now.key ? static_cast<int64_t>(start - now.key) : 0;
     int64_t to = static_cast<int64_t>((end < stop ? end : stop) - now.key);
-    if (a_.causal != 0 && to > way_.most - s.new_position + 1) to = way_.most - s.new_position + 1;
-    if (a_.window != 0 && from < way_.least - s.new_position - a_.window + 1) from = way_.least - s.new_position - a_.window + 1;
+    if (a_.causal != 0 && to > state_.most - s.new_position + 1) to = state_.most - s.new_position + 1;
+    if (a_.window != 0 && from < state_.least - s.new_position - a_.window + 1)
+      from = state_.least - s.new_position - a_.window + 1;
     now.key = end;
     now.token = from < to ? s.first + static_cast<uint32_t>(from) : 0;
     now.token_stop = from < to ? s.first + static_cast<uint32_t>(to) : 0;
@@ -150,7 +151,7 @@ class Walk {
   static_assert(sizeof(kvk_segment) % 4 == 0 && kWords > 32 && kWords <= 64);
 
   const kvk_attention& a_;
-  Way& way_;
+  TileIteratorState& state_;
   uint32_t ahead_[2] = {0, 0};
 };
 

@@ -37,7 +37,7 @@ KVK_DEVICE_FN void in_base_2(const kvk_attention& a, const float (&factor)[2], c
 
 // Keys that a row does not see get the score -infinity.
 template <uint32_t kBlocks>
-KVK_DEVICE_FN void hide(const Seen (&keys)[2], float (&score)[kBlocks][4]) {
+KVK_DEVICE_FN void apply_mask(const Seen (&keys)[2], float (&score)[kBlocks][4]) {
   const auto t = static_cast<int32_t>(lane_index() % 4);
 #pragma unroll
   for (uint32_t i = 0; i < 4 * kBlocks; ++i) {
@@ -49,25 +49,25 @@ KVK_DEVICE_FN void hide(const Seen (&keys)[2], float (&score)[kBlocks][4]) {
 // Scores become weights in 16 bits, as the next product's operand; `down` is what the rows' sums are to be multiplied by. Where
 // values are codes (kQuantised) that come as kAbove + code - centre, the rows' shifts take both back.
 template <bool kBf16Weights, bool kQuantised, uint32_t kBlocks>
-KVK_DEVICE_FN void weigh(const TokenScale* tokens, float above, float (&score)[kBlocks][4], Row (&rows)[2], float (&down)[2],
-                         uint32_t (&weight)[kBlocks / 2][4]) {
+KVK_DEVICE_FN void exp_and_pack(const TokenScale* tokens, float above, float (&score)[kBlocks][4], Row (&rows)[2],
+                                float (&rescale)[2], uint32_t (&weight)[kBlocks / 2][4]) {
   const uint32_t t = lane_index() % 4;
 #pragma unroll
   for (uint32_t h = 0; h < 2; ++h) {
     Row& row = rows[h];
-    float most = -kInfinity;
+    float row_max = -kInfinity;
     if constexpr (kQuantised) forget_memory();
 #pragma unroll
     for (uint32_t j = 0; j < kBlocks; ++j)
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
         const float reach = score[j][2 * h + i] + (kQuantised ? tokens[8 * j + 2 * t + i].log : 0.0f);
-        most = reach > most ? reach : most;
+        row_max = reach > row_max ? reach : row_max;
       }
-    most = largest_of_row(most);
-    const float now = most > row.reference ? most : row.reference, from = now == -kInfinity ? 0.0f : now;
-    down[h] = factor_of(row.reference, now);
-    row.reference = now, row.total *= down[h], row.shift *= down[h];
+    row_max = largest_of_row(row_max);
+    const float now = row_max > row.reference ? row_max : row.reference, from = now == -kInfinity ? 0.0f : now;
+    rescale[h] = factor_of(row.reference, now);
+    row.reference = now, row.row_sum *= rescale[h], row.shift *= rescale[h];
     if constexpr (kQuantised) forget_memory();
 #pragma unroll
     for (uint32_t j = 0; j < kBlocks; ++j) {
@@ -75,7 +75,7 @@ KVK_DEVICE_FN void weigh(const TokenScale* tokens, float above, float (&score)[k
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
         x[i] = exp2_fast(score[j][2 * h + i] - from);
-        row.total += x[i];
+        row.row_sum += x[i];
         if constexpr (kQuantised) {
           const TokenScale& token = tokens[8 * j + 2 * t + i];
           row.shift += x[i] * token.shift;

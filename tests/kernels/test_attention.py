@@ -29,8 +29,8 @@ def path(request, monkeypatch):
 
 
 def multiplied_as_integers(case: Case, held: set[str]) -> bool:
-    """Whether paths without VNNI take codes as integers (cpu/few_words.h, cpu/tile_words.h): whole lines of
-    32 bytes."""
+    """Whether paths without VNNI take codes as integers (cpu/decode_int_avx2.h, cpu/prefill_int_avx2.h):
+    whole lines of 32 bytes."""
     return case.head_dim % (32 if "int8" in held else 64) == 0 and case.head_dim <= 256
 
 

@@ -87,7 +87,7 @@ std::shared_ptr<ssl_ctx_st> TlsIdentity::context() const {
 }
 
 TlsStream::TlsStream(int socket, const TlsIdentity& identity, const std::string& node)
-    : socket_(socket), context_(identity.context()), generation_(identity.generation()), ssl_(begin(node)), in_(kInBytes) {}
+    : socket_(socket), generation_(identity.generation()), context_(identity.context()), ssl_(begin(node)), in_(kInBytes) {}
 
 ssl_st* TlsStream::begin(const std::string& node) {
   const OpenSsl& o = openssl();

@@ -63,8 +63,8 @@ class TlsStream {
   void write(std::span<const std::byte> bytes);
 
   const int socket_;
+  const uint64_t generation_;  // taken before the context: never newer than it
   const std::shared_ptr<ssl_ctx_st> context_;
-  const uint64_t generation_;
   ssl_st* const ssl_;
   std::vector<std::byte> in_, out_, staged_;
   size_t in_at_ = 0, in_end_ = 0;

@@ -1,4 +1,4 @@
-// What a few rows ask of memory while they are computed (cpu/tile_few.h, cpu/few_floats.h).
+// What a few rows ask of memory while they are computed (cpu/decode_int_vnni.h, cpu/decode_float_avx2.h).
 //
 // Owns the order and the pace of the requests for the next tile; reads nothing. Invariant: a request never faults, so one for
 // memory that is not there does no harm.

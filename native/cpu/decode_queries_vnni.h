@@ -1,11 +1,11 @@
-// The queries of a few rows as 16-bit integers with K's scales in them (cpu/tile_few.h).
+// The queries of a few rows as 16-bit integers with K's scales in them (cpu/decode_int_vnni.h).
 //
 // Owns the order in which codes come out of their words: the 8 or 4 bits at the same place of all 16-bit words are a "plane", and
 // queries have that order here. What is had of four rows is one register, lane 4 * i + row. Invariant: no sum of products with
 // codes overflows for head_dim <= kFewHeadDim.
 #pragma once
 
-#include "cpu/few_stream.h"
+#include "cpu/decode_prefetch.h"
 #include "cpu/tile_vnni.h"
 
 namespace kvk {

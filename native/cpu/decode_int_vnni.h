@@ -8,7 +8,7 @@
 // nobody.
 #pragma once
 
-#include "cpu/few_queries.h"
+#include "cpu/decode_queries_vnni.h"
 
 namespace kvk {
 namespace {
@@ -140,17 +140,17 @@ inline SeenByFew seen_by_few(const kvk_attention& a, const Task& task, const Til
 
 // Brings sums and totals of rows r..r + 3 to their new largest scores; returns the totals.
 inline __m512 bring_to(__m512 now, uint32_t width, uint32_t r, Scratch& s) {
-  const __m512 before = by_row(s.most + r), total = by_row(s.total + r);
+  const __m512 before = by_row(s.row_max + r), total = by_row(s.row_sum + r);
   const __mmask16 more = _mm512_cmp_ps_mask(now, before, _CMP_GT_OQ);
   if (more == 0) return total;
-  alignas(16) float down[kFew];  // where nothing was seen before, the sums are 0, or NaN
+  alignas(16) float rescale[kFew];  // where nothing was seen before, the sums are 0, or NaN
   const __m512 less = _mm512_mask_mov_ps(_mm512_set1_ps(1), more, exp2(_mm512_sub_ps(before, now)));
-  store_by_row(less, down);
-  store_by_row(now, s.most + r);
+  store_by_row(less, rescale);
+  store_by_row(now, s.row_max + r);
   for (uint32_t i = 0; i < kFew; ++i)
     for (uint32_t j = 0; j < width; j += 16) {
       float* sum = s.sum + (r + i) * width + j;
-      _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(down[i])));
+      _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(rescale[i])));
     }
   return _mm512_mul_ps(total, less);
 }
@@ -194,7 +194,7 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
   const uint32_t fours = round_up(tile.count, 8) / 4;
   const __m512 never = _mm512_set1_ps(-__builtin_inff());
   float* scores = s.scores + r * kFewTile;
-  const __m512 now = _mm512_max_ps(largest_few<kAll>(a, keys, fours, scores), by_row(s.most + r));
+  const __m512 now = _mm512_max_ps(largest_few<kAll>(a, keys, fours, scores), by_row(s.row_max + r));
   const __m512 total = bring_to(now, a.head_dim, r, s);
   const __m512 least = _mm512_mask_mov_ps(now, _mm512_cmp_ps_mask(now, never, _CMP_EQ_OQ), _mm512_setzero_ps());
   const uint16_t* scales = at(segment.v_scale, tile.kv_head * segment.v_scale_head_stride) + tile.start;
@@ -221,7 +221,7 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
     all = _mm512_add_ps(all, folded);
     _mm512_store_ps(scores + 16 * i, folded);
   }
-  store_by_row(_mm512_add_ps(total, row_sum(added)), s.total + r);
+  store_by_row(_mm512_add_ps(total, row_sum(added)), s.row_sum + r);
   most = row_most(most);
   const __m512 one = _mm512_mul_ps(most, _mm512_set1_ps(1 / kFewLargest)), per_step = steps_in(most);
   __m512i whole = _mm512_setzero_si512();

@@ -16,13 +16,13 @@ using V = Vector;
 constexpr uint32_t kPanelRows = V::kLanes == 16 ? 4 : 6, kPanelColumns = V::kLanes == 16 ? 64 : 16;  // what the registers hold
 
 // out[r][j] (+)= sum over k of a[r][k] * b[k][j], for `kWide` vectors of j.
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline void multiply_panel(const float* a, uint32_t a_stride, const float* b, int64_t b_stride, uint32_t depth, float* out,
                            uint32_t out_stride) {
-  V::T sum[kHigh][kWide];
-  const float* row[kHigh];
+  V::T sum[kMTiles][kWide];
+  const float* row[kMTiles];
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r) {
+  for (uint32_t r = 0; r < kMTiles; ++r) {
     row[r] = a + r * a_stride;
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = kAdd ? V::load(out + r * out_stride + j * V::kLanes) : V::zero();
@@ -33,14 +33,14 @@ inline void multiply_panel(const float* a, uint32_t a_stride, const float* b, in
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) column[j] = V::load(b + j * V::kLanes);
 #pragma GCC unroll 8
-    for (uint32_t r = 0; r < kHigh; ++r) {
+    for (uint32_t r = 0; r < kMTiles; ++r) {
       const V::T factor = V::all(row[r][k]);
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = V::fma(factor, column[j], sum[r][j]);
     }
   }
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 4
     for (uint32_t j = 0; j < kWide; ++j) V::store(out + r * out_stride + j * V::kLanes, sum[r][j]);
 }
@@ -49,9 +49,9 @@ inline void multiply_panel(const float* a, uint32_t a_stride, const float* b, in
 template <uint32_t kWide, bool kAdd>
 inline void multiply_columns(const float* a, uint32_t a_stride, uint32_t rows, const float* b, int64_t b_stride, uint32_t depth,
                              float* out, uint32_t out_stride, Ahead& ahead) {
-  const auto panel = [&]<uint32_t kHigh>(uint32_t r) {
+  const auto panel = [&]<uint32_t kMTiles>(uint32_t r) {
     ahead.multiplying();
-    multiply_panel<kHigh, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride);
+    multiply_panel<kMTiles, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, out + r * out_stride, out_stride);
   };
   uint32_t r = 0;
   for (; r + kPanelRows <= rows; r += kPanelRows) panel.template operator()<kPanelRows>(r);

@@ -1,14 +1,14 @@
 // Tiles of int8 and int4 under a few query rows, as 16-bit integers by AVX2 alone (vpmaddwd): decoding where there is no VNNI.
 //
-// As cpu/tile_few.h with registers of half the width: queries with K's scales in them and weights with V's scales in them become
-// 16-bit integers with one step per row, keys and values are multiplied as they come, told apart by shifts. Where the shape does
-// not fit, cpu/few_floats.h takes the tile.
+// As cpu/decode_int_vnni.h with registers of half the width: queries with K's scales in them and weights with V's scales in them
+// become 16-bit integers with one step per row, keys and values are multiplied as they come, told apart by shifts. Where the
+// shape does not fit, cpu/decode_float_avx2.h takes the tile.
 //
 // Owns a tile's scores and sums. Invariant: no sum of products overflows for head_dim <= kFewHeadDim and kFewTile tokens; reads
 // no byte behind a key or value.
 #pragma once
 
-#include "cpu/few_softmax.h"
+#include "cpu/decode_softmax.h"
 
 namespace kvk {
 namespace {
@@ -249,12 +249,12 @@ inline void weights_words(uint32_t count, uint32_t r, float* step, float* shift,
 template <uint32_t kCodec, uint32_t kSlice>
 inline void add_four_values(Four value, const int32_t* weights, __m256i (*sum)[2]) {
   using W = Words<kCodec>;
-  constexpr bool kHigh = kSlice >= W::kCount / 2;
+  constexpr bool kMTiles = kSlice >= W::kCount / 2;
   constexpr uint32_t kPlane = 2 * kSlice % W::kCount;
 #pragma GCC unroll 2
   for (uint32_t i = 0; i < 2; ++i) {
     const __m256i a = load_codes_32(value.row(i)), b = load_codes_32(value.row(i + 2));
-    const __m256i both = kHigh ? _mm256_unpackhi_epi16(a, b) : _mm256_unpacklo_epi16(a, b);
+    const __m256i both = kMTiles ? _mm256_unpackhi_epi16(a, b) : _mm256_unpacklo_epi16(a, b);
     const __m256i one = W::template plane<kPlane>(both), other = W::template plane<kPlane + 1>(both);
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < kFew; ++r) {

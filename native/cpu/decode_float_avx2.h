@@ -2,13 +2,13 @@
 // or pairs comes first.
 //
 // Four rows at a time, and nothing laid out anew in memory: a key or value becomes floats in registers once and is multiplied
-// with four rows there, where cpu/tile_floats.h, which takes all other shapes, writes a tile of floats and transposes it. K's
-// scales go into the queries, V's into the weights; zero points are one number a row.
+// with four rows there, where cpu/prefill_float_avx2.h, which takes all other shapes, writes a tile of floats and transposes it.
+// K's scales go into the queries, V's into the weights; zero points are one number a row.
 //
 // Owns a tile's scores and sums. Invariant: reads no byte behind a key or value; rows beyond the last of four are zeros.
 #pragma once
 
-#include "cpu/few_softmax.h"
+#include "cpu/decode_softmax.h"
 
 namespace kvk {
 namespace {

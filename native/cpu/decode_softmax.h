@@ -1,10 +1,10 @@
-// Scores of four query rows become weights, for decoding with eight floats at once (cpu/few_floats.h).
+// Scores of four query rows become weights, for decoding with eight floats at once (cpu/decode_float_avx2.h).
 //
 // Owns the largest score, the sum and the rescaling of four rows. What is had of four rows lies [key][row], two keys a register.
 // Never reads keys or values. Invariant: rows beyond the last of four are computed from zeros and looked at by nobody.
 #pragma once
 
-#include "cpu/few_stream.h"
+#include "cpu/decode_prefetch.h"
 
 namespace kvk {
 namespace {
@@ -49,17 +49,17 @@ inline SeenByFour seen_by_four(const kvk_attention& a, const Task& task, const T
 
 // Brings sums and totals of rows r..r + 3 to their new largest scores; returns the totals.
 inline __m128 bring_four_to(__m128 now, uint32_t width, uint32_t r, Scratch& s) {
-  const __m128 before = _mm_loadu_ps(s.most + r), total = _mm_loadu_ps(s.total + r), more = _mm_cmpgt_ps(now, before);
+  const __m128 before = _mm_loadu_ps(s.row_max + r), total = _mm_loadu_ps(s.row_sum + r), more = _mm_cmpgt_ps(now, before);
   if (_mm_movemask_ps(more) == 0) return total;
-  alignas(16) float down[kFew];  // where nothing was seen before, the sums are 0, or NaN
+  alignas(16) float rescale[kFew];  // where nothing was seen before, the sums are 0, or NaN
   const __m128 power = _mm256_castps256_ps128(exp2<Floats8>(twice(_mm_sub_ps(before, now))));
   const __m128 less = _mm_blendv_ps(_mm_set1_ps(1), power, more);
-  _mm_store_ps(down, less);
-  _mm_storeu_ps(s.most + r, now);
+  _mm_store_ps(rescale, less);
+  _mm_storeu_ps(s.row_max + r, now);
   for (uint32_t i = 0; i < kFew; ++i)
     for (uint32_t j = 0; j < width; j += 8) {
       float* sum = s.sum + (r + i) * width + j;
-      _mm256_storeu_ps(sum, _mm256_mul_ps(_mm256_loadu_ps(sum), _mm256_set1_ps(down[i])));
+      _mm256_storeu_ps(sum, _mm256_mul_ps(_mm256_loadu_ps(sum), _mm256_set1_ps(rescale[i])));
     }
   return _mm_mul_ps(total, less);
 }
@@ -84,7 +84,7 @@ inline void softmax_four(const kvk_attention& a, const Tile& tile, const SeenByF
     }
     largest = _mm256_max_ps(one, largest), largest2 = _mm256_max_ps(other, largest2);
   }
-  const __m128 now = _mm_max_ps(most_of_keys(_mm256_max_ps(largest, largest2)), _mm_loadu_ps(s.most + r));
+  const __m128 now = _mm_max_ps(most_of_keys(_mm256_max_ps(largest, largest2)), _mm_loadu_ps(s.row_max + r));
   const __m128 total = bring_four_to(now, width, r, s);
   const __m256 least = twice(_mm_and_ps(now, _mm_cmpneq_ps(now, _mm256_castps256_ps128(never))));  // 0 where nothing is seen
   const uint16_t *scales = nullptr, *zeros = nullptr;
@@ -118,7 +118,7 @@ inline void softmax_four(const kvk_attention& a, const Tile& tile, const SeenByF
       _mm256_store_ps(at_key, weight);
     }
   }
-  _mm_storeu_ps(s.total + r, _mm_add_ps(total, sum_of_keys(added)));
+  _mm_storeu_ps(s.row_sum + r, _mm_add_ps(total, sum_of_keys(added)));
   _mm_store_ps(shift, sum_of_keys(bias));
 }
 

@@ -3,25 +3,25 @@
 //
 // As cpu/tile_vnni.h: K's scales go into the queries, V's into the weights, each row of which becomes 16-bit integers with one
 // step; zero points and the middle of the code range are one number a row. Codes are laid out once a tile, as words in pairs
-// along the sum. Shapes that do not fit (fits_words) become fp32 in cpu/tile_floats.h.
+// along the sum. Shapes that do not fit (fits_words) become fp32 in cpu/prefill_float_avx2.h.
 //
 // Owns a tile's scores and sums. Invariant: no sum of products overflows for head_dim <= kFewHeadDim and kTile tokens: 256
 // products of 32767 with 255 fit 31 bits. Reads no byte behind a key or value.
 #pragma once
 
-#include "cpu/few_words.h"
+#include "cpu/decode_int_avx2.h"
 
 namespace kvk {
 namespace {
 
 // out[r][j] (+)= shift[r] + step[r] * sum over k of the two products of a[r][k] with b[k][j]; pairs of words.
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline void multiply_words_panel(const int32_t* a, uint32_t a_stride, const uint32_t* b, uint32_t b_stride, uint32_t depth,
                                  const float* step, const float* shift, float* out, uint32_t out_stride) {
-  __m256i sum[kHigh][kWide];
-  const int32_t* row[kHigh];
+  __m256i sum[kMTiles][kWide];
+  const int32_t* row[kMTiles];
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r) {
+  for (uint32_t r = 0; r < kMTiles; ++r) {
     row[r] = a + r * a_stride;
 #pragma GCC unroll 2
     for (uint32_t j = 0; j < kWide; ++j) sum[r][j] = _mm256_setzero_si256();
@@ -31,14 +31,14 @@ inline void multiply_words_panel(const int32_t* a, uint32_t a_stride, const uint
 #pragma GCC unroll 2
     for (uint32_t j = 0; j < kWide; ++j) column[j] = _mm256_load_si256(reinterpret_cast<const __m256i*>(b + 8 * j));
 #pragma GCC unroll 8
-    for (uint32_t r = 0; r < kHigh; ++r) {
+    for (uint32_t r = 0; r < kMTiles; ++r) {
       const __m256i factor = _mm256_set1_epi32(row[r][k]);
 #pragma GCC unroll 2
       for (uint32_t j = 0; j < kWide; ++j) multiply_add(sum[r][j], column[j], factor);
     }
   }
 #pragma GCC unroll 8
-  for (uint32_t r = 0; r < kHigh; ++r)
+  for (uint32_t r = 0; r < kMTiles; ++r)
 #pragma GCC unroll 2
     for (uint32_t j = 0; j < kWide; ++j) {
       float* to = out + r * out_stride + 8 * j;
@@ -47,13 +47,13 @@ inline void multiply_words_panel(const int32_t* a, uint32_t a_stride, const uint
     }
 }
 
-template <uint32_t kHigh, uint32_t kWide, bool kAdd>
+template <uint32_t kMTiles, uint32_t kWide, bool kAdd>
 inline uint32_t multiply_words_rows(uint32_t r, uint32_t rows, const int32_t* a, uint32_t a_stride, const uint32_t* b,
                                     uint32_t b_stride, uint32_t depth, const float* step, const float* shift, float* out,
                                     uint32_t out_stride) {
-  for (; r + kHigh <= rows; r += kHigh)
-    multiply_words_panel<kHigh, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, step + r, shift + r,
-                                             out + r * out_stride, out_stride);
+  for (; r + kMTiles <= rows; r += kMTiles)
+    multiply_words_panel<kMTiles, kWide, kAdd>(a + r * a_stride, a_stride, b, b_stride, depth, step + r, shift + r,
+                                               out + r * out_stride, out_stride);
   return r;
 }
 
