@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.pool_bytes import flip_in_pool
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvstored" / "engines"
 ANSWER = "ANSWER "
@@ -25,6 +27,36 @@ def python_of(engine: str) -> Path:
     if not python.exists():
         pytest.skip(f"{engine} is not installed in {CACHE}; `make engines` does")
     return python
+
+
+def run_scene(daemon, arguments: list[str], env: dict[str, str], limit_s: float) -> None:
+    """A module run with the engines' Python, which asserts for itself and says PASSED. It asks for what only
+    a test can do by a line NEED …: flip HEX, or a method of the daemon's; each is answered by a line."""
+    process = subprocess.Popen(
+        [python_of("vllm"), "-m", *arguments], cwd=ROOT, env=env, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    watchdog = threading.Timer(limit_s, process.kill)
+    watchdog.start()
+    said: list[str] = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("NEED "):
+                what, *more = line.split()[1:]
+                if what == "flip":
+                    flip_in_pool(daemon.dir, bytes.fromhex(more[0]))
+                else:
+                    getattr(daemon, what)()
+                process.stdin.write("done\n")
+                process.stdin.flush()
+    finally:
+        watchdog.cancel()
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert said and said[-1] == "PASSED\n", said
 
 
 TINY = """

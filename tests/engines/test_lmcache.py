@@ -7,12 +7,10 @@ Method: the installed LMCache in processes of its own, its factory, its check to
 import json
 import os
 import subprocess
-import threading
 
 import pytest
 
-from tests.engines.conftest import CACHE, ROOT, python_of
-from tests.engines.pool_bytes import flip_in_pool
+from tests.engines.conftest import CACHE, ROOT, python_of, run_scene
 from tests.engines.signatures import differences, printed, recorded
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -74,31 +72,7 @@ def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
 @pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm"])
 def test_scene(daemon, scene):
     one = daemon(memory="64MiB" if scene == "locks" else "256MiB")
-    process = subprocess.Popen(
-        [python_of("vllm"), "-m", "tests.engines.lmcache_scene", scene, str(one.dir)], cwd=ROOT,
-        env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    watchdog = threading.Timer(RUN_S, process.kill)
-    watchdog.start()
-    said = []
-    try:
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("NEED "):
-                what, *more = line.split()[1:]
-                if what == "flip":
-                    flip_in_pool(one.dir, bytes.fromhex(more[0]))
-                else:
-                    getattr(one, what)()
-                process.stdin.write("done\n")
-                process.stdin.flush()
-    finally:
-        watchdog.cancel()
-        process.stdin.close()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert said and said[-1] == "PASSED\n", said
+    run_scene(one, ["tests.engines.lmcache_scene", scene, str(one.dir)], environment(), RUN_S)
 
 
 def test_the_base_classes_are_as_recorded():
