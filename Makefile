@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize
+.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -100,6 +100,9 @@ model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's
 
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
 	@$(PY) examples/demo.py
+
+demo-hosts: model ## three daemons as if on three hosts: a prompt through them, one killed, one frozen; ends clean
+	@$(PY) examples/demo_hosts.py
 
 serve: model ## a daemon, a server and its page on the example model, on loopback, until Ctrl-C
 	@$(PY) examples/serve.py

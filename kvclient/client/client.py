@@ -152,6 +152,11 @@ class KVClient:
         seconds = self._call(lambda native: native.load_estimate_s(length_bytes))
         return None if seconds < 0 else seconds
 
+    def peers_up(self) -> int:
+        """How many other hosts the daemon can ask now, a shared directory counted as one: get() with wait_s
+        finds what lies there, look-ups do not know of it."""
+        return self._call(lambda native: native.peers_up())
+
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id. A namespace holds 48.
         Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""

@@ -70,6 +70,9 @@ class TolerantClient(KVClient):
         seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)
         return None if seconds < 0 else seconds
 
+    def peers_up(self) -> int:
+        return self._tolerate(lambda native: native.peers_up(), lambda: 0)
+
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:

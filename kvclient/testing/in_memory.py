@@ -102,6 +102,10 @@ class InMemoryClient:
         check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         return None
 
+    def peers_up(self) -> int:
+        """0: there is no other host."""
+        return 0
+
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
     ) -> list[tuple[int, bytes]]:

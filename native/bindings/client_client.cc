@@ -210,6 +210,7 @@ void bind_client(nb::module_& m) {
       .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
       .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
+      .def("peers_up", &Client::peers_up)
       .def("create", create, nb::arg("keys").none(), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority,
            nb::arg("ttl_s") = 0, nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none(),
            nb::arg("attachment") = nb::none())

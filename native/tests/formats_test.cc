@@ -45,6 +45,7 @@ constexpr Field kFields[] = {
     FIELD(TableHeader, load_waiting_bytes),
     FIELD(TableHeader, load_latency_us),
     FIELD(TableHeader, score_ns),
+    FIELD(TableHeader, peers_up),
     FIELD(Record, control),
     FIELD(Record, sequence),
     FIELD(Record, expiry_s),

@@ -24,7 +24,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
 from kvclient.hf.connector.snapshots import StateMatch
 
-RESIDENT, ON_DISK = 2, 3  # a look-up's states
+MISSING, RESIDENT, ON_DISK = 0, 2, 3  # a look-up's states
 
 
 class BlockSpan(NamedTuple):
@@ -49,6 +49,7 @@ class PrefixMatch:
     handles: list[Any] = field(default_factory=list)  # what to release
     pending: set[int] = field(default_factory=set)  # indices of views that were still being written
     disk_tokens: int = 0  # of the views: what this request had loaded
+    peer_tokens: int = 0  # and what came from other hosts
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
@@ -72,25 +73,27 @@ class PrefixMatch:
             return
         self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
 
-    def extend_from_disk(self, client: Any, follow: bool, patience: Callable[[int, int], float]) -> None:
-        """Has what lies on disk behind the last block loaded, and takes it, if that is worth the wait for so
-        many tokens in so many blocks."""
+    def extend_from_below(self, client: Any, follow: bool, patience: Callable[[int, int], float]) -> None:
+        """Has what lies behind the last block on disk or on other hosts brought here, and takes it if that is
+        worth the wait for so many tokens in so many blocks."""
         start = len(self.views)
         if self.pending or start == len(self.chain):
             return
         states = client.lookup(self.chain[start:]).states
-        count = next((i for i, state in enumerate(states) if state not in (RESIDENT, ON_DISK)), len(states))
-        on_disk = states[:count].count(ON_DISK)
-        if not on_disk:
+        hopeful = (MISSING, RESIDENT, ON_DISK) if client.peers_up() else (RESIDENT, ON_DISK)
+        count = next((i for i, state in enumerate(states) if state not in hopeful), len(states))
+        absent = count - states[:count].count(RESIDENT)
+        if not absent:
             return
         stop = start + count
         tokens = self.starts[stop] - self.starts[start]
-        wait_s = patience(tokens, on_disk)
+        wait_s = patience(tokens, absent)
         if wait_s == 0:
             return
         self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
         taken = self.chain.token_counts[start : len(self.views)]
         self.disk_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == ON_DISK)
+        self.peer_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == MISSING)
 
     def _take(self, blocks: Any, start: int, stop: int) -> None:
         self.part, self.part_tokens = None, 0

@@ -246,7 +246,7 @@ class Request:
         for one in found:
             if read:
                 one.extend(self._client, len(one.chain), follow)
-                one.extend_from_disk(self._client, follow, self._worth_waiting_s)
+                one.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and served.non_prefix is not None:
                 one.extend_part(self._client)
             inside = self._inside = self._search(one, config) if read else []
@@ -348,8 +348,10 @@ class Request:
         report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
         if self._prefix is not None:
             report.reused_tokens = self._prefix.tokens
-            from_disk = min(self._prefix.tokens, sum(f.disk_tokens * len(f.group.rows) for f in self._found))
-            report.reused_by_tier.update(shm=self._prefix.tokens - from_disk, disk=from_disk)
+            left = self._prefix.tokens
+            left -= (from_disk := min(left, sum(f.disk_tokens * len(f.group.rows) for f in self._found)))
+            left -= (from_peer := min(left, sum(f.peer_tokens * len(f.group.rows) for f in self._found)))
+            report.reused_by_tier.update(shm=left, disk=from_disk, peer=from_peer)
             report.followed_tokens = self._prefix.followed_tokens
             report.full_tokens = self._prefix.full_tokens
         if self._blend is not None:

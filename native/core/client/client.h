@@ -162,6 +162,7 @@ class Client {
   void verify(BlockBatch& batch, std::span<const Key> keys);
   // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
   double load_estimate_s(uint64_t bytes) const;
+  uint64_t peers_up() const;  // other hosts that get() with a wait would ask
   std::shared_ptr<BlockWriter> create(const Create& request);
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }

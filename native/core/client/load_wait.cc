@@ -78,4 +78,6 @@ double Client::load_estimate_s(uint64_t bytes) const {
   return static_cast<double>(header.load_latency_us.load(std::memory_order_relaxed)) * 1e-6 + waiting / speed;
 }
 
+uint64_t Client::peers_up() const { return usable()->index.header().peers_up.load(std::memory_order_relaxed); }
+
 }  // namespace kv

@@ -234,6 +234,7 @@ struct TableHeader {
   std::atomic<uint64_t> load_waiting_bytes;
   std::atomic<uint64_t> load_latency_us;
   std::atomic<uint64_t> score_ns;  // that eviction scores count from: served, not passed
+  std::atomic<uint64_t> peers_up;  // other hosts that can be asked for blocks now, a shared directory is one; 0 in older pools
 };
 inline constexpr uint64_t kEpochRetired = ~0ull;
 

@@ -51,6 +51,7 @@ void Tier::stop() {
   {
     Lock lock(mutex_);
     for (auto& peer : peers_) {
+      become(*peer, State::Down);
       for (Stream& stream : peer->streams)
         if (stream.channel) stream.channel->cut();
       peer->work.notify_all();
@@ -182,7 +183,7 @@ void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
   stream.receiver = std::make_unique<BlockReceiver>(store_, window_, channel, owner_);
   lock.lock();
   peer.connects += 1, peer.failures = 0;
-  peer.state = State::Up;
+  become(peer, State::Up);
   peer.work.notify_all();
 }
 
@@ -245,6 +246,11 @@ void Tier::ended(Peer& peer, const Key& key, Outcome outcome) {
   if (stop_ || !send_on(key, flights_.at(key))) end_flight(key, true);
 }
 
+void Tier::become(Peer& peer, State state) {
+  store_.tell_peers((state == State::Up) - (peer.state == State::Up));
+  peer.state = state;
+}
+
 // It is left alone until a connection stands again; what waited for it is asked of others.
 void Tier::went_wrong(Peer& peer, Stream& stream, const Broken& error) {
   stream.receiver.reset(), stream.channel.reset();
@@ -258,7 +264,8 @@ void Tier::went_wrong(Peer& peer, Stream& stream, const Broken& error) {
   }
   const uint64_t pause_ms = std::min(kFirstPauseMs << std::min(peer.failures, 5u), kLongestPauseMs);
   peer.failures += 1, peer.retry_ms = now_ms() + pause_ms;
-  peer.state = State::Down, peer.why = error.what();
+  become(peer, State::Down);
+  peer.why = error.what();
   for (const auto& [place, key] : std::exchange(peer.queue, {}))
     if (!send_on(key, flights_.at(key))) end_flight(key, true);
   peer.work.notify_all();

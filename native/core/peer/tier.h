@@ -89,6 +89,7 @@ class Tier final : public Fetcher {
   void ping(Peer& peer, Stream& stream);
   void fetch_batch(Lock& lock, Peer& peer, Stream& stream, const std::vector<Key>& keys);
   std::vector<Key> take_batch(Peer& peer) const;
+  void become(Peer& peer, State state);
   void went_wrong(Peer& peer, Stream& stream, const Broken& error);
   void ended(Peer& peer, const Key& key, Outcome outcome);
   bool send_on(const Key& key, Flight& flight);

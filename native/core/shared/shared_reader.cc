@@ -52,11 +52,13 @@ void SharedReader::start() {
   owner_ = store_.open_owner();
   for (size_t i = 0; i < kReaders; ++i) threads_.emplace_back([this] { run(); });
   store_.attach_peers(this);
+  store_.tell_peers(1);
 }
 
 void SharedReader::stop() {
   if (!owner_ || stop_.exchange(true)) return;
   store_.attach_peers(next_);
+  store_.tell_peers(-1);
   {
     std::lock_guard lock(mutex_);
     work_.notify_all();

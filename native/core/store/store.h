@@ -111,6 +111,7 @@ class Store {
   void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
 
   // ---- other hosts' daemons: blocks read by them, and fetched from them
+  void tell_peers(int more) { index_.header().peers_up.fetch_add(static_cast<uint64_t>(more), std::memory_order_relaxed); }
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
   Presence promote(const Key& key, uint32_t priority);  // has it brought into memory by what lies below, or from a peer
   std::optional<ReadJob> begin_read(const Key& key);    // sealed or being written; its memory stays until end_read

@@ -105,6 +105,7 @@ Store::Store(const Options& options)
     adopt();
   else
     lay_out_new_table();
+  index_.header().peers_up.store(0, std::memory_order_relaxed);  // of this daemon there are none yet
   pool_.start(
       [this](uint64_t frontier) {
         Lock lock(mutex_);
