@@ -62,8 +62,9 @@ class Channel {
   void take_checked(const Frame& head, std::byte* to);  // throws Broken if the checksum differs
   static void expect(const Frame& head, Kind kind, uint64_t bytes);
 
-  bool hung_up() const;  // the other end is gone, or said what nobody asked for
-  void cut() const;      // from any thread: whoever waits on it gets Broken
+  bool buffered() const { return in_at_ != in_end_; }  // more has come already
+  bool hung_up() const;                                // the other end is gone, or said what nobody asked for
+  void cut() const;                                    // from any thread: whoever waits on it gets Broken
   int fd() const { return socket_.get(); }
 
  private:

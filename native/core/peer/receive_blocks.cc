@@ -28,19 +28,22 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     for (size_t i = 0; i < landings.size(); ++i)
       if (landings[i].outcome == Outcome::Open) give_up(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
     store_.settle();
+    tell();
   };
   try {
     channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request}, std::as_bytes(keys));
     channel_.flush();
     while (open) {
+      if (to_tell_ && !channel_.buffered()) tell();
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
       Landing& landing = landings[head.item];
       if (landing.outcome != Outcome::Open) malformed("more of a block that had ended");
       take_frame(head, landing);
-      if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open;
+      if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
       if (monotonic_ns() > end_ns) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
     }
+    tell();
   } catch (const Broken&) {
     fail_all();
     throw;
@@ -49,6 +52,11 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     throw Broken(Broken::Why::Gone, error.what());
   }
   return {bytes_};
+}
+
+void BlockReceiver::tell() {
+  to_tell_ = false;
+  store_.load_ended();
 }
 
 void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
@@ -149,7 +157,7 @@ void BlockReceiver::take_layer(const Frame& head, Landing& landing) {
   } catch (const Error&) {
     return give_up(landing, Outcome::Failed);
   }
-  if (landing.layers == 1) store_.load_ended();  // who waits for the block can follow it
+  to_tell_ |= landing.layers == 1;  // who waits for the block can follow it
 }
 
 void BlockReceiver::take_whole(Landing& landing) {

@@ -23,8 +23,8 @@ class BlockReceiver {
   struct Received {
     uint64_t bytes = 0;
   };
-  // `ended(i, outcome)` for each key as soon as it is known. Throws Broken, with every key ended: those open as Failed, their
-  // memory given back.
+  // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
+  // Throws Broken, with every key ended: those open as Failed, their memory given back.
   Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended);
 
  private:
@@ -44,6 +44,7 @@ class BlockReceiver {
     Layout layout;
   };
 
+  void tell();
   void take_frame(const Frame& head, Landing& landing);
   void take_layout(const Frame& head);
   void take_head(const Frame& head, Landing& landing);
@@ -61,6 +62,7 @@ class BlockReceiver {
   std::list<KnownLayout> layouts_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
+  bool to_tell_ = false;  // something became visible that nobody has been woken for
 };
 
 }  // namespace kv::peer

@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kStreams = 4;                    // to each peer
 constexpr size_t kFewKeys = 16;                   // of one request in any case: a prompt's blocks are followed together
+constexpr uint64_t kSmallBlockBytes = 16 << 10;   // of such ones all that wait go in one request: a stream is not the limit
 constexpr std::chrono::microseconds kLinger{50};  // who asks for one key asks for more: they go in one request
 constexpr size_t kMaxPeers = 64;                  // a bit each in Flight::asked
 constexpr size_t kMaxFlights = 4096;
@@ -200,7 +201,9 @@ void Tier::ping(Peer& peer, Stream& stream) {
 
 // What waits, or of much a fair part, so that the other streams have work too.
 std::vector<Key> Tier::take_batch(Peer& peer) const {
-  const size_t fair = std::max((peer.queue.size() + kStreams - 1) / kStreams, std::min(kFewKeys, peer.queue.size()));
+  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
+  const size_t fair =
+      small ? peer.queue.size() : std::max((peer.queue.size() + kStreams - 1) / kStreams, std::min(kFewKeys, peer.queue.size()));
   const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
   std::vector<Key> keys;
   while (keys.size() < most) {
@@ -213,17 +216,12 @@ std::vector<Key> Tier::take_batch(Peer& peer) const {
 void Tier::fetch_batch(Lock& lock, Peer& peer, Stream& stream, const std::vector<Key>& keys) {
   lock.unlock();
   const uint64_t began_ns = monotonic_ns();
-  bool all_missing = true;
   const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
-    all_missing &= outcome == Outcome::Missing;
-    {
-      Lock inner(mutex_);
-      ended(peer, keys[i], outcome);
-    }
-    store_.load_ended();
+    Lock inner(mutex_);
+    ended(peer, keys[i], outcome);
   });
   if (const uint64_t took_us = (monotonic_ns() - began_ns) / 1000; received.bytes && took_us) {
-    peer.fetch_bytes += received.bytes;
+    peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
     const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
     peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
     if (!store_.lower()) store_.tell_load_speed(peer.bytes_per_s, 0, peer.rtt_us);

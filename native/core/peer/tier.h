@@ -70,7 +70,7 @@ class Tier final : public Fetcher {
     std::string why;  // it was down last
     uint32_t failures = 0;
     uint64_t retry_ms = 0, in_flight = 0;
-    std::atomic<uint64_t> rtt_us{0}, bytes_per_s{0}, connects{0};
+    std::atomic<uint64_t> rtt_us{0}, bytes_per_s{0}, connects{0}, block_bytes{0};  // the last: of a block, lately
 #define X(name) std::atomic<uint64_t> name{0};
     KV_PEER_COUNTERS(X)
 #undef X
