@@ -10,6 +10,7 @@ calls: it says what the software costs, and nothing about a network.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ import kvclient
 from bench import machine
 from bench.raw_stream import Raw
 from kvclient.blocks.layout import Layout
+from kvclient.errors import BlockLost, Detached, Unavailable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import hosts_here
@@ -199,10 +201,10 @@ def first_layer(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def follow(client: Any, keys: list[bytes], seen: list[float]) -> None:
-    with client.get(keys, follow=True, wait_s=WAIT_S) as blocks:
+    with client.get(keys, follow=True, wait_s=WAIT_S) as blocks, contextlib.suppress(BlockLost):
         if blocks[0] is not None:
             blocks[0].wait_layer(0, timeout_s=WAIT_S)
-        seen.append(time.perf_counter())
+    seen.append(time.perf_counter())
 
 
 def failures(rounds: int) -> Iterator[dict[str, Any]]:
@@ -213,8 +215,9 @@ def failures(rounds: int) -> Iterator[dict[str, Any]]:
         for _ in range(min(rounds, 3)):
             with pair(False) as (hosts, one, two, _):
                 keys, seen = new_keys(1), []
-                with one.create(keys, one.register_layout(made)) as writer:
-                    two.register_layout(made)
+                gone = contextlib.suppress(Detached, Unavailable)  # the writer's own daemon is killed
+                two.register_layout(made)
+                with gone, one.create(keys, one.register_layout(made)) as writer:
                     thread = threading.Thread(target=follow, args=(two, keys, seen))
                     thread.start()
                     time.sleep(0.2)
@@ -222,11 +225,8 @@ def failures(rounds: int) -> Iterator[dict[str, Any]]:
                     hosts["a"].kill() if fate == "killed" else hosts["a"].freeze()
                     thread.join()
                     took.append(seen[0] - began)
-                    if fate == "frozen":
-                        hosts["a"].thaw()
-                        writer.abort()
-                    else:
-                        break
+                    hosts["a"].thaw() if fate == "frozen" else None
+                    writer.abort()
         yield {"what": f"peer {fate}: a waiting get answers", "reach": reach,
                "us": {"ours": round(max(took) * 1e6)}}  # fmt: skip
 
