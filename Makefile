@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts
+.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts cluster
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -128,7 +128,7 @@ engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store
 	@PYTHON="$(PYTHON)" .ci/engines
 	@$(PY) -m pytest -q -m engines tests/engines
 
-CONTENDERS ?= ours hf
+CONTENDERS ?= ours hf cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in network namespaces (downloads 60 MB beside the checkout, once) @.ci/cluster @$(PY) -m pytest -q engines tests/hosts/test_cluster.py
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)

@@ -20,6 +20,7 @@ import grpc
 from kvstored import __version__, _core, log
 from kvstored.access import peer_proxy, tenants
 from kvstored.access.authorization import Door, GuestsDoor, OwnersDoor
+from kvstored.cluster.sidecar import Sidecar
 from kvstored.config.config import Config
 from kvstored.config.sources import Sourced
 from kvstored.errors import ConfigError, StartupError, StoreError
@@ -135,6 +136,7 @@ class Daemon:
             self._watch.degraded,
             self._peers,
         )
+        self._fabric: Sidecar | None = None
         self._metrics: MetricsServer | None = None
         self._gate: peer_proxy.Gate | None = None
 
@@ -167,6 +169,8 @@ class Daemon:
     def close(self) -> None:
         self._sessions.stop()
         self._threads.close()
+        if self._fabric is not None:
+            self._fabric.close()
         self._shared.close()
         self._peers.close()
         self._tiers.close()
@@ -229,6 +233,9 @@ class Daemon:
         try:
             self._peers.start()
             self._shared.start()
+            if config.cluster:
+                self._fabric = Sidecar(config, self._peers)
+                self._fabric.start()
             self._sessions.start()
         except StoreError as error:
             raise StartupError(str(error)) from error

@@ -21,6 +21,7 @@ from kvstored.config.fields import yes as _yes
 from kvstored.config.namespaces import Namespace
 from kvstored.config.namespaces import parse as parse_namespaces
 from kvstored.config.peers import Endpoint, Peer
+from kvstored.config.peers import cluster as _cluster
 from kvstored.config.peers import endpoint as _endpoint
 from kvstored.config.peers import network as _network
 from kvstored.config.peers import node as _node
@@ -219,6 +220,17 @@ class Config:
         "can read and change what is fetched",
         None, _network, show=lambda network: str(network or ""),
     )  # fmt: skip
+    cluster: str = _field(
+        "etcd://HOST:PORT[/NAME] of a cluster to join: a process beside the daemon keeps blocks of shared "
+        "namespaces in Mooncake, and finds what others keep. Mooncake has no password and no encryption, and "
+        "listens on every address: only where trusted_network is all there is",
+        "", _cluster,
+    )  # fmt: skip
+    cluster_memory: int = _field(
+        "memory that this host gives to the cluster's pool, beside its own",
+        256 << 20, parse_size, unit="bytes", low=16 << 20, high=16 << 40, show=format_size,
+    )  # fmt: skip
+    cluster_replicas: int = _field("hosts that keep each block of the pool", 2, _whole, low=1, high=8)
     tls_cert: str = _field(
         "file (PEM) with this daemon's certificate, in which a DNS name is `node`, and what leads to the "
         "authority: peers speak TLS 1.3, both ends with a certificate. Read again by `kvstored reload`",
@@ -251,6 +263,8 @@ class Config:
             )
         if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network, self.tls):
             raise ConfigError(why)
+        if self.cluster and (not self.listen or self.tls_cert):
+            raise ConfigError("cluster: wants node and listen, and does not go with TLS: Mooncake has none")
         self._check_parts()
 
     def _check_parts(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 MAX_PEERS = 64
 _NODE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
+_CLUSTER = re.compile(r"etcd://([A-Za-z0-9_.-]+:\d{1,5})(?:/([a-z0-9_.-]{1,63}))?")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ def peers(value: Any) -> tuple[Peer, ...]:
     if len(found) > MAX_PEERS or len({one.node for one in found}) != len(found):
         raise ValueError(f"{len(found)} peers: at most {MAX_PEERS}, each name once")
     return tuple(found)
+
+
+def cluster(value: Any) -> str:
+    """etcd://HOST:PORT[/NAME]; "" of ""."""
+    if value in ("", None):
+        return ""
+    if not isinstance(value, str) or not _CLUSTER.fullmatch(value):
+        raise ValueError("etcd://HOST:PORT or etcd://HOST:PORT/NAME is wanted")
+    return value
 
 
 def network(value: Any) -> ipaddress.IPv4Network | None:

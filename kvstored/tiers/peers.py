@@ -8,6 +8,7 @@ from the configuration alone; both stop before the stores close.
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,15 @@ from typing import Any
 from kvstored import _core, log
 from kvstored.config.config import Config
 from kvstored.errors import ConfigError, StoreError
+
+POOL = "pool"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _certificates(config: Config) -> tuple[str, str, str]:
@@ -40,25 +50,29 @@ class Peers:
                 self._tls = _core.PeerTls(*_certificates(config))
             except StoreError as error:
                 raise ConfigError(str(error)) from error
+        # The cluster's pool is one more peer, on loopback: the process beside this daemon (kvstored.cluster).
+        self.pool_port = free_port() if config.cluster else 0
         self._server: Any = None
         self._host = config.listen.host if config.listen else ""
         self._tiers: dict[str, Any] = {}
-        salt_of = {one.name: salt for one, salt in zip(config.namespaces, salts, strict=True)}
+        self.salts = salt_of = {one.name: salt for one, salt in zip(config.namespaces, salts, strict=True)}
         if config.listen:
             trusted = config.trusted_network
             self._server = _core.PeerServer(
                 config.node,
                 config.listen.host,
                 config.listen.port,
-                [one.node for one in config.peer],
+                [*(one.node for one in config.peer), *([POOL] if config.cluster else ())],
                 int(trusted.network_address) if trusted else 0,
                 int(trusted.netmask) if trusted else 0,
                 self._tls,
             )
             for name in config.shared:
                 self._server.share(stores[name], salt_of[name])
-        if config.peer:
+        if config.peer or config.cluster:
             addresses = [(one.node, one.at.host, one.at.port) for one in config.peer]
+            if config.cluster:
+                addresses.append((POOL, "127.0.0.1", self.pool_port))
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(
                     stores[name], config.node, salt_of[name], addresses, self._tls

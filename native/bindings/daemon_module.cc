@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
+#include "core/base/checksum.h"
 #include "core/session/session_server.h"
 
 namespace nb = nanobind;
@@ -89,6 +90,7 @@ NB_MODULE(_core, m) {
   bind_peers(m);
   bind_disk(m);
   m.def("transitions", transitions);
+  m.def("crc32c", [](nb::bytes data) { return kv::crc32c(data.c_str(), data.size()); }, nb::arg("data"), "CRC32C of the bytes.");
   m.def("peer", peer, nb::arg("socket"), nb::arg("tenants"));
   nb::class_<kv::SessionServer>(m, "SessionServer", "The session socket, served by a thread of its own without the GIL.")
       .def(

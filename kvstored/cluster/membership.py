@@ -1,0 +1,97 @@
+"""Who belongs to the cluster, in etcd: a key for each host under a lease, and one for who runs the master.
+
+Owns the lease. Talks to etcd's JSON gateway, so no client library is needed. Invariant: etcd that is away
+changes nothing here: the last view stays, and what was ours is written again when it is back.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+LEASE_S = 15  # etcd may stand still for a second and more under load
+CALL_S = 2.0
+ROOT = "/kvstored"
+
+
+class Away(Exception):
+    """etcd does not answer."""
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+class Membership:
+    def __init__(self, endpoint: str, cluster: str, node: str, about: Mapping[str, Any]) -> None:
+        """`endpoint`: HOST:PORT. `about`: what others are told of this host."""
+        self._base = f"http://{endpoint}/v3"
+        self._root = f"{ROOT}/{cluster}"
+        self._node, self._about = node, dict(about)
+        self._lease = ""
+        self._looked_s = 0.0
+        self.members: dict[str, dict[str, Any]] = {}
+        self.away = ""  # why etcd does not answer, or ""
+
+    def _call(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self._base}/{what}", json.dumps(said).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_S) as reply:
+                return json.loads(reply.read(1 << 22))
+        except (OSError, ValueError) as error:
+            raise Away(f"{what}: {error}") from None
+
+    def look(self) -> bool:
+        """Keeps the lease, brings the view up to date. False: etcd is away, and the last view stays."""
+        try:
+            self._keep()
+            self.members = {
+                name.rpartition("/")[2]: json.loads(value) for name, value in self._under("nodes").items()
+            }
+            self.away = ""
+            return True
+        except (Away, ValueError) as error:
+            self.away = str(error)
+            return False
+
+    def _keep(self) -> None:
+        if self._lease:
+            said = self._call("lease/keepalive", {"ID": self._lease})
+            if int(said.get("result", {}).get("TTL", 0)) > 0:
+                return
+        self._lease = self._call("lease/grant", {"TTL": LEASE_S})["ID"]  # it ran out, or there was none
+        self._put(f"{self._root}/nodes/{self._node}", {**self._about, "since": time.time()})
+
+    def _put(self, key: str, value: Mapping[str, Any]) -> None:
+        self._call("kv/put", {"key": _b64(key), "value": _b64(json.dumps(value)), "lease": self._lease})
+
+    def _under(self, what: str) -> dict[str, str]:
+        first = f"{self._root}/{what}/"
+        last = first[:-1] + chr(ord(first[-1]) + 1)
+        said = self._call("kv/range", {"key": _b64(first), "range_end": _b64(last)})
+        return {
+            base64.b64decode(kv["key"]).decode(): base64.b64decode(kv["value"]).decode()
+            for kv in said.get("kvs", ())
+        }
+
+    def master(self, address: str) -> str:
+        """Where the master is: at `address` if nobody had it and this host took it. Raises Away."""
+        key = _b64(f"{self._root}/master")
+        self._call("kv/txn", {
+            "compare": [{"key": key, "target": "CREATE", "create_revision": "0"}],
+            "success": [{"request_put": {"key": key, "value": _b64(address), "lease": self._lease}}],
+        })  # fmt: skip
+        found = self._call("kv/range", {"key": key}).get("kvs", ())
+        return base64.b64decode(found[0]["value"]).decode() if found else ""
+
+    def leave(self) -> None:
+        if self._lease:
+            try:
+                self._call("lease/revoke", {"ID": self._lease})
+            except Away:
+                pass
