@@ -128,7 +128,11 @@ engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store
 	@PYTHON="$(PYTHON)" .ci/engines
 	@$(PY) -m pytest -q -m engines tests/engines
 
-CONTENDERS ?= ours hf cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in network namespaces (downloads 60 MB beside the checkout, once) @.ci/cluster @$(PY) -m pytest -q engines tests/hosts/test_cluster.py
+cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in network namespaces (downloads 60 MB beside the checkout, once)
+	@.ci/cluster
+	@$(PY) -m pytest -q -m engines tests/hosts/test_cluster.py
+
+CONTENDERS ?= ours hf
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)

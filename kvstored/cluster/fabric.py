@@ -48,6 +48,7 @@ class Fabric:
         self._requests = 0
         about = {"listen": said["listen"], "address": said["address"], "memory": said["memory"]}
         self.members = Membership(said["etcd"], said["cluster"], said["node"], about)
+        self._own_master = f"{said['address']}:{said['master_port']}"
         self._master_process: Any = None
         self._master = ""
         self.pool = self._join()
@@ -57,7 +58,7 @@ class Fabric:
         """Raises Unusable."""
         if not self.members.look():
             raise Unusable(f"etcd: {self.members.away}")
-        own = f"{self._said['address']}:{self._said['master_port']}"
+        own = self._own_master
         try:
             self._master = self.members.master(own)
         except Away as error:
@@ -157,7 +158,7 @@ class Fabric:
         log.warning("fabric_listens_everywhere", why="Mooncake takes no address: only a firewall helps")
         log.info("fabric", master=self._master, members=len(self.members.members))
         while not select.select([sys.stdin], [], [], STEP_S)[0]:
-            self.members.look()
+            self._look()
             if self._master_process is not None and self._master_process.poll() is not None:
                 raise Unusable(f"mooncake_master ended with {self._master_process.returncode}")
             try:
@@ -168,6 +169,18 @@ class Fabric:
                 self._streams.clear()
                 log.warning("fabric_put_failed", why=f"{error!r:.200}")
             self._tell()
+
+    def _look(self) -> None:
+        """Raises Unusable where the master is another than the one this pool was made with: another fabric
+        joins it. Of a master whose host is gone the lease runs out, and who looks first takes the part."""
+        if not self.members.look():
+            return
+        try:
+            master = self.members.master(self._own_master)
+        except Away:
+            return
+        if master and master != self._master:
+            raise Unusable(f"the master was at {self._master} and is at {master}")
 
     def _tell(self) -> None:
         said = {

@@ -33,7 +33,7 @@ def until(condition, what):
     end = time.monotonic() + UP_S
     while not (found := condition()):
         assert time.monotonic() < end, what
-        time.sleep(0.1)
+        time.sleep(0.05)
     return found
 
 
