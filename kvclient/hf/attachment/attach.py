@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -198,19 +198,27 @@ class Attachment:
         """How what is reused inside a prompt is made right; None while only prefixes are reused."""
         return getattr(self._chosen().non_prefix, "repair", None)
 
-    def verify(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+    def verify(
+        self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> Verification:
         """Measures each way of reuse against a cold run: KL, top-1 agreement, first divergence, TTFT.
-        prompts: token ids of texts as they will be asked, 96 at least each; without, the model writes some.
-        Takes a few dozen prefills, in an in-memory store.
+        prompts: token ids of texts as they will be asked, 96 at least each, whose end is taken for the
+        answer, or pairs of them (prompt, answer), measured at the answer's positions; without, the model
+        writes some. Takes a few dozen prefills, in an in-memory store. progress: called with steps done, and
+        of how many.
         """
-        return measure.verify(self, self._attached_model(), prompts)
+        return measure.verify(self, self._attached_model(), prompts, progress)
 
-    def calibrate(self, prompts: Sequence[Sequence[int]] | None = None) -> Verification:
+    def calibrate(
+        self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> Verification:
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
         this machine, with the least repair that passes; without one off, unless attach() was told a repair.
+        Arguments are verify()'s; on a terminal it counts its steps. Interrupted and called again, with the
+        same prompts, it goes on where it was.
         """
         with self.coded(self._model_state.codec or AS_COMPUTED):
-            verification, passed = measure.calibrate(self, self._attached_model(), prompts)
+            verification, passed = measure.calibrate(self, self._attached_model(), prompts, progress)
         self._model_state.calibrated(passed)
         return verification
 

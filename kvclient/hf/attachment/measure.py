@@ -24,8 +24,9 @@ from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
 from kvclient.hf.reuse import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
+from kvclient.hf.reuse.partial import Progress, partial_of, shown
 from kvclient.hf.reuse.repair import Repair
-from kvclient.hf.reuse.verify import Verification, block_tokens_for, own_text
+from kvclient.hf.reuse.verify import Question, Verification, block_tokens_for, own_text, question_of
 from kvclient.hf.reuse.verify import verify as measure
 
 if TYPE_CHECKING:
@@ -50,19 +51,21 @@ class Trial:
         return self._client, own, self._options
 
 
-def verify(kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None) -> Verification:
+def verify(
+    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None
+) -> Verification:
     """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
     kv._served(modes=False)
     try:
         non_prefix = examine_non_prefix(model, kv._model_state.kv, kv.repair or Repair())
     except Refused:
-        return _measure(kv, model, None, {}, prompts)
+        return _measure(kv, model, None, {}, prompts, progress)
     repairs = {name: dataclasses.replace(non_prefix.repair, method=name) for name in STRATEGIES}
-    return _measure(kv, model, non_prefix, repairs, prompts)
+    return _measure(kv, model, non_prefix, repairs, prompts, progress)
 
 
 def calibrate(
-    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Sequence[int]] | None
+    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None
 ) -> tuple[Verification, NonPrefixReuse | None]:
     """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused. Whatever the
     attachment's own repair says, what is tried is what the kept file will stand for.
@@ -75,11 +78,11 @@ def calibrate(
     }
     attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
     repairs["attention"] = dataclasses.replace(non_prefix.repair, **attended)
-    verification = _measure(kv, model, non_prefix, repairs, prompts)
+    unsalted = kv._model_state.served_models.unsalted
+    verification = _measure(kv, model, non_prefix, repairs, prompts, progress or shown, unsalted)
     for name, repair in repairs.items():
         if verification[name].passed:
             outcome = verification[name]
-            unsalted = kv._model_state.served_models.unsalted
             _keep(functools.partial(calibration.save, unsalted, repair, outcome))
             return verification, dataclasses.replace(non_prefix, repair=repair)
     _keep(functools.partial(calibration.forget, kv._model_state.served_models.unsalted))
@@ -95,27 +98,31 @@ def _keep(write: Callable[[], object]) -> None:
 
 def _measure(
     kv: Attachment, model: torch.nn.Module, non_prefix: NonPrefixReuse | None, repairs: dict[str, Repair],
-    prompts: Sequence[Sequence[int]] | None,
+    prompts: Sequence[Any] | None, progress: Progress | None, kept_under: bytes | None = None,
 ) -> Verification:  # fmt: skip
+    """kept_under: the identity under which what was found so far is kept; None: nowhere."""
     with evaluating(model):
         codec = kv.form.codec
         codec = AS_COMPUTED if codec is None else codec.name
-        prompts = own_text(model) if prompts is None else prompts
-        return measure(model, functools.partial(_trial, kv, non_prefix, prompts), repairs, prompts, codec)
+        questions = [question_of(prompt) for prompt in (own_text(model) if prompts is None else prompts)]
+        facts = [questions, repairs, codec, kv.chunker.block_tokens, kv.backend]
+        partial = None if kept_under is None else partial_of(kept_under, facts)
+        trial = functools.partial(_trial, kv, non_prefix, questions)
+        return measure(model, trial, repairs, questions, codec, partial=partial, progress=progress)
 
 
 def _trial(
-    kv: Attachment, non_prefix: NonPrefixReuse | None, prompts: Sequence[Sequence[int]],
+    kv: Attachment, non_prefix: NonPrefixReuse | None, questions: Sequence[Question],
     repair: Repair | None, call: Callable[[], Any],
 ) -> Report:  # fmt: skip
     from kvclient.testing.in_memory import InMemoryClient
 
-    size = block_tokens_for(prompts, kv.chunker.block_tokens)
+    size = block_tokens_for(questions, kv.chunker.block_tokens)
     form = kv.form
     if form.step > 1:
         size = max(form.step, size // form.step * form.step)
     layout = form.layout(size)
-    longest = max(map(len, prompts))
+    longest = max(len(question.ids) for question in questions)
     cut = Chunker("fixed", size)
     options = dataclasses.replace(kv._model_state.options, chunker=cut, follow=False, publish_generated=False)
     inside = None if repair is None or non_prefix is None else dataclasses.replace(non_prefix, repair=repair)

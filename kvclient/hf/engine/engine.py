@@ -32,6 +32,7 @@ from kvclient.hf.call import Report
 from kvclient.hf.engine.conversation import Conversation
 from kvclient.hf.engine.loading import load
 from kvclient.hf.engine.renamed import FIELDS, METHODS, check_options, missing
+from kvclient.hf.engine.sampling import sampling_of
 from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.store import open_store
 from kvclient.hf.engine.window import Window
@@ -161,7 +162,7 @@ class Engine:
         soft_stop: from this share of max_new_tokens on, the answer ends with a sentence. codec: of the blocks
         that are stored and found; None: attach()'s. speculation: several tokens a pass, the same answer.
         """
-        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
+        sampling = sampling_of(temperature, top_p, top_k, repetition_penalty, prefill_chunk_size)
         sampling |= {"custom_generate": speculation} if speculation is not None else {}
         with self._coded(codec):
             return self._answers(
@@ -184,7 +185,7 @@ class Engine:
         limits = list(max_new_tokens) if several else [max_new_tokens] * len(prompts)
         if len(limits) != len(prompts):
             raise InvalidArgument(f"{len(limits)} limits for {len(prompts)} prompts")
-        sampling = _sampling(temperature, top_p, top_k, repetition_penalty, None)
+        sampling = sampling_of(temperature, top_p, top_k, repetition_penalty, None)
         with self._coded(codec):
             return self._answers(
                 prompts, limits, mode, None, cacheable_prefix_len, stop, soft_stop, seed, sampling
@@ -254,13 +255,24 @@ class Engine:
         under "store" the namespace's figures."""
         return {**self.kv.stats, "pinned": len(self._pinned), "store": self.kv.client.stats()}
 
-    def verify(self, prompts: Sequence[Prompt] | None = None) -> Verification:
-        """How far each way of reuse takes this model from a cold run; see Attachment.verify."""
-        return self.kv.verify(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+    def verify(self, prompts: Sequence[Any] | None = None) -> Verification:
+        """How far each way of reuse takes this model from a cold run; see Attachment.verify. prompts: also
+        pairs of texts, (prompt, answer).
+        """
+        return self.kv.verify(self._questions(prompts))
 
-    def calibrate(self, prompts: Sequence[Prompt] | None = None) -> Verification:
+    def calibrate(self, prompts: Sequence[Any] | None = None) -> Verification:
         """Switches approximate reuse on if it stays near enough; see Attachment.calibrate."""
-        return self.kv.calibrate(None if prompts is None else [self.encode(prompt) for prompt in prompts])
+        return self.kv.calibrate(self._questions(prompts))
+
+    def _questions(self, prompts: Sequence[Any] | None) -> list[Any] | None:
+        def tokens(prompt: Any) -> Any:
+            if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], str)):
+                return self.encode(prompt)
+            answer = self.tokenizer(prompt[1], add_special_tokens=False)["input_ids"]
+            return self.encode(prompt[0]), list(answer)
+
+        return None if prompts is None else [tokens(prompt) for prompt in prompts]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: of a text, of a chat by its template, or as given."""
@@ -376,22 +388,3 @@ class Engine:
 
     def _last(self) -> Report:
         return self.kv.last_here
-
-
-def _sampling(
-    temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
-) -> dict[str, Any]:
-    whole = isinstance(top_k, Integral) and top_k >= 0
-    if not (temperature >= 0 and 0 < top_p <= 1 and whole and repetition_penalty > 0):
-        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
-        given += f", repetition_penalty={repetition_penalty}"
-        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, whole and ≥ 0, above 0")
-    if prefill_chunk_size is not None and prefill_chunk_size < 1:
-        raise InvalidArgument(f"prefill_chunk_size={prefill_chunk_size}; it must be 1 at least, or None")
-    out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}
-    out["repetition_penalty"] = repetition_penalty
-    if temperature > 0:
-        out |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if prefill_chunk_size is not None:
-        out["prefill_chunk_size"] = prefill_chunk_size
-    return out

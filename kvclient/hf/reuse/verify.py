@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.call import Report
 from kvclient.hf.release import cache_of, passing
+from kvclient.hf.reuse.partial import Partial, Progress
 from kvclient.hf.reuse.repair import Repair
 
 PREFIX = "prefix"
@@ -86,6 +88,13 @@ class _Seen:
     ttft_s: list[float] = field(default_factory=list)
     cold_s: list[float] = field(default_factory=list)
 
+    def add(self, found: dict[str, Any]) -> None:
+        self.kl.append(torch.tensor(found["kl"], dtype=torch.float64))
+        self.same.append(torch.tensor(found["same"], dtype=torch.bool))
+        self.found.append(found["found"])
+        self.ttft_s.append(found["ttft_s"])
+        self.cold_s.append(found["cold_s"])
+
     def outcome(self, strategy: str, codec: str, limit: float) -> Outcome:
         kl, diverged = torch.cat(self.kl), [torch.nonzero(~same) for same in self.same]
         return Outcome(
@@ -100,55 +109,110 @@ class _Seen:
 Trial = Callable[[Repair | None, Callable[[], Any]], Report]
 
 
-def verify(
-    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], prompts: Sequence[Sequence[int]],
-    codec: str = "none",
-) -> Verification:  # fmt: skip
-    """Measures prefix reuse and each of the repairs. Raises InvalidArgument for prompts too short to say
-    anything.
+class Question(NamedTuple):
+    """What is asked, and the answer at whose positions distributions are compared."""
+
+    ids: list[int]
+    answer: list[int]
+
+
+def question_of(prompt: Any) -> Question:
+    """Of a pair of token ids (prompt, answer) as it is; of a text alone its end is the answer. Raises
+    InvalidArgument for one too short to say anything.
     """
-    texts = [list(prompt) for prompt in prompts]
-    if not texts or min(map(len, texts)) < MIN_TOKENS:
-        raise InvalidArgument(f"prompts need at least {MIN_TOKENS} tokens each, and there must be one")
-    seen = {name: _Seen() for name in (PREFIX, *repairs)}
-    for number, text in enumerate(texts):
+    if len(prompt) == 2 and all(isinstance(part, (Sequence, np.ndarray)) for part in prompt):
+        question = Question(*([int(token) for token in part] for part in prompt))
+    else:
+        text = [int(token) for token in prompt]
         positions = min(POSITIONS, len(text) // 4)
-        ids, following = text[:-positions], text[-positions:]
-        other = texts[number - 1] if len(texts) > 1 else text[::-1]
-        began = time.perf_counter()
-        cold = _first(model, ids, plain=True)
-        cold_s = time.perf_counter() - began
-        reference = _said(model, cold, following)
-        moved = [*other[: LEAD + 5], *ids[LEAD:-TAIL], *other[-TAIL - 40 :]]
-        for name, own in seen.items():
-            repair = repairs.get(name)
-            kept: dict[str, Any] = {}
+        if len(text) < MIN_TOKENS:
+            raise InvalidArgument(f"prompts need at least {MIN_TOKENS} tokens each; this has {len(text)}")
+        return Question(text[: len(text) - positions], text[len(text) - positions :])
+    if len(question.ids) < MIN_TOKENS or not question.answer:
+        lengths = f"{len(question.ids)} and {len(question.answer)}"
+        raise InvalidArgument(f"a pair needs {MIN_TOKENS} tokens of prompt, one of answer; it has {lengths}")
+    return question
 
-            source = ids if repair is None else moved
 
-            def call(source: list[int] = source, asked: list[int] = ids, kept: dict = kept) -> None:
-                _first(model, source)
-                began = time.perf_counter()
-                kept["out"] = _first(model, asked)
-                kept["ttft_s"] = time.perf_counter() - began
-
-            report = trial(repair, call)
-            said = _said(model, kept["out"], following)
-            own.kl.append((reference.exp() * (reference - said)).sum(-1).clamp_min(0))
-            own.same.append(reference.argmax(-1) == said.argmax(-1))
-            reused = report.reused_tokens + report.approximate_tokens - report.recomputed_tokens
-            own.found.append(reused / len(ids))
-            own.ttft_s.append(kept["ttft_s"])
-            own.cold_s.append(cold_s)
+def verify(
+    model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], questions: Sequence[Question],
+    codec: str = "none", *, partial: Partial | None = None, progress: Progress | None = None,
+) -> Verification:  # fmt: skip
+    """Measures prefix reuse and each of the repairs. partial: what an interrupted measurement had found.
+    Raises InvalidArgument without a question.
+    """
+    if not questions:
+        raise InvalidArgument(f"there must be a prompt to measure with, of {MIN_TOKENS} tokens at least")
+    partial = Partial(None, "") if partial is None else partial
+    ways = (PREFIX, *repairs)
+    seen = {name: _Seen() for name in ways}
+    for number, question in enumerate(questions):
+        other = questions[number - 1].ids if len(questions) > 1 else question.ids[::-1]
+        cold: _Cold | None = None
+        for way, name in enumerate(ways):
+            if (found := _read(partial.get(number, name), len(question.answer))) is None:
+                cold = _cold(model, question) if cold is None else cold
+                found = _tried(model, trial, repairs.get(name), question, other, cold)
+                partial.put(number, name, found)
+            seen[name].add(found)
+            if progress is not None:
+                progress(number * len(ways) + way + 1, len(questions) * len(ways))
     exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])
     limits = {name: exact if name == PREFIX else MAX_MEAN_KL for name in seen}
+    partial.end()
     return Verification(tuple(own.outcome(name, codec, limits[name]) for name, own in seen.items()))
 
 
-def block_tokens_for(prompts: Sequence[Sequence[int]], block_tokens: int) -> int:
+class _Cold(NamedTuple):
+    """A question answered without the store."""
+
+    said: torch.Tensor
+    seconds: float
+
+
+def _cold(model: torch.nn.Module, question: Question) -> _Cold:
+    began = time.perf_counter()
+    out = _first(model, question.ids, plain=True)
+    seconds = time.perf_counter() - began
+    return _Cold(_said(model, out, question.answer), seconds)
+
+
+def _tried(
+    model: torch.nn.Module, trial: Trial, repair: Repair | None, question: Question, other: list[int],
+    cold: _Cold,
+) -> dict[str, Any]:  # fmt: skip
+    """One way of reuse: as _Seen takes it."""
+    ids, kept = question.ids, dict[str, Any]()
+    moved = [*other[: LEAD + 5], *ids[LEAD:-TAIL], *other[-TAIL - 40 :]]
+
+    def call() -> None:
+        _first(model, ids if repair is None else moved)
+        began = time.perf_counter()
+        kept["out"] = _first(model, ids)
+        kept["ttft_s"] = time.perf_counter() - began
+
+    report = trial(repair, call)
+    said = _said(model, kept["out"], question.answer)
+    kl = (cold.said.exp() * (cold.said - said)).sum(-1).clamp_min(0)
+    same = cold.said.argmax(-1) == said.argmax(-1)
+    reused = report.reused_tokens + report.approximate_tokens - report.recomputed_tokens
+    times = {"ttft_s": kept["ttft_s"], "cold_s": cold.seconds}
+    return {"kl": kl.tolist(), "same": same.tolist(), "found": reused / len(ids), **times}
+
+
+def _read(found: dict[str, Any] | None, positions: int) -> dict[str, Any] | None:
+    """What a file says was found, if it can be that."""
+    if found is None or found.keys() != {"kl", "same", "found", "ttft_s", "cold_s"}:
+        return None
+    lists = [found[name] for name in ("kl", "same")]
+    numbers = [found[name] for name in ("found", "ttft_s", "cold_s")]
+    whole = all(isinstance(one, list) and len(one) == positions for one in lists)
+    return found if whole and all(isinstance(one, float) for one in [*numbers, *found["kl"]]) else None
+
+
+def block_tokens_for(questions: Sequence[Question], block_tokens: int) -> int:
     """The size of block such prompts can be verified with: what is reused must hold some whole ones."""
-    shortest = min(map(len, prompts))
-    part = shortest - shortest // 4 - LEAD - TAIL
+    part = min(len(question.ids) for question in questions) - LEAD - TAIL
     return max(1, min(block_tokens, part // BLOCKS))
 
 
