@@ -106,7 +106,8 @@ def _measure(
         codec = AS_COMPUTED if codec is None else codec.name
         questions = [question_of(prompt) for prompt in (own_text(model) if prompts is None else prompts)]
         facts = [questions, repairs, codec, kv.chunker.block_tokens, kv.backend]
-        partial = None if kept_under is None else partial_of(kept_under, facts)
+        place = calibration.directory()
+        partial = None if kept_under is None else partial_of(place, kept_under, facts)
         trial = functools.partial(_trial, kv, non_prefix, questions)
         return measure(model, trial, repairs, questions, codec, partial=partial, progress=progress)
 

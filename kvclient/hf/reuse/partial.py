@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvclient.hf.reuse import calibration
-
 VERSION = 1
 MAX_BYTES = 64 << 20
 
@@ -63,10 +61,10 @@ class Partial:
                 self._path.unlink(missing_ok=True)
 
 
-def partial_of(identity: bytes, facts: Sequence[Any]) -> Partial:
+def partial_of(directory: Path, identity: bytes, facts: Sequence[Any]) -> Partial:
     """Of a calibration of that model, with these questions and ways."""
     key = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return Partial(calibration.directory() / f"{identity.hex()}.partial", key)
+    return Partial(directory / f"{identity.hex()}.partial", key)
 
 
 def shown(done: int, total: int) -> None:
