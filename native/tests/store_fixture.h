@@ -41,6 +41,10 @@ class StoreTest {
     std::lock_guard lock(store.mutex_);
     return store.sessions_.at(session)->allowance;
   }
+  static uint64_t gave_way(Store& store) {
+    std::lock_guard lock(store.mutex_);
+    return store.mutex_.gave_way();
+  }
   static uint64_t pins_read(Store& store) { return store.pins_read_; }
   static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }

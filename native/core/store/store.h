@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "core/base/polling.h"
+#include "core/base/slices.h"
 #include "core/format/block.h"
 #include "core/format/index.h"
 #include "core/format/layout.h"
@@ -140,7 +141,7 @@ class Store {
   std::vector<SessionInfo> sessions();
 
   void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
-  // Frees what has become free. Returns in how many milliseconds to call again.
+  // Frees what has become free. Returns in how many milliseconds to call again. Like flush() it does so in slices.
   int tick();
   // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
   void finish_claims();
@@ -186,7 +187,8 @@ class Store {
     void set_place(uint32_t record, uint32_t place) { (*places)[record] = place; }
   };
 
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<SlicedMutex>;
+  static constexpr size_t kSlice = 256;         // blocks that one hold of the lock deletes: some 100 us
   static constexpr double kDueWorth = 0x1p200;  // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
@@ -287,9 +289,9 @@ class Store {
 
   void drain_rings();
   uint32_t new_session_id();
-  void reap_sessions();
+  void reap_sessions(size_t most = ~size_t{0});
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
-  void expire();
+  void expire();  // gives way, as flush() and tick() do
   bool expires_at(uint32_t record, uint32_t second) const;
   void remember_expiry(uint32_t record);
   void end_session_locked(Session& session);
@@ -325,12 +327,13 @@ class Store {
   Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
 
-  mutable std::mutex mutex_;  // guards all that follows
+  mutable SlicedMutex mutex_;  // guards all that follows
   Arena arena_;
   std::vector<uint32_t> places_;
   EvictionPolicy<Places> policy_;
   std::vector<std::optional<Layout>> layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
+  std::vector<uint32_t> ended_;  // sessions whose processes may still map them, looked at in turn
   std::vector<uint32_t> zombies_;
   size_t held_zombies_ = 0;                                  // how many of them, the first, were found pinned
   std::vector<uint32_t> parked_;                             // sealed, found pinned: not in the eviction queue

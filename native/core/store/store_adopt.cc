@@ -229,6 +229,7 @@ void Store::adopt_sessions() {
     next_session_ = std::max(next_session_, session->id + 1);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;
+    ended_.push_back(session->id);
     sessions_.emplace(session->id, std::move(session));
   }
 }

@@ -61,22 +61,24 @@ std::vector<bool> Store::touch(std::span<const Key> keys) {
   return out;
 }
 
+// What is put meanwhile may go or stay.
 uint64_t Store::flush() {
   LowerTier* lower = this->lower();
   if (lower) lower->forget_all();
   uint64_t count = 0;
   {
     Lock lock = enter();
+    const auto deleted = [&] {
+      counters_.deletes += 1;
+      if (++count % kSlice == 0) scan_zombies(), mutex_.give_way();
+    };
     for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
-      if (control(record).state() != State::Sealed) continue;
-      to_zombie(record, Event::Delete);
-      ++count;
+      if (control(record).state() == State::Sealed) to_zombie(record, Event::Delete), deleted();
+      if (record % (64 * kSlice) == 64 * kSlice - 1) mutex_.give_way();
     }
-    count += on_disk_.size();
-    while (on_disk_.size()) delete_disk_record(on_disk_.least().record);
+    while (on_disk_.size()) delete_disk_record(on_disk_.least().record), deleted();
     deleted_.all = true;
     wake_disk();
-    counters_.deletes += count;
   }
   if (lower) lower->remember_flush();
   return count;

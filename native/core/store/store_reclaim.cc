@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
+constexpr size_t kReapedAtOnce = 4;  // sessions that a create looks after: a system call each
 
 }  // namespace
 
@@ -90,7 +91,7 @@ void Store::drain_rings() {
 //
 // What was refused stays refused until something was freed, sealed or unpinned: nothing longer finds room where this found none.
 void Store::make_room(uint64_t length, size_t count, bool last_look) {
-  reap_sessions();
+  reap_sessions(last_look ? kSlice : kReapedAtOnce);
   scan_zombies();
   auto room = [&] { return (free_head_ != Index::kAbsent || spare_records()) && arena_.has_room(length); };
   if (room()) return;
@@ -254,7 +255,9 @@ void Store::remember_expiry(uint32_t record) {
 }
 
 void Store::expire() {
-  while (!expiries_.empty() && expired(expiries_.front().first)) {
+  for (size_t seen = 1; !expiries_.empty() && expired(expiries_.front().first); ++seen) {
+    if (seen % kSlice == 0) scan_zombies(), mutex_.give_way();
+    if (expiries_.empty()) return;
     const auto [second, record] = expiries_.front();
     std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
     expiries_.pop_back();
@@ -284,7 +287,7 @@ int Store::tick() {
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
   for (auto& [id, session] : sessions_)
     if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
-  reap_sessions();
+  for (size_t look = 0, count = ended_.size(); look < count; look += kSlice) reap_sessions(kSlice), mutex_.give_way();
   expire();
   scan_zombies(true);
   unpark(true);

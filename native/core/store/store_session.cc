@@ -66,6 +66,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   session.attached = session.resumed = true;
   session.since = std::chrono::steady_clock::now();
   session.ended = false;
+  std::erase(ended_, id);
   session.pid = pid, session.uid = uid;
   return true;
 }
@@ -132,6 +133,7 @@ void Store::drop_unsealed(Session& session, uint32_t record) {
 void Store::end_session_locked(Session& session) {
   session.ended = true;
   session.attached = false;
+  if (session.file) ended_.push_back(session.id);
   for (uint32_t record : session.unsealed) {
     if (control(record).state() != State::Created) continue;
     if (!session.file) {  // nobody but this process wrote here
@@ -152,15 +154,18 @@ void Store::end_session(uint32_t id) {
   if (found == sessions_.end() || found->second->ended) return;
   end_session_locked(*found->second);
   if (!found->second->file) sessions_.erase(found);
-  reap_sessions();
+  reap_sessions(kSlice);
   scan_zombies();
 }
 
-void Store::reap_sessions() {
-  for (auto it = sessions_.begin(); it != sessions_.end();) {
-    Session& session = *it->second;
-    if (!session.ended || !session.file->lock_free()) {
-      ++it;
+// Looks at so many of those that ended, those that were not looked at for longest.
+void Store::reap_sessions(size_t most) {
+  for (size_t look = std::min(most, ended_.size()); look > 0; --look) {
+    const uint32_t id = ended_.front();
+    ended_.erase(ended_.begin());
+    Session& session = *sessions_.at(id);
+    if (!session.file->lock_free()) {
+      ended_.push_back(id);
       continue;
     }
     for (uint32_t record : session.unsealed) {
@@ -173,7 +178,7 @@ void Store::reap_sessions() {
     session.file->unlink();
     // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
     pins_gone_ += session.file->page().released.load(std::memory_order_relaxed) + scanned_pins_ + 1;
-    it = sessions_.erase(it);
+    sessions_.erase(id);
   }
 }
 
