@@ -213,9 +213,12 @@ struct kvk_awq {
   int64_t x_row_stride, out_row_stride;
   void* stream;
   uint32_t threads; /* CPU: at most so many work on it */
+  uint32_t columns; /* CPU, dequantise: so many, from where words, zeros and scales point to: multiples of 8 */
 };
-/* On the CPU kvk_awq_multiply() alone is there: x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows; the words are always the
- * checkpoint's; outputs a multiple of 8, any group that divides inputs; zeros may be NULL: all of them are 8. */
+/* On the CPU the words are always the checkpoint's; outputs a multiple of 8, any group that divides inputs; zeros may be NULL:
+ * all of them are 8. kvk_awq_multiply(): x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows. kvk_awq_dequantise(): to
+ * [inputs][columns] of f32, f16 or bf16, a row every out_row_stride bytes; `outputs` is still the whole layer's, as its rows of
+ * words lie. No repack. */
 
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);

@@ -1,7 +1,7 @@
-"""A few rows times an AWQ layer's packed words, on the CPU.
+"""A few rows times an AWQ layer's packed words, and a tile of its columns as numbers, on the CPU.
 
-Owns the checks of shapes and types that the native call cannot do. Never dequantises and never copies an
-operand. Invariant: a row's result has the same bits whatever rows stand beside it and however many threads.
+Owns the checks of shapes and types that the native calls cannot do. Never copies an operand. Invariant: a
+row's result has the same bits whatever rows stand beside it and however many threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 
+ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 ROWS = 16  # of x, at most; native/kernels.h has it as KVK_CPU_AWQ_ROWS
 
 
@@ -25,14 +26,7 @@ def multiply(
     words: int32 [inputs, outputs / 8]; zeros: int32 [inputs / group, outputs / 8], None: all are 8; scales:
     float16 [inputs / group, outputs]; bias: float32 [outputs]. Raises InvalidArgument for anything else.
     """
-    if words.ndim != 2 or group < 1 or words.shape[0] % group:
-        raise InvalidArgument(f"words {list(words.shape)} have no groups of {group} inputs")
-    inputs, columns = words.shape
-    groups, outputs = inputs // group, 8 * columns
-    _check("words", words, "int32", (inputs, columns))
-    _check("scales", scales, "float16", (groups, outputs))
-    if zeros is not None:
-        _check("zeros", zeros, "int32", (groups, columns))
+    inputs, outputs = _check_layer(words, zeros, scales, group)
     if bias is not None:
         _check("bias", bias, "float32", (outputs,))
     rows = len(x)
@@ -48,6 +42,46 @@ def multiply(
     )  # fmt: skip
     contract.check(contract.cpu().kvk_awq_multiply(byref(args)))
     return out
+
+
+def dequantise(
+    out: np.ndarray, start: int, words: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray, group: int,
+    threads: int = 1, path: str = "auto",
+) -> np.ndarray:  # fmt: skip
+    """Columns start.. of a layer, as multiply() takes it, into out [inputs, columns]: float32, float16, or
+    bfloat16 as its bits (uint16). Both are multiples of 8. Raises InvalidArgument for anything else.
+    """
+    inputs, outputs = _check_layer(words, zeros, scales, group)
+    columns = out.shape[-1]
+    if start < 0 or start % 8 or columns % 8 or start + columns > outputs:
+        raise InvalidArgument(f"columns {start}..{start + columns} of {outputs}; multiples of 8 are wanted")
+    if str(out.dtype) not in ELEMENTS:
+        raise InvalidArgument(f"out is {out.dtype}; it must be one of {', '.join(ELEMENTS)}")
+    _check("out", out, str(out.dtype), (inputs, columns))
+    at = 4 * (start // 8)
+    args = contract.Awq(
+        sizeof(contract.Awq), contract.ABI, inputs, outputs, group, ELEMENTS[str(out.dtype)],
+        contract.path_number(path), 0, words.ctypes.data + at,
+        None if zeros is None else zeros.ctypes.data + at, scales.ctypes.data + 2 * start, None, None,
+        out.ctypes.data, 0, columns * out.itemsize, None, threads, columns,
+    )  # fmt: skip
+    contract.check(contract.cpu().kvk_awq_dequantise(byref(args)))
+    return out
+
+
+def _check_layer(
+    words: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray, group: int
+) -> tuple[int, int]:
+    """Its inputs and outputs."""
+    if words.ndim != 2 or group < 1 or words.shape[0] % group:
+        raise InvalidArgument(f"words {list(words.shape)} have no groups of {group} inputs")
+    inputs, columns = words.shape
+    groups, outputs = inputs // group, 8 * columns
+    _check("words", words, "int32", (inputs, columns))
+    _check("scales", scales, "float16", (groups, outputs))
+    if zeros is not None:
+        _check("zeros", zeros, "int32", (groups, columns))
+    return inputs, outputs
 
 
 def _check(name: str, array: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:

@@ -139,6 +139,7 @@ Awq = _struct(
         *_fields(c_int64, "x_row_stride out_row_stride"),
         ("stream", c_void_p),
         ("threads", c_uint32),
+        ("columns", c_uint32),
     ],
 )
 
@@ -149,13 +150,13 @@ CPU_FUNCTIONS = {
     "kvk_dequantise": Conversion,
     "kvk_rotate": Rotation,
     "kvk_awq_multiply": Awq,
+    "kvk_awq_dequantise": Awq,
 }
 CUDA_FUNCTIONS = CPU_FUNCTIONS | {
     "kvk_load": Loading,
     "kvk_score": Scoring,
     "kvk_copy_pages": Pages,
     "kvk_awq_repack": Awq,
-    "kvk_awq_dequantise": Awq,
 }
 _TRANSFER = {
     "kvk_host_register": [c_void_p, c_uint64, c_uint32],

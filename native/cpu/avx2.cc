@@ -1,12 +1,13 @@
 // The path for CPUs with AVX2, FMA and F16C: codes as integers, the rest as fp32 (cpu/products_avx2.h).
 #include "cpu/attend_rows.h"
 #include "cpu/awq_rows.h"
+#include "cpu/awq_tiles.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_avx2.h"
 
 namespace kvk {
 
-const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<ProductsAvx2>, multiply_awq};
+const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<ProductsAvx2>, multiply_awq, unpack_awq};
 
 }  // namespace kvk

@@ -20,6 +20,7 @@ struct Path {
   void (*rotate)(const kvk_rotation&);
   void (*attend)(const kvk_attention&, const Task&, Scratch);
   void (*multiply)(const kvk_awq&, uint32_t word_start, uint32_t word_stop);  // of eight columns each
+  void (*unpack)(const kvk_awq&, uint32_t group_start, uint32_t group_stop);
 };
 
 extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath, kAvx512Fp16Path, kAmxPath;

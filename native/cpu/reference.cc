@@ -100,8 +100,24 @@ void multiply_naively(const kvk_awq& a, uint32_t word_start, uint32_t word_stop)
       }
 }
 
+void unpack_naively(const kvk_awq& a, uint32_t group_start, uint32_t group_stop) {
+  constexpr uint32_t kNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const uint64_t stride = a.outputs / 8;
+  for (uint64_t k = uint64_t{group_start} * a.group; k < uint64_t{group_stop} * a.group; ++k)
+    for (uint32_t column = 0; column < a.columns; ++column) {
+      const uint64_t group = k / a.group, word = column / 8;
+      const uint32_t shift = 4 * kNibble[column % 8];
+      const int zero = a.zeros == nullptr ? 8 : static_cast<int>(a.zeros[group * stride + word] >> shift & 15);
+      const int code = static_cast<int>(a.words[k * stride + word] >> shift & 15);
+      const float value = static_cast<float>(code - zero) * from_half(a.scales[group * a.outputs + column]);
+      const uint64_t width = a.dtype == KVK_F32 ? 4 : 2;
+      store_row(a.dtype, &value, 1, at(static_cast<char*>(a.out), static_cast<int64_t>(k) * a.out_row_stride) + width * column);
+    }
+}
+
 }  // namespace
 
-const Path kReferencePath{"reference", quantise_rows, dequantise_rows, rotate_rows, attend_naively, multiply_naively};
+const Path kReferencePath{"reference",    quantise_rows,    dequantise_rows, rotate_rows,
+                          attend_naively, multiply_naively, unpack_naively};
 
 }  // namespace kvk

@@ -265,12 +265,18 @@ def test_few_rows_on_a_cpu_dequantise_nothing(monkeypatch):
     """Decoding a token reads the packed words once, where they lie."""
     layer = awq.AwqLinear(64, 24, GROUP, True, torch.bfloat16)
     layer.qweight, layer.qzeros, layer.scales = awq.quantise(torch.randn(24, 64), GROUP)
-    x = torch.randn(2, 20, 64)
+    x = torch.randn(2, 16, 64)
     whole = layer(x)
     with monkeypatch.context() as patched:
         patched.setattr(awq.AwqLinear, "weights", None)
         assert torch.equal(layer(x)[1, 7], layer(x[1, 7])), "a row has other bits beside other rows"
         assert torch.equal(layer(x[:, :1].bfloat16()), layer(x[:, :1].bfloat16().float()).bfloat16())
+        many = torch.cat([x, x + 1], 1)  # more rows than the packed words are read for: by tiles
+        assert (layer(many)[:, :16] - whole).abs().max() <= 1e-5 * whole.abs().max()
+        patched.setattr(linear, "TILE_BYTES", 8 * 4 * 64)  # of eight columns
+        assert (layer(many)[:, :16] - whole).abs().max() <= 1e-5 * whole.abs().max()
+        near = layer(many.bfloat16())[:, :16].float()
+        assert near.shape == whole.shape and (near - whole).abs().max() <= 2e-2 * whole.abs().max()
     monkeypatch.setenv(linear.ENVIRONMENT, "torch")
     assert (layer(x) - whole).abs().max() <= 1e-5 * whole.abs().max()
 

@@ -73,3 +73,34 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(InvalidArgument, match=said):
             awq.multiply(*args)
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_tile_of_columns_is_what_the_words_stand_for(path, group):
+    """(q - z) * s, rounded once, in every type."""
+    words, zeros, scales, _ = layer(256, 72, group, group)
+    for held in (zeros, None):
+        wanted = weights(words, held, scales, group).astype(np.float32)
+        for start, stop in ((0, 72), (8, 64), (64, 72), (16, 16)):
+            for dtype in ("float32", "float16", "uint16"):
+                out = np.full((256, stop - start), 77, dtype)
+                awq.dequantise(out, start, words, held, scales, group, threads=start % 3 + 1, path=path)
+                own = wanted[:, start:stop]
+                assert np.array_equal(out, bfloat16(own) if dtype == "uint16" else own.astype(dtype))
+
+
+def bfloat16(values):
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    words, zeros, scales, _ = layer(64, 64, 32, 1)
+    for start, width in ((4, 8), (0, 12), (-8, 8), (0, 72), (64, 8)):
+        with pytest.raises(InvalidArgument, match=r"columns .* multiples of 8"):
+            awq.dequantise(np.empty((64, width), np.float32), start, words, zeros, scales, 32)
+    with pytest.raises(InvalidArgument, match="out is float64"):
+        awq.dequantise(np.empty((64, 8)), 0, words, zeros, scales, 32)
+    with pytest.raises(InvalidArgument, match="strided"):
+        awq.dequantise(np.empty((64, 16), np.float32)[:, ::2], 0, words, zeros, scales, 32)

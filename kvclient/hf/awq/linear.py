@@ -30,6 +30,8 @@ from kvclient.hf.awq.packing import (
 )
 from kvclient.kernels import awq, contract, cuda
 
+ROWS_PACKED = 32  # of the input: up to it the CPU multiplies packed words, above it tiles of numbers
+TILE_BYTES = 8 << 20
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
 
@@ -77,15 +79,15 @@ class AwqLinear(torch.nn.Module):
                 return self._by_kernels(x)
             _fallbacks[reason] += 1
         elif self._fits_cpu(x):
-            return self._by_cpu(x)
+            return self._by_cpu(x) if x.numel() <= ROWS_PACKED * self.in_features else self._by_tiles(x)
         return self._by_torch(x)
 
     def _fits_cpu(self, x: torch.Tensor) -> bool:
-        """Whether native/cpu takes this x: few rows of a type that fp32 holds, and nothing to be traced."""
+        """Whether native/cpu takes this x: of a type that fp32 holds, and nothing to be traced."""
         return (
             x.device.type == self.qweight.device.type == "cpu"
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            and 0 < x.numel() <= ROWS_AT_ONCE * self.in_features
+            and x.numel() > 0
             and not self._in_lanes
             and not (torch.is_grad_enabled() and x.requires_grad)
             and not torch.compiler.is_compiling()
@@ -107,6 +109,24 @@ class AwqLinear(torch.nn.Module):
             for at in range(0, len(rows), awq.ROWS)
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
+        """Many rows: some columns at a time become numbers, which torch multiplies. In fp32 but for bf16."""
+        if x.shape[-1] != self.in_features:
+            raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
+        kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        rows = x.detach().reshape(-1, self.in_features).to(kind)
+        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy())
+        step = max(8, TILE_BYTES // (kind.itemsize * self.in_features) // 8 * 8)
+        out = rows.new_empty((len(rows), self.out_features))
+        for start in range(0, self.out_features, step):
+            width = min(step, self.out_features - start)
+            tile = torch.empty((self.in_features, width), dtype=kind)
+            bits = tile.view(torch.int16).numpy().view("uint16") if kind == torch.bfloat16 else tile.numpy()
+            awq.dequantise(bits, start, *packed, self.group, torch.get_num_threads())
+            out[:, start : start + width] = rows @ tile
+        out = out if self.bias is None else out + self._bias(kind)
         return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:

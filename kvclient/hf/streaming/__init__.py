@@ -7,13 +7,17 @@ Owns where each layer's weights lie and when they are read. Never changes what a
 logits have the same bits for every residency.
 """
 
+from kvclient.hf.streaming.admission import Admission, Estimate, RequestTooLarge
 from kvclient.hf.streaming.model import StreamingCausalLM, streaming_stats
 from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed
 from kvclient.hf.streaming.residency import StreamingConfig
 
 __all__ = [
+    "Admission",
     "DiskMover",
+    "Estimate",
     "MemoryMover",
+    "RequestTooLarge",
     "StreamingCausalLM",
     "StreamingConfig",
     "StreamingFailed",

@@ -297,9 +297,10 @@ def _pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dty
         if group is None or not isinstance(linear, torch.nn.Linear):
             raise InvalidArgument(f"the checkpoint quantises {name}, a {type(linear).__name__}")
         bias = linear.bias is not None
-        packed = AwqLinear(linear.in_features, linear.out_features, group, bias, dtype)
+        with torch.device("meta"):  # all layers' words at one time would be the whole model
+            packed = AwqLinear(linear.in_features, linear.out_features, group, bias, dtype)
         if f"{name}.qzeros" not in stored:
-            packed.qzeros.fill_(MIDDLE)
+            packed.qzeros = torch.full(packed.qzeros.shape, MIDDLE, dtype=packed.qzeros.dtype)
         owner, _, attribute = name.rpartition(".")
         setattr(layer.get_submodule(owner), attribute, packed)
     own = layer.state_dict()

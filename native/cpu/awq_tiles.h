@@ -1,0 +1,62 @@
+// Columns of an AWQ layer as numbers, for matrix products of many rows: a tile at a time, so that no more of a layer is ever
+// unpacked than its product needs.
+//
+// Owns the loops of one task: some groups of inputs. Never writes outside of its rows of `out`. Invariant: an element is
+// (q - z) * s in fp32, rounded once, so every path has the same bits. Local to the including file (cpu/numbers.h says why).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/numbers.h"
+
+namespace kvk {
+namespace {
+
+// Nibbles of a word, in the order of its columns.
+inline __m256i awq_codes(uint32_t word) {
+  const __m256i shifts = _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28);
+  return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts), _mm256_set1_epi32(15));
+}
+
+template <uint32_t Dtype>
+inline void awq_store(void* row, uint32_t column, __m256 value) {
+  if constexpr (Dtype == KVK_F32) {
+    _mm256_storeu_ps(static_cast<float*>(row) + column, value);
+  } else if constexpr (Dtype == KVK_F16) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(row) + column),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  } else {  // weights are finite: no NaN to keep
+    const __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i upper = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(row) + column),
+                     _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1)));
+  }
+}
+
+template <uint32_t Dtype>
+void unpack_groups(const kvk_awq& a, uint32_t start, uint32_t stop) {
+  const uint64_t stride = a.outputs / 8;
+  for (uint64_t group = start; group < stop; ++group)
+    for (uint32_t word = 0; word < a.columns / 8; ++word) {
+      const __m256i zero = awq_codes(a.zeros == nullptr ? 0x88888888u : a.zeros[group * stride + word]);
+      const __m256 scale =
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a.scales + group * a.outputs + 8 * word)));
+      const uint32_t* words = a.words + group * a.group * stride + word;
+      for (uint64_t k = 0; k < a.group; ++k) {
+        void* row = at(static_cast<char*>(a.out), static_cast<int64_t>(group * a.group + k) * a.out_row_stride);
+        const __m256i centred = _mm256_sub_epi32(awq_codes(words[k * stride]), zero);
+        awq_store<Dtype>(row, 8 * word, _mm256_mul_ps(_mm256_cvtepi32_ps(centred), scale));
+      }
+    }
+}
+
+void unpack_awq(const kvk_awq& a, uint32_t start, uint32_t stop) {
+  if (a.dtype == KVK_F32) return unpack_groups<KVK_F32>(a, start, stop);
+  if (a.dtype == KVK_F16) return unpack_groups<KVK_F16>(a, start, stop);
+  return unpack_groups<KVK_BF16>(a, start, stop);
+}
+
+}  // namespace
+}  // namespace kvk

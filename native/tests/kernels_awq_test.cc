@@ -1,0 +1,117 @@
+// The CPU's AWQ kernels over memory of exactly the size that the arguments describe, so that the sanitizers see every byte read
+// or written outside it: each path against the naive one, groups of 32, 64 and 128, widths that fill no vector, with and without
+// zeros and bias; and arguments that must be refused. The oracle is in tests/kernels.
+#include <cmath>
+#include <random>
+
+#include "kernels.h"
+#include "tests/check.h"
+
+namespace {
+
+std::mt19937 noise_source(7);
+uint32_t bits() { return static_cast<uint32_t>(noise_source()); }
+
+struct Layer {
+  std::vector<uint32_t> words, zeros;
+  std::vector<uint16_t> scales;
+  std::vector<float> x, bias, out;
+  kvk_awq args{};
+
+  Layer(uint32_t inputs, uint32_t outputs, uint32_t group, uint32_t rows, bool zeroed)
+      : words(uint64_t{inputs} * outputs / 8),
+        zeros(zeroed ? uint64_t{inputs} / group * outputs / 8 : 0),
+        scales(uint64_t{inputs} / group * outputs),
+        x(uint64_t{rows} * inputs),
+        bias(zeroed ? outputs : 0),
+        out(uint64_t{rows} * outputs) {
+    for (auto* list : {&words, &zeros})
+      for (uint32_t& word : *list) word = bits();
+    for (uint16_t& scale : scales) scale = static_cast<uint16_t>(0x2000 | (bits() & 0x3ff));  // 0.0078 and above
+    for (auto* list : {&x, &bias})
+      for (float& value : *list) value = std::normal_distribution<float>()(noise_source);
+    args = {sizeof args, KVK_ABI, inputs, outputs, group, KVK_F32, KVK_CPU_REFERENCE, rows};
+    args.words = words.data();
+    args.zeros = zeroed ? zeros.data() : nullptr;
+    args.scales = scales.data();
+    args.x = x.data();
+    args.bias = zeroed ? bias.data() : nullptr;
+    args.out = out.data();
+    args.x_row_stride = 4 * int64_t{inputs};
+    args.out_row_stride = 4 * int64_t{outputs};
+    args.threads = 1;
+  }
+};
+
+bool here(uint32_t path) {
+  Layer probe(32, 8, 32, 1, false);
+  probe.args.path = path;
+  return kvk_awq_multiply(&probe.args) == KVK_OK;
+}
+
+}  // namespace
+
+TEST(rows_times_words_stay_inside_and_agree_with_the_naive_path) {
+  for (uint32_t path = KVK_CPU_REFERENCE + 1; path < KVK_CPU_REFERENCE + 6; ++path) {
+    if (!here(path)) continue;
+    for (uint32_t group : {32u, 64u, 128u})
+      for (uint32_t outputs : {8u, 56u, 64u, 72u, 264u})
+        for (uint32_t rows : {1u, 3u, 7u, 16u}) {
+          Layer layer(256, outputs, group, rows, rows % 2 == 1);
+          CHECK_EQ(kvk_awq_multiply(&layer.args), KVK_OK);
+          const std::vector<float> wanted = layer.out;
+          layer.args.path = path;
+          layer.args.threads = rows % 3 + 1;
+          CHECK_EQ(kvk_awq_multiply(&layer.args), KVK_OK);
+          bool near = true;
+          for (size_t i = 0; i < wanted.size(); ++i) near = near && std::abs(layer.out[i] - wanted[i]) < 1e-3f;
+          CHECK(near);
+        }
+  }
+}
+
+TEST(tiles_of_columns_stay_inside_and_have_the_bits_of_the_naive_path) {
+  for (uint32_t path = KVK_CPU_REFERENCE + 1; path < KVK_CPU_REFERENCE + 6; ++path) {
+    if (!here(path)) continue;
+    for (uint32_t group : {32u, 64u, 128u})
+      for (uint32_t dtype : {KVK_F32, KVK_F16, KVK_BF16})
+        for (uint32_t first : {0u, 8u, 40u}) {
+          const uint32_t outputs = 72, columns = outputs - first, width = dtype == KVK_F32 ? 4 : 2;
+          Layer layer(256, outputs, group, 0, first == 8);
+          std::vector<uint8_t> wanted(uint64_t{256} * columns * width), found(wanted.size());
+          kvk_awq& a = layer.args;
+          a.dtype = dtype;
+          a.columns = columns;
+          a.words += first / 8;
+          a.zeros = a.zeros == nullptr ? nullptr : a.zeros + first / 8;
+          a.scales += first;
+          a.out_row_stride = int64_t{columns} * width;
+          a.out = wanted.data();
+          CHECK_EQ(kvk_awq_dequantise(&a), KVK_OK);
+          a.out = found.data();
+          a.path = path;
+          a.threads = 3;
+          CHECK_EQ(kvk_awq_dequantise(&a), KVK_OK);
+          CHECK(found == wanted);
+        }
+  }
+}
+
+TEST(what_does_not_fit_is_refused) {
+  Layer layer(256, 64, 32, 1, true);
+  auto refused = [&](auto change) {
+    kvk_awq a = layer.args;
+    change(a);
+    return kvk_awq_dequantise(&a) == KVK_INVALID;
+  };
+  CHECK(refused([](kvk_awq& a) { a.columns = 12; }));
+  CHECK(refused([](kvk_awq& a) { a.columns = 72; }));
+  CHECK(refused([](kvk_awq& a) { a.columns = 64, a.out_row_stride = 255; }));
+  CHECK(refused([](kvk_awq& a) { a.columns = 64, a.out = nullptr; }));
+  CHECK(refused([](kvk_awq& a) { a.columns = 64, a.dtype = 77; }));
+  CHECK(refused([](kvk_awq& a) { a.group = 48; }));
+  CHECK(refused([](kvk_awq& a) { a.group = 0; }));
+  CHECK(refused([](kvk_awq& a) { a.outputs = 60; }));
+  CHECK(refused([](kvk_awq& a) { a.size -= 8; }));
+  CHECK(!refused([](kvk_awq& a) { a.columns = 0; }));
+}
