@@ -13,6 +13,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attention import backends, dense, registered, torch_reference
 from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.attention.handle import layer_of as layer_of_keys
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.cache.layer import Shape
 from kvclient.kernels import contract
@@ -132,7 +133,7 @@ def test_a_thread_uses_a_workspace_of_its_own():
 
 def test_values_that_want_gradients_make_a_cache_dense():
     keys, values = layer_of(8).update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64, requires_grad=True))
-    assert registered.layer_of(keys) is None and values.requires_grad
+    assert layer_of_keys(keys) is None and values.requires_grad
     forget_pending()
 
 

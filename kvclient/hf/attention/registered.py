@@ -23,8 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, proof, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.handle import HANDLE, in_step, layer_of, tell
-from kvclient.kernels import contract
+from kvclient.hf.attention.call import AttentionCall, read_call
+from kvclient.hf.attention.handle import HANDLE, in_step
 
 PREFIX = "kvclient_"
 PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
@@ -263,75 +263,77 @@ def attention(
             backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
             s_aux, is_causal, position_bias, **kwargs,
         )  # fmt: skip
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    if not torch.compiler.is_compiling():
-        tell(key, query, scale)
-        proof.check_call(attention_mask, int(sliding_window or 0), kwargs)
-    window, cap = int(sliding_window or 0), float(softcap or 0.0)
-    starts = None if attention_mask is None else getattr(attention_mask, "_kvclient_starts", None)
-    position = None if attention_mask is None else getattr(attention_mask, "_kvclient_positions", None)
-    layer = layer_of(key)
-    eager = layer is None and not torch.compiler.is_compiling()
-    rows = position is not None and eager and backend.name not in sdpa.ORDER
-    strange = attention_mask is not None and starts is None and not rows
-    reason = _unfit(backend, query, key, value, strange, dropout, s_aux, position_bias, kwargs)
-    if layer is not None:
-        if layer.takes(reason, causal):
-            return layer.attend(query, s_aux, scale, cap, window, backend.path), None
-        layer.become_dense(reason or "not_causal")
-        key, value = layer.keys, layer.values
-    elif reason is None and backend.name in sdpa.ORDER:
-        reason = sdpa.unfit(starts, window, key.shape[2], cap, s_aux)
-        if reason is None:
-            return sdpa.attend(backend.name, query, key, value, scale, causal), None
-    elif reason is None and backend.name == "triton":
-        return triton.attend(query, key, value, starts, s_aux, scale, cap, window, causal, position), None
-    elif reason is None and rows:
-        own = starts, s_aux, scale, cap, window, causal, backend.path, position
-        return dense.attend(query, key, value, *own), None
-    elif reason is None:
-        run = dense.attend_op if torch.compiler.is_compiling() else dense.attend
-        return run(query, key, value, starts, s_aux, scale, cap, window, causal, backend.path), None
-    if backend != backends.TORCH and layer is None:
+    call = read_call(
+        backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux,
+        is_causal, position_bias, kwargs,
+    )  # fmt: skip
+    if call.layer is not None:
+        return _of_layer(call), None
+    reason = call.reason
+    if reason is None:
+        answer = KERNELS.get(backend.name, _cpu)(call)
+        if not isinstance(answer, str):
+            return answer, None
+        reason = answer
+    if backend != backends.TORCH:
         count_fallback(reason)
-    shape = query.shape[2], key.shape[2]
-    if position is not None:
-        seen = torch_reference.visible(*shape, None, window, causal, query.device, position[0])
-    elif attention_mask is not None and attention_mask.ndim == 4:
-        seen = attention_mask[..., : key.shape[2]]
-    else:
-        seen = torch_reference.visible(*shape, starts, window, causal, query.device)
-        if attention_mask is not None and starts is None:  # 2-D, from elsewhere or copied: its values count
-            if attention_mask.ndim != 2 or attention_mask.shape[1] < shape[1]:
-                raise InvalidArgument(f"a mask {list(attention_mask.shape)} for {shape[1]} keys")
-            seen = seen & (attention_mask[:, None, None, -shape[1] :] > 0)
-    return torch_reference.attend(query, key, value, seen, scale, cap, s_aux, position_bias, dropout), None
+    return _torch(call), None
 
 
 _attention_outside = torch.compiler.disable(attention)
 
 
-def _unfit(
-    backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool,
-    dropout: float, s_aux: torch.Tensor | None, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
-) -> str | None:  # fmt: skip
-    """Why the kernels cannot take this call, as a word for counting; None: they can."""
-    if kwargs.get("cache") is not None:
-        raise InvalidArgument(
-            "continuous batching brings a cache of its own, which these kernels do not read"
+def _of_layer(call: AttentionCall) -> torch.Tensor:
+    """Over blocks where they lie, as long as the layer can."""
+    layer = call.layer
+    if layer.takes(call.reason, call.causal):
+        return layer.attend(call.query, call.sinks, call.scale, call.softcap, call.window, call.backend.path)
+    layer.become_dense(call.reason or "not_causal")
+    return _torch(call._replace(key=layer.keys, value=layer.values))
+
+
+def _fused(call: AttentionCall) -> torch.Tensor | str:
+    if reason := sdpa.unfit(call.starts, call.window, call.keys, call.softcap, call.sinks):
+        return reason
+    return sdpa.attend(call.backend.name, call.query, call.key, call.value, call.scale, call.causal)
+
+
+def _triton(call: AttentionCall) -> torch.Tensor | str:
+    return triton.attend(
+        call.query, call.key, call.value, call.starts, call.sinks, call.scale, call.softcap, call.window,
+        call.causal, call.position,
+    )  # fmt: skip
+
+
+def _cpu(call: AttentionCall) -> torch.Tensor | str:
+    told = (call.starts, call.sinks, call.scale, call.softcap, call.window, call.causal, call.backend.path)
+    if call.rows:
+        return dense.attend(call.query, call.key, call.value, *told, call.position)
+    run = dense.attend_op if call.compiling else dense.attend
+    return run(call.query, call.key, call.value, *told)
+
+
+# Backend -> what answers a call that nothing speaks against: with the result, or with a reason of its own.
+KERNELS: dict[str, Callable[[AttentionCall], torch.Tensor | str]] = {
+    **dict.fromkeys(sdpa.ORDER, _fused), "triton": _triton,
+}  # fmt: skip
+
+
+def _torch(call: AttentionCall) -> torch.Tensor:
+    """What no kernel takes."""
+    shape, mask = (call.query.shape[2], call.keys), call.mask
+    if call.position is not None:
+        seen = torch_reference.visible(
+            *shape, None, call.window, call.causal, call.query.device, call.position[0]
         )
-    if masked:
-        return "mask"
-    given = (query, key, value, s_aux, position_bias)
-    if dropout or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)):
-        return "training"
-    if position_bias is not None:
-        return "position_bias"
-    if value.shape != key.shape or len(key) != len(query) or query.shape[-1] != key.shape[-1]:
-        return "shape"
-    if not query.dtype == key.dtype == value.dtype:  # autocast makes them differ
-        return "shape"
-    if query.shape[1] // key.shape[1] > contract.MAX_GQA:
-        return "shape"
-    return backends.unfit(query.device, query.dtype, query.shape[-1], backend)
+    elif mask is not None and mask.ndim == 4:
+        seen = mask[..., : call.keys]
+    else:
+        seen = torch_reference.visible(*shape, call.starts, call.window, call.causal, call.query.device)
+        if mask is not None and call.starts is None:  # 2-D, from elsewhere or copied: its values count
+            if mask.ndim != 2 or mask.shape[1] < call.keys:
+                raise InvalidArgument(f"a mask {list(mask.shape)} for {call.keys} keys")
+            seen = seen & (mask[:, None, None, -call.keys :] > 0)
+    return torch_reference.attend(
+        call.query, call.key, call.value, seen, call.scale, call.softcap, call.sinks, call.bias, call.dropout
+    )
