@@ -5,6 +5,9 @@
 // Rules proven by removal (failed checks of one run): every user is taken for the daemon's own: 17; an adopted page is
 // believed: 2; the length of a pin's block is not compared: 1; nothing is taken back: 102; the reader does not look at its
 // allowance behind its fence: 1; the daemon has no fence between an allowance and the words: 1.
+#include <sys/stat.h>
+
+#include <filesystem>
 #include <thread>
 #include <vector>
 
@@ -175,6 +178,31 @@ TEST(no_pin_is_believed_in_that_was_taken_back) {
   pinning.join();
   std::printf("     %lu believed in, %lu given up, %lu times taken back\n", believed, given_up, taken_back);
   CHECK_EQ(wrong, 0u);
+}
+
+// 32 KiB at rest, whatever it may hold; memory comes with the pins, and what the next daemon takes over goes on.
+TEST(a_page_takes_the_memory_that_its_pins_need) {
+  Full rig;
+  const auto bytes = [&] {
+    uint64_t sum = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(rig.segments.directory)) {
+      struct stat about;
+      CHECK_EQ(::stat(entry.path().c_str(), &about), 0);
+      sum += static_cast<uint64_t>(about.st_blocks) * 512;
+    }
+    return sum;
+  };
+  Page page(*rig.store, 1u << 16), stranger(*rig.store, 1u << 16, kStranger, true);
+  CHECK(bytes() <= 2 * 32768);
+  for (uint64_t i = 0; i < 3000; ++i) CHECK(page.pin(rig.handle(i)) != PinBoard::kNoSlot);
+  CHECK(bytes() <= 2 * 32768);
+  for (uint64_t i = 0; i < 1000; ++i) CHECK(page.pin(rig.handle(3000 + i)) != PinBoard::kNoSlot);
+  CHECK_EQ(pin(rig, stranger, 0, 1000).size(), 1000u);
+  CHECK(bytes() <= 4 * 32768);
+  rig.restart();
+  CHECK_EQ(rig.refused(1000), 0);  // in the place of one another: the first of them, of those that nobody holds
+  for (uint64_t i = 0; i < 4000; ++i) CHECK(rig.resident(i));
+  rig.store->check_integrity();
 }
 
 // It takes the words that its page has, and nobody takes them back.

@@ -379,3 +379,17 @@ TEST(lists_and_tokens_change_while_clients_come_and_go) {
   operators.join();
   CHECK_EQ(known.load(), 0u);
 }
+
+// Its page has memory for some thousand pins: it asks for more of it, and has them all.
+TEST(a_client_that_holds_many_blocks_takes_more_of_its_page) {
+  Daemon daemon(64 * kMiB, 8192);
+  auto client = daemon.client(4096);
+  std::vector<Key> keys;
+  for (uint64_t i = 0; i < 3500; ++i) {
+    keys.push_back(key(i));
+    CHECK(daemon.rig.put(i, 2) == Grant::Granted);
+  }
+  const auto blocks = client->get(keys, false);
+  CHECK_EQ(blocks->hits(), keys.size());
+  CHECK_EQ(daemon.stats().pins, keys.size());
+}

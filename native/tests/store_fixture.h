@@ -201,7 +201,8 @@ class Rig {
 // A client's session without a client: its page mapped through the locked description.
 class Page {
  public:
-  explicit Page(Store& store, uint32_t max_pins = 64, uint32_t uid = ::geteuid(), bool read_only = false, bool asks = true) {
+  explicit Page(Store& store, uint32_t max_pins = 64, uint32_t uid = ::geteuid(), bool read_only = false, bool asks = true)
+      : own(asks && uid == ::geteuid() ? &store : nullptr) {
     Fd locked;
     std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only, asks);
     board.emplace(Mapping(locked.get(), store.session_page_bytes(id), true));
@@ -216,10 +217,13 @@ class Page {
   uint32_t pin(Handle handle) {
     const uint64_t word = pin_word(handle.record, handle.generation);
     uint32_t slot;
+    if (board->take({&word, 1}, &slot) == 1) return slot;
+    if (own && board->bounded()) own->allow_pins(id, static_cast<uint32_t>(board->taken()) + 1, 1);
     return board->take({&word, 1}, &slot) == 1 ? slot : PinBoard::kNoSlot;
   }
   void clear(uint32_t slot) { board->clear({&slot, 1}); }
 
+  Store* own;  // whose pins are not bounded, and which is asked for words
   uint32_t id = 0;
   std::optional<PinBoard> board;
 };

@@ -253,7 +253,8 @@ size_t Attachment::take_pins(std::span<const uint64_t> pins, std::span<const uin
 }
 
 std::string Attachment::exhausted() const {
-  if (!board->bounded()) return "the session holds its " + std::to_string(options_.max_pins) + " pins; release some blocks";
+  if (board->allowance().pages == PinAllowance::kAnyPages)
+    return "the session holds its " + std::to_string(options_.max_pins) + " pins; release some blocks";
   const PinAllowance allowed = board->allowance();
   return "the session may hold " + std::to_string(allowed.slots) + " blocks of " + std::to_string(allowed.pages * kPageBytes) +
          " bytes now: a user holds a part of the namespace, with all its sessions; release some blocks";

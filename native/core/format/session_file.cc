@@ -30,7 +30,7 @@ std::string hex(const Id& id) {
 }
 
 SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                                uint32_t max_pins, SessionHolder holder) {
+                                uint32_t max_pins, SessionHolder holder, uint32_t slots) {
   SessionFile file;
   char number[32];
   std::snprintf(number, sizeof number, "%08x.%x%c.", session, holder.uid, holder.read_only ? 'r' : 'w');
@@ -39,8 +39,10 @@ SessionFile SessionFile::create(const std::string& directory, const std::string&
   if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
   const uint64_t bytes = session_file_bytes(max_pins);
   try {
-    if (int error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(bytes)))
-      throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(bytes) + " bytes", error));
+    const uint64_t taken = session_file_bytes(std::min(slots, max_pins));
+    int error = ::ftruncate(file.locked_.get(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    if (!error) error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(taken));
+    if (error) throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(taken) + " bytes", error));
     if (::flock(file.locked_.get(), LOCK_EX | LOCK_NB) != 0) throw Error(Code::Unavailable, errno_text("locking " + file.path_));
     file.own_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     if (!file.own_) throw Error(Code::Unavailable, errno_text("opening " + file.path_));
@@ -95,6 +97,10 @@ uint32_t SessionFile::number_in(const std::string& name) {
   return end == name.c_str() + 8 && *end == '.' ? static_cast<uint32_t>(number) : ~0u;
 }
 
+bool SessionFile::reserve(uint32_t slots) {
+  return ::posix_fallocate(own_.get(), 0, static_cast<off_t>(session_file_bytes(std::min(slots, max_pins_)))) == 0;
+}
+
 std::optional<SessionHolder> SessionFile::holder_in(const std::string& name) {
   const size_t begin = name.find('.') + 1, end = name.find('.', begin);
   if (begin == 0 || end == std::string::npos || end < begin + 2) return std::nullopt;
@@ -117,9 +123,9 @@ bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) ==
 void SessionFile::unlink() { ::unlink(path_.c_str()); }
 
 PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
-  const auto slots = static_cast<uint32_t>((mapping_.size() - kPinsOffset) / 8);
-  free_.resize(slots);
-  for (uint32_t i = 0; i < slots; ++i) free_[i] = slots - 1 - i;
+  const auto count = static_cast<uint32_t>(slots());
+  free_.resize(count);
+  for (uint32_t i = 0; i < count; ++i) free_[i] = count - 1 - i;
 }
 
 PinAllowance PinBoard::allowance() const {
@@ -134,7 +140,7 @@ bool PinBoard::covers(uint32_t slot, uint32_t pages) const {
 
 size_t PinBoard::taken() {
   std::lock_guard lock(mutex_);
-  return (mapping_.size() - kPinsOffset) / 8 - free_.size();
+  return slots() - free_.size();
 }
 
 size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots, std::span<const uint32_t> pages) {

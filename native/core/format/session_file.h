@@ -39,7 +39,9 @@ class SessionFile {
   // Makes "<directory>/<prefix>.s.<session>.<user><r|w>.<random>", 0600, filled and locked; the locked descriptor is taken by
   // take_locked().
   static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                            uint32_t max_pins, SessionHolder holder = {});
+                            uint32_t max_pins, SessionHolder holder = {}, uint32_t slots = ~0u);
+  // Takes memory for so many words; without it touching them could end the program, where the file system is full. False: it is.
+  bool reserve(uint32_t slots);
   // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.
   static uint32_t number_in(const std::string& name);
   static std::optional<SessionHolder> holder_in(const std::string& name);  // none: a name of a daemon before 2026-11-25
@@ -95,10 +97,10 @@ class PinBoard {
   size_t take(std::span<const uint64_t> pins, uint32_t* slots, std::span<const uint32_t> pages = {});
   bool covers(uint32_t slot, uint32_t pages) const;  // asked after the fence: is a pin there still honoured?
   PinAllowance allowance() const;
-  bool bounded() const {
-    return page().allowance.load(std::memory_order_relaxed) != 0 && allowance().pages != PinAllowance::kAnyPages;
-  }
+  // By an allowance that may grow.
+  bool bounded() const { return allowance().pages != PinAllowance::kAnyPages || allowance().slots < slots(); }
   size_t taken();
+  size_t slots() const { return (mapping_.size() - kPinsOffset) / 8; }
   void clear(std::span<const uint32_t> slots);
   void touched(std::span<const uint32_t> records);
   void count(uint64_t hits, uint64_t misses);

@@ -6,8 +6,9 @@
 // do not use is taken back for that, by the same meeting of fences as a pin: the daemon writes less, fences, and looks at the
 // words; the client writes its pin, fences, and looks at the allowance. One of the two sees the other.
 //
-// The daemon's own user and root have no budget. Invariant: the allowances of a user's sessions, slots times pages, are within
-// its budget together, and those of all users within theirs.
+// A page's words have memory as far as the allowance goes, also where there is no budget: of the daemon's own user and root.
+// Invariant: the allowances of a user's sessions, slots times pages, are within its budget together, and those of all users
+// within theirs.
 
 #include <algorithm>
 
@@ -18,9 +19,10 @@ namespace kv {
 namespace {
 
 constexpr uint64_t kParts = 8;
-constexpr uint64_t kReaderParts = 2, kWriterParts = 6;  // of one user
-constexpr uint64_t kUsersParts = 7;                     // of all together
-constexpr uint64_t kUserPins = 1 << 17;                 // of one user: what a scan reads for it
+constexpr uint64_t kReaderParts = 2, kWriterParts = 6;       // of one user
+constexpr uint64_t kUsersParts = 7;                          // of all together
+constexpr uint32_t kFirstSlots = (32768 - kPinsOffset) / 8;  // a page of 32 KiB, until more is asked for
+constexpr uint64_t kUserPins = 1 << 17;                      // of one user: what a scan reads for it
 
 uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
@@ -46,9 +48,9 @@ Store::PinsLeft Store::left_for(const Session& session) const {
   return {std::min(less(most, own), less(part * kUsersParts, users)), less(kUserPins, pins)};
 }
 
-// Who can ask begins with nothing; who cannot has half of what is left, for good.
+// Of another user who can ask begins with nothing; who cannot has half of what is left, for good.
 PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) const {
-  if (!session.budgeted) return {max_pins, PinAllowance::kAnyPages};
+  if (!session.budgeted) return {session.asks ? std::min(max_pins, kFirstSlots) : max_pins, PinAllowance::kAnyPages};
   if (session.asks) return {};
   const PinsLeft left = left_for(session);
   const uint64_t slots = std::min({uint64_t{max_pins}, left.pages / longest_pages_ / 2, left.pins / 2});
@@ -85,7 +87,12 @@ PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   const PinAllowance had = session.allowance;
   const uint32_t most = session.file->max_pins();
   slots = std::clamp(slots, 1u, most), pages = std::max(pages, 1u);
-  if (!session.budgeted || !session.asks || (slots <= had.slots && pages <= had.pages)) return had;
+  if (!session.asks || (slots <= had.slots && pages <= had.pages)) return had;
+  if (!session.budgeted) {
+    const PinAllowance more{std::max(slots, std::min(most, 2 * had.slots)), PinAllowance::kAnyPages};
+    if (session.file->reserve(more.slots)) set_allowance(session, more);
+    return session.allowance;
+  }
   const uint32_t used = session.file->pins_end(had.slots);
   PinAllowance wanted{slots, pages};
   if (used) wanted = {std::max(slots, had.slots), std::max(pages, had.pages)};
@@ -99,7 +106,7 @@ PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   const auto more = static_cast<uint32_t>(std::min({uint64_t{most}, left.pages / wanted.pages, left.pins}));
   // Half of what is left beside it, so that it need not ask for each.
   wanted.slots = more <= wanted.slots ? more : wanted.slots + (more - wanted.slots) / 2;
-  if (wanted.slots >= used) set_allowance(session, wanted);
+  if (wanted.slots >= used && session.file->reserve(wanted.slots)) set_allowance(session, wanted);
   return session.allowance;
 }
 
@@ -112,7 +119,7 @@ void Store::adopt_allowances() {
     const uint64_t said = session->file->page().allowance.load(std::memory_order_acquire);
     const uint32_t most = session->file->max_pins();
     if (!session->budgeted) {
-      session->allowance = {most, PinAllowance::kAnyPages};
+      session->allowance = {said ? std::min(PinAllowance::unpack(said).slots, most) : most, PinAllowance::kAnyPages};
       continue;
     }
     session->allowance = PinAllowance::unpack(said);

@@ -32,8 +32,8 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   }
   if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
   // The file is made outside the lock: it takes system calls.
-  session->file =
-      SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins, session->holder);
+  session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins,
+                                      session->holder, session->allowance.slots);
   session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
   try {
     session->guard = Guard(session->file->mapping(), &session->truncated);
