@@ -55,7 +55,9 @@ def chat(url: str, model: str, prompt: str, new_tokens: int, **more: Any) -> Ans
                 if usage:
                     out.tokens = usage.get("completion_tokens") or out.tokens
                     out.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                if not any((c.get("delta") or {}).get("content") for c in chunk.get("choices") or []):
+                told = chunk.get("choices") or []
+                ended = any(c.get("finish_reason") for c in told) and not out.ttft_s  # an empty answer
+                if not ended and not any((c.get("delta") or {}).get("content") for c in told):
                     continue
                 now = time.perf_counter()
                 if out.ttft_s:

@@ -17,14 +17,15 @@ import transformers
 from kvclient.serve import listening
 from kvclient.serve.app import create_app
 from kvclient.serve.asking import Asking
-from kvclient.serve.loop import Done, Job, Prompt, Token
+from kvclient.serve.job import Done, Job, Prompt, Token
 from kvclient.serve.sampling import Chosen
+from kvclient.serve.scheduler import Limits
 
 
 class InstantLoop:
     """Says `token` as often as is asked for."""
 
-    identity = bytes(32)
+    identity, limits = bytes(32), Limits()
 
     def __init__(self, token: int) -> None:
         self._token, self._jobs = token, queue.SimpleQueue[Job]()

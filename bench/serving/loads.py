@@ -22,6 +22,7 @@ WORDS = (
     "number", "island", "copper", "village", "question", "summer", "harbour", "pocket", "ladder",
     "mirror",
 )  # fmt: skip
+QUESTION = " Tell a long story in which each of these words has its place."
 LONG, SHARED, OWN, UNSHARED = 1024, 1024, 32, 256  # tokens of the words; the template adds some
 
 
@@ -58,7 +59,7 @@ def together(targets: Sequence[tuple[Served, str, int]], model: str) -> list[Ans
 
 def one_long(server: Served, model: str, prompts: Prompts, seed: object, new: int = 32) -> dict[str, Any]:
     """a: cold, then the same again."""
-    prompt, out = prompts.of(LONG, ("a", seed)), {}
+    prompt, out = prompts.of(LONG, ("a", seed)) + QUESTION, {}
     for which in ("cold", "warm"):
         before = server.cpu_s()
         said = chat(server.url, model, prompt, new)
@@ -76,7 +77,8 @@ def eight(
     common = prompts.of(SHARED, ("b", seed)) + " " if shared else ""
     own = OWN if shared else UNSHARED
     asked = [
-        (servers[i % len(servers)], common + prompts.of(own, ("own", seed, i)), new) for i in range(8)
+        (servers[i % len(servers)], common + prompts.of(own, ("own", seed, i)) + QUESTION, new)
+        for i in range(8)
     ]  # fmt: skip
     before = sum(server.cpu_s() for server in servers)
     said = together(asked, model)

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = out.add_argument
-    add("model", help="a directory, a hub id, or a .gguf file")
+    add("model", help="a directory (AWQ too), a hub id, or a .gguf file")
     listening.add_flags(out)
     add("--served-model-name", help="the name clients ask for (default: the model's last path part)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -108,7 +108,6 @@ def served(own: argparse.Namespace) -> Any:
     import transformers
 
     import kvclient
-    from kvclient.hf import Engine
     from kvclient.hf.request.stopping import end_tokens
     from kvclient.serve.asking import Asking
     from kvclient.serve.loop import Loop
@@ -126,7 +125,7 @@ def served(own: argparse.Namespace) -> Any:
     if own.kv_codec != "none":
         given["codec"] = own.kv_codec
     dtype = own.dtype if own.dtype == "auto" else getattr(torch, own.dtype)
-    with client, Engine.from_pretrained(own.model, client, dtype=dtype, **given) as engine:
+    with client, _loaded(own.model, client, dtype, given) as engine:
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         limits = Limits(
@@ -144,6 +143,22 @@ def served(own: argparse.Namespace) -> Any:
             )
         finally:
             loop.close()
+
+
+def _loaded(model: str, client: Any, dtype: Any, given: dict[str, Any]) -> Any:
+    """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
+    import transformers
+
+    from kvclient.hf import Engine, awq
+
+    config = Path(model) / "config.json"
+    if config.is_file():
+        told = json.loads(config.read_text()).get("quantization_config") or {}
+        if str(told.get("quant_method")).lower() == "awq":
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+            packed = awq.from_pretrained(model, None if dtype == "auto" else dtype)
+            return Engine(packed, tokenizer, client, **given)
+    return Engine.from_pretrained(model, client, dtype=dtype, **given)
 
 
 def first_token(asking: Any, text: str) -> float:

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvclient.serve.asking import Ask, Asking
 from kvclient.serve.errors import ApiError
-from kvclient.serve.loop import Done, Event, Job, Prompt, Token
+from kvclient.serve.job import Done, Event, Job, Prompt, Token
+from kvclient.serve.reasoning import Reasoning, parted
 from kvclient.serve.sampling import Chosen
 from kvclient.serve.scheduler import QueueFull
 from kvclient.serve.tools import calls_in
@@ -162,11 +163,15 @@ def chat_whole(run: Run) -> dict[str, Any]:
 
 
 def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
-    text, calls = choice.text, []
+    (thought, text), calls = (None, choice.text), []
+    if choice.ask.reasoning is not None:
+        thought, text = parted(text, choice.ask.reasoning)
     if choice.ask.tools:
         offered = {tool.function.name for tool in choice.ask.request.tools}  # type: ignore[attr-defined]
         text, calls = calls_in(text, offered)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thought is not None:
+        message["reasoning_content"] = thought
     if calls:
         message |= {"content": text or None, "tool_calls": calls}
         return message, "tool_calls" if choice.finish == "stop" else choice.finish
@@ -182,8 +187,11 @@ async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
         choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
         return {**base, "choices": [choice]}
 
-    for index in range(len(run.choices)):
+    thinking = {}
+    for index, choice in enumerate(run.choices):
         yield chunk(index, {"role": "assistant", "content": ""})
+        if choice.ask.reasoning is not None and not choice.ask.tools:
+            thinking[index] = Reasoning(choice.ask.reasoning)
     async for index, event in run.events():
         choice = run.choices[index]
         buffered = choice.ask.tools  # whether it is a call shows when it has ended
@@ -191,25 +199,41 @@ async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
             said = None
             if choice.ask.sampling.logprobs is not None:
                 said = {"content": [spelled(run, event.chosen)]}
-            if event.text or said:
-                yield chunk(index, {"content": event.text}, None, said)
+            for delta in deltas(event.text, thinking.get(index), bool(said)):
+                yield chunk(index, delta, None, said)
+                said = None
         elif isinstance(event, Done):
             if buffered:
                 for delta in tool_deltas(choice):
                     yield chunk(index, delta)
                 yield chunk(index, {}, chat_message(choice)[1])
                 continue
-            if event.text:
-                yield chunk(index, {"content": event.text})
+            for delta in deltas(event.text, thinking.get(index), False, True):
+                yield chunk(index, delta)
             yield chunk(index, {}, event.reason)
     last = {**base, "choices": [], "usage": run.usage(), "kv_reuse": run.reuse()}
     if wants_usage(run):
         yield last
 
 
+def deltas(text: str, thinking: Reasoning | None, always: bool, ended: bool = False) -> list[dict[str, Any]]:
+    """Of one piece. always: also an empty one, for what stands beside it."""
+    thought = ""
+    if thinking is not None:
+        thought, text = thinking.add(text)
+        rest = thinking.end() if ended else ("", "")
+        thought, text = thought + rest[0], text + rest[1]
+    out: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
+    if text or (always and not out):
+        out.append({"content": text})
+    return out
+
+
 def tool_deltas(choice: Choice) -> list[dict[str, Any]]:
     message, _ = chat_message(choice)
-    deltas = [{"content": message["content"]}] if message["content"] else []
+    thought = message.get("reasoning_content")
+    deltas: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
+    deltas += [{"content": message["content"]}] if message["content"] else []
     for index, call in enumerate(message.get("tool_calls", [])):
         arguments = call["function"]["arguments"]
         function = {"name": call["function"]["name"], "arguments": ""}

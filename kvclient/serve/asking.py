@@ -20,9 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import KVClientError
 from kvclient.hf.engine.window import MOST_POSITIONS, Window
-from kvclient.serve.errors import ApiError, too_long, unsupported
+from kvclient.serve.errors import ApiError, too_large, too_long, unsupported
 from kvclient.serve.grammar import Grammars
-from kvclient.serve.loop import Job, Loop
+from kvclient.serve.job import Job
+from kvclient.serve.loop import Loop
+from kvclient.serve.reasoning import OPEN
 from kvclient.serve.sampling import Sampler, Sampling
 from kvclient.serve.schema import (
     CacheOptions,
@@ -53,6 +55,7 @@ class Ask:
     forced_tool: bool = False
     echo: bool = False
     windowing: Windowing | None = None
+    reasoning: bool | None = None  # it may think aloud; True: the prompt opens that already. None: never
 
 
 class Asking:
@@ -120,14 +123,22 @@ class Asking:
         window = self._windowing(request, tools, prompt)
         return [
             self._ask(prompt, wanted, sampling, request, schema=schema, constrained=constrained,
-                      tools=bool(tools), forced_tool=forced, windowing=window)
+                      tools=bool(tools), forced_tool=forced, windowing=window,
+                      reasoning=None if constrained else self._thinks(prompt))
         ]  # fmt: skip
+
+    def _thinks(self, prompt: list[int]) -> bool | None:
+        if OPEN not in str(getattr(self.tokenizer, "chat_template", "")):
+            return None
+        return str(self.tokenizer.decode(prompt[-8:])).rstrip().endswith(OPEN)
 
     def _windowing(self, request: ChatRequest, tools: Sequence[Any], prompt: list[int]) -> Windowing | None:
         """Where in the prompt its system prompt ends, and the turn before the last question."""
         own, given = request.window, request.chat_template_kwargs or {}
         if own is None:
             return None
+        if request.kv_codec is not None:
+            raise unsupported("kv_codec", "a window has a codec of its own")
         if request.n != 1:
             raise unsupported("n", "a window has one answer a turn")
 
@@ -233,14 +244,16 @@ class Asking:
                     ends=frozenset() if request.ignore_eos else self._ends, salt=salt,
                     read=cache.read, write=cache.write,
                     prompt_logprobs=ask.sampling.logprobs if ask.echo else None,
-                    windowing=ask.windowing,
+                    windowing=ask.windowing, codec=request.kv_codec, inside=request.repair is None,
+                    priority=cache.priority, ttl_s=cache.ttl_s,
                 )
             )  # fmt: skip
         return out
 
     def held(self, ask: Ask, salt: bytes) -> dict[str, int]:
         """What of a prompt is in the store, before anything is computed."""
-        held = self.loop.stored(ask.prompt, self.salted(salt, ask.request.cache))
+        request = ask.request
+        held = self.loop.stored(ask.prompt, self.salted(salt, request.cache), request.kv_codec)
         return {"prompt_tokens": len(ask.prompt), "held_tokens": held}
 
     def salted(self, salt: bytes, cache: CacheOptions) -> bytes:
@@ -252,6 +265,8 @@ class Asking:
         window = more.get("windowing")
         most = self.max_tokens if window is None else max(self.max_tokens, MOST_POSITIONS)
         room = most - len(prompt)
+        if window is None and len(prompt) + (wanted or 1) > self.loop.limits.memory_tokens:
+            raise too_large(len(prompt), wanted or 1, self.loop.limits.memory_tokens)
         new_tokens = min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
         if room < max(1, new_tokens):
             raise too_long(len(prompt), max(1, new_tokens), most)

@@ -33,8 +33,18 @@ def unsupported(name: str, detail: str = "") -> ApiError:
 def too_long(tokens: int, wanted: int, limit: int) -> ApiError:
     longest = max(0, limit - wanted)
     return ApiError(
-        400 if limit else 413,
+        400,
         f"the prompt has {tokens} tokens and {wanted} more are asked for; this server computes {limit} at "
         f"most: the longest prompt that fits has {longest}",
+        code="context_length_exceeded", param="messages",
+    )  # fmt: skip
+
+
+def too_large(tokens: int, wanted: int, limit: int) -> ApiError:
+    """The model would take it; the memory that --memory-tokens gives to all requests would not."""
+    longest = max(0, limit - wanted)
+    return ApiError(
+        413, f"the prompt has {tokens} tokens and {wanted} more are asked for; this server has memory for the"
+        f" KV of {limit}: the longest prompt that fits has {longest}",
         code="context_length_exceeded", param="messages",
     )  # fmt: skip

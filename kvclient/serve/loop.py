@@ -11,14 +11,14 @@ kept whatever becomes of the request.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,73 +29,12 @@ from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.release import cache_of, passing
-from kvclient.serve.sampling import Chosen, Sampler, chosen
+from kvclient.serve.job import Done, Event, Failed, Job, Prompt, Token
+from kvclient.serve.sampling import Chosen, chosen
 from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
-from kvclient.serve.text import Text
-from kvclient.serve.windowed import WindowedCache, Windowing
+from kvclient.serve.windowed import WindowedCache
 
 RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
-
-
-@dataclass(frozen=True)
-class Token:
-    """`text` is what may be shown now; it may be empty."""
-
-    text: str
-    chosen: Chosen
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The prompt is computed; told before the first Token. logprobs: of its tokens, where asked for."""
-
-    cached_tokens: int
-    from_disk: int
-    from_peer: int
-    approximate_tokens: int
-    cold_s: float | None  # what computing all of it would take, at the rate of lately; None: not known yet
-    logprobs: tuple[Chosen | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Done:
-    reason: str  # "stop" or "length"
-    text: str  # the last piece
-    stopped: str | None = None  # the stop string that ended it
-    window: dict[str, int] | None = None  # what its window holds (kvclient.serve.windowed)
-
-
-@dataclass(frozen=True)
-class Failed:
-    status: int
-    message: str
-
-
-Event = Token | Prompt | Done | Failed
-
-
-@dataclass(eq=False)
-class Job:
-    """tell: called from the loop's thread with each event; must not block. salt: of its KV; b"": nobody's."""
-
-    prompt: Sequence[int]
-    new_tokens: int
-    sampler: Sampler
-    text: Text
-    tell: Callable[[Event], None]
-    ends: frozenset[int] = frozenset()
-    salt: bytes = b""
-    read: bool = True
-    write: bool = True
-    prompt_logprobs: int | None = None
-    windowing: Windowing | None = None
-    entry: Entry | None = None
-    cancelled: bool = False
-    cache: Any = None
-    tokens: list[int] = field(default_factory=list)
-    pieces: int = 0
-    exact: bool = True  # nothing of it was computed behind approximate tokens
-    first: Prompt | None = None
 
 
 class Loop:
@@ -149,9 +88,9 @@ class Loop:
         """Raises KVClientError."""
         return self._kv.client.stats()
 
-    def stored(self, prompt: Sequence[int], salt: bytes) -> int:
+    def stored(self, prompt: Sequence[int], salt: bytes, codec: str | None = None) -> int:
         """How many of its first tokens are in the store's memory. From any thread."""
-        with self._kv.salted(salt):
+        with self._kv.salted(salt), self._coded(codec):
             chain = self._kv.chunker.chain(self._kv.identity, list(prompt))
         return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
 
@@ -252,12 +191,23 @@ class Loop:
                 self.counts["windows_saved_total"] += job.cache.save(text)
             return
         try:
-            with self._kv.salted(job.salt):
+            with self._as_asked(job):
                 self.counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
         except Exception:  # without a store there is nothing to keep; the answer is whole
             self.counts["publish_failed_total"] += 1
 
     # ---------------------------------------------------------------- computing
+
+    @contextlib.contextmanager
+    def _as_asked(self, job: Job) -> Iterator[None]:
+        """The store as the request wants it: whose KV, in which codec, inside prompts too, kept how long."""
+        kv = self._kv
+        keeping = kv.keeping(job.priority, job.ttl_s)
+        with kv.salted(job.salt), self._coded(job.codec), kv.limited(inside=job.inside), keeping:
+            yield
+
+    def _coded(self, codec: str | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if codec is None else self._kv.coded(codec)
 
     def _prefill(self, entry: Entry, upto: int) -> None:
         job, last = entry.job, upto == entry.prompt_tokens
@@ -267,7 +217,7 @@ class Loop:
         if job.windowing is not None:
             return self._fill_window(entry, upto)
         if job.pieces == 1 and not last:
-            stored = self.stored(job.prompt, job.salt) if job.read else 0
+            stored = self.stored(job.prompt, job.salt, job.codec) if job.read else 0
             upto = min(entry.prompt_tokens, max(upto, stored + self.limits.piece_tokens))
             last = upto == entry.prompt_tokens
         ids = torch.tensor([list(job.prompt[:upto])], device=self._model.device)
@@ -276,7 +226,7 @@ class Loop:
             output_logits=True, return_dict_in_generate=True, use_cache=True,
         )  # fmt: skip
         given = {"attention_mask": torch.ones_like(ids), "generation_config": config}
-        with self._kv.salted(job.salt), self._kv.bypass(read=not job.read, write=not job.write):
+        with self._as_asked(job), self._kv.bypass(read=not job.read, write=not job.write):
             out = self._model.generate(ids, **given)
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0

@@ -22,11 +22,15 @@ class StreamOptions(Strict):
 
 
 class CacheOptions(Strict):
-    """salt: shares KV only with requests under the same. read, write: whether the store is."""
+    """salt: shares KV only with requests under the same. read, write: whether the store is. priority, ttl_s:
+    of the blocks that are written.
+    """
 
     salt: str = Field("", max_length=256)
     read: bool = True
     write: bool = True
+    priority: int | None = Field(None, ge=0, le=100)
+    ttl_s: float | None = Field(None, ge=1, le=365 * 86400)
 
 
 class WindowOptions(Strict):
@@ -59,6 +63,8 @@ class Common(Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache: CacheOptions = CacheOptions()
+    kv_codec: Literal["none", "int8", "int4"] | None = None
+    repair: Literal["none"] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None

@@ -48,6 +48,13 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.headers, json.load(error)
 
+    def text(self, path, body):
+        asked = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.read().decode()
+
     def chat(self, text, **more):
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
         status, _, said = self.post("/v1/chat/completions", body)

@@ -14,7 +14,8 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf.cache.ragged import RaggedLayer
-from kvclient.serve.loop import Done, Failed, Job, Loop, Token
+from kvclient.serve.job import Done, Failed, Job, Token
+from kvclient.serve.loop import Loop
 from kvclient.serve.sampling import Sampler, Sampling
 from kvclient.serve.scheduler import Limits, QueueFull
 from kvclient.serve.text import Text

@@ -13,7 +13,8 @@ import pytest
 import kvclient
 import kvclient.hf
 from kvclient.hf.engine.window import Window
-from kvclient.serve.loop import Done, Failed, Loop
+from kvclient.serve.job import Done, Failed
+from kvclient.serve.loop import Loop
 from kvclient.serve.windowed import Windowing
 from tests.hf.zoo import build, prompt
 from tests.serve.test_loop import LIMITS, alone, ask, ended
@@ -58,7 +59,8 @@ def test_a_turn_goes_on_on_another_server_and_equals_the_chat_without_a_window(d
     assert cached > 0, "the state of the turn before the edited message was not found"
     body = {"messages": windowed.messages[:2], "max_tokens": 4, "window": WIDE, "stream": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
-    told = _last(second, body)["kv_reuse"]["window"]
+    lines = second.text("/v1/chat/completions", body).splitlines()
+    told = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])["kv_reuse"]["window"]
     assert told["tokens"] == told["head_tokens"] + told["recent_tokens"]
 
 
@@ -127,14 +129,3 @@ def test_rows_beside_a_windowed_one_say_what_they_say_alone(name):
         assert isinstance(ends[1], Failed) and ends[1].status == 400
     else:
         assert len(jobs[1].tokens) == len(wanted[1]) and ends[1].window["head_tokens"] == 8
-
-
-def _last(server, body):
-    import urllib.request
-
-    asked = urllib.request.Request(
-        server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        events = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
-    return json.loads(events[-2])

@@ -271,6 +271,17 @@ class Attachment:
             self._local.limits = before
 
     @contextlib.contextmanager
+    def keeping(self, priority: int | None = None, ttl_s: float | None = None) -> Iterator[None]:
+        """Within it, the blocks that this thread's calls publish have these; None: as attach() was told."""
+        given = {"priority": priority, "ttl_s": ttl_s}
+        before = getattr(self._local, "keeping", {})
+        self._local.keeping = {**before, **{name: one for name, one in given.items() if one is not None}}
+        try:
+            yield
+        finally:
+            self._local.keeping = before
+
+    @contextlib.contextmanager
     def coded(self, codec: str | Kivi) -> Iterator[None]:
         """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
         "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.

@@ -6,6 +6,7 @@ or reused exactly, by the model as it is now; the caller knows that, and calls i
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     blocks, are left as they are.
     """
     served, options = attachment._current(model), attachment._model_state.options
+    options = dataclasses.replace(options, **getattr(attachment._local, "keeping", {}))
     layers = list(cache.layers)
     if served is None or served.states is not None:
         return 0

@@ -110,7 +110,7 @@ def _request(kv: Attachment, model: torch.nn.Module, started: float, cache: Any)
     no_read, no_write = getattr(local, "bypass", (False, False))
     trial = getattr(local, "trial", None)
     inside, publish_tokens = getattr(local, "limits", (True, None))
-    limits = {"publish_tokens": publish_tokens, "search": inside}
+    limits = {"publish_tokens": publish_tokens, "search": inside, **getattr(local, "keeping", {})}
     limits["static"] = getattr(local, "static", False)
     own = (kv.client, served, dataclasses.replace(state.options, **limits))
     client, served, options = own if trial is None else trial.on(served)

@@ -1,0 +1,80 @@
+"""A request as the loop computes it, and what it hears of it.
+
+Owns their fields. Invariant: after one Done or Failed nothing more is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvclient.serve.sampling import Chosen, Sampler
+from kvclient.serve.scheduler import Entry
+from kvclient.serve.text import Text
+from kvclient.serve.windowed import Windowing
+
+
+@dataclass(frozen=True)
+class Token:
+    """`text` is what may be shown now; it may be empty."""
+
+    text: str
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt is computed; told before the first Token. logprobs: of its tokens, where asked for."""
+
+    cached_tokens: int
+    from_disk: int
+    from_peer: int
+    approximate_tokens: int
+    cold_s: float | None  # what computing all of it would take, at the rate of lately; None: not known yet
+    logprobs: tuple[Chosen | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: str  # "stop" or "length"
+    text: str  # the last piece
+    stopped: str | None = None  # the stop string that ended it
+    window: dict[str, int] | None = None  # what its window holds (kvclient.serve.windowed)
+
+
+@dataclass(frozen=True)
+class Failed:
+    status: int
+    message: str
+
+
+Event = Token | Prompt | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """tell: called from the loop's thread with each event; must not block. salt: of its KV; b"": nobody's."""
+
+    prompt: Sequence[int]
+    new_tokens: int
+    sampler: Sampler
+    text: Text
+    tell: Callable[[Event], None]
+    ends: frozenset[int] = frozenset()
+    salt: bytes = b""
+    read: bool = True
+    write: bool = True
+    prompt_logprobs: int | None = None
+    windowing: Windowing | None = None
+    codec: str | None = None  # of its blocks; None: the server's
+    inside: bool = True  # reuse what stands behind other tokens, where the server does at all
+    priority: int | None = None  # of its blocks
+    ttl_s: float | None = None
+    entry: Entry | None = None
+    cancelled: bool = False
+    cache: Any = None
+    tokens: list[int] = field(default_factory=list)
+    pieces: int = 0
+    exact: bool = True  # nothing of it was computed behind approximate tokens
+    first: Prompt | None = None

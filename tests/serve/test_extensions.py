@@ -1,0 +1,94 @@
+"""Proves this server's own fields: how blocks are held and kept, reasoning apart, and models that are packed.
+
+Method: real servers on a tiny model; what is reused shows what was stored, and under which terms.
+"""
+
+import json
+import shutil
+
+import pytest
+import transformers
+
+from tests.hf.awq_checkpoint import write_checkpoint
+from tests.hf.zoo import build
+from tests.serve.conftest import Server
+
+TEXT = "Seven swans swim south along the slow river and do not stop. " * 5
+
+
+def cached(server, text, **more):
+    return server.chat(text, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_blocks_of_one_codec_do_not_serve_another(tiny):
+    assert [cached(tiny, "c" + TEXT, kv_codec="int8") for _ in range(2)] == [0, 256]
+    assert cached(tiny, "c" + TEXT) == 0 and cached(tiny, "c" + TEXT, kv_codec="int4") == 0
+    body = {"messages": [{"role": "user", "content": "c" + TEXT}], "kv_codec": "int8"}
+    held = tiny.post("/v1/held/chat/completions", body)[2]
+    assert held["held_tokens"] == 256 and held["prompt_tokens"] > 256
+
+
+def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
+    for cache in ({"ttl_s": 1}, {"priority": 90}):
+        assert cached(tiny, f"{cache}" + TEXT, cache=cache, repair="none") == 0
+    body = {"messages": [{"role": "user", "content": str({"ttl_s": 1}) + TEXT}]}
+    wait_until(lambda: tiny.post("/v1/held/chat/completions", body)[2]["held_tokens"] == 0)
+    assert cached(tiny, str({"priority": 90}) + TEXT) == 256
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"kv_codec": "int2"}, "kv_codec"),
+        ({"repair": "cacheblend"}, "repair"),
+        ({"cache": {"priority": 101}}, "priority"),
+        ({"cache": {"ttl_s": 0}}, "ttl_s"),
+        ({"cache": {"forever": True}}, "cache.forever"),
+        ({"kv_codec": "int8", "window": {"recent": 64, "older": 64}}, "kv_codec"),
+    ],
+)
+def test_what_cannot_be_had_is_named(tiny, more, word):
+    body = {"messages": [{"role": "user", "content": "x"}], **more}
+    status, _, said = tiny.post("/v1/chat/completions", body)
+    assert status == 400 and word in json.dumps(said)
+
+
+def test_a_prompt_beyond_the_memory_of_all_is_413_with_the_longest_that_fits(server):
+    small = server("--store", "16MiB", "--memory-tokens", "100")
+    status, _, said = small.post("/v1/completions", {"prompt": "x" * 200, "max_tokens": 10})
+    assert status == 413 and "fits has 90" in said["error"]["message"]
+    assert said["error"]["code"] == "context_length_exceeded"
+    assert small.post("/v1/completions", {"prompt": "x" * 50, "max_tokens": 10})[0] == 200
+
+
+def test_reasoning_comes_apart_from_the_answer_streamed_or_not(home, tmp_path, server):
+    model = tmp_path / "thinks"
+    shutil.copytree(home, model)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant><think>"
+    (model / "chat_template.jinja").write_text(template)
+    own = Server(model, "--store", "16MiB")
+    try:
+        message = own.chat("why?", max_tokens=12)["choices"][0]["message"]
+        assert message["content"] == "" and message["reasoning_content"]
+        body = {"messages": [{"role": "user", "content": "why?"}], "max_tokens": 12, "temperature": 0,
+                "stream": True}  # fmt: skip
+        text = own.text("/v1/chat/completions", body)
+    finally:
+        own.end()
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    told = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in told) == message["reasoning_content"]
+    assert not any(delta.get("content") for delta in told)
+
+
+def test_an_awq_checkpoint_is_served_packed(home, tmp_path):
+    (tmp_path / "awq").mkdir()
+    source = write_checkpoint(tmp_path / "awq", build("llama"), 16)
+    transformers.AutoTokenizer.from_pretrained(home).save_pretrained(source)
+    own = Server(source, "--store", "64MiB")
+    try:
+        said = [own.chat("a" + TEXT) for _ in range(2)]
+    finally:
+        own.end()
+    assert said[0]["choices"] == said[1]["choices"]
+    assert said[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 256
