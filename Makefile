@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve site page model test test-all releases soak bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts cluster
+.PHONY: help build demo serve site page model test test-all releases soak soak-serving bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts cluster
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -136,6 +136,9 @@ CONTENDERS ?= ours hf
 MINUTES ?= 5
 soak: build $(VENV)/.dev ## clients, daemon, files and the disk broken at random for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)
+
+soak-serving: model ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked
+	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s tests/serve/test_soak.py
 
 bench: model native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench

@@ -21,7 +21,7 @@ from kvclient.serve.job import Done, Event, Job, Prompt, Token
 from kvclient.serve.reasoning import Reasoning, parted
 from kvclient.serve.sampling import Chosen
 from kvclient.serve.scheduler import QueueFull
-from kvclient.serve.tools import calls_in
+from kvclient.serve.tools import ForcedCall, calls_in, forced_call
 
 RETRY_AFTER_S = 2
 
@@ -166,7 +166,10 @@ def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
     (thought, text), calls = (None, choice.text), []
     if choice.ask.reasoning is not None:
         thought, text = parted(text, choice.ask.reasoning)
-    if choice.ask.tools:
+    if choice.ask.forced_tool:
+        calls = forced_call(text)
+        text = "" if calls else text
+    elif choice.ask.tools:
         offered = {tool.function.name for tool in choice.ask.request.tools}  # type: ignore[attr-defined]
         text, calls = calls_in(text, offered)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -187,15 +190,22 @@ async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
         choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
         return {**base, "choices": [choice]}
 
-    thinking = {}
+    thinking, forced = {}, {}
     for index, choice in enumerate(run.choices):
         yield chunk(index, {"role": "assistant", "content": ""})
         if choice.ask.reasoning is not None and not choice.ask.tools:
             thinking[index] = Reasoning(choice.ask.reasoning)
+        if choice.ask.forced_tool:
+            forced[index] = ForcedCall()
     async for index, event in run.events():
         choice = run.choices[index]
         buffered = choice.ask.tools  # whether it is a call shows when it has ended
-        if isinstance(event, Token) and not buffered:
+        if index in forced and isinstance(event, Token | Done):
+            for call in forced[index].add(event.text, isinstance(event, Done)):
+                yield chunk(index, {"tool_calls": [call]})
+            if isinstance(event, Done):
+                yield chunk(index, {}, chat_message(choice)[1])
+        elif isinstance(event, Token) and not buffered:
             said = None
             if choice.ask.sampling.logprobs is not None:
                 said = {"content": [spelled(run, event.chosen)]}
