@@ -167,3 +167,20 @@ def test_int8_blocks_with_windows(name, client):
         _, warm, _ = generate(model, ids, 1)
         assert kv.last.reused_tokens == 96
         assert near(warm, plain, 0.05)
+
+
+@pytest.mark.parametrize("in_place", [False, None])
+@pytest.mark.parametrize("name", ["gemma2", "mistral_sliding"])
+def test_what_a_loop_of_ones_own_computed_can_be_published(name, in_place, client):
+    model, ids = known(name), prompt(61)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
+        with kv.limited(publish_tokens=0):
+            answered, _, cache = generate(model, ids, NEW)
+        assert kv.last.published_blocks == 0
+        assert kv.publish(answered[0].tolist(), cache) == 9
+        longer = torch.cat([answered, prompt(5, seed=4)], dim=1)
+        with kv.bypass():
+            plain, *_ = generate(model, longer, NEW)
+        tokens, *_ = generate(model, longer, NEW)
+        assert kv.last.reused_tokens == 72
+        assert torch.equal(tokens, plain)

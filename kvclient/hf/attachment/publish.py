@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
+from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.save import Publisher
 
 if TYPE_CHECKING:
@@ -35,13 +36,38 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
     if first >= len(chain):
         return 0
+    storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
     form = served.form
     layout = -1 if served.layout_id is None else served.layout_id
     own = Publisher(
         attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
     )  # fmt: skip
     try:
-        own.publish(chain, first, 0, 0, [(layer.index, layer.storage, layer.origin) for layer in layers])
+        own.publish(chain, first, 0, 0, storages)
     finally:
         own.abort()
+    for stored in served.groups:
+        _publish_end(attachment, stored, list(tokens[:held]), storages)
     return own.published
+
+
+def _publish_end(
+    attachment: Attachment, stored: StoredGroup, tokens: Sequence[int],
+    storages: Sequence[tuple[int, Any, int]],
+) -> None:  # fmt: skip
+    """What layers that do not need all tokens need for a hit to end with the text."""
+    options = attachment._model_state.options
+    mine = [one for one in storages if one[0] in stored.group.layers]
+    chain = options.chunker.chain(stored.identity, tokens)
+    starts = [*chain.start_tokens, chain.num_tokens]
+    origin = max(first for _, _, first in mine)
+    layout = -1 if stored.layout_id is None else stored.layout_id
+    own = Publisher(
+        attachment.client, layout, stored.form.layers, options.priority, options.ttl_s, Clock(), stored.form
+    )  # fmt: skip
+    try:
+        for run in stored.kept(starts, [len(chain)]):
+            if (first := max(run.start, bisect_left(starts, origin))) < run.stop:
+                own.publish(chain[: run.stop], first, 0, 0, mine)
+    finally:
+        own.abort()
