@@ -184,3 +184,16 @@ def test_what_a_loop_of_ones_own_computed_can_be_published(name, in_place, clien
         tokens, *_ = generate(model, longer, NEW)
         assert kv.last.reused_tokens == 72
         assert torch.equal(tokens, plain)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_a_pin_holds_windows_and_states_too(name, client):
+    model, ids = known(name), prompt(60) % 250 + 3
+    tokenizer = type("Tokens", (), {"decode": lambda self, ids: "x" * len(ids), "eos_token_id": None})()
+    with kvclient.hf.Engine(model, tokenizer, client, block_tokens=BLOCK, self_test=False) as engine:
+        generate(model, ids, 1)
+        groups = engine.kv.last.published_group_blocks
+        assert groups
+        assert engine.pin(ids[0].tolist()) == client.stats()["pins"] == 7 + groups
+        engine.unpin(ids[0].tolist())
+    assert client.stats()["pins"] == 0

@@ -231,6 +231,9 @@ class Engine:
             if served.sinks is not None:
                 held.append(served.sinks.get(client, chunker, ids))
                 pins.callback(held[1].release)
+            for chain in served.beside(chunker, ids):
+                held.append(client.get(chain))
+                pins.callback(held[-1].release)
             count = sum(one.hits for one in held)
             self._keep(ids, pins.pop_all() if count else None)
         return count

@@ -8,6 +8,7 @@ follows from it, so what one codec stored another never finds.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,11 @@ class ServedModel:
             raise Bypassed("padding", why)
         if states and (config.output_attentions or config.output_hidden_states):
             raise Bypassed("prompt_outputs", "a prompt is cut where states are stored")
+
+    def beside(self, chunker: Chunker, ids: Sequence[int]) -> list[Any]:
+        """The chains of a text's blocks of groups and states, whichever of them are stored."""
+        stored = [*self.groups, *([self.states] if self.states is not None else [])]
+        return [chain for one in stored if len(chain := chunker.chain(one.identity, list(ids)))]
 
     def elsewhere(self, client: Any, tokens: int) -> ServedModel:
         """The same in another store, with blocks of so many tokens at most."""
