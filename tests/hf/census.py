@@ -74,7 +74,7 @@ def tiny(kind: str):
 
 def examine(model) -> dict[str, str]:
     """Per column "equal", "differs", or why the store had no part in it; or {"refused": the reason}."""
-    with kvclient.InMemoryClient(64 << 20) as client:
+    with kvclient.InMemoryClient(256 << 20) as client:
         try:
             kv = kvclient.hf.attach(model, client, block_tokens=BLOCK)
         except kvclient.hf.Refused as refused:

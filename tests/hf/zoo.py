@@ -172,7 +172,8 @@ RECURRENT = {
              linear_value_head_dim=16),
     ),
     "kimi_linear": (
-        "KimiLinearConfig", "KimiLinearForCausalLM", dict(layer_types=_LINEAR, **_MLA),
+        "KimiLinearConfig", "KimiLinearForCausalLM",
+        dict(layer_types=_LINEAR, linear_head_dim=16, linear_num_heads=2, **_MLA),
     ),
     "qwen3_5": (
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM",

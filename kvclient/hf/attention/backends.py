@@ -114,10 +114,14 @@ def unfit(device: torch.device, dtype: torch.dtype, head_dim: int, own: Backend 
 
 
 def head_dim_of(model: torch.nn.Module) -> int:
-    """0 if its configuration does not say."""
+    """0 if its configuration does not say, or says another for each layer."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", 0)
-    return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    try:
+        heads = getattr(config, "num_attention_heads", 0)
+        size = getattr(config, "hidden_size", 0) // heads if heads else 0
+        return getattr(config, "head_dim", None) or size
+    except (AttributeError, ValueError, RuntimeError):  # transformers' own, where layers differ
+        return 0
 
 
 def _wanted(name: str) -> bool:
