@@ -14,12 +14,20 @@ import transformers
 
 import kvclient
 import kvclient.hf
+from kvclient.hf.release import STATES
 from tests.daemon.test_disk_tier import files
 from tests.hf.test_disk import patient, served  # noqa: F401 fixtures
 from tests.hf.test_follow import WAIT_S, Call, gate  # noqa: F401 a fixture
-from tests.hf.zoo import VOCAB, generate, known, near, prompt
+from tests.hf.zoo import RECURRENT, VOCAB, generate, known, near, prompt
 
 BLOCK, NEW = 8, 12
+
+
+def served_here(name):
+    """The model, or the test is skipped: older releases keep states in caches of their models' own."""
+    if name in RECURRENT and not STATES:
+        pytest.skip(f"this transformers keeps the states of {name} elsewhere")
+    return known(name)
 
 
 def chains(kv, ids):
@@ -72,7 +80,7 @@ def test_random_windows_hits_and_evictions_of_single_groups(seed, client):
 
 @pytest.mark.parametrize("name", ["gemma2", "llama4", "qwen3_next", "falcon_h1", "mistral_sliding"])
 def test_without_one_block_of_a_group_a_hit_ends_before_it_or_is_none(name, client):
-    model, ids = known(name), prompt(61)
+    model, ids = served_here(name), prompt(61)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         with kv.bypass():
             plain, *_ = generate(model, ids, NEW)
@@ -118,7 +126,7 @@ def test_a_prompt_with_windows_needs_a_part_of_what_full_attention_does(client):
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
 def test_groups_come_back_from_disk_after_a_restart(name, served, patient, wait_until, tmp_path):  # noqa: F811
-    model, ids = known(name), prompt(70)
+    model, ids = served_here(name), prompt(70)
     plain, *_ = generate(model, ids)
     with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=16) as kv:
         generate(model, ids, 1)
@@ -136,7 +144,7 @@ def test_groups_come_back_from_disk_after_a_restart(name, served, patient, wait_
 def test_followed_and_a_writer_that_dies(name, dies, gate, wait_until):  # noqa: F811
     ids = prompt(70)
     with kvclient.InMemoryClient(64 << 20) as one, one.another() as other:
-        models = [known(name), known(name)]
+        models = [served_here(name), served_here(name)]
         plain, *_ = generate(models[0], ids)
         made = [
             kvclient.hf.attach(model, client, block_tokens=16, follow_timeout_s=WAIT_S)
@@ -161,7 +169,7 @@ def test_followed_and_a_writer_that_dies(name, dies, gate, wait_until):  # noqa:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mistral_sliding"])
 def test_int8_blocks_with_windows(name, client):
-    model, ids = known(name), prompt(99)
+    model, ids = served_here(name), prompt(99)
     with kvclient.hf.attach(model, client, block_tokens=32, codec="int8") as kv:
         _, plain, _ = generate(model, ids, 1)
         _, warm, _ = generate(model, ids, 1)
@@ -172,7 +180,7 @@ def test_int8_blocks_with_windows(name, client):
 @pytest.mark.parametrize("in_place", [False, None])
 @pytest.mark.parametrize("name", ["gemma2", "mistral_sliding"])
 def test_what_a_loop_of_ones_own_computed_can_be_published(name, in_place, client):
-    model, ids = known(name), prompt(61)
+    model, ids = served_here(name), prompt(61)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
         with kv.limited(publish_tokens=0):
             answered, _, cache = generate(model, ids, NEW)
@@ -188,7 +196,7 @@ def test_what_a_loop_of_ones_own_computed_can_be_published(name, in_place, clien
 
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
 def test_a_pin_holds_windows_and_states_too(name, client):
-    model, ids = known(name), prompt(60) % 250 + 3
+    model, ids = served_here(name), prompt(60) % 250 + 3
     tokenizer = type("Tokens", (), {"decode": lambda self, ids: "x" * len(ids), "eos_token_id": None})()
     with kvclient.hf.Engine(model, tokenizer, client, block_tokens=BLOCK, self_test=False) as engine:
         generate(model, ids, 1)

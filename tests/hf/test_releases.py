@@ -27,6 +27,10 @@ TESTS = [
     "tests/hf/test_inside.py",
     "tests/hf/test_chunkers.py",
     "tests/hf/test_modes.py",
+    "tests/hf/test_windows.py",
+    "tests/hf/test_latent.py",
+    "tests/hf/test_layer_groups.py",
+    "tests/hf/test_recurrent.py",
 ]
 
 
