@@ -217,3 +217,73 @@ def test_the_rules_catch_a_breach(extension: str):
     assert MACHINE.search("open('/ro" + "ot/x')") and not MACHINE.search("a/work" + extension)
     assert BANNED_IN_NAMES.search("block_utils") and not BANNED_IN_NAMES.search("commonality")
     assert OPENS_BLOCK.match("void f(int x) {") and not OPENS_BLOCK.match("struct A {")
+
+
+PROSE_COLUMNS = 110
+TABLE_COLUMNS = 5
+UNBROKEN = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)")
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """The numbered lines of a page outside of code."""
+    lines, code = [], False
+    for number, line in enumerate(text(path).splitlines(), 1):
+        if line.startswith("```"):
+            code = not code
+        elif not code and not line.startswith("    "):
+            lines.append((number, line))
+    return lines
+
+
+PAGES = [path for path in FILES if path.suffix == ".md"]
+
+
+def test_prose_is_narrow():
+    """A table's rows may be wider, and what cannot be broken: a link, a command."""
+    problems = []
+    for path in PAGES:
+        for number, line in prose(path):
+            longest = max((len(whole) for whole in UNBROKEN.findall(line)), default=0)
+            if not line.startswith("|") and len(line) > max(PROSE_COLUMNS, longest + 8):
+                problems.append(f"{name(path)}:{number}: {len(line)} columns, limit {PROSE_COLUMNS}")
+    fail_if(problems)
+
+
+def test_tables_are_small_enough_to_read():
+    """Those made by a program, which a comment before them says, may be a matrix."""
+    problems = []
+    for path in PAGES:
+        lines = text(path).splitlines()
+        for number, line in prose(path):
+            if number > 2 and lines[number - 3].startswith("<!--"):
+                continue
+            columns = line.count("|") - 1
+            if re.fullmatch(r"\|[-:| ]+\|", line) and columns > TABLE_COLUMNS:
+                problems.append(f"{name(path)}:{number}: {columns} columns, limit {TABLE_COLUMNS}")
+    fail_if(problems)
+
+
+ROOMS = 12  # modules of one folder; a header and its source are one
+KERNELS_AND_TESTS = {"native/cpu", "native/cuda", "native/core/store", "native/tests"}
+TOO_MANY = {  # to become two folders each; none of them may grow
+    "kvclient/hf/attachment": 14,
+    "kvclient/hf/request": 14,
+    "kvclient/serve": 18,
+    "native/bindings": 17,
+    "native/core/disk": 20,
+}
+
+
+def test_a_folder_has_few_rooms():
+    rooms: dict[str, set[str]] = {}
+    for path in SOURCES:
+        folder = name(path.parent)
+        if path.stem != "__init__" and folder.startswith(("kvclient", "kvstored", "native")):
+            rooms.setdefault(folder, set()).add(path.stem)
+    fail_if(
+        [
+            f"{folder}: {len(stems)} modules, limit {TOO_MANY.get(folder, ROOMS)}"
+            for folder, stems in rooms.items()
+            if folder not in KERNELS_AND_TESTS and len(stems) > TOO_MANY.get(folder, ROOMS)
+        ]
+    )
