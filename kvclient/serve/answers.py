@@ -136,6 +136,14 @@ class Run:
         }  # fmt: skip
 
 
+def farthest_tier(reuse: dict[str, Any]) -> str:
+    """Where the reused tokens of `Run.reuse()` came from: of several places the farthest."""
+    for tier in ("peer", "disk", "memory"):
+        if reuse.get(f"{tier}_tokens"):
+            return tier
+    return "none"
+
+
 def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 

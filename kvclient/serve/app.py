@@ -173,10 +173,9 @@ async def _answer(
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     await run.whole(request.is_disconnected)
     reuse = run.reuse()
-    tier = "disk" if reuse.get("disk_tokens") else "memory" if reuse.get("reused_tokens") else "none"
     headers = {
         "X-KV-Reused-Tokens": str(reuse.get("reused_tokens", 0)),
-        "X-KV-Tier": tier,
+        "X-KV-Tier": answers.farthest_tier(reuse),
         "X-KV-TTFT": str(reuse.get("ttft_s") or ""),
     }
     return JSONResponse(whole(run), headers=headers)
