@@ -9,7 +9,7 @@ import torch
 
 import kvclient.hf
 from kvclient.hf import attention
-from kvclient.hf.request import request
+from kvclient.hf.request import inside
 from kvclient.hf.reuse import blend
 from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT
 from tests.hf.zoo import build, generate, near, prompt
@@ -56,7 +56,7 @@ def test_a_mask_beyond_the_limit_is_not_made(client, masks, monkeypatch):
             _, plain, _ = generate(model, ASKED, 1)
         rows = 21 + 9 + 16 + 4 - 4  # live ones, the recency, the document's sinks
         for limit, found in ((rows * 130 * 4, 100), (rows * 130 * 4 - 1, 0)):
-            monkeypatch.setattr(request, "MOST_MASK_BYTES", limit)
+            monkeypatch.setattr(inside, "MOST_MASK_BYTES", limit)
             masks.clear()
             with kv.bypass(read=False):
                 if found:
