@@ -20,6 +20,8 @@ from tests.hf.zoo import RECURRENT, generate, known, near, prompt
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK, NEW = 8, 18
 pytestmark = pytest.mark.skipif(not STATES, reason="this transformers keeps states in caches of its models")
+# So far from its pass over several tokens is transformers' own step by step, without a store, of these.
+STEPS_APART = {"zamba2": 1e-3, "nemotron_h": 1e-3}
 SOME = ("qwen3_next", "falcon_h1", "mamba", "jamba")  # states alone, beside K and V, no K and V, step by step
 NAMES = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in RECURRENT]
 
@@ -50,16 +52,16 @@ def check(model, kv, ids, reused, bound=1e-4, **given):
 @pytest.mark.parametrize("name", NAMES)
 def test_cold_warm_continued_and_parted(name, attached):
     model = known(name)
-    kv = attached(model)
+    kv, bound = attached(model), STEPS_APART.get(name, 1e-4)
     for length in (BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 61):
         ids = prompt(length, seed=length)
-        check(model, kv, ids, 0)
-        answered = check(model, kv, ids, (length - 1) // BLOCK * BLOCK)
+        check(model, kv, ids, 0, bound)
+        answered = check(model, kv, ids, (length - 1) // BLOCK * BLOCK, bound)
     longer = torch.cat([answered, prompt(5, seed=4)], dim=1)
-    check(model, kv, longer, (61 + NEW - 1) // BLOCK * BLOCK)  # the answer's last whole block
+    check(model, kv, longer, (61 + NEW - 1) // BLOCK * BLOCK, bound)  # the answer's last whole block
     shared = prompt(40, seed=77)
     for seed, reused in ((1, 0), (2, 0), (3, 40)):  # where two texts part is known when the second was asked
-        check(model, kv, torch.cat([shared, prompt(11, seed=seed)], dim=1), reused)
+        check(model, kv, torch.cat([shared, prompt(11, seed=seed)], dim=1), reused, bound)
 
 
 @pytest.mark.parametrize("name", SOME)

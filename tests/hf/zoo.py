@@ -81,7 +81,7 @@ LATENT = {
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {
     "gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi",
-    **dict.fromkeys(LATENT, "latent"),
+    **dict.fromkeys(LATENT, "latent|no known rotation"),
 }  # fmt: skip
 
 # With layers that see a window of 16 tokens, or a chunk of 16. Prefixes only.
