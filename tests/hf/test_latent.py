@@ -15,9 +15,19 @@ from tests.hf.zoo import LATENT, generate, known, prompt
 BLOCK, NEW = 16, 20
 
 
+def latent(name):
+    """known(), or the test is skipped where transformers (5.0) keeps K and V of the heads instead."""
+    model = known(name)
+    with torch.no_grad():
+        keys = cache_of(model(prompt(4), use_cache=True)).layers[0].keys
+    if keys.shape[1] != 1:
+        pytest.skip(f"this transformers caches no latent of {name}")
+    return model
+
+
 @pytest.mark.parametrize("name", LATENT)
 def test_a_block_is_as_wide_as_the_latent_and_the_rope_key(name, client):
-    model = known(name)
+    model = latent(name)
     ids = prompt(61)
     with torch.no_grad():
         cache = cache_of(model(ids, use_cache=True))
@@ -58,7 +68,7 @@ def test_beams_samples_and_an_answer_that_goes_on(name, client):
 
 
 def test_what_a_latent_cannot_have_is_refused_with_the_reason(client):
-    model = known("deepseek_v3")
+    model = latent("deepseek_v3")
     refused = {"codec": ("int8", "K of 16"), "in_place": (True, "attention"), "repair": ("auto", "latent")}
     for name, (value, reason) in refused.items():
         with pytest.raises(kvclient.InvalidArgument, match=reason):
@@ -68,7 +78,7 @@ def test_what_a_latent_cannot_have_is_refused_with_the_reason(client):
 
 
 def test_the_attention_is_the_models_own(client, left):
-    model = known("deepseek_v3")
+    model = latent("deepseek_v3")
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         generate(model, prompt(40))
         assert (kv.backend, kv.last.dense) == ("sdpa", "latent")

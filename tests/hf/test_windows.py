@@ -110,6 +110,6 @@ def test_windows_that_are_in_no_mask_are_refused(client):
 
 def test_windows_in_code_of_ones_own_are_refused(client):
     model = known("mistral_sliding")
-    model.__class__ = type("Own", (type(model),), {"__module__": "own"})
+    model.__class__ = type("Own", (type(model),), {"__module__": __name__})
     with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 16"):
         kvclient.hf.attach(model, client)
