@@ -15,10 +15,10 @@ from typing import Any
 import transformers
 
 from kvclient.serve import listening
-from kvclient.serve.app import create_app
-from kvclient.serve.asking import Asking
-from kvclient.serve.job import Done, Job, Prompt, Token
-from kvclient.serve.sampling import Chosen
+from kvclient.serve.engine.job import Done, Job, Prompt, Token
+from kvclient.serve.engine.sampling import Chosen
+from kvclient.serve.http.app import create_app
+from kvclient.serve.http.asking import Asking
 from kvclient.serve.scheduler import Limits
 
 

@@ -109,8 +109,8 @@ def served(own: argparse.Namespace) -> Any:
 
     import kvclient
     from kvclient.hf.request.stopping import end_tokens
-    from kvclient.serve.asking import Asking
-    from kvclient.serve.loop import Loop
+    from kvclient.serve.engine.loop import Loop
+    from kvclient.serve.http.asking import Asking
     from kvclient.serve.scheduler import Limits
 
     if own.threads:
@@ -165,9 +165,9 @@ def first_token(asking: Any, text: str) -> float:
     """Computes a text, so that /health may say ready. Returns the seconds it took."""
     import threading
 
-    from kvclient.serve.loop import Done, Failed, Job
-    from kvclient.serve.sampling import Sampler, Sampling
-    from kvclient.serve.text import Text
+    from kvclient.serve.engine.loop import Done, Failed, Job
+    from kvclient.serve.engine.sampling import Sampler, Sampling
+    from kvclient.serve.engine.text import Text
 
     began, done, said = time.perf_counter(), threading.Event(), []
 
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({**shown, "api_keys": len(own.api_key)}, indent=2))
         return 0
     try:
-        from kvclient.serve.app import create_app
+        from kvclient.serve.http.app import create_app
     except ModuleNotFoundError as missing:
         hint = "pip install '.[serve,hf]' in kvstored's source"
         print(f"kvclient-serve needs {missing.name}: {hint}", file=sys.stderr)

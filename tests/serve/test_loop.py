@@ -14,11 +14,11 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf.cache.ragged import RaggedLayer
-from kvclient.serve.job import Done, Failed, Job, Token
-from kvclient.serve.loop import Loop
-from kvclient.serve.sampling import Sampler, Sampling
+from kvclient.serve.engine.job import Done, Failed, Job, Token
+from kvclient.serve.engine.loop import Loop
+from kvclient.serve.engine.sampling import Sampler, Sampling
+from kvclient.serve.engine.text import Text
 from kvclient.serve.scheduler import Limits, QueueFull
-from kvclient.serve.text import Text
 from tests.hf.zoo import build, generate, prompt
 
 NEW, WAIT_S = 12, 120

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.serve.reasoning import Reasoning, parted
+from kvclient.serve.http.reasoning import Reasoning, parted
 
 THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*(?:</think>\s*(.*)|)$", re.S)
 

@@ -7,7 +7,7 @@ over token borders, against the text decoded at once.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.serve.text import Text
+from kvclient.serve.engine.text import Text
 
 
 class Bytes:

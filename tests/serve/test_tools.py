@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.serve.tools import ForcedCall, calls_in, forced_call
+from kvclient.serve.http.tools import ForcedCall, calls_in, forced_call
 
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
 

@@ -13,9 +13,9 @@ import pytest
 import kvclient
 import kvclient.hf
 from kvclient.hf.engine.window import Window
-from kvclient.serve.job import Done, Failed
-from kvclient.serve.loop import Loop
-from kvclient.serve.windowed import Windowing
+from kvclient.serve.engine.job import Done, Failed
+from kvclient.serve.engine.loop import Loop
+from kvclient.serve.engine.windowed import Windowing
 from tests.hf.zoo import build, prompt
 from tests.serve.test_loop import LIMITS, alone, ask, ended
 

@@ -268,7 +268,6 @@ KERNELS_AND_TESTS = {"native/cpu", "native/cuda", "native/core/store", "native/t
 TOO_MANY = {  # to become two folders each; none of them may grow
     "kvclient/hf/attachment": 14,
     "kvclient/hf/request": 14,
-    "kvclient/serve": 18,
     "native/bindings": 17,
     "native/core/disk": 20,
 }

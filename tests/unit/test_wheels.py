@@ -75,7 +75,7 @@ def test_the_names_say_where_they_run_and_what_is_inside_is_enough(wheels):
     wheel, sdist = wheels
     assert re.search(r"-cp3\d+-cp3\d+-manylinux_\d+_\d+_(x86_64|aarch64)", wheel.name), wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"kvclient/py.typed", "kvclient/_core.pyi", "kvclient/serve/page.html"} <= names
+    assert {"kvclient/py.typed", "kvclient/_core.pyi", "kvclient/serve/http/page.html"} <= names
     with tarfile.open(sdist) as tar:
         inside = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "native/capi/exports.map"} <= inside

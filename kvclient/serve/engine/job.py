@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvclient.serve.sampling import Chosen, Sampler
+from kvclient.serve.engine.sampling import Chosen, Sampler
+from kvclient.serve.engine.text import Text
+from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.scheduler import Entry
-from kvclient.serve.text import Text
-from kvclient.serve.windowed import Windowing
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Done:
     reason: str  # "stop" or "length"
     text: str  # the last piece
     stopped: str | None = None  # the stop string that ended it
-    window: dict[str, int] | None = None  # what its window holds (kvclient.serve.windowed)
+    window: dict[str, int] | None = None  # what its window holds (kvclient.serve.engine.windowed)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.release import cache_of, passing
-from kvclient.serve.job import Done, Event, Failed, Job, Prompt, Token
-from kvclient.serve.sampling import Chosen, chosen
+from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
+from kvclient.serve.engine.sampling import Chosen, chosen
+from kvclient.serve.engine.windowed import WindowedCache
 from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
-from kvclient.serve.windowed import WindowedCache
 
 RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
 

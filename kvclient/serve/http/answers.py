@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvclient.serve.asking import Ask, Asking
+from kvclient.serve.engine.job import Done, Event, Job, Prompt, Token
+from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.errors import ApiError
-from kvclient.serve.job import Done, Event, Job, Prompt, Token
-from kvclient.serve.reasoning import Reasoning, parted
-from kvclient.serve.sampling import Chosen
+from kvclient.serve.http.asking import Ask, Asking
+from kvclient.serve.http.reasoning import Reasoning, parted
+from kvclient.serve.http.tools import ForcedCall, calls_in, forced_call
 from kvclient.serve.scheduler import QueueFull
-from kvclient.serve.tools import ForcedCall, calls_in, forced_call
 
 RETRY_AFTER_S = 2
 

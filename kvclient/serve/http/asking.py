@@ -20,13 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import KVClientError
 from kvclient.hf.engine.window import MOST_POSITIONS, Window
+from kvclient.serve.engine.job import Job
+from kvclient.serve.engine.loop import Loop
+from kvclient.serve.engine.sampling import Sampler, Sampling
+from kvclient.serve.engine.text import Text
+from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.errors import ApiError, too_large, too_long, unsupported
-from kvclient.serve.grammar import Grammars
-from kvclient.serve.job import Job
-from kvclient.serve.loop import Loop
-from kvclient.serve.reasoning import OPEN
-from kvclient.serve.sampling import Sampler, Sampling
-from kvclient.serve.schema import (
+from kvclient.serve.http.grammar import Grammars
+from kvclient.serve.http.reasoning import OPEN
+from kvclient.serve.http.schema import (
     CacheOptions,
     ChatRequest,
     Common,
@@ -35,8 +37,6 @@ from kvclient.serve.schema import (
     NamedTool,
     ResponsesRequest,
 )
-from kvclient.serve.text import Text
-from kvclient.serve.windowed import Windowing
 
 DEFAULT_NEW_TOKENS = 1024
 

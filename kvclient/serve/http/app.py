@@ -16,11 +16,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from kvclient.serve import answers
-from kvclient.serve.asking import Ask, Asking
 from kvclient.serve.errors import ApiError, unsupported
-from kvclient.serve.figures import prometheus
-from kvclient.serve.schema import (
+from kvclient.serve.http import answers
+from kvclient.serve.http.asking import Ask, Asking
+from kvclient.serve.http.figures import prometheus
+from kvclient.serve.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -1,0 +1,3 @@
+"""The engine: loop (the one thread that owns the model) → job (a request, and what it hears) → sampling,
+text, windowed.
+"""
