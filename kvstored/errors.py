@@ -15,7 +15,8 @@ KVStoredError
     ├── IntegrityError     a checksum or an invariant does not hold
     ├── BlockLost          the block's writer gave it up or died
     ├── DeadlineExceeded   a wait reached its bound
-    └── Fenced             a client harmed this namespace's memory; the others are served
+    ├── Fenced             a client harmed this namespace's memory; the others are served
+    └── Stopping           the daemon is about to end and takes no call in
 
 kvstored._core raises the StoreError classes by name. Anything else that reaches a caller is a bug (INTERNAL).
 """
@@ -102,6 +103,10 @@ class Fenced(StoreError):
     """The namespace's memory was harmed by a client; it is refused until the daemon is started again."""
 
 
+class Stopping(StoreError):
+    """The daemon takes no call in any more: try the next one."""
+
+
 # The one table from error to status. First match in the class's own order of bases (mro) wins.
 STATUS_NAMES: dict[type[BaseException], str] = {
     InvalidArgument: "INVALID_ARGUMENT",
@@ -114,6 +119,7 @@ STATUS_NAMES: dict[type[BaseException], str] = {
     BlockLost: "ABORTED",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     Fenced: "UNAVAILABLE",
+    Stopping: "UNAVAILABLE",
 }
 
 

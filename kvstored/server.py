@@ -15,11 +15,9 @@ import signal
 import time
 from typing import Any
 
-import grpc
-
 from kvstored import __version__, _core, log
 from kvstored.access import peer_proxy, tenants
-from kvstored.access.authorization import Door, GuestsDoor, OwnersDoor
+from kvstored.access.authorization import GuestsDoor, OwnersDoor
 from kvstored.cluster.sidecar import Sidecar
 from kvstored.config.config import Config
 from kvstored.config.sources import Sourced
@@ -35,12 +33,10 @@ from kvstored.process.limits import (
 from kvstored.process.notify import notify
 from kvstored.process.reload import Reload
 from kvstored.rpc.admin import AdminService
-from kvstored.rpc.admission import Admission
 from kvstored.rpc.calls import CallCounts, Threads
 from kvstored.rpc.leases import Leases
 from kvstored.rpc.reflection import LazyReflection
-from kvstored.rpc.store import StoreService
-from kvstored.rpc.transfer import TransferService
+from kvstored.rpc.servers import Servers
 from kvstored.telemetry.events import Event, Events
 from kvstored.telemetry.metrics_server import MetricsServer
 from kvstored.telemetry.prometheus import Figures, render
@@ -53,9 +49,7 @@ from kvstored.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     store_pb2,
-    store_pb2_grpc,
     transfer_pb2,
-    transfer_pb2_grpc,
 )
 from kvstored.watch import Watch
 
@@ -73,7 +67,8 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     try:
         daemon = Daemon(sourced, made, fresh, discard, started_ns)
         try:
-            asyncio.run(daemon.run())
+            # Not asyncio.run(): it would take gRPC's servers down (rpc.servers).
+            asyncio.new_event_loop().run_until_complete(daemon.run())
         finally:
             daemon.close()
     finally:
@@ -136,6 +131,7 @@ class Daemon:
             self._watch.degraded,
             self._peers,
         )
+        self._grpc = Servers(config, self._stores, self._leases, self._threads, self._counts)
         self._fabric: Sidecar | None = None
         self._metrics: MetricsServer | None = None
         self._gate: peer_proxy.Gate | None = None
@@ -147,7 +143,7 @@ class Daemon:
             loop.add_signal_handler(number, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         with self._segments.undone_if_it_fails():
-            servers = await self._start()
+            await self._start()
         self._segments.settle()
         self._watch.start(lambda: self._reload.config.scrub_rate)
         for name in self._stores:
@@ -163,7 +159,7 @@ class Daemon:
         log.info("stopping", drain_timeout_s=drain_s)
         end_within(drain_s + STOP_S, lambda: self._segments.give_up(self._discard))
         self._watch.stop()
-        await self._stop(servers)
+        await self._stop()
         log.info("stopped", took_ms=(time.monotonic_ns() - began_ns) / 1e6)
 
     def close(self) -> None:
@@ -227,7 +223,7 @@ class Daemon:
         except (StoreError, StartupError) as error:
             log.error("reload_refused", why=str(error))
 
-    async def _start(self) -> list[grpc.aio.Server]:
+    async def _start(self) -> None:
         config = self._reload.config
         self._tiers.start()
         try:
@@ -242,7 +238,7 @@ class Daemon:
         self._opening.apply(config.in_dir("kvstored.sock"), self._opening.socket_mode)
         if config.metrics_port:
             await self._start_metrics(config.metrics_port)
-        servers = await self._start_grpc(config)
+        await self._start_grpc(config)
         log.info(
             "ready",
             version=__version__,
@@ -254,32 +250,20 @@ class Daemon:
             adopted=sum(pool.adopted for pool in self._pools.values()),
             took_ms=(time.time_ns() - self._started_ns) / 1e6,
         )
-        return servers
 
-    async def _start_grpc(self, config: Config) -> list[grpc.aio.Server]:
+    async def _start_grpc(self, config: Config) -> None:
         """The owner's socket, and one for other users if any is configured: it has no admin calls."""
-        owners = self._new_grpc(config, OwnersDoor(self._stores), ())
+        owners = self._grpc.add("grpc.sock", OwnersDoor(self._stores))
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, owners)
         self._watch.health.add_to(owners)
         owners.add_generic_rpc_handlers((LazyReflection(),))
-        servers = [(owners, config.in_dir("grpc.sock"))]
         if config.open_to_others:
             door = GuestsDoor(self._stores, self._sessions)
-            guests = self._new_grpc(config, door, peer_proxy.bounds(config))
-            servers.append((guests, config.in_dir("guarded.sock")))
+            self._grpc.add("guarded.sock", door, peer_proxy.bounds(config))
         for name in ("guests.sock", "guarded.sock"):  # also where no other user is configured any more
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(config.in_dir(name))
-        for server, path in servers:
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)  # a dead daemon's: the lock says that no other lives
-                server.add_insecure_port(runtime_dir.grpc_address(path))
-                os.chmod(path, 0o600)
-            except (RuntimeError, OSError) as error:
-                await server.stop(None)
-                raise StartupError(f"{path}: {error}") from error
-            await server.start()
+        await self._grpc.start()
         if config.open_to_others:
             path = config.in_dir("guests.sock")
             self._gate = peer_proxy.Gate(
@@ -288,23 +272,6 @@ class Daemon:
             )  # fmt: skip
             self._gate.start()
             self._opening.apply(path, self._opening.socket_mode)
-        return [server for server, _ in servers]
-
-    def _new_grpc(self, config: Config, door: Door, bounds: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            interceptors=(Admission(door, config.max_calls, self._counts),),
-            options=[
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
-                ("grpc.so_reuseport", 0),
-                *bounds,
-            ],
-        )
-        store = StoreService(door, self._stores, self._leases, self._threads, self._counts)
-        store_pb2_grpc.add_StoreServicer_to_server(store, server)
-        transfer = TransferService(door, self._stores, config.lease_timeout_s, self._threads, self._counts)
-        transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
-        return server
 
     async def _start_metrics(self, port: int) -> None:
         self._metrics = MetricsServer(
@@ -315,14 +282,14 @@ class Daemon:
         except OSError as error:
             raise StartupError(f"metrics_port: 127.0.0.1:{port}: {error.strerror}") from error
 
-    async def _stop(self, servers: list[grpc.aio.Server]) -> None:
+    async def _stop(self) -> None:
         self._watch.health.stopping = True
         if self._metrics is not None:
             self._metrics.close()
         if self._gate is not None:
             self._gate.close()
         self._events.stop()
-        await asyncio.gather(*(one.stop(self._reload.config.drain_timeout_s) for one in servers))
+        await self._grpc.stop(self._reload.config.drain_timeout_s)
         self._leases.end_all()
         self._sessions.stop()
         self._watch.health.close()

@@ -381,7 +381,9 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
         ) from error
 
     serve(sourced, fresh=given.fresh, discard=given.discard, started_ns=started_ns)
-    return Exit.DONE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Exit.DONE)  # everything is closed; what the interpreter would take down yet is gRPC's servers
 
 
 def _process_started_ns() -> int:

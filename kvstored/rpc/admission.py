@@ -1,12 +1,13 @@
 """Which calls are taken in: who calls, and whether there is room, before a call's message is read.
 
-Owns the count of the calls in progress, of one server. Never looks into a message. Invariants: a call that is
-held open is counted, also one whose message never comes; whatever refuses a call before or after its method
-runs, the caller gets the error's status.
+Owns the count of the calls in progress, of one server, and their end. Never looks into a message. Invariants:
+a call that is held open is counted, also one whose message never comes; whatever refuses a call before or
+after its method runs, the caller gets the error's status; after stop() no method runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from kvstored.access.authorization import Door
 from kvstored.access.quota import Bound
-from kvstored.errors import InvalidArgument, StoreError
+from kvstored.errors import InvalidArgument, Stopping, StoreError
 from kvstored.rpc.calls import CallCounts, refuse
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -32,6 +33,17 @@ class Admission(grpc.aio.ServerInterceptor):
         self._door = door
         self._calls = Bound(max_calls, "{total} calls are in progress, the limit is {most} (max_calls)")
         self._counts = counts
+        self._running: set[asyncio.Task[Any]] = set()  # each sends its call's answer, too
+        self._stopping = False
+
+    async def stop(self, drain_s: float) -> None:
+        """No call is taken in any more. Those in progress have `drain_s`, and are cancelled then."""
+        self._stopping = True
+        for wait_s in (drain_s, None):
+            if self._running:
+                await asyncio.wait(set(self._running), timeout=wait_s)
+            for task in self._running:
+                task.cancel()
 
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
@@ -74,6 +86,12 @@ class Admission(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _place(self, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        if self._stopping:
+            raise Stopping("the daemon is about to end")
+        task = asyncio.current_task()
+        assert task is not None, "a call has its task"
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         user = self._door.user(context)
         self._calls.take(user)
         try:

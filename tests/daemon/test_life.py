@@ -12,15 +12,18 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvstored.errors import Exit
-from kvstored.v1 import admin_pb2
+from kvstored.v1 import admin_pb2, store_pb2
 from tests.conftest import DaemonFailed
 from tests.daemon.grpc_calls import CALL_S, Calls, key
 from tests.descriptors import sockets
+from tests.fault.children import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,6 +224,42 @@ def test_a_call_in_progress_does_not_keep_it_from_ending(daemon):
         assert lease.id
         assert one.stop() == 0
         assert next(events).kind == admin_pb2.EventsResponse.KIND_STOPPING
+
+
+def test_at_its_end_calls_in_progress_are_answered_and_new_ones_are_not(daemon):
+    one = daemon(args=("--drain-timeout-s", "30"))
+    told = threading.Event()
+
+    def late():
+        told.wait(CALL_S)
+        yield store_pb2.LookupRequest(keys=[key("nobody's")]).SerializeToString()
+
+    with Calls(one.dir) as calls:
+        begun = calls.channel.stream_unary("/kvstored.v1.Store/Lookup").future(late(), timeout=CALL_S)
+        assert calls.states("nobody's") == [0]  # after it on the same connection: it has begun
+        one.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "stopping" in one.log(), "it was told", timeout_s=20)
+        with pytest.raises(grpc.RpcError) as refusal:
+            for _ in range(100):
+                calls.states("nobody's")
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert refusal.value.details() == "the daemon is about to end"
+        told.set()
+        assert store_pb2.LookupResponse.FromString(begun.result()).states == [0]
+        assert one.process.wait(20) == 0
+
+
+def test_grpcs_own_end_is_never_run(daemon, tmp_path):
+    """On a busy machine it ended some daemons by SIGSEGV. Here it would end each."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, grpc.aio\n"
+        "grpc.aio._server.Server.stop = grpc.aio._server.Server.__del__ = lambda *_: os.abort()\n"
+    )
+    one = daemon(env={"PYTHONPATH": str(tmp_path)})
+    with Calls(one.dir) as calls:
+        calls.put("a")
+    assert one.stop() == 0
+    assert "stopped took_ms=" in one.log()
 
 
 def test_the_log_is_one_line_an_event_and_holds_no_key(daemon):
