@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 Keys: TypeAlias = Sequence[bytes] | Chain
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
+class DerivedKeys:
+    def __init__(self, identity: bytes | None) -> None: ...
+    def packed(self, names: Sequence[bytes] | bytes) -> bytes: ...
+    def listed(self, names: Sequence[bytes] | bytes) -> list[bytes]: ...
+
 class Chain:
     def __init__(
         self,

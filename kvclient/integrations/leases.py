@@ -22,7 +22,7 @@ class _Lease:
 
 
 class Leases:
-    """Thread-safe. A timer runs only while something is held."""
+    """Thread-safe. A timer runs while something is held, and once more at the most."""
 
     def __init__(self, lease_s: float, max_blocks: int) -> None:
         self._lease_s, self._max_blocks = lease_s, max_blocks
@@ -53,7 +53,6 @@ class Leases:
                     if not lease.keys:
                         lease.blocks.release()
             self._held = deque(lease for lease in self._held if lease.keys)
-            self._arm()
 
     @property
     def count(self) -> int:
@@ -66,14 +65,12 @@ class Leases:
             for lease in self._held:
                 lease.blocks.release()
             self._held.clear()
-            self._arm()
-
-    def _arm(self) -> None:
-        if not self._held:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        elif self._timer is None:
+
+    def _arm(self) -> None:
+        if self._held and self._timer is None:  # one that runs is left to run: a thread costs 60 us to start
             self._timer = threading.Timer(max(0.0, self._held[0].until - time.monotonic()), self._expire)
             self._timer.daemon = True
             self._timer.start()

@@ -1,4 +1,4 @@
-// Chains, checksums and copies for Python.
+// Chains, derived keys, checksums and copies for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -12,6 +12,7 @@
 #include "bindings/without_gil.h"
 #include "core/base/checksum.h"
 #include "core/base/copy.h"
+#include "core/format/derived.h"
 #include "core/format/keys.h"
 
 namespace nb = nanobind;
@@ -159,6 +160,61 @@ nb::object copy_into(nb::handle destination, nb::handle source, bool with_checks
   return nb::none();
 }
 
+// Calls put(i, key) for each name of a list or tuple of bytes, or of bytes that are names of 32 in one piece.
+template <class Put>
+nb::object each(const DerivedKeys& self, nb::handle names, Put put) {
+  if (PyBytes_Check(names.ptr())) {
+    const char* data = PyBytes_AS_STRING(names.ptr());
+    const Py_ssize_t size = PyBytes_GET_SIZE(names.ptr()), one = sizeof(Key);
+    if (size % one) raise("InvalidArgument", "names in one piece have " + std::to_string(size) + " bytes, not a multiple of 32");
+    nb::object out = put.make(size / one);
+    for (Py_ssize_t i = 0; i < size / one; ++i) put(i, self.of(data + i * one, one));
+    return out;
+  }
+  const nb::object items = nb::steal(PySequence_Fast(names.ptr(), "names must be a sequence of bytes"));
+  if (!items.is_valid()) throw nb::python_error();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  nb::object out = put.make(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* name = PySequence_Fast_GET_ITEM(items.ptr(), i);  // nothing here runs Python code
+    if (!PyBytes_Check(name)) raise("InvalidArgument", "names[" + std::to_string(i) + "] is not bytes");
+    put(i, self.of(PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name)));
+  }
+  return out;
+}
+
+struct Packed {
+  char* data = nullptr;
+  nb::object make(Py_ssize_t count) {
+    nb::object out = nb::steal(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(Key))));
+    if (!out.is_valid()) throw nb::python_error();
+    data = PyBytes_AS_STRING(out.ptr());
+    return out;
+  }
+  void operator()(Py_ssize_t i, const Key& key) const { std::memcpy(data + i * sizeof(Key), &key, sizeof key); }
+};
+
+struct Listed {
+  nb::list list;
+  nb::object make(Py_ssize_t) { return list; }
+  void operator()(Py_ssize_t, const Key& key) { list.append(to_bytes(key)); }
+};
+
+void bind_derived(nb::module_& m) {
+  nb::class_<DerivedKeys>(m, "DerivedKeys",
+                          "Keys of blocks that an engine names by a hash of its own, beneath an identity of 32 bytes:\n"
+                          "SHA-256(identity | 32 zero bytes | name). Immutable.")
+      .def(
+          "__init__", [](DerivedKeys* self, nb::handle identity) { new (self) DerivedKeys(key_from(identity, "identity")); },
+          "identity"_a.none())
+      .def(
+          "packed", [](const DerivedKeys& self, nb::handle names) { return each(self, names, Packed{}); }, "names"_a,
+          "The keys of the names in one piece, 32 bytes each. Names: a sequence of bytes, or names of 32 bytes in one piece.")
+      .def(
+          "listed", [](const DerivedKeys& self, nb::handle names) { return each(self, names, Listed{}); }, "names"_a,
+          "The keys of the names, 32 bytes each.");
+}
+
 void bind_chain(nb::module_& m) {
   nb::class_<Chain>(m, "Chain",
                     "The keys, fingerprints and tokens of a prompt's chunks. Immutable; a slice shares its memory.\n"
@@ -221,6 +277,7 @@ void bind_chain(nb::module_& m) {
 void bind_keys(nb::module_& m) {
   using namespace kv;
   bind_chain(m);
+  bind_derived(m);
   m.def(
       "root_key", [](nb::handle identity) { return to_bytes(root_key(key_from(identity, "identity"))); }, "identity"_a.none(),
       "What the first chunk's prefix key continues. Never a block's key.");

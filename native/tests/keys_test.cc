@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "core/format/derived.h"
 #include "core/format/sha256.h"
 #include "tests/check.h"
 
@@ -141,6 +142,16 @@ TEST(slices_share_their_prompt) {
   CHECK_EQ(part.extra(1)[0], 4u * 64);
   CHECK(part.slice(0, 0) == part.slice(0, 0));
   CHECK(!(part.slice(0, 1) == part.slice(1, 1)));
+}
+
+TEST(derived_keys_are_plain_hashes) {
+  const DerivedKeys derived(kIdentity);
+  for (const size_t length : {0u, 1u, 32u, 36u, 55u, 56u, 64u, 200u}) {
+    std::vector<uint8_t> name(length, 7), whole(64, 0);
+    std::memcpy(whole.data(), &kIdentity, sizeof kIdentity);
+    whole.insert(whole.end(), name.begin(), name.end());
+    CHECK(derived.of(name.data(), length) == Sha256().update(whole.data(), whole.size()).finish());
+  }
 }
 
 TEST(a_chain_may_be_cut_elsewhere) {

@@ -33,7 +33,7 @@ class FaultyConnector(KvstoredConnector):
         step = super().build_connector_meta(scheduler_output)
         if FAULT == "drop":
             for load in step.loads:
-                self._client.delete(load.keys[1:])
+                self._client.delete(load.keys[32:])
         return step
 
 

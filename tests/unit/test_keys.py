@@ -5,6 +5,7 @@ changed dimension at a time.
 """
 
 import array
+import hashlib
 import json
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvclient
+from kvclient._core import DerivedKeys
 from kvclient.blocks.keys import chain, extra_ids_from_digests, root_key, window_fingerprints
 from kvclient.errors import InvalidArgument
 from tests.golden import reference_keys as reference
@@ -302,3 +304,22 @@ def test_a_failing_index_is_not_swallowed():
 
     with pytest.raises(RuntimeError, match="mine"):
         chain(IDENTITY, [Token()], 1)
+
+
+def test_derived_keys_are_plain_hashes():
+    """A batch of names in one call gives what hashlib gives one by one, listed, packed and from one piece."""
+    identity = bytes(range(32))
+    derived = DerivedKeys(identity)
+    for length in (0, 32, 36, 55, 56, 200):
+        names = [bytes([i]) * length for i in range(5)]
+        one_by_one = [hashlib.sha256(identity + bytes(32) + name).digest() for name in names]
+        assert derived.listed(names) == one_by_one
+        assert derived.packed(tuple(names)) == b"".join(one_by_one)
+        if length == 32:
+            assert derived.packed(b"".join(names)) == b"".join(one_by_one)
+    assert derived.packed([]) == b"" and derived.listed([]) == []
+    for wrong in ([b"x", "text"], bytes(33)):
+        with pytest.raises(InvalidArgument):
+            derived.packed(wrong)
+    with pytest.raises(InvalidArgument):
+        DerivedKeys(bytes(31))

@@ -24,7 +24,7 @@ import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
-from kvclient.integrations.lmcache.naming import Identities, begun_key, key_of, tag_of
+from kvclient.integrations.lmcache.naming import Identities, shared_keys, tag_of
 from kvclient.integrations.objects import Object, Objects
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT
@@ -40,8 +40,7 @@ OPTIONS = {
     "model_identity": "",  # instead of reading the weights
 }
 MAX_LOCKED = 32_768  # objects, of the client's 65,536 pins
-MAX_BEGUN = 10_000
-NEW = object()
+MAX_KINDS = 10_000
 THREADS = 4  # tasks that copy side by side
 
 
@@ -84,7 +83,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")
         self._stores, self._lookups, self._loads = _Tasks(), _Tasks(), _Tasks()
         self._next, self._next_lock = 0, threading.Lock()
-        self._begun: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
+        self._shared: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
         self._objects.try_one()
         if self._client.degraded:
             log.warning("kvstored: no daemon at the start; LMCache runs without it until there is one")
@@ -150,24 +149,29 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def _names(self, keys: Sequence[Any]) -> list[bytes | None]:
         """The store's keys; None of a model whose weights nobody told apart."""
-        names: list[bytes | None] = []
-        for key in keys:
-            shared = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
-            begun = self._begun.get(shared, NEW)
-            if begun is NEW:
-                begun = self._begin(shared)
-            names.append(None if begun is None else key_of(begun, key.chunk_hash))
+        shared = [(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt) for key in keys]
+        kinds = set(shared)
+        names: list[bytes | None] = [None] * len(keys)
+        for kind in kinds:
+            derived = self._shared[kind] if kind in self._shared else self._begin(kind)
+            if derived is None:
+                continue
+            if len(kinds) == 1:
+                return derived.listed([key.chunk_hash for key in keys])
+            at = [i for i, one in enumerate(shared) if one == kind]
+            for i, name in zip(at, derived.listed([keys[i].chunk_hash for i in at]), strict=True):
+                names[i] = name
         return names
 
     def _begin(self, shared: tuple[str, int, int, str]) -> Any | None:
         model_name, rank, group, salt = shared
         if (identity := self._identities.of(model_name)) is None:
             log.warning("kvstored: no weights are known of model %s: nothing of it is shared", model_name)
-        if len(self._begun) >= MAX_BEGUN:
-            self._begun = {}  # many tenants' salts: they are made anew as they come
-        begun = None if identity is None else begun_key(identity, model_name, rank, group, salt)
-        self._begun[shared] = begun
-        return begun
+        if len(self._shared) >= MAX_KINDS:
+            self._shared = {}  # many tenants' salts: they are made anew as they come
+        derived = None if identity is None else shared_keys(identity, model_name, rank, group, salt)
+        self._shared[shared] = derived
+        return derived
 
     def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
         names = self._names(keys)
@@ -184,6 +188,12 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def _look_up(self, keys: list[Any]) -> Bitmap:
         bitmap, names = Bitmap(len(keys)), self._names(keys)
+        if keys and None not in names and (blocks := self._objects.pin(names)) is not None:
+            if blocks.hits == len(keys):  # the usual answer, in one call
+                self._locks.hold(names, blocks)
+                bitmap.batched_set(range(len(keys)))
+                return bitmap
+            blocks.release()
         mine = [i for i, name in enumerate(names) if name is not None]
         states = self._objects.states([names[i] for i in mine])
         there = [i for i, state in zip(mine, states, strict=True) if state == RESIDENT]

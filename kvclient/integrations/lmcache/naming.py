@@ -12,11 +12,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.checkpoint import checkpoint_digest
 from kvclient.integrations.objects import TAG_BYTES
 
-VERSION = 1
+VERSION = 2
 
 
 class Identities:
@@ -59,19 +60,12 @@ def _digest(*parts: bytes) -> bytes:
 _NUMBERS = struct.Struct("<IQI")
 
 
-def begun_key(identity: bytes, model_name: str, rank: int, group: int, salt: str) -> Any:
-    """The hash of all that many objects share; a copy of it takes the chunk."""
+def shared_keys(identity: bytes, model_name: str, rank: int, group: int, salt: str) -> DerivedKeys:
+    """Keys beneath all that many objects share: what is hashed is each object's chunk."""
     whole = hashlib.sha256()
     for part in (identity, _NUMBERS.pack(VERSION, rank, group), model_name.encode(), salt.encode()):
         whole.update(len(part).to_bytes(8, "little") + part)
-    return whole
-
-
-def key_of(begun: Any, chunk: bytes) -> bytes:
-    """32 bytes of one object. The chunk comes last, so that its length needs no place."""
-    whole = begun.copy()
-    whole.update(chunk)
-    return whole.digest()
+    return DerivedKeys(whole.digest())
 
 
 def tag_of(memory_object: Any) -> bytes:

@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import kvclient
 from kvclient.integrations.health import Health
-from kvclient.integrations.lmcache.naming import Identities, begun_key, key_of
+from kvclient.integrations.lmcache.naming import Identities, shared_keys
 from kvclient.integrations.objects import TAG_BYTES, Object, Objects
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT
@@ -64,9 +64,9 @@ class KvstoredRemoteConnector(RemoteConnector):
         """None of a model whose weights nobody told apart."""
         if (identity := self._identities.of(key.model_name)) is None:
             return None
-        begun = begun_key(identity, key.model_name, key.worker_id, key.world_size, "")
+        shared = shared_keys(identity, key.model_name, key.worker_id, key.world_size, "")
         # to_string() has the model, the ranks, the chunk, the type, tags, and the layer of a layer's key
-        return key_of(begun, key.to_string().encode())
+        return shared.listed([key.to_string().encode()])[0]
 
     # ---------------------------------------------------------------- is it there?
 

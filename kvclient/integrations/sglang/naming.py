@@ -12,10 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.checkpoint import checkpoint_digest
 
-VERSION = 1  # of this list and of how a page lies in a block
+VERSION = 2  # of this list, of how a key is made and of how a page lies in a block
 AMBIGUOUS = ("uint8", "int8")  # how several types of eight bits are kept
 SHAPE = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 
@@ -76,6 +77,7 @@ class PageNames:
         }
         text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
         self.identity = hashlib.sha256(text.encode()).digest()
+        self._derived = DerivedKeys(self.identity)
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        return [hashlib.sha256(self.identity + page.encode()).digest() for page in hashes]
+        return self._derived.listed([page.encode() for page in hashes])

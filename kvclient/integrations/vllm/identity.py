@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import vllm
 
+from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.checkpoint import checkpoint_digest
 
-VERSION = 1  # of the bytes that the worker writes and of this list
+VERSION = 2  # of the bytes that the worker writes, of this list and of how a key is made
+KEY_BYTES = 32
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -92,28 +95,34 @@ def _canonical(value: Any) -> bytes:
 
 
 class RequestKeys:
-    """The store's keys of one request's blocks, made as vLLM's hashes come."""
+    """The store's keys of one request's blocks, 32 bytes each in one piece, made as vLLM's hashes come."""
 
     def __init__(self, identity: bytes, request: Any, hashes_per_block: int) -> None:
         self._request, self._per_block = request, hashes_per_block
-        self._made: list[bytes] = []
-        self._base = identity
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            self._base = hashlib.sha256(identity + checkpoint_digest(adapter.lora_path)).digest()
+            identity = hashlib.sha256(identity + checkpoint_digest(adapter.lora_path)).digest()
+        self._derived = DerivedKeys(identity)
+        self._made = b""
 
-    def first(self, count: int | None = None) -> list[bytes]:
-        """Of the leading full blocks; all of them without a count."""
-        hashes = self._request.block_hashes
-        full = len(hashes) // self._per_block
-        for index in range(len(self._made), full):
-            own = hashes[(index + 1) * self._per_block - 1]
-            self._made.append(hashlib.sha256(self._base + own).digest())
-        return self._made[: full if count is None else min(count, full)]
+    def between(self, start: int, stop: int) -> bytes:
+        """Of those full blocks, as far as they are known."""
+        hashes, per_block = self._request.block_hashes, self._per_block
+        full, made = len(hashes) // per_block, len(self._made) // KEY_BYTES
+        if full > made:
+            last_of_each = slice((made + 1) * per_block - 1, full * per_block, per_block)
+            self._made += self._derived.packed(hashes[last_of_each])
+        return self._made[start * KEY_BYTES : max(start, stop) * KEY_BYTES]
 
 
-def of_rank(keys: list[bytes], rank: int, ranks: int) -> list[bytes]:
-    """Each worker stores its own part of a block."""
-    if ranks == 1:
-        return keys
-    tail = rank.to_bytes(4, "little")
-    return [hashlib.sha256(key + tail).digest() for key in keys]
+def of_rank(keys: bytes, rank: int, ranks: int) -> bytes:
+    """Each worker stores its own part of a block. `keys`, before and after, in one piece."""
+    return keys if ranks == 1 else _derived_of(rank).packed(keys)
+
+
+def each_of_rank(keys: list[bytes], rank: int, ranks: int) -> list[bytes]:
+    return keys if ranks == 1 else _derived_of(rank).listed(keys)
+
+
+@cache
+def _derived_of(rank: int) -> DerivedKeys:
+    return DerivedKeys(rank.to_bytes(KEY_BYTES, "little"))

@@ -17,10 +17,11 @@ from typing import Any
 
 import vllm
 
-from kvclient.integrations.vllm.identity import digest_of_model, of_rank
+from kvclient._core import DerivedKeys
+from kvclient.integrations.vllm.identity import digest_of_model
 
 log = logging.getLogger("vllm.kvstored")
-VERSION = 1  # of this list and of how a block lies in the store
+VERSION = 2  # of this list, of how a key is made and of how a block lies in the store
 GROUP_BYTES = 4  # behind the hash in an offload key
 REPRODUCIBLE_BYTES = 32
 
@@ -49,6 +50,7 @@ class OffloadNames:
         }
         text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
         self.identity = hashlib.sha256(text.encode()).digest()
+        self._derived = DerivedKeys(self.identity)
         self.ranks = parallel.world_size
         self._seeded = "PYTHONHASHSEED" in os.environ
         self._told = False
@@ -68,7 +70,4 @@ class OffloadNames:
 
     def whole(self, keys: Iterable[bytes]) -> list[bytes]:
         """The store's keys, not yet of a rank."""
-        return [hashlib.sha256(self.identity + key).digest() for key in keys]
-
-    def of_rank(self, keys: Iterable[bytes], rank: int) -> list[bytes]:
-        return of_rank(self.whole(keys), rank, self.ranks)
+        return self._derived.listed(list(keys))

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
-from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload_naming import OffloadNames
 
 log = logging.getLogger("vllm.kvstored")
@@ -113,7 +113,8 @@ class KvstoredManager(OffloadingManager):
         (name,) = self._names.whole([key])
         ranks = self._names.ranks
         try:
-            states = self._client.lookup([of_rank([name], rank, ranks)[0] for rank in range(ranks)]).states
+            names = [each_of_rank([name], rank, ranks)[0] for rank in range(ranks)]
+            states = self._client.lookup(names).states
         except KVClientError as error:
             self._health.failed("a look-up", error)
             return MISSING
@@ -143,7 +144,7 @@ class KvstoredManager(OffloadingManager):
         try:
             whole = self._names.whole(keys)
             for rank in range(self._names.ranks):
-                names = of_rank(whole, rank, self._names.ranks)
+                names = each_of_rank(whole, rank, self._names.ranks)
                 for i, name in enumerate(names):
                     left_s = max(0.0, until - time.monotonic())
                     batch = self._client.get([name], wait_s=left_s, verify=True)

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.tensor_pages import Rows, TensorPages
-from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload_scheduling import StoredBlocks
 
 log = logging.getLogger("vllm.kvstored")
@@ -137,7 +137,7 @@ class KvstoredWorker(OffloadingWorker):
     ) -> dict[int, tuple[list[bytes], list[Rows]]]:
         found: dict[int, tuple[list[bytes], list[Rows]]] = {}
         for name, (group, blocks) in zip(
-            of_rank(names, self._rank, self._ranks), self._chunks(spec), strict=True
+            each_of_rank(names, self._rank, self._ranks), self._chunks(spec), strict=True
         ):
             keys, rows = found.setdefault(group, ([], []))
             keys.append(name)

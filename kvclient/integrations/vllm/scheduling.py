@@ -17,18 +17,19 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvclient.errors import KVClientError
-from kvclient.integrations.vllm.identity import RequestKeys, of_rank
+from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, of_rank
 
 log = logging.getLogger("vllm.kvstored")
-RESIDENT, ON_DISK, PENDING = 2, 3, 1
+THERE = b"\2\3"  # in memory, on disk
+PENDING = 1
 FETCHES = 4  # requests for which other hosts are asked at a time
 
 
 @dataclass
 class Transfer:
-    """Blocks of one request: a key and vLLM's block number each."""
+    """Blocks of one request: a key and vLLM's block number each. The keys are 32 bytes each in one piece."""
 
-    keys: list[bytes]
+    keys: bytes
     block_ids: list[int]
 
 
@@ -77,13 +78,13 @@ class Scheduling:
         running = self._of(request)
         first = computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens  # the last token is always computed
-        keys = running.keys.first(last)[first:]
+        keys = running.keys.between(first, last)
         if not keys:
             return 0
         there, pending = self._present(keys)
-        if there < len(keys) and not pending and self._pool is not None:
+        if there < len(keys) // KEY_BYTES and not pending and self._pool is not None:
             if running.fetch is None and not running.fetched:
-                running.fetch = self._pool.submit(self._bring, keys[there:])
+                running.fetch = self._pool.submit(self._bring, keys[there * KEY_BYTES :])
             if running.fetch is not None:
                 if not running.fetch.done():
                     return None
@@ -96,18 +97,18 @@ class Scheduling:
                 return None
         return max(0, (first + there) * self._block_tokens - computed_tokens)
 
-    def _present(self, keys: list[bytes]) -> tuple[int, bool]:
+    def _present(self, keys: bytes) -> tuple[int, bool]:
         """How many leading blocks every rank has, and whether the next is being written."""
-        count, pending = len(keys), False
+        count, pending = len(keys) // KEY_BYTES, False
         for rank in range(self._ranks):
-            states = self._client.lookup(of_rank(keys[:count], rank, self._ranks)).states
-            leading = next((i for i, s in enumerate(states) if s not in (RESIDENT, ON_DISK)), len(states))
+            states = self._client.lookup(of_rank(keys[: count * KEY_BYTES], rank, self._ranks)).states
+            leading = len(states) - len(states.lstrip(THERE))
             if leading < len(states):
                 pending = states[leading] == PENDING
                 count = leading
         return count, pending
 
-    def _bring(self, keys: list[bytes]) -> list[Any]:
+    def _bring(self, keys: bytes) -> list[Any]:
         """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it."""
         held, until = [], time.monotonic() + self._fetch_wait_s
         try:
@@ -158,14 +159,14 @@ class Scheduling:
         if promised := self._promised.get(req_id):
             stop = computed_tokens // size  # vLLM counts what is loaded as computed
             start = stop - promised[1]
-            step.loads.append(Transfer(running.keys.first(stop)[start:], running.block_ids[start:stop]))
+            step.loads.append(Transfer(running.keys.between(start, stop), running.block_ids[start:stop]))
         if not self._saves:
             return
         start = 0 if first else computed_tokens // size
         stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
-        keys = running.keys.first(stop)[start:]
-        if keys:
-            step.saves.append(Transfer(keys, running.block_ids[start : start + len(keys)]))
+        if keys := running.keys.between(start, stop):
+            count = len(keys) // KEY_BYTES
+            step.saves.append(Transfer(keys, running.block_ids[start : start + count]))
 
     def finished(self, request: Any) -> None:
         if (running := self._running.pop(request.request_id, None)) is not None:

@@ -17,7 +17,7 @@ import torch
 from kvclient.blocks.layout import Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.vllm.identity import of_rank
+from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
 from kvclient.integrations.vllm.scheduling import Step, Transfer
 
 log = logging.getLogger("vllm.kvstored")
@@ -77,11 +77,11 @@ class Worker:
         probes = [_random_like(tensor[last]) for tensor in self._tensors]
         for tensor, probe in zip(self._tensors, probes, strict=True):
             tensor[last].copy_(probe)
-        self.begin(Step(saves=[Transfer([key], [last])]))
+        self.begin(Step(saves=[Transfer(key, [last])]))
         self.finish()
         for tensor in self._tensors:
             tensor[last].zero_()
-        self.begin(Step(loads=[Transfer([key], [last])]))
+        self.begin(Step(loads=[Transfer(key, [last])]))
         self.finish()
         wrong = [
             name
@@ -97,7 +97,7 @@ class Worker:
                 "kvstored: no daemon at the start; the engine runs without a store until there is one"
             )
             return
-        self._client.delete(of_rank([key], self._rank, self._ranks))
+        self._client.delete(of_rank(key, self._rank, self._ranks))
         if missing or wrong:
             what = "was not found again" if missing else f"came back changed in {', '.join(wrong)}"
             raise InvalidArgument(f"self-test: a block that was stored {what}")
@@ -139,10 +139,12 @@ class Worker:
         keys = of_rank(save.keys, self._rank, self._ranks)
         try:
             states = self._client.lookup(keys).states
-            new = [i for i, state in enumerate(states) if state == MISSING]
-            if not new:
+            if not (count := states.count(MISSING)):
                 return
-            writer = self._client.create([keys[i] for i in new], self._layout_id)
+            new = [i for i, state in enumerate(states) if state == MISSING]
+            if count < len(states):
+                keys = b"".join(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in new)
+            writer = self._client.create(keys, self._layout_id)
         except KVClientError as error:
             self._health.failed("a save", error)
             return

@@ -112,6 +112,23 @@ void use(Compress compress) { active.store(compress, std::memory_order_relaxed);
 
 }  // namespace sha256
 
+namespace {
+
+void put_length(uint8_t* out, uint64_t bytes) {
+  const uint64_t bits = __builtin_bswap64(bytes * 8);
+  std::memcpy(out, &bits, sizeof bits);
+}
+
+Key key_of(const uint32_t state[8]) {
+  uint32_t digest[8];
+  for (int i = 0; i < 8; ++i) digest[i] = __builtin_bswap32(state[i]);
+  Key key;
+  std::memcpy(&key, digest, sizeof key);
+  return key;
+}
+
+}  // namespace
+
 Sha256& Sha256::update(const void* data, size_t n) {
   const auto* bytes = static_cast<const uint8_t*>(data);
   const size_t held = length_ % 64;
@@ -131,16 +148,23 @@ Sha256& Sha256::update(const void* data, size_t n) {
 
 Key Sha256::finish() {
   static constexpr uint8_t kPadding[64] = {0x80};
-  const uint64_t bits = length_ * 8;
+  uint8_t length[8];
+  put_length(length, length_);
   update(kPadding, (119 - length_ % 64) % 64 + 1);  // up to 8 bytes before a block's end
-  uint8_t big_endian[8];
-  for (int i = 0; i < 8; ++i) big_endian[i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
-  update(big_endian, 8);
-  uint8_t digest[32];
-  for (int i = 0; i < 32; ++i) digest[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
-  Key key;
-  std::memcpy(&key, digest, sizeof key);
-  return key;
+  update(length, 8);
+  return key_of(state_);
+}
+
+Key Sha256::finish_with(const void* data, size_t n) const {
+  if (length_ % 64 != 0 || n > 55) return Sha256(*this).update(data, n).finish();
+  uint8_t block[64] = {};  // the last one: the data, a bit, zeros and the length
+  std::memcpy(block, data, n);
+  block[n] = 0x80;
+  put_length(block + 56, length_ + n);
+  uint32_t state[8];
+  std::memcpy(state, state_, sizeof state);
+  sha256::chosen()(state, block, 1);
+  return key_of(state);
 }
 
 }  // namespace kv

@@ -12,7 +12,8 @@ namespace kv {
 class Sha256 {
  public:
   Sha256& update(const void* data, size_t n);
-  Key finish();  // the digest, in byte order; the object is used up
+  Key finish();                                       // the digest, in byte order; the object is used up
+  Key finish_with(const void* data, size_t n) const;  // the digest of what was fed and of these behind it
 
  private:
   uint32_t state_[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
