@@ -122,7 +122,7 @@ test-all: model native-tests ## also the slow tests and other releases of transf
 	@$(PY) -m pytest -q $(BESIDE) --whole
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
-	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/test_releases.py
+	@$(PY) -m pytest -q -n $(JOBS) -m engines tests/hf/attachment/test_releases.py
 
 engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
 	@PYTHON="$(PYTHON)" .ci/engines
@@ -163,7 +163,7 @@ bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain gen
 
 triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
-	@$(PY) -m pytest -q tests/kernels/test_triton.py
+	@$(PY) -m pytest -q tests/kernels/cuda/test_triton.py
 
 site: $(VENV)/.dev ## build the documentation site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -f deploy/site/mkdocs.yml
@@ -172,7 +172,7 @@ wheels: ## an sdist, and from it a manylinux wheel for PYTHON, in build/wheels
 	@mkdir -p build && PYTHON="$(PYTHON)" .ci/wheels build/wheels
 
 wheels-test: build $(VENV)/.dev ## install what `make wheels` made in a fresh environment without a compiler, and use it
-	@WHEELS=build/wheels $(PY) -m pytest -q tests/unit/test_wheels.py
+	@WHEELS=build/wheels $(PY) -m pytest -q tests/unit/house/test_wheels.py
 
 containers: ## build the images of deploy/containers with podman or docker, rootless
 	@.ci/containers
@@ -181,7 +181,7 @@ lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
 	@$(VENV)/bin/ruff check .
 	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' 'native/*.hpp' 'examples/cpp/*.cc' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports
-	@$(PY) -m pytest -q tests/unit/test_tidy.py
+	@$(PY) -m pytest -q tests/unit/house/test_tidy.py
 
 format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@$(VENV)/bin/ruff check --quiet --select I --fix .

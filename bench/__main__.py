@@ -7,17 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-from bench.contenders import Contenders
-from bench.first_pass import run_first_pass
+from bench.compare.contenders import Contenders
+from bench.compare.first_pass import run_first_pass
+from bench.compare.readers import run_readers
+from bench.compare.rounds import run_row
+from bench.compare.rows import COLUMNS, ROWS, Row
+from bench.compare.scripts import merge_rows, run_script
+from bench.compare.table import compact, markdown
 from bench.install import ROOT, Installed, install, progress
 from bench.machine import describe
 from bench.pace import Yardstick
 from bench.pages import huge_pages_to_be_had
-from bench.readers import run_readers
-from bench.rounds import run_row
-from bench.rows import COLUMNS, ROWS, Row
-from bench.scripts import merge_rows, run_script
-from bench.table import compact, markdown
 
 SESSION_OF = {"index": "index", "readers": "index", "bulk": "bulk", "first_pass": "bulk"}
 SCRIPTS = {

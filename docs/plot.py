@@ -1,7 +1,7 @@
 """The README's plot: `python docs/plot.py` draws the table of README.md into docs/plot.svg, one bar a row.
 
 Owns its scale and colours. Never measures anything: the ratios are the table's. Invariant: the plot is of the
-table as it stands (tests/unit/test_docs.py draws it again and compares).
+table as it stands (tests/unit/house/test_docs.py draws it again and compares).
 """
 
 import math

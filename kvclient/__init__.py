@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"  # kvstored's: one distribution (tests/unit/test_public_names.py compares)
+__version__ = "0.1.0"  # kvstored's: one distribution (tests/unit/house/test_public_names.py compares)
 
 # public name -> the module that defines it
 _HOME = {

@@ -267,7 +267,7 @@ def integrity() -> Callable[..., None]:
 @pytest.fixture
 def rig(daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[..., object]]:
     """`rig(faults)`: a daemon with a disk tier whose calls fail on that schedule."""
-    from tests.fault.disk import DiskRig  # not at import: most tests need neither it nor NumPy
+    from tests.fault.disks.rig import DiskRig  # not at import: most tests need neither it nor NumPy
 
     made: list[DiskRig] = []
 

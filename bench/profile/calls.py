@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from bench.ours import MIB, Ours, layout_of
 from bench.pages import huge_pages_to_be_had, huge_tmpfs
+from bench.peers.ours import MIB, Ours, layout_of
 
 BLOCKS = 500_000
 KEYS = 64

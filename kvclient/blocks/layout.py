@@ -4,7 +4,7 @@ extent.
 Owns the defaults, the checking, the arithmetic and the layout blob's format: the Python side of
 native/core/format/layout.h. Never touches memory. Invariants: a Layout that could be constructed is one the
 daemon accepts; equal layouts have equal blobs; for every layout and token count the offsets equal those of
-the native parser (tests/unit/test_layout.py compares them).
+the native parser (tests/unit/formats/test_layout.py compares them).
 
 An extent of a block of n tokens, all parts on multiples of 512 bytes, zero padded:
 

@@ -1,6 +1,6 @@
 // Goal: the shared structures have the offsets and sizes that docs/formats.md promises.
-// Method: prints `struct field offset size` for each; tests/unit/test_formats.py compares that with the document. Run alone it
-// checks that no structure has a hole: a compiler that put one there would make another format.
+// Method: prints `struct field offset size` for each; tests/unit/formats/test_formats.py compares that with the document. Run
+// alone it checks that no structure has a hole: a compiler that put one there would make another format.
 #include <cstdio>
 
 #include "core/disk/block_file.h"

@@ -1,5 +1,5 @@
 // Keys: SHA-256 on both paths against the published vectors, chains and fingerprints against a plain re-statement.
-// The golden vectors of the key scheme are tests/unit/test_keys.py's.
+// The golden vectors of the key scheme are tests/unit/formats/test_keys.py's.
 #include "core/format/keys.h"
 
 #include <cstring>

@@ -90,7 +90,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]
 
 
 class VllmProcess:
-    """tests/engines/vllm_process.py, and what it answers."""
+    """tests/engines/vllm/vllm_process.py, and what it answers."""
 
     def __init__(self, log: Path, env: dict[str, str], options: dict) -> None:
         self._log = log
@@ -100,7 +100,7 @@ class VllmProcess:
         }  # fmt: skip
         with open(log, "wb") as errors:
             self.process = subprocess.Popen(
-                [python_of("vllm"), "-m", "tests.engines.vllm_process"], cwd=ROOT,
+                [python_of("vllm"), "-m", "tests.engines.vllm.vllm_process"], cwd=ROOT,
                 env={**os.environ, **own, **env},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """Proves that attention on a GPU is what its emulation is: the same cases against the same oracle in double.
 
-Method: the tests of tests/kernels/test_cuda_attention.py, collected here once more, whose cases now run on
-the device, every kernel of them. Those that look at host memory stay there.
+Method: the tests of tests/kernels/cuda/test_cuda_attention.py, collected here once more, whose cases now
+run on the device, every kernel of them. Those that look at host memory stay there.
 """
 
 import functools
@@ -9,8 +9,8 @@ import functools
 import pytest
 
 from tests.gpu import attending
-from tests.kernels import emulated
-from tests.kernels import test_cuda_attention as cases
+from tests.kernels.cuda import emulated
+from tests.kernels.cuda import test_cuda_attention as cases
 
 path = cases.path  # a fixture
 HOST_ONLY = {

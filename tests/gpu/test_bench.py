@@ -1,4 +1,4 @@
-"""Proves that bench/gpu.py runs through and says what it found, before it meets a GPU.
+"""Proves that bench.gpu runs through and says what it found, before it meets a GPU.
 
 Method: every row once, on the emulation, with small problems and a clock that calls each contender once; the
 table and docs/gpu.md from such numbers, and from none. The document in the repository is the one that its
@@ -10,7 +10,10 @@ import json
 import pytest
 import torch
 
-from bench import gpu, gpu_attention, gpu_clock, gpu_moving
+from bench.gpu import __main__ as gpu
+from bench.gpu import attention as gpu_attention
+from bench.gpu import clock as gpu_clock
+from bench.gpu import moving as gpu_moving
 
 CEILINGS = {"read_bytes_s": 3e12, "copy_bytes_s": 2.5e12, "gemm_flop_s": 7e14, "pinned_bytes_s": 5e10}
 
@@ -47,7 +50,7 @@ def test_a_row_runs_through(small, row):
         pytest.skip("wgmma is not written: the row says so, and docs/gpu.md")
     if row.key == "awq_many":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    module = {"bench.gpu_attention": gpu_attention, "bench.gpu_moving": gpu_moving}
+    module = {"bench.gpu.attention": gpu_attention, "bench.gpu.moving": gpu_moving}
     name, _, function = row.measure.partition(":")
     numbers = getattr(module[name], function)(CEILINGS)
     assert numbers and json.loads(json.dumps(numbers)) == numbers

@@ -1,8 +1,9 @@
 """Proves attach(paged=True) on a GPU: what is not in the store lies in pages of device memory, is shared and
 copied as on a CPU, and the model says what it says without.
 
-Method: that of tests/hf/test_paged.py, on a GPU and on the emulation, where the pool, the tables and the
-kernels are the same over host memory. Order between streams is tested with streams that only record.
+Method: that of tests/hf/attention/test_paged.py, on a GPU and on the emulation, where the pool, the tables
+and the kernels are the same over host memory. Order between streams is tested with streams that only
+record.
 """
 
 import copy
@@ -18,7 +19,7 @@ import kvclient.hf
 from kvclient.hf.cache.page_pool import PagePool
 from kvclient.hf.cache.paged import PagedDeviceLayer
 from kvclient.kernels import contract
-from tests.gpu.models import bound, model_on
+from tests.gpu.models.bound import bound, model_on
 from tests.hf.zoo import generate, near, prompt
 
 

@@ -6,7 +6,7 @@ while it runs or before another one indexes them; blocks whose bytes follow from
 import pytest
 
 from tests.fault.children import eventually
-from tests.fault.disk import BLOCK
+from tests.fault.disks.rig import BLOCK
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages
 
 LAYER_BYTES = 32 << 10

@@ -17,7 +17,8 @@ import pytest
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract, triton_calls
-from tests.kernels import cpu_paths, emulated
+from tests.kernels import cpu_paths
+from tests.kernels.cuda import emulated
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "native/kernels.h"

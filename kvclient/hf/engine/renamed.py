@@ -1,7 +1,7 @@
 """What the names that KVBoost has are called here, for who brings a program along.
 
 Owns the names. Never accepts one of them: it says the new one, before a model is loaded. Invariant: whatever
-it names exists (tests/unit/test_feature_names.py looks up what docs/reuse.md says of the same names).
+it names exists (tests/unit/house/test_feature_names.py looks up what docs/reuse.md says of the same names).
 """
 
 from __future__ import annotations

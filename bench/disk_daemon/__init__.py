@@ -1,0 +1,1 @@
+"""The disk tier through the daemon, LMCache beside it: `python -m bench.disk_daemon`."""

@@ -1,0 +1,1 @@
+"""Blocks between daemons beside a raw stream: `python -m bench.hosts`."""

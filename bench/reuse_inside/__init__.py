@@ -1,0 +1,1 @@
+"""Reuse inside prompts, time and error beside plain generate(): `python -m bench.reuse_inside`."""

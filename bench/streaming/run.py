@@ -1,0 +1,101 @@
+"""One measurement of bench.streaming in a process of its own, so that a limit holds for it alone.
+
+`python -m bench.streaming.run ours|llama DIR ...` prints one JSON object. Owns nothing. Invariant: what is
+timed is decoding, token by token, behind a first answer that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+PROMPT = [*range(32), 0, 1, 2]  # a round of the made model's text, and the beginning of the next
+
+
+def ours(args: argparse.Namespace) -> dict:
+    import torch
+
+    import kvclient.hf.streaming.residency as residency
+    from kvclient.hf.speculation import Speculation
+    from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
+
+    torch.set_num_threads(args.threads)
+    began = time.perf_counter()
+    free = residency.free_memory()
+    memory = args.memory or min(free, args.most or free)
+    config = StreamingConfig(residency=args.residency, memory=memory, n_staging_slots=args.slots)
+    model = StreamingCausalLM.from_pretrained(args.path, config)
+    loaded_s = time.perf_counter() - began
+    ids = torch.tensor([PROMPT])
+    speculation = Speculation(clock=lambda: 0.0) if args.draft else None  # always drafts
+    given = {"custom_generate": speculation} if speculation else {}
+    marks: list[tuple] = []
+
+    def seen(_ids, _scores, **_):
+        if not marks or len(_ids[0]) == len(PROMPT) + args.tokens + 1:
+            marks.append((time.perf_counter(), time.process_time(), streaming_stats(model)))
+        return torch.zeros(1, dtype=torch.bool)
+
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids, max_new_tokens=args.tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
+            stopping_criteria=[seen], **given,
+        )  # fmt: skip
+    (first_at, first_cpu, before), (last_at, last_cpu, after) = marks
+    took, said = last_at - first_at, out[0, len(PROMPT) :].tolist()
+    found = {
+        "memory": memory, "loaded_s": loaded_s, "first_s": first_at - began,
+        "tokens_per_s": args.tokens / took,
+        "cpu_s_per_token": (last_cpu - first_cpu) / args.tokens, "bytes_held": after["bytes_held"],
+        "bytes_per_pass": after["bytes_per_pass"],
+        "right": said == [(3 + i) % 32 for i in range(len(said))],
+    }  # fmt: skip
+    if after.get("bytes"):
+        moved, filling = (after[name] - before[name] for name in ("bytes", "filling_s"))
+        found |= {
+            "bytes_per_s": moved / took, "filling_share": filling / took,
+            "filling_bytes_per_s": moved / filling,
+        }  # fmt: skip
+    if speculation is not None and speculation.last is not None:
+        last = speculation.last
+        found |= {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance}
+    return found
+
+
+def llama(args: argparse.Namespace) -> dict:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(args.path)
+    params.n_ctx, params.n_batch, params.warmup = 512, 512, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+    server = xllamacpp.Server(params)
+    asked = {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+    server.handle_completions(asked)
+    answer = server.handle_completions({**asked, "n_predict": args.tokens + 1})
+    told = answer.get("timings") or {}
+    return {"tokens_per_s": told.get("predicted_per_second"), "prompt_per_s": told.get("prompt_per_second")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.streaming.run")
+    parser.add_argument("who", choices=("ours", "llama"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--memory", type=int, help="bytes; default: what is free")
+    parser.add_argument("--most", type=int, help="bytes, where that is less")
+    parser.add_argument("--residency", default="auto")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draft", action="store_true")
+    args = parser.parse_args()
+    print(json.dumps({"ours": ours, "llama": llama}[args.who](args)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

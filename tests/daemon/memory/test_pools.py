@@ -1,0 +1,185 @@
+"""What stays in shared memory is named, and can be freed: pools, stop --discard, and starts that fail.
+
+Method: real daemons, ended in each way; what lies in /dev/shm under their pools' names is counted before and
+after the command. Only the test's own pools are ever named to --remove.
+"""
+
+import json
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstored.cli.main import main
+from kvstored.errors import Exit
+from kvstored.tiers import pool_list
+from tests.daemon.grpc_calls import Calls
+
+ROOT = Path(__file__).resolve().parents[3]
+SHM = Path("/dev/shm")
+
+
+def prefix_of(one):
+    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]{16}-\d+", (one.dir / "state.json").read_text()))
+    return prefix
+
+
+def files(prefix):
+    return sorted(path.name.rpartition(".")[2] for path in SHM.glob(prefix + ".*"))
+
+
+@pytest.fixture
+def pools(capsys):
+    """`pools(prefix, ...)` -> the pool's row of --json."""
+
+    def look(prefix, *arguments, code=Exit.DONE):
+        assert main(["pools", prefix, *arguments, "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        (row,) = found["pools"]
+        return row | {"freed_bytes": found["freed_bytes"]}
+
+    return look
+
+
+def test_a_pool_is_listed_with_its_owner_through_its_life(daemon, pools, capsys):
+    one = daemon(memory="64MiB")
+    prefix = prefix_of(one)
+    row = pools(prefix)
+    assert (row["state"], row["pid"], row["directory"]) == ("served", one.pid, str(one.dir))
+    assert row["size_bytes"] > 0
+    one.stop()
+    assert pools(prefix)["state"] == "kept"
+    assert pools(prefix, "--remove")["state"] == "kept" and "pool" in files(prefix)
+    assert main(["pools", prefix]) == Exit.DONE
+    assert f"waits for the next daemon in {one.dir}" in capsys.readouterr().out
+
+
+def test_a_pool_whose_directory_is_gone_is_removed_when_nobody_has_it_open(daemon, pools):
+    one = daemon(memory="64MiB")
+    prefix = prefix_of(one)
+    client = one.connect()
+    one.kill()
+    shutil.rmtree(one.dir)
+    assert pools(prefix)["state"] == "held", "the client still reads"
+    assert pools(prefix, "--remove")["freed_bytes"] == 0 and "pool" in files(prefix)
+    client.close()
+    assert pools(prefix)["state"] == "orphan"
+    assert prefix in {one.prefix for one in pool_list.pools() if one.state == "orphan"}
+    assert "kvstored pools --remove" in pool_list.advice()
+    row = pools(prefix, "--remove")
+    assert row["state"] == "removed" and row["freed_bytes"] > 0 and files(prefix) == []
+
+
+def test_memory_that_is_short_and_fsck_name_what_nobody_owns(daemon, tmp_path, capfd):
+    one = daemon(memory="64MiB")
+    prefix = prefix_of(one)
+    one.kill()
+    shutil.rmtree(one.dir)
+    try:
+        (tmp_path / "disk/tmp").mkdir(parents=True)
+        assert main(["fsck", str(tmp_path / "disk")]) == Exit.DONE
+        assert "kvstored pools --remove" in capfd.readouterr().err
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstored", "serve", "--dir", str(tmp_path / "r"), "--memory", "8TiB"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == Exit.CANNOT_START
+        assert "bytes free now" in done.stderr and "kvstored pools --remove" in done.stderr
+    finally:
+        main(["pools", prefix, "--remove"])
+    assert files(prefix) == []
+
+
+def test_an_unknown_pool_is_an_answer_no(capsys):
+    assert main(["pools", "kvstored-0000000000000000-0"]) == Exit.NO
+    assert "no such pool" in capsys.readouterr().err
+
+
+def test_stop_says_what_stays_and_frees_it_if_asked(daemon, capsys):
+    one = daemon(memory="64MiB")
+    prefix = prefix_of(one)
+    assert main(["stop", "--dir", str(one.dir), "--json"]) == Exit.DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["stopped"] == one.pid and said["kept_bytes"] > 0 and said["freed_bytes"] == 0
+    assert "pool" in files(prefix)
+    assert main(["stop", "--dir", str(one.dir), "--discard"]) == Exit.DONE
+    assert re.fullmatch(r"no daemon ran; .* freed\n", capsys.readouterr().out)
+    assert files(prefix) == [] and not (one.dir / "state.json").exists()
+    assert main(["stop", "--dir", str(one.dir), "--discard"]) == Exit.UNREACHABLE
+
+
+def test_stop_counts_a_pool_that_lies_elsewhere(daemon, capsys):
+    place = SHM / f"kvstored-test-{secrets.token_hex(4)}"
+    place.mkdir(mode=0o700)
+    try:
+        one = daemon("64MiB", ["--pool-dir", str(place)])
+        assert main(["stop", "--dir", str(one.dir), "--json"]) == Exit.DONE
+        kept_bytes = json.loads(capsys.readouterr().out)["kept_bytes"]
+        held_bytes = sum(path.stat().st_blocks * 512 for path in place.iterdir())
+        assert kept_bytes >= held_bytes > 64 << 10  # and the file in /dev/shm that names the directory
+        assert main(["stop", "--dir", str(one.dir), "--discard", "--json"]) == Exit.DONE
+        assert json.loads(capsys.readouterr().out)["freed_bytes"] == kept_bytes
+        assert list(place.iterdir()) == []
+    finally:
+        shutil.rmtree(place)
+
+
+def test_stop_discard_ends_a_daemon_and_its_readers_attach_anew(daemon, capsys):
+    one = daemon(memory="64MiB")
+    prefix = prefix_of(one)
+    with Calls(one.dir) as calls:
+        calls.put("a")
+    assert main(["stop", "--dir", str(one.dir), "--discard", "--json"]) == Exit.DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["kept_bytes"] == 0 and said["freed_bytes"] > 0 and files(prefix) == []
+    one.process.wait(60)
+    one.start()
+    with Calls(one.dir) as calls:
+        assert calls.states("a") == [0]
+
+
+@pytest.mark.parametrize("discard", [(), ("--discard",)])
+@pytest.mark.parametrize("wrong", ["port", "disk"])
+def test_a_start_that_fails_leaves_no_pool(tmp_path, wrong, discard):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(0o777)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flags = {
+            "port": ("--metrics-port", str(taken.getsockname()[1])),
+            "disk": ("--disk", str(disk), "--disk-quota", "64MiB"),
+        }[wrong]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstored", "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB",
+             *flags, *discard],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == Exit.CANNOT_START, done.stderr
+    mine = {row.prefix for row in pool_list.pools() if row.home == str(tmp_path / "r")}
+    assert not mine and not (tmp_path / "r/state.json").exists()
+
+
+def test_a_start_that_fails_keeps_the_pool_of_before(daemon):
+    one = daemon(memory="64MiB")
+    with Calls(one.dir) as calls:
+        calls.put("a")
+    one.stop()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstored", *one.args, "--metrics-port", port],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == Exit.CANNOT_START
+    one.start()
+    with Calls(one.dir) as calls:
+        assert calls.states("a") == [2]

@@ -1,0 +1,189 @@
+"""Scenes with KvstoredL2Adapter, made by LMCache's own factory: run with the engines' Python, not imported.
+
+    python -m tests.engines.lmcache.lmcache_scene SCENE DIRECTORY
+
+Each scene asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
+"""
+
+import argparse
+import json
+import select
+import sys
+import time
+
+import torch
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.platform import consume_fd
+
+import kvclient
+
+DIRECTORY = sys.argv[2]
+
+
+def adapter(**params):
+    spec = {
+        "type": "plugin",
+        "module_path": "kvclient.integrations.lmcache",
+        "class_name": "KvstoredL2Adapter",
+        "adapter_params": {"dir": DIRECTORY, "model_identity": "m1", **params},
+    }
+    config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
+    return create_l2_adapter(config.adapters[0], l1_memory_desc=L1MemoryDesc(ptr=0, size=0, align_bytes=4))
+
+
+def key(number, model="org/model", rank=0, group=0, salt=""):
+    return ObjectKey(number.to_bytes(32, "big"), model, rank, group, salt)
+
+
+def piece(value, elements=1024, dtype=torch.float32, fmt=MemoryFormat.KV_2LTD):
+    data = torch.full((elements,), value, dtype=dtype)
+    meta = MemoryObjMetadata(
+        shape=data.shape, dtype=dtype, address=data.data_ptr(), phy_size=data.nbytes, fmt=fmt, ref_count=1
+    )
+    return TensorMemoryObj(data, meta, parent_allocator=None)
+
+
+def awaited(event):
+    poll = select.poll()
+    poll.register(event, select.POLLIN)
+    assert poll.poll(60_000), "the descriptor was not signalled"
+    consume_fd(event)
+
+
+def store(one, keys, objects):
+    task = one.submit_store_task(keys, objects)
+    awaited(one.get_store_event_fd())
+    return one.pop_completed_store_tasks()[task]
+
+
+def look_up(one, keys):
+    task = one.submit_lookup_and_lock_task(keys, {})
+    awaited(one.get_lookup_and_lock_event_fd())
+    bitmap = one.query_lookup_and_lock_result(task)
+    assert one.query_lookup_and_lock_result(task) is None, "an answer is given once"
+    return [bitmap.test(i) for i in range(len(keys))]
+
+
+def load(one, keys, objects):
+    task = one.submit_load_task(keys, objects)
+    awaited(one.get_load_event_fd())
+    bitmap = one.query_load_result(task)
+    assert one.query_load_result(task) is None, "an answer is given once"
+    return [bitmap.test(i) for i in range(len(keys))]
+
+
+def need(what):
+    print("NEED " + what, flush=True)
+    sys.stdin.readline()
+
+
+def shared():
+    """Two adapters, objects of every odd length, misses among them."""
+    one, other = adapter(), adapter()
+    events = {f() for a in (one, other) for f in (
+        a.get_store_event_fd, a.get_lookup_and_lock_event_fd, a.get_load_event_fd)}  # fmt: skip
+    assert len(events) == 6
+    lengths = [1, 3, 1024, 1025, 100_000, 1_048_576]
+    keys = [key(i) for i in range(8)]
+    objects = [piece(i + 1.0, length) for i, length in enumerate(lengths)]
+    result = store(one, keys[:6], objects)
+    assert result.is_successful()
+    assert result.bytes_transferred() == 4 * sum(lengths)
+    assert look_up(other, keys) == [True] * 6 + [False] * 2
+    targets = [piece(0.0, length) for length in lengths]
+    assert load(other, keys[:6], targets) == [True] * 6
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(targets, objects, strict=True))
+    other.submit_unlock(keys)  # also what was never locked
+    assert load(other, keys[6:], [piece(0.0), piece(0.0)]) == [False, False]
+    # what means something else is a miss, and its memory is left alone
+    for wrong in (
+        piece(0.0, 1024, torch.int32),
+        piece(0.0, 512),
+        piece(0.0, 1024, fmt=MemoryFormat.KV_MLA_FMT),
+    ):
+        assert load(other, keys[2:3], [wrong]) == [False]
+        assert not wrong.tensor.any()
+    one.delete(keys[:1])
+    assert look_up(other, keys[:2]) == [False, True]
+    assert one.report_status()["is_healthy"] is True
+    for a in (one, other):
+        a.close()
+
+
+def identity():
+    """What differs in one thing misses."""
+    writer = adapter()
+    assert store(writer, [key(1)], [piece(1.0)]).is_successful()
+    assert look_up(adapter(), [key(1)]) == [True]
+    for what in ({"model": "org/other"}, {"rank": 1}, {"group": 1}, {"salt": "tenant"}):
+        assert look_up(adapter(), [key(1, **what)]) == [False], what
+    assert look_up(adapter(model_identity="m2"), [key(1)]) == [False]
+    named = adapter(model_identity={"org/model": "m1"})
+    assert look_up(named, [key(1), key(1, model="org/unknown")]) == [True, False]
+    assert store(named, [key(2, model="org/unknown")], [piece(1.0)]).is_successful()
+    assert look_up(named, [key(2, model="org/unknown")]) == [False]  # nobody said which weights those are
+    for wrong in ({"model_identity": ""}, {"model_id": "m1"}):
+        try:
+            adapter(**wrong)
+        except ValueError as error:
+            assert "model_" in str(error), error
+        else:
+            raise AssertionError(f"{wrong} was taken")
+
+
+def locks():
+    """What a look-up locked stays while ten times the pool goes through, until it is unlocked."""
+    one, client = adapter(), kvclient.connect(DIRECTORY)
+    elements = (1 << 20) // 4
+    held = [key(i) for i in range(8)]
+    assert store(one, held, [piece(i + 1.0, elements) for i in range(8)]).is_successful()
+    assert look_up(one, held) == [True] * 8
+    assert look_up(one, held) == [True] * 8
+    pins = client.stats()["pins"]
+    assert pins >= 8, pins
+    one.submit_unlock(held)  # of the first look-up
+    for batch in range(40):
+        store(one, [key(100 + 16 * batch + i) for i in range(16)], [piece(0.5, elements) for _ in range(16)])
+    assert client.stats()["evictions"] > 0
+    targets = [piece(0.0, elements) for _ in range(8)]
+    assert load(one, held, targets) == [True] * 8
+    assert all(target.tensor[0] == i + 1.0 for i, target in enumerate(targets))
+    one.submit_unlock(held)
+    one.submit_unlock(held)
+    assert client.stats()["pins"] == 0
+
+
+def harm():
+    """A corrupt object is a miss; a daemon that is away answers every task, and is taken up again."""
+    one = adapter(timeout_s=0.5, wait_s=0.2)
+    keys = [key(i) for i in range(3)]
+    assert store(one, keys, [piece(i + 1.0) for i in range(3)]).is_successful()
+    assert look_up(one, keys) == [True] * 3
+    need("flip " + piece(2.0).tensor.numpy().tobytes()[:64].hex())
+    targets = [piece(0.0) for _ in range(3)]
+    assert load(one, keys, targets) == [True, False, True]
+    assert not targets[1].tensor.any()
+    one.submit_unlock(keys)
+    assert look_up(one, keys) == [True, False, True]
+    need("kill")
+    more = [key(10 + i) for i in range(3)]
+    assert not store(one, more, [piece(1.0) for _ in range(3)]).is_successful()
+    assert load(one, more, [piece(0.0) for _ in range(3)]) == [False] * 3
+    assert look_up(one, more) == [False] * 3
+    one.submit_unlock(keys)
+    assert one.report_status()["is_healthy"] is False
+    need("start")
+    deadline = time.monotonic() + 60
+    while not store(one, more, [piece(1.0) for _ in range(3)]).is_successful():
+        assert time.monotonic() < deadline, "it did not take the new daemon up"
+    assert look_up(one, more) == [True] * 3
+    assert one.report_status()["is_healthy"] is True
+    one.close()
+
+
+globals()[sys.argv[1]]()
+print("PASSED", flush=True)

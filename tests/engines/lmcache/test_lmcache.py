@@ -1,0 +1,84 @@
+"""Goal: LMCache's second level on a daemon: LMCache's own check passes, what was locked stays, what differs
+misses, no task is ever left without an answer.
+
+Method: the installed LMCache in processes of its own, its factory, its check tool, its memory objects.
+"""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.engines.conftest import CACHE, ROOT, python_of, run_scene
+from tests.engines.signatures import differences, printed, recorded
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+RUN_S = 300.0
+
+
+def environment():
+    home = CACHE / "lmcache"
+    if not (home / ".complete").exists():
+        pytest.skip(f"lmcache is not in {CACHE}; `make engines` puts it there")
+    return {**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
+
+def test_lmcaches_own_check_passes(daemon):
+    spec = {
+        "type": "plugin",
+        "module_path": "kvclient.integrations.lmcache",
+        "class_name": "KvstoredL2Adapter",
+        "adapter_params": {"dir": str(daemon().dir), "model_identity": "m1"},
+    }
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter",
+         "--l2-adapter", json.dumps(spec), "--num-keys", "64", "--obj-size", "65536"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S,
+    )  # fmt: skip
+    assert done.stdout.count("64/64") == 8, done.stdout + done.stderr[-3000:]
+    assert "FAIL" not in done.stdout + done.stderr
+
+
+REMOTE = """
+chunk_size: 256
+local_cpu: true
+max_local_cpu_size: 1
+remote_storage_plugins: ["kvstored"]
+remote_url: "plugin://kvstored"
+remote_serde: "naive"
+extra_config:
+  remote_storage_plugin.kvstored.module_path: "kvclient.integrations.lmcache"
+  remote_storage_plugin.kvstored.class_name: "KvstoredRemoteConnector"
+  remote_storage_plugin.kvstored.dir: "{directory}"
+  remote_storage_plugin.kvstored.model_identity: "m1"
+"""
+
+
+def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
+    one, config = daemon(), tmp_path / "lmcache.yaml"
+    config.write_text(REMOTE.format(directory=one.dir))
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_remote", "--num-keys", "20"],
+        cwd=ROOT, env={**environment(), "LMCACHE_CONFIG_FILE": str(config)}, capture_output=True, text=True,
+        timeout=RUN_S,
+    )  # fmt: skip
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "100.0%" in line]
+    assert len(rows) == 4, done.stdout + done.stderr[-3000:]
+    assert all("20/20" in row for row in rows)
+    assert one.connect().stats()["blocks"] >= 20  # it was this store
+
+
+@pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm"])
+def test_scene(daemon, scene):
+    one = daemon(memory="64MiB" if scene == "locks" else "256MiB")
+    run_scene(one, ["tests.engines.lmcache.lmcache_scene", scene, str(one.dir)], environment(), RUN_S)
+
+
+def test_the_base_classes_are_as_recorded():
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "tests.engines.record", "lmcache"], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, check=True, timeout=RUN_S,
+    )  # fmt: skip
+    now = printed(done.stdout)
+    assert not differences(now, recorded("lmcache")), "\n".join(differences(now, recorded("lmcache")))

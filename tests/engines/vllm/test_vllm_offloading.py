@@ -1,0 +1,61 @@
+"""Goal: vLLM's own OffloadingConnector shares KV through one daemon with our spec, and answers as vLLM does
+without it, whatever becomes of the daemon.
+
+Method: as test_vllm.py, with the spec instead of the connector.
+"""
+
+import pytest
+
+from tests.engines.pool_bytes import first_block_bytes, flip_in_pool
+from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, same
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model, chunk):
+    spec, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    offload = {"block_size": 32 * chunk}
+    first, second = vllm(*[{"model": model, "spec": spec, "offload": offload}] * 2)
+    (cold,) = first.generate(PROMPT)
+    (warm,) = second.generate(PROMPT)
+    assert cold["cached"] == 0
+    assert warm["cached"] == FULL_BLOCKS
+    same(warm, cold)
+    (salted,) = second.generate(PROMPT, salt="another tenant")
+    assert salted["cached"] == 0
+    same(salted, cold)
+    longer = PROMPT + cold["tokens"] + OTHER[:64]
+    (went_on,) = second.generate(longer)
+    (again,) = first.generate(longer)
+    assert went_on["cached"] >= FULL_BLOCKS
+    same(went_on, again)
+
+
+def test_a_killed_daemon_and_a_corrupt_block(daemon, vllm, tiny_model):
+    one, model = daemon(), tiny_model(0)
+    spec = {"dir": str(one.dir), "timeout_s": 0.5}
+    first, second = vllm(*[{"model": model, "spec": spec}] * 2)
+    (truth,) = first.generate(PROMPT)
+    client = one.connect()
+    assert client.stats()["blocks"] >= 6
+    content = first_block_bytes(one)
+    flip_in_pool(one.dir, content)
+    (computed,) = second.generate(PROMPT)  # what is corrupt is computed again
+    assert computed["cached"] < FULL_BLOCKS
+    same(computed, truth)
+    (other_truth,) = first.generate(OTHER)
+    one.kill()
+    (from_memory,) = second.generate(OTHER)  # the pool outlives its daemon
+    same(from_memory, other_truth)
+    third = [(13 * i + 1) % 500 for i in range(200)]
+    (one_more,) = first.generate(third)
+    (one_more_again,) = second.generate(third)
+    same(one_more, one_more_again)
+    one.start()
+    for attempt in range(200):  # the breaker's backoff is at most 5 s; each of these is a step of the engine
+        first.generate([*third[:-1], attempt])
+        if "is back after" in first.log():
+            break
+    else:
+        raise AssertionError(f"it did not take the new daemon up:\n{first.log()[-4000:]}")

@@ -1,0 +1,105 @@
+"""A vLLM engine in a process of its own, told what to do by lines of JSON: run with the engines' Python,
+not imported.
+
+Each answer is one line that begins with ANSWER. `fault` puts a connector between vLLM and ours that breaks
+something: "zero" zeroes what was loaded, "drop" deletes the blocks between look-up and load.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from vllm import LLM, SamplingParams
+
+from kvclient.integrations.vllm import KvstoredConnector
+
+ANSWER = "ANSWER "
+FAULT = os.environ.get("KVSTORED_TEST_FAULT", "")
+
+
+class FaultyConnector(KvstoredConnector):
+    """Ours with one fault."""
+
+    def wait_for_layer_load(self, layer_name):
+        super().wait_for_layer_load(layer_name)
+        if FAULT == "zero" and self._worker._loading:
+            tensor = self._worker._tensors[self._worker._index[layer_name]]
+            for _, present in self._worker._loading:
+                for _, number in present:
+                    tensor[number].zero_()
+
+    def build_connector_meta(self, scheduler_output):
+        step = super().build_connector_meta(scheduler_output)
+        if FAULT == "drop":
+            for load in step.loads:
+                self._client.delete(load.keys[32:])
+        return step
+
+
+def engine(options):
+    transfer = None
+    if options.get("store") is not None:
+        transfer = {
+            "kv_connector": "FaultyConnector" if FAULT else "KvstoredConnector",
+            "kv_connector_module_path": "tests.engines.vllm.vllm_process"
+            if FAULT
+            else "kvclient.integrations.vllm",
+            "kv_role": options.get("role", "kv_both"),
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": options["store"],
+        }
+    if options.get("spec"):
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KvstoredOffloadingSpec", "spec_module_path": "kvclient.integrations.vllm",
+                "offload_prompt_only": False, "kvstored": options["spec"], **options.get("offload", {}),
+            },
+        }  # fmt: skip
+    return LLM(
+        model=options["model"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32,
+        kv_cache_memory_bytes=options.get("kv_bytes", 64 << 20),
+        max_model_len=options.get("max_tokens", 2048), seed=0,
+        kv_transfer_config=transfer, **options.get("llm", {}),
+    )  # fmt: skip
+
+
+def generate(llm, command):
+    sampling = SamplingParams(temperature=0, max_tokens=command.get("tokens", 8), logprobs=1, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
+    for prompt in prompts:
+        if "salt" in command:
+            prompt["cache_salt"] = command["salt"]
+    answers = []
+    for out in llm.generate(prompts, sampling, use_tqdm=False):
+        one = out.outputs[0]
+        answers.append({
+            "tokens": list(one.token_ids),
+            "logprobs": [step[t].logprob for t, step in zip(one.token_ids, one.logprobs, strict=True)],
+            "cached": out.num_cached_tokens,
+            "ended": one.finish_reason,
+        })  # fmt: skip
+    return answers
+
+
+def main():
+    torch.set_num_threads(1)
+    try:
+        llm = engine(json.loads(sys.stdin.readline()))
+    except Exception as error:
+        print(ANSWER + json.dumps({"error": repr(error)}), flush=True)
+        raise
+    print(ANSWER + json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "reset":
+            answer = llm.reset_prefix_cache()
+        else:
+            answer = generate(llm, command)
+        print(ANSWER + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

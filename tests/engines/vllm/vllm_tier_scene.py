@@ -1,0 +1,120 @@
+"""A scene with KvstoredTier, made by vLLM's own factory over plain memory: run with the engines' Python.
+
+    python -m tests.engines.vllm.vllm_tier_scene DIRECTORY
+
+What only the test can do is asked for by a line NEED … and answered by one.
+"""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+DIRECTORY, ROWS, ROW = sys.argv[1], 8, 3000
+CONTEXT = ReqContext(req_id="r")
+PARALLEL = {
+    "rank": 0, "world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1,
+    "data_parallel_index": 0, "data_parallel_size": 1, "data_parallel_rank_local": None,
+    "is_parallelism_agnostic": False,
+}  # fmt: skip
+
+
+def tier(parallel=None, dtype="float32", **options):
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),), worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=True, extra_config={}, engine_id="e",
+        model=OffloadingModelConfig(name="model", dtype=dtype),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(**{**PARALLEL, **(parallel or {})}),
+    )  # fmt: skip
+    spec = SimpleNamespace(config=config, kv_events_config=OffloadingKVEventsConfig(True, False))
+    memory = np.zeros((ROWS, ROW), np.int8)
+    made = SecondaryTierFactory.create_secondary_tier(
+        {"type": "KvstoredTier", "module_path": "kvclient.integrations.vllm", "dir": DIRECTORY,
+         "weights_digest": "w1", "timeout_s": 0.5, "wait_s": 0.5, **options},
+        memoryview(memory), spec,
+    )  # fmt: skip
+    return made, memory
+
+
+def keys(first, count):
+    return [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + count)]
+
+
+def job(one, names, rows, load):
+    submit = one.submit_load if load else one.submit_store
+    submit(TransferJob(len(names), names, np.array(rows), load, CONTEXT))
+    one.drain_jobs()
+    (result,) = one.get_finished_jobs()
+    assert not list(one.get_finished_jobs()), "a job is reported once"
+    return result
+
+
+def found(one, names):
+    return [one.lookup(name, CONTEXT) is LookupResult.HIT for name in names]
+
+
+def need(what):
+    print("NEED " + what, flush=True)
+    sys.stdin.readline()
+
+
+one, memory = tier(enable_kv_events=True)
+other, target = tier()
+memory[:] = np.random.default_rng(1).integers(-128, 128, memory.shape)
+names = keys(0, 6)
+assert found(other, names) == [False] * 6
+stored = job(one, names[:4], [7, 5, 3, 1], False)
+assert stored.success and stored.transfer_bytes == 4 * ROW
+(event,) = one.take_events()
+assert list(event.keys) == names[:4] and not event.removed and not list(one.take_events())
+assert found(other, names) == [True] * 4 + [False] * 2
+
+# Some are there and some are not: those that are come, and the others are a miss for a while.
+loaded = job(other, names, [0, 1, 2, 3, 4, 5], True)
+assert not loaded.success and list(loaded.successful_keys) == names[:4]
+assert (target[:4] == memory[[7, 5, 3, 1]]).all() and not target[4:].any()
+assert job(other, names[:2], [6, 7], True).successful_keys is None
+assert (target[6:] == memory[[7, 5]]).all()
+job(one, names[4:], [2, 4], False)
+assert found(other, names) == [True] * 4 + [False] * 2, (
+    "a key whose load failed is not asked for at once again"
+)
+assert found(tier()[0], names) == [True] * 6
+
+for change in ({"weights_digest": "w2"}, {"model_version": "2"}, {"dtype": "fp8"},
+               {"parallel": {"tp_size": 2, "world_size": 2}}):  # fmt: skip
+    assert found(tier(**change)[0], names) == [False] * 6, change
+assert found(one, [make_offload_key(b"short", 0)]) == [False]  # a hash that differs in every process
+
+need("flip " + memory[5].tobytes()[:64].hex())
+fresh, target = tier()
+loaded = job(fresh, names[:3], [0, 1, 2], True)
+assert list(loaded.successful_keys) == [names[0], names[2]] and not target[1].any()
+need("kill")
+gone = job(fresh, keys(50, 2), [0, 1], False)
+assert not gone.success and gone.successful_keys is None
+need("start")
+deadline = time.monotonic() + 60
+while not job(fresh, keys(50, 2), [0, 1], False).success:
+    assert time.monotonic() < deadline, "it did not take the new daemon up"
+for made in (one, other, fresh):
+    made.shutdown()
+try:
+    tier(dri="typo")
+except ValueError as error:
+    assert "dri" in str(error)
+else:
+    raise AssertionError("a misspelt option was taken")
+print("PASSED", flush=True)

@@ -1,0 +1,110 @@
+"""Goal: what attach() proved of a model is proven once on a machine: a second process makes no pass for it. A
+model, or a library, that is another one is proven again; so is one whose file is damaged.
+
+Method: forward passes are counted, in processes of their own, on a tiny random model and a directory of the
+test's own.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvclient.hf
+from kvclient.hf.attachment import self_test, verdicts
+from tests.hf.zoo import build, generate, prompt
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import sys
+import torch
+import kvclient, kvclient.hf
+from tests.hf.zoo import build, generate, prompt
+
+model = build("llama", layers=2)
+if sys.argv[1] == "other weights":
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+if sys.argv[1] == "other code":
+    def forward(self, x):
+        return self.down_proj(1.0 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    forward.__globals__["__name__"] = "mine"
+    type(model.model.layers[0].mlp).forward = forward
+passes = []
+model.register_forward_pre_hook(lambda *_: passes.append(0))
+model._forward_pre_hooks[next(iter(model._forward_pre_hooks))].__module__ = "kvclient.test"
+kv = kvclient.hf.attach(model, kvclient.InMemoryClient(64 << 20), block_tokens=8)
+print(len(passes), kv.backend, kv.padded)
+"""
+
+
+def attached(case: str = "same") -> int:
+    """Passes that attach() made in a process of its own."""
+    command = [sys.executable, "-c", PROGRAM, case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    passes, backend, padded = done.stdout.split()
+    assert padded == "True" and backend
+    return int(passes)
+
+
+def test_a_second_process_proves_nothing_again():
+    first = attached()
+    assert first >= 8
+    assert attached() <= 2, "to see the shape of its KV"
+    assert attached("other weights") >= 6, "the self-test; the kernels know no weights"
+    assert attached("other code") == first
+
+
+def test_a_damaged_file_counts_as_none(client, verdicts, monkeypatch):
+    model = build("llama", layers=2)
+    kvclient.hf.attach(model, client, block_tokens=8).detach()
+    files = sorted(verdicts.glob("*.json"))
+    assert len(files) == 2
+    runs = []
+    monkeypatch.setattr(self_test, "prove_model", lambda *_: runs.append(0) or self_test.Verdict(True, 0.0))
+    kvclient.hf.attach(model, client, block_tokens=8).detach()
+    assert not runs
+    kept = json.loads(files[0].read_text())
+    others = [json.dumps({**kept, **other}) for other in ({"version": 0}, {"key": "0" * 64})]
+    for text in ("", "{", "[]", "null", *others):
+        for file in files:
+            file.write_text(text)
+        kvclient.hf.attach(model, client, block_tokens=8).detach()
+        assert runs.pop() == 0 and not runs
+    wrong = {"padded": "yes", "difference": None}
+    for file in files:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "found": wrong}))
+    with kvclient.hf.attach(model, client, block_tokens=8) as kv:
+        assert runs.pop() == 0 and kv.padded is True
+        generate(model, prompt(20), 1)
+
+
+def test_a_refusal_is_not_kept(client, verdicts, monkeypatch):
+    model = build("llama", layers=2)
+
+    def refuse(*_):
+        raise kvclient.hf.Refused("wrong")
+
+    with monkeypatch.context() as patch, pytest.raises(kvclient.hf.Refused, match="wrong"):
+        patch.setattr(self_test, "prove_model", refuse)
+        kvclient.hf.attach(model, client, block_tokens=8, in_place=False)
+    assert not list(verdicts.glob("*.json"))
+    kvclient.hf.attach(model, client, block_tokens=8, in_place=False).detach()
+
+
+def test_where_nothing_can_be_kept_it_is_proven_again(client, monkeypatch):
+    monkeypatch.setenv(verdicts.PLACE, "/proc/kvstored-test")
+    model = build("llama", layers=2)
+    for _ in range(2):
+        kvclient.hf.attach(model, client, block_tokens=8).detach()
+
+
+def test_old_files_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "MOST_FILES", 3)
+    names = [verdicts.key("test", [number]) for number in range(5)]
+    for name in names:
+        verdicts.save(name, {"number": 1})
+    assert len(list(verdicts.directory().glob("*.json"))) == 3
+    assert verdicts.load(names[-1]) == {"number": 1} and verdicts.load(names[0]) is None

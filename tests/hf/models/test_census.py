@@ -1,0 +1,37 @@
+"""No model of transformers that kvclient.hf accepts answers otherwise than plain generate() (census.py).
+
+`make test` takes one of each kind; all that build tiny are `slow`. The table of docs/models.md is what a run
+gives.
+"""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.hf.census import COLUMNS, examine, known_types, tiny
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+SOME = ("llama", "deepseek_v3", "gemma2", "llama4_text", "qwen3_next")
+KINDS = [pytest.param(kind, marks=[] if kind in SOME else pytest.mark.slow) for kind in known_types()]
+
+
+def of_the_document() -> dict[str, list[str]]:
+    lines = DOCUMENT.read_text().split("<!-- census -->\n")[1].split("\n\n")[0].splitlines()
+    if f"transformers {transformers.__version__})" not in lines[0]:
+        pytest.skip(f"the table is of another transformers than {transformers.__version__}")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {kind: said for kind, _stored, *said in cells}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_accepted_answers_as_plain_generation_does(kind):
+    model = tiny(kind)
+    if model is None or isinstance(model, str):
+        pytest.skip(f"not built: {model}")
+    found = examine(model)
+    assert "differs" not in found.values()
+    said = of_the_document().get(kind)
+    assert (said is None) == ("refused" in found), "python -m tests.hf.census prints the table anew"
+    if said is not None:
+        assert dict(zip(COLUMNS, said, strict=True)) == found

@@ -1,0 +1,178 @@
+"""Recurrent layers (Qwen3-Next, Falcon-H1, Mamba and others): a hit ends where a state is stored, and answers
+are those of plain generate().
+
+Tiny random models in fp32. A prompt is cut where states are stored, so logits are equal to rounding; tokens
+are compared for equality.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.hf.release import STATES
+from tests.hf.zoo import RECURRENT, generate, known, near, prompt
+
+ROOT = Path(__file__).resolve().parents[3]
+BLOCK, NEW = 8, 18
+pytestmark = pytest.mark.skipif(not STATES, reason="this transformers keeps states in caches of its models")
+# So far from its pass over several tokens is transformers' own step by step, without a store, of these.
+STEPS_APART = {"zamba2": 1e-3, "nemotron_h": 1e-3}
+SOME = ("qwen3_next", "falcon_h1", "mamba", "jamba")  # states alone, beside K and V, no K and V, step by step
+NAMES = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in RECURRENT]
+
+
+@pytest.fixture
+def attached(client):
+    made = []
+
+    def attach(model, **given):
+        made.append(kvclient.hf.attach(model, client, block_tokens=BLOCK, **given))
+        return made[-1]
+
+    yield attach
+    for kv in made:
+        kv.detach()
+
+
+def check(model, kv, ids, reused, bound=1e-4, **given):
+    with kv.bypass():
+        plain, plain_logits, _ = generate(model, ids, NEW, **given)
+    tokens, logits, _ = generate(model, ids, NEW, **given)
+    assert (kv.last.reused_tokens, kv.last.bypassed) == (reused, None)
+    assert torch.equal(tokens, plain)
+    assert all(near(one, other, bound) for one, other in zip(logits, plain_logits, strict=True))
+    return tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cold_warm_continued_and_parted(name, attached):
+    model = known(name)
+    kv, bound = attached(model), STEPS_APART.get(name, 1e-4)
+    for length in (BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 61):
+        ids = prompt(length, seed=length)
+        check(model, kv, ids, 0, bound)
+        answered = check(model, kv, ids, (length - 1) // BLOCK * BLOCK, bound)
+    longer = torch.cat([answered, prompt(5, seed=4)], dim=1)
+    check(model, kv, longer, (61 + NEW - 1) // BLOCK * BLOCK, bound)  # the answer's last whole block
+    shared = prompt(40, seed=77)
+    for seed, reused in ((1, 0), (2, 0), (3, 40)):  # where two texts part is known when the second was asked
+        check(model, kv, torch.cat([shared, prompt(11, seed=seed)], dim=1), reused, bound)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_batches_and_beams(name, attached):
+    model = known(name)
+    kv = attached(model)
+    ids = torch.cat([prompt(45), prompt(45, seed=2), prompt(45)])
+    check(model, kv, ids, 0)
+    check(model, kv, ids, 3 * 40)
+    check(model, kv, prompt(45), 3 * 40, num_beams=3)  # each beam has a row from the start
+
+
+@pytest.mark.parametrize("name", SOME[:2])
+def test_states_every_so_many_blocks_and_their_bytes(name, client):
+    """Another process, with another state_every_blocks, finds them: where they are is no part of the
+    identity."""
+    one, other = known(name), known(name)
+    ids = prompt(12 * BLOCK + 3)
+    with kvclient.hf.attach(one, client, block_tokens=BLOCK, state_every_blocks=2) as kv:
+        generate(one, ids)
+        assert kv.last.published_group_blocks == 7  # with that behind the answer's last whole block
+        states = [layer for layer in one_pass(one, ids).layers if hasattr(layer, "conv_states")]
+        tensors = [t for layer in states for t in (layer.conv_states[0], layer.recurrent_states[0])]
+        assert kv.state_bytes == sum(-(-t.nbytes // 16) * 16 for t in tensors)
+        identity = kv.identity
+    with kvclient.hf.attach(other, client, block_tokens=BLOCK, state_every_blocks=100) as kv:
+        assert kv.identity == identity
+        for parted, reused in ((7, 6), (8, 8), (3, 2)):  # blocks; the state at or before it
+            ids_parted = torch.cat([ids[:, : parted * BLOCK], prompt(9, seed=parted)], dim=1)
+            check(other, kv, ids_parted, reused * BLOCK)
+
+
+def one_pass(model, ids):
+    with torch.no_grad():
+        return kvclient.hf.release.cache_of(model(ids, use_cache=True))
+
+
+def test_what_a_state_cannot_have_is_refused_with_the_reason(client):
+    model = known("qwen3_next")
+    refused = {"in_place": (True, "recurrent"), "repair": ("auto", "recurrent")}
+    refused["chunker"] = ("sentence", "blocks of one size")
+    tokenizer = type("Tokens", (), {"decode": lambda self, ids: "x" * len(ids)})()
+    for name, (value, reason) in refused.items():
+        with pytest.raises(kvclient.InvalidArgument, match=reason):
+            kvclient.hf.attach(model, client, **{name: value}, tokenizer=tokenizer)
+        assert "generate" not in model.__dict__
+    for every in (0, -1, 2.5):
+        with pytest.raises(kvclient.InvalidArgument, match="state_every_blocks"):
+            kvclient.hf.attach(model, client, state_every_blocks=every)
+
+
+def test_padding_and_outputs_of_the_prompt_go_without_the_store(attached):
+    model = known("falcon_h1")
+    kv = attached(model)
+    ids = torch.cat([prompt(45), prompt(45, seed=2)])
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    asked = {"padding": {"attention_mask": mask}, "prompt_outputs": {"output_hidden_states": True}}
+    for word, given in asked.items():
+        with kv.bypass():
+            plain, *_ = generate(model, ids, NEW, **given)
+        tokens, *_ = generate(model, ids, NEW, **given)
+        assert kv.last.bypassed == word
+        assert torch.equal(tokens, plain)
+
+
+def test_int8_blocks_beside_states(client):
+    """K and V are quantised, states are not: a hit's answer is near."""
+    model, ids = known("qwen3_next"), prompt(99)
+    with kvclient.hf.attach(model, client, block_tokens=32, codec="int8") as kv:
+        _, plain, _ = generate(model, ids, 1)
+        _, warm, _ = generate(model, ids, 1)
+        assert kv.last.reused_tokens == 96
+        assert kv.last.published_blocks == 0
+        assert near(warm, plain, 0.05) and not torch.equal(warm, plain)
+
+
+def test_a_state_of_other_weights_is_not_found(attached, client):
+    ids = prompt(45)
+    model = known("falcon_h1")
+    kv = attached(model)
+    generate(model, ids)
+    other = known("falcon_h1", seed=7)
+    with kvclient.hf.attach(other, client, block_tokens=BLOCK) as own:
+        assert own.identity != kv.identity
+        check(other, own, ids, 0)
+
+
+CHILD = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import kvclient, kvclient.hf
+from tests.hf.zoo import generate, known, prompt
+model = known({name!r})
+with kvclient.connect(dir={dir!r}) as client, kvclient.hf.attach(
+    model, client, block_tokens=8, state_every_blocks={every}
+) as kv:
+    tokens, *_ = generate(model, prompt(100), 4)
+    print(kv.last.reused_tokens, tokens[0, -4:].tolist())
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_two_processes_on_one_daemon_with_different_distances(name, daemon):
+    served = daemon(memory="16MiB")
+    said = []
+    for every in (1, 5):
+        code = CHILD.format(root=str(ROOT), name=name, dir=str(served.dir), every=every)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+        )
+        said.append(done.stdout.splitlines()[-1].split(" ", 1))
+    assert [reused for reused, _ in said] == ["0", "96"]
+    assert said[0][1] == said[1][1]

@@ -1,0 +1,129 @@
+"""Goal: client="memory" makes an Engine complete without a daemon: a budget that holds, a directory whose
+blocks come back, in another process too, figures, a reset; what is damaged on disk is a miss.
+
+Method: the tiny model with a tokenizer of bytes, a budget for a few of its blocks, files written over.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import kvclient.hf
+from kvclient.errors import InvalidArgument
+from kvclient.hf.engine import in_process
+from kvclient.hf.engine.in_process import InProcessClient
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = [f"{word} " * 24 for word in ("first", "second", "third", "fourth", "fifth", "sixth")]
+MEMORY_BYTES = 256 << 10  # for some three of them
+
+
+@pytest.fixture(scope="module")
+def loaded(home):
+    model = transformers.AutoModelForCausalLM.from_pretrained(home).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(home)
+
+
+def engine_of(loaded, **options):
+    options = {"memory_bytes": MEMORY_BYTES, **options}
+    return kvclient.hf.Engine(*loaded, client="memory", block_tokens=16, self_test=False, **options)
+
+
+def reused(engine, text):
+    return engine.generate(text, 1).report.reused_tokens
+
+
+def test_its_budget_holds_and_what_was_used_last_stays(loaded):
+    with engine_of(loaded) as engine:
+        for text in TEXTS:
+            engine.generate(text, 1)
+        figures = engine.stats()["store"]
+        assert figures["capacity_bytes"] == MEMORY_BYTES >= figures["used_bytes"]
+        assert figures["evictions"] and not figures["disk_files"]
+        assert reused(engine, TEXTS[-1]) > 100 and reused(engine, TEXTS[0]) == 0
+
+
+def test_what_leaves_memory_comes_back_from_the_directory(loaded, tmp_path):
+    with engine_of(loaded, disk_dir=tmp_path / "kv") as engine:
+        wanted = [engine.generate(text, 8).tokens for text in TEXTS]
+        for text, tokens in zip(TEXTS, wanted, strict=True):
+            found = engine.generate(text, 8)
+            assert found.report.reused_tokens > 100 and found.tokens == tokens
+        figures = engine.stats()["store"]
+        assert figures["disk_loaded"] and figures["disk_written"] and figures["disk_files"]
+        assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    with engine_of(loaded, disk_dir=tmp_path / "kv") as engine:
+        assert all(reused(engine, text) > 100 for text in TEXTS), "in an engine made anew"
+        assert engine.reset() > 10
+        assert not list((tmp_path / "kv").glob("*")) and engine.stats()["store"]["blocks"] == 0
+        assert reused(engine, TEXTS[0]) == 0
+
+
+def test_another_process_finds_them(home, loaded, tmp_path):
+    program = """
+import sys, transformers, kvclient.hf
+with kvclient.hf.Engine.from_pretrained(
+    sys.argv[1], client="memory", memory_bytes=1 << 20, disk_dir=sys.argv[2], block_tokens=16
+) as engine:
+    print(engine.generate(sys.argv[3], 1).report.reused_tokens)
+"""
+    command = [sys.executable, "-c", program, str(home), str(tmp_path), TEXTS[0]]
+    told = [
+        int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout)
+        for _ in range(2)
+    ]
+    assert told[0] == 0 and told[1] > 100
+
+
+DAMAGE = {
+    "a bit": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "its end": lambda data: data[:-100],
+    "its head": lambda data: b"{}\n" + data.split(b"\n", 1)[1],
+    "all": lambda data: b"",
+    "a length that is not its layout's": lambda data: data.replace(b'"tokens": 16', b'"tokens": 15'),
+    "a layout that is none": lambda data: data.replace(b'"layout": "', b'"layout": "ff'),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_file_is_a_miss_and_goes(loaded, tmp_path, what):
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        tokens = engine.generate(TEXTS[0], 8).tokens
+    files = list(tmp_path.glob("*.kv"))
+    assert files
+    for path in files:
+        path.write_bytes(DAMAGE[what](path.read_bytes()))
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        found = engine.generate(TEXTS[0], 8)
+        assert (found.report.reused_tokens, found.tokens) == (0, tokens)
+        assert reused(engine, TEXTS[0]) > 100
+
+
+def test_the_budget_of_the_disk_holds(loaded, tmp_path, monkeypatch):
+    with engine_of(loaded, disk_dir=tmp_path, disk_bytes=1 << 20) as engine:
+        monkeypatch.setattr(engine.kv.client.store, "_disk_bytes", 200_000)
+        for text in TEXTS:
+            engine.generate(text, 1)
+    assert 0 < sum(path.stat().st_size for path in tmp_path.glob("*")) <= 200_000
+
+
+def test_a_directory_that_cannot_be_written_is_said_and_gone_on_without(loaded, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        monkeypatch.setattr(in_process.os, "replace", fail)
+        with pytest.warns(UserWarning, match="No space left"):
+            for text in TEXTS:
+                assert engine.generate(text, 1).tokens
+        assert not list(tmp_path.glob("*.tmp"))
+        monkeypatch.undo()
+
+
+def test_its_arguments(tmp_path):
+    for wrong in ({"memory_bytes": 1}, {"disk_bytes": 1, "disk_dir": tmp_path}):
+        with pytest.raises(InvalidArgument):
+            InProcessClient(**wrong)

@@ -1,0 +1,119 @@
+"""Proves that what operators install is what the programs take: manifests valid, flags known, files there.
+
+Method: Kubernetes' own schemas (kubernetes-validate), the programs' own parsers on every argument, systemd's
+own verdict. No container is built or run here: there is no builder on these machines.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="deploy: pip install pyyaml")
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+CONTAINERS, KUBERNETES = DEPLOY / "containers", DEPLOY / "kubernetes"
+KUBERNETES_VERSION = "1.33"
+
+
+def documents(path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def workloads():
+    return [documents(KUBERNETES / name)[0] for name in ("daemon.yaml", "server.yaml")]
+
+
+def entry(name):
+    """The words of a Containerfile's ENTRYPOINT."""
+    return yaml.safe_load(
+        re.search(r"^ENTRYPOINT (.*)$", (CONTAINERS / f"{name}.Containerfile").read_text(), re.M)[1]
+    )
+
+
+def taken(words):
+    """Whether the program would start with these words; argparse ends the process where not."""
+    if words[0] == "kvstored":
+        from kvstored.cli.main import parser
+    else:
+        from kvclient.serve.__main__ import parser
+    return parser().parse_args(words[1:])
+
+
+def test_workflows_call_make_targets_that_there_are():
+    root = DEPLOY.parent
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+    paths = (root / ".github/workflows").glob("*.yml")
+    flows = {path.name: yaml.safe_load(path.read_text()) for path in paths}
+    assert set(flows) == {"ci.yml", "release.yml"}
+    for flow in flows.values():
+        assert flow["permissions"] == {"contents": "read"}
+        for job in flow["jobs"].values():
+            assert job["runs-on"].startswith("ubuntu-")
+            for step in job["steps"]:
+                assert ("uses" in step) != ("run" in step)
+                if "run" in step:
+                    make, target, *_ = step["run"].split()
+                    assert make == "make" and target in targets, step
+
+
+def test_kubernetes_takes_every_manifest():
+    validate = pytest.importorskip("kubernetes_validate", reason="deploy: pip install kubernetes-validate")
+    names = documents(KUBERNETES / "kustomization.yaml")[0]["resources"]
+    assert {path.name for path in KUBERNETES.glob("*.yaml")} == {*names, "kustomization.yaml"}
+    for one in (one for name in names for one in documents(KUBERNETES / name)):
+        validate.validate(one, KUBERNETES_VERSION, strict=True)
+    wrong = workloads()[0]
+    wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(wrong, KUBERNETES_VERSION, strict=True)
+
+
+def test_the_programs_take_the_flags_they_are_given():
+    compose = documents(CONTAINERS / "compose.yaml")[0]["services"]
+    daemon, server = (one["spec"]["template"]["spec"]["containers"][0] for one in workloads())
+    for start, args in (("daemon", daemon["args"]), ("daemon", compose["daemon"]["command"]),
+                        ("server", server["args"]), ("server", compose["server"]["command"])):  # fmt: skip
+        assert taken([*entry(start), *args])
+    assert taken(daemon["livenessProbe"]["exec"]["command"])
+    with pytest.raises(SystemExit):
+        taken([*entry("server"), "--no-such-flag"])
+
+
+def test_no_container_is_root_or_can_write_its_root_and_none_has_the_hosts_ipc():
+    for pod in (one["spec"]["template"]["spec"] for one in workloads()):
+        assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod)
+        for one in pod["containers"]:
+            context = {**pod["securityContext"], **one["securityContext"]}
+            assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
+            assert context["capabilities"]["drop"] == ["ALL"] and "memory" in one["resources"]["limits"]
+    for name in ("daemon", "server"):
+        assert "USER 10001" in (CONTAINERS / f"{name}.Containerfile").read_text()
+        assert documents(CONTAINERS / "compose.yaml")[0]["services"][name]["read_only"]
+
+
+def test_what_compose_mounts_is_there_and_its_ports_are_on_loopback():
+    services = documents(CONTAINERS / "compose.yaml")[0]["services"]
+    for one in services.values():
+        for mount in one.get("volumes", ()):
+            if mount.startswith("."):
+                assert (CONTAINERS / mount.split(":")[0]).exists(), mount
+        assert all(port.startswith("127.0.0.1:") for port in one.get("ports", ()))
+    jobs = documents(CONTAINERS / "prometheus.yml")[0]["scrape_configs"]
+    assert "kvstored" in {job["job_name"] for job in jobs}, "the alerts ask for up{job=kvstored}"
+
+
+def test_systemd_accepts_the_servers_unit(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed")
+    for name in ("kvstored", "kvclient-serve"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"DESTDIR": str(tmp_path / "root"), "PATH": "/usr/bin:/bin"}
+    subprocess.run([DEPLOY / "systemd/install", tmp_path / "kvstored"], check=True, env=given)
+    units = tmp_path / "root/etc/systemd/system"
+    both = [units / "kvstored.service", units / "kvclient-serve.service"]
+    done = subprocess.run(["systemd-analyze", "verify", *both], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
