@@ -30,6 +30,7 @@ EXAMPLES = """examples:
 Every flag can stand in the --config file too, or be set as KVCLIENT_SERVE_<NAME>, as
 KVCLIENT_SERVE_MAX_BATCH_SIZE=8.
 """
+MOST_DRAFT_TOKENS = 64
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -64,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, help="prompt and answer together (default: the model's)")
     add("--memory-tokens", type=int, default=1 << 17, help="KV of all that run (default: %(default)s)")
     add("--request-timeout", type=float, default=600, help="seconds for one request (default: %(default)s)")
+    add("--draft", help="several tokens a step, guessed before: `lookup` in the text itself, or by a small "
+        "model of the same tokens (a directory, or a hub id); answers stay what they are")
+    add("--draft-tokens", type=int, default=8, help="guessed for one request at once (default: %(default)s)")
     add("--threads", type=int, help="of torch (default: torch's own)")
     add("--api-key", action="append", default=[], help="may be given several times; shown in `ps`")
     add("--api-key-file", type=Path, help="one key a line")
@@ -80,6 +84,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, low in lowest.items():
         if getattr(own, name) < low:
             made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
+    if not 1 <= own.draft_tokens <= MOST_DRAFT_TOKENS:
+        made.error(f"--draft-tokens={own.draft_tokens}; it must be 1 to {MOST_DRAFT_TOKENS}")
     listening.check(made, own)
     if own.api_key_file is not None:
         try:
@@ -131,7 +137,7 @@ def served(own: argparse.Namespace) -> Any:
         limits = Limits(
             own.max_batch_size, own.max_queue, own.max_batch_tokens, own.memory_tokens, own.request_timeout
         )
-        loop = Loop(engine.model, engine.kv, limits)
+        loop = Loop(engine.model, engine.kv, limits, drafting(own, engine.model))
         try:
             name = own.served_model_name or Path(own.model).name
             ends = engine.model.generation_config.eos_token_id
@@ -143,6 +149,28 @@ def served(own: argparse.Namespace) -> Any:
             )
         finally:
             loop.close()
+
+
+def drafting(own: argparse.Namespace, model: Any) -> Any:
+    """What --draft says. Ends the process where the draft model's tokens are others."""
+    import transformers
+
+    from kvclient.errors import InvalidArgument
+    from kvclient.hf.speculation import DraftModel, PromptLookup
+    from kvclient.serve.engine.drafting import Drafting
+
+    if own.draft is None:
+        return None
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if own.draft == "lookup":
+        return Drafting(PromptLookup(), own.draft_tokens, vocabulary)
+    small = transformers.AutoModelForCausalLM.from_pretrained(own.draft, dtype=model.dtype).eval()
+    try:
+        drafter = DraftModel(small.to(model.device))
+        drafter.begin(vocabulary)
+    except InvalidArgument as error:
+        raise SystemExit(f"kvclient-serve: --draft {own.draft}: {error}") from error
+    return Drafting(drafter, own.draft_tokens, vocabulary)
 
 
 def _loaded(model: str, client: Any, dtype: Any, given: dict[str, Any]) -> Any:

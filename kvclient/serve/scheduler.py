@@ -2,9 +2,11 @@
 
 Owns the queue and the order. Knows no model, no clock of its own and no thread: a caller asks what to do and
 says when it was done. Invariants: a request is waiting, filling, running or gone; filling and running
-requests
-together never hold more tokens than the memory plan gives, counted to their last token; while some run, no
+requests together never hold more tokens than the memory plan gives, unless one is alone; while some run, no
 two pieces of prompts follow each other without a token for all of them in between.
+
+Memory is counted as it is held, not as it might be: where the next tokens would have no room, the youngest
+gives its back and waits again, first in the queue. The oldest never does, so it ends, and so do all.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class QueueFull(Exception):
 class Limits:
     """max_batch: requests computed side by side. max_queue: waiting behind them. piece_tokens: of a prompt at
     one time beside others. memory_tokens: KV of all of them together. timeout_s: for a whole request.
+    step_tokens: that one step adds to a request, at most.
     """
 
     max_batch: int = 16
@@ -30,16 +33,25 @@ class Limits:
     piece_tokens: int = 512
     memory_tokens: int = 1 << 17
     timeout_s: float = 600.0
+    step_tokens: int = 1
+
+
+ROOM_STEPS = 32  # a request comes in only where all have room for so many steps more
 
 
 @dataclass(eq=False)
 class Entry:
-    """A request as the scheduler sees it. filled: tokens of the prompt that are computed."""
+    """A request as the scheduler sees it. filled: tokens of the prompt that are computed. After it gave its
+    memory back its prompt is all that was said so far.
+    """
 
     job: Any
     prompt_tokens: int
-    total_tokens: int  # held at most, with all that may be generated
+    new_tokens: int  # that may still be generated behind the prompt
     deadline: float
+    bound: int | None = None  # tokens that it holds from its first to its last; None: what it has so far
+    generated: int = 0  # behind the prompt
+    preempted: int = 0  # times
     arrived: int = 0
     filled: int = 0
     whole: bool = False  # its prompt is not cut into pieces
@@ -47,6 +59,15 @@ class Entry:
     @property
     def left(self) -> int:
         return self.prompt_tokens - self.filled
+
+    @property
+    def held(self) -> int:
+        """Tokens of KV, those of its whole prompt from the first piece on."""
+        return self.prompt_tokens + self.generated if self.bound is None else self.bound
+
+    def after(self, tokens: int) -> int:
+        """held, so many tokens later."""
+        return self.held + (min(tokens, self.new_tokens - self.generated) if self.bound is None else 0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,13 @@ class Prefill:
 @dataclass(frozen=True)
 class Decode:
     entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """It waits again; its caller gives its memory back now."""
+
+    entry: Entry
 
 
 class Scheduler:
@@ -89,18 +117,17 @@ class Scheduler:
 
     @property
     def held_tokens(self) -> int:
-        return sum(entry.total_tokens for entry in (*self._filling, *self._running))
+        return sum(entry.held for entry in (*self._filling, *self._running))
 
     def submit(
         self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None
     ) -> Entry:
         """most_tokens: that it holds at a time, where that has a bound of its own. Raises QueueFull."""
-        if len(self._waiting) >= self.limits.max_queue:
-            raise QueueFull(f"{len(self._waiting)} requests wait already, {self.limits.max_queue} may")
+        if (count := sum(not entry.preempted for entry in self._waiting)) >= self.limits.max_queue:
+            raise QueueFull(f"{count} requests wait already, {self.limits.max_queue} may")
         self._arrivals += 1
         deadline = self._now() + self.limits.timeout_s
-        held = prompt_tokens + new_tokens if most_tokens is None else most_tokens
-        entry = Entry(job, prompt_tokens, held, deadline, self._arrivals)
+        entry = Entry(job, prompt_tokens, new_tokens, deadline, most_tokens, arrived=self._arrivals)
         self._waiting.append(entry)
         return entry
 
@@ -115,9 +142,13 @@ class Scheduler:
         now = self._now()
         return [entry for entry in self.entries if entry.deadline <= now]
 
-    def next(self) -> Prefill | Decode | None:
-        """What to compute; None: nothing is there. The caller tells filled() of a Prefill."""
+    def next(self) -> Prefill | Decode | Preempt | None:
+        """What to compute; None: nothing is there. The caller tells filled() of a Prefill, and generated() of
+        what a Decode gave.
+        """
         self._admit()
+        if (victim := self._over()) is not None:
+            return Preempt(victim)
         if self._running and (self._decode_due or not self._filling):
             self._decode_due = False
             return Decode(list(self._running))
@@ -141,9 +172,31 @@ class Scheduler:
             self._filling.remove(entry)
             self._running.append(entry)
 
+    def generated(self, entry: Entry, tokens: int) -> None:
+        """So many were generated behind its prompt."""
+        entry.generated = tokens
+
+    def _after(self, tokens: int) -> int:
+        return sum(entry.after(tokens) for entry in (*self._filling, *self._running))
+
     def _admit(self) -> None:
         while self._waiting and self.active < self.limits.max_batch:
-            held = self.held_tokens + self._waiting[0].total_tokens
-            if self.active and held > self.limits.memory_tokens:
+            room = ROOM_STEPS * self.limits.step_tokens
+            if self.active and self._after(room) + self._waiting[0].after(room) > self.limits.memory_tokens:
                 return
             self._filling.append(self._waiting.popleft())
+
+    def _over(self) -> Entry | None:
+        """The youngest that can give memory back, where one step more would have no room."""
+        if self.active < 2 or self._after(self.limits.step_tokens) <= self.limits.memory_tokens:
+            return None
+        movable = [entry for entry in (*self._filling, *self._running) if entry.bound is None]
+        if not movable:
+            return None
+        victim = max(movable, key=lambda entry: entry.arrived)
+        self.remove(victim)
+        victim.prompt_tokens, victim.filled = victim.prompt_tokens + victim.generated, 0
+        victim.new_tokens, victim.generated = victim.new_tokens - victim.generated, 0
+        victim.preempted += 1
+        self._waiting.appendleft(victim)
+        return victim

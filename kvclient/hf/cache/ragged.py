@@ -1,14 +1,16 @@
-"""One token of several requests through a model in one forward pass, each over its own cache.
+"""The newest tokens of several requests through a model in one forward pass, each over its own cache.
 
 Owns nothing: a step borrows the caches of the requests it computes, whatever their lengths, and leaves in
-each one more token. Never pads. Invariant: a row attends to its own request's keys and to no other's, so its
-logits are what they would be alone, up to the order in which a matrix product sums.
+each its new tokens: one, or several where a draft is looked at. Never pads: each token is a row of the pass.
+Invariant: a row attends to its own request's keys and to no other's, so its logits are what they would be
+alone, up to the order in which a matrix product sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,18 +24,21 @@ from kvclient.kernels import contract
 
 
 class RaggedLayer(CacheLayerMixin):
-    """The same layer of every request's cache, a row each."""
+    """The same layer of every request's cache. counts: new tokens of each, those of one before the others."""
 
-    def __init__(self, index: int, layers: Sequence[Any], heads: int) -> None:
+    def __init__(self, index: int, layers: Sequence[Any], counts: Sequence[int], heads: int) -> None:
         super().__init__()
-        self.index, self._layers, self._heads = index, layers, heads
+        self.index, self._layers, self._counts, self._heads = index, layers, counts, heads
+        self._ends = list(accumulate(counts))
         self._held: list[Any] = []
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """[tokens of all requests, heads, 1, D]."""
         self._held = []
-        for row, layer in enumerate(self._layers):
-            keys, values = layer.update(key_states[row : row + 1], value_states[row : row + 1])
+        for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
+            own = (one[end - count : end].transpose(0, 2) for one in (key_states, value_states))
+            keys, values = layer.update(*own)
             forget_pending()  # its attention is computed here, with the others'
             self._held.append((keys, values))
         return give_handle(key_states, self), value_states
@@ -47,22 +52,37 @@ class RaggedLayer(CacheLayerMixin):
         self, query: torch.Tensor, sinks: torch.Tensor | None, scale: float, softcap: float, window: int,
         path: int,
     ) -> torch.Tensor:  # fmt: skip
-        """[B, 1, heads, D] of the newest token of each row over its own keys."""
+        """[tokens of all requests, 1, heads, D], of each over its own request's keys up to itself."""
         query = dense.heads_together(query)
-        batch, heads, tokens, head_dim = query.shape
-        out = query.new_empty((batch, tokens, heads, head_dim))
-        position = torch.tensor([[layer.get_seq_length() - 1] for layer in self._layers])
+        out = query.new_empty((query.shape[0], 1, query.shape[1], query.shape[3]))
+        sinks = None if sinks is None else sinks.float().contiguous()
+        singles = self._counts.count(1)
+        parts = [range(singles)] if singles else []
+        for part in [*parts, *((row,) for row in range(singles, len(self._layers)))]:
+            first, last = part[0], part[-1]
+            rows = slice(self._ends[first] - self._counts[first], self._ends[last])
+            own, place = query[rows], out[rows]
+            if first >= singles:  # the tokens of one request: [1, heads, T, D]
+                own, place = own.transpose(0, 2), place.transpose(0, 1)
+            self._attend(part, own, place, sinks, scale, softcap, window, path)
+        return out
+
+    def _attend(
+        self, part: Sequence[int], query: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None,
+        scale: float, softcap: float, window: int, path: int,
+    ) -> None:  # fmt: skip
+        """query: [B, heads, T, D], T new tokens of each request of this part; out: [B, T, heads, D]."""
+        lengths = torch.tensor([[self._layers[row].get_seq_length()] for row in part])
+        position = lengths + torch.arange(-query.shape[2], 0)
         args = dense.arguments(query, out, self._heads, position, scale, path)
         args.softcap, args.window = softcap, window
         if sinks is not None:
-            sinks = sinks.float().contiguous()
             args.sinks = sinks.data_ptr()
-        sequences = (contract.Sequence * batch)()
-        for row, layer in enumerate(self._layers):
-            sequences[row] = self._sequence(layer, *self._held[row])
+        sequences = (contract.Sequence * len(part))()
+        for place, row in enumerate(part):
+            sequences[place] = self._sequence(self._layers[row], *self._held[row])
         args.sequences = addressof(sequences)
         dense.run(args)
-        return out
 
     def get_seq_length(self) -> int:
         return max(layer.get_seq_length() for layer in self._layers)
@@ -80,27 +100,34 @@ class RaggedLayer(CacheLayerMixin):
         if isinstance(layer, InPlaceLayer) and layer.in_place:
             return layer.sequences()[0]
         one = contract.Sequence()
-        one.tail = dense.dense_segment(keys, values, 0, 0, 0)
+        first = layer.get_seq_length() - keys.shape[2]  # one with a window has dropped those before
+        one.tail = dense.dense_segment(keys, values, 0, 0, first)
         return one
 
 
 class RaggedCache(Cache):
     """Of one step. caches: of one row each, at least one token long."""
 
-    def __init__(self, caches: Sequence[Any], heads: int) -> None:
+    def __init__(self, caches: Sequence[Any], counts: Sequence[int], heads: int) -> None:
         layers = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[RaggedLayer(i, row, heads) for i, row in enumerate(layers)])
+        super().__init__(layers=[RaggedLayer(i, row, counts, heads) for i, row in enumerate(layers)])
 
 
-def step(model: torch.nn.Module, tokens: Sequence[int], caches: Sequence[Any], heads: int) -> torch.Tensor:
-    """The logits [B, vocabulary] behind one new token of each request, which its cache then holds. heads: KV
+def step(
+    model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any], heads: int
+) -> list[torch.Tensor]:  # fmt: skip
+    """The logits [T, vocabulary] behind T new tokens of each request, which its cache then holds. heads: KV
     heads of a layer. The model's attention must be one of kvclient.hf.attention on a CPU.
     """
-    ids = torch.tensor([[token] for token in tokens])
-    places = torch.tensor([[cache.get_seq_length()] for cache in caches])
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]) > 1)
+    counts = [len(tokens[row]) for row in order]
+    ids = torch.tensor([[token] for row in order for token in tokens[row]])
+    starts = [caches[row].get_seq_length() for row in order]
+    places = [[start + i] for start, count in zip(starts, counts, strict=True) for i in range(count)]
     with torch.no_grad(), stepping():
         out = type(model).forward(
-            model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True,
-            **passing(RaggedCache(caches, heads)),
+            model, input_ids=ids, position_ids=torch.tensor(places), use_cache=True, return_dict=True,
+            **passing(RaggedCache([caches[row] for row in order], counts, heads)),
         )  # fmt: skip
-    return out.logits[:, -1]
+    parts = out.logits[:, -1].split(counts)
+    return [parts[place] for place in sorted(range(len(order)), key=order.__getitem__)]

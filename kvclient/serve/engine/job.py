@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvclient.serve.engine.drafting import Record
 from kvclient.serve.engine.sampling import Chosen, Sampler
 from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
@@ -41,6 +42,8 @@ class Done:
     text: str  # the last piece
     stopped: str | None = None  # the stop string that ended it
     window: dict[str, int] | None = None  # what its window holds (kvclient.serve.engine.windowed)
+    accepted: int = 0  # tokens that were guessed, and right
+    rejected: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,9 @@ class Job:
     pieces: int = 0
     exact: bool = True  # nothing of it was computed behind approximate tokens
     first: Prompt | None = None
+    draft: Record | None = None
+
+    @property
+    def said(self) -> list[int]:
+        """Its prompt and what was generated."""
+        return [*self.prompt, *self.tokens]

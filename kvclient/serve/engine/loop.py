@@ -28,11 +28,14 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
 from kvclient.hf.model.structure import Refused
-from kvclient.hf.release import cache_of, passing
+from kvclient.hf.release import cache_of
+from kvclient.hf.speculation import NOTHING, Draft, keep, score
+from kvclient.hf.speculation.cache import unfit
+from kvclient.serve.engine.drafting import Drafting, accept
 from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen, chosen
 from kvclient.serve.engine.windowed import WindowedCache
-from kvclient.serve.scheduler import Decode, Entry, Limits, Prefill, QueueFull, Scheduler
+from kvclient.serve.scheduler import Decode, Entry, Limits, Preempt, Prefill, QueueFull, Scheduler
 
 RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
 
@@ -40,8 +43,12 @@ RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost
 class Loop:
     """Thread-safe: submit(), cancel(), stats and close(). Everything else is the loop's own thread's."""
 
-    def __init__(self, model: torch.nn.Module, kv: Attachment, limits: Limits) -> None:
-        self._model, self._kv, self.limits = model, kv, limits
+    def __init__(
+        self, model: torch.nn.Module, kv: Attachment, limits: Limits, drafting: Drafting | None = None
+    ) -> None:
+        if drafting is not None:
+            limits = dataclasses.replace(limits, step_tokens=1 + drafting.tokens)
+        self._model, self._kv, self.limits, self._drafting = model, kv, limits, drafting
         self._scheduler = Scheduler(limits, time.monotonic)
         self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the scheduler's queue length, for submit()
@@ -109,7 +116,9 @@ class Loop:
             for entry in self._scheduler.expired():
                 self._finish(entry.job, Failed(504, f"not done within {self.limits.timeout_s:g} s"))
             work = self._scheduler.next()
-            if isinstance(work, Prefill):
+            if isinstance(work, Preempt):
+                self._preempt(work.entry.job)
+            elif isinstance(work, Prefill):
                 self._guarded([work.entry], functools.partial(self._prefill, work.entry, work.upto))
             elif isinstance(work, Decode):
                 self._guarded(work.entries, functools.partial(self._decode, work.entries))
@@ -174,6 +183,8 @@ class Loop:
             self._scheduler.remove(job.entry)
         if job.windowing is not None and job.cache is not None and isinstance(event, Done):
             event = dataclasses.replace(event, window=job.cache.told())
+        if job.draft is not None and isinstance(event, Done):
+            event = dataclasses.replace(event, accepted=job.draft.accepted, rejected=job.draft.rejected)
         self._tell(job, event)
         if isinstance(event, Done):
             self._publish(job)
@@ -185,7 +196,7 @@ class Loop:
         """
         if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
             return
-        text = [*job.prompt, *job.tokens[:-1]]  # the newest has no KV yet
+        text = job.said[:-1]  # the newest has no KV yet
         if job.windowing is not None:
             with self._kv.salted(job.salt):
                 self.counts["windows_saved_total"] += job.cache.save(text)
@@ -195,6 +206,14 @@ class Loop:
                 self.counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
         except Exception:  # without a store there is nothing to keep; the answer is whole
             self.counts["publish_failed_total"] += 1
+
+    def _preempt(self, job: Job) -> None:
+        """Its KV goes to the store, its pages back; it comes again with all it said as its prompt."""
+        self._publish(job)
+        job.cache = None
+        if job.draft is not None and self._drafting is not None:
+            job.draft.session = self._drafting.begin().session  # a draft model's KV goes back too
+        self.counts["requests_preempted_total"] += 1
 
     # ---------------------------------------------------------------- computing
 
@@ -216,11 +235,12 @@ class Loop:
         job.pieces = max(job.pieces, 0) + 1
         if job.windowing is not None:
             return self._fill_window(entry, upto)
-        if job.pieces == 1 and not last:
-            stored = self.stored(job.prompt, job.salt, job.codec) if job.read else 0
+        text = job.said
+        if entry.filled == 0 and not last:
+            stored = self.stored(text, job.salt, job.codec) if job.read else 0
             upto = min(entry.prompt_tokens, max(upto, stored + self.limits.piece_tokens))
             last = upto == entry.prompt_tokens
-        ids = torch.tensor([list(job.prompt[:upto])], device=self._model.device)
+        ids = torch.tensor([text[:upto]], device=self._model.device)
         config = GenerationConfig(
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, use_cache=True,
@@ -245,8 +265,9 @@ class Loop:
         self._scheduler.filled(entry, upto)
         if last:
             job.cache = cache_of(out)
-            said = self._prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
-            self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
+            if not job.tokens:  # not one that comes again
+                said = self._prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
+                self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
             self.ready.set()
             self._chosen(job, out.logits[0][0])
         return None
@@ -291,14 +312,43 @@ class Loop:
         jobs = [entry.job for entry in entries if entry.job.windowing is None]
         if not jobs:
             return
-        tokens, caches = [job.tokens[-1] for job in jobs], [job.cache for job in jobs]
+        drafts = [self._draft(job) for job in jobs]
+        began = time.perf_counter()
+        given = [[job.tokens[-1], *draft.tokens] for job, (draft, _) in zip(jobs, drafts, strict=True)]
         self.counts["steps_total"] += 1
         if self._ragged:
-            logits = step(self._model, tokens, caches, self._kv._model_state.kv.heads)
+            heads = self._kv._model_state.kv.heads
+            logits = step(self._model, given, [job.cache for job in jobs], heads)
         else:
-            logits = torch.cat([self._alone(*one) for one in zip(tokens, caches, strict=True)])
-        for job, row in zip(jobs, logits, strict=True):
-            self._guarded([job.entry], functools.partial(self._chosen, job, row))
+            logits = [score(self._model, job.cache, job.tokens[-1], draft)
+                      for job, (draft, _) in zip(jobs, drafts, strict=True)]  # fmt: skip
+        logits = [rows.cpu() for rows in logits]
+        if self._drafting is not None:
+            self._drafting.cost.note(sum(map(len, given)), time.perf_counter() - began)
+        for job, (draft, draft_s), rows in zip(jobs, drafts, logits, strict=True):
+            accepting = functools.partial(self._accepted, job, draft, rows, draft_s, len(jobs))
+            self._guarded([job.entry], accepting)
+
+    def _draft(self, job: Job) -> tuple[Draft, float]:
+        if self._drafting is None or unfit(self._model, job.cache) is not None:
+            return NOTHING, 0.0
+        if job.draft is None:
+            job.draft = self._drafting.begin()
+        left = job.new_tokens - len(job.tokens)
+        return self._drafting.draft(job.draft, job.said, left, job.sampler)
+
+    def _accepted(self, job: Job, draft: Draft, logits: torch.Tensor, draft_s: float, batch: int) -> None:
+        path, said = accept(draft, job.sampler, logits)
+        keep(job.cache, draft, path.nodes) if draft.tokens else None
+        if draft.tokens and self._drafting is not None and job.draft is not None:
+            guessed, right = len(draft.tokens), len(path.nodes)
+            job.draft.note(guessed, right, draft_s, self._drafting.cost, batch)
+            self.counts["draft_tokens_accepted_total"] += right
+            self.counts["draft_tokens_rejected_total"] += guessed - right
+        for one in said:
+            if job.entry is None:  # what was guessed behind its end is nothing
+                break
+            self._say(job, one)
 
     def _decode_window(self, job: Job) -> None:
         """By itself: its older tokens are brought back for one pass only."""
@@ -308,15 +358,12 @@ class Loop:
     def _ragged(self) -> bool:
         return self._kv._model_state.options.in_place is not None and self._model.device.type == "cpu"
 
-    def _alone(self, token: int, cache: Any) -> torch.Tensor:
-        ids = torch.tensor([[token]], device=self._model.device)
-        out = type(self._model).forward(self._model, input_ids=ids, use_cache=True, **passing(cache))
-        return out.logits[:, -1]
-
     def _chosen(self, job: Job, logits: torch.Tensor) -> None:
         if job.new_tokens == 0:  # scoring only
             return self._finish(job, Done("length", ""))
-        picked = job.sampler.pick(logits.cpu())
+        return self._say(job, job.sampler.pick(logits.cpu()))
+
+    def _say(self, job: Job, picked: Chosen) -> None:
         self.counts["tokens_generated_total"] += 1
         job.tokens.append(picked.token)
         if picked.token in job.ends:
@@ -329,6 +376,8 @@ class Loop:
             return self._finish(job, Done("stop", job.text.end()))
         if len(job.tokens) >= job.new_tokens:
             return self._finish(job, Done("length", job.text.end()))
+        if (entry := job.entry) is not None:
+            self._scheduler.generated(entry, len(job.said) - entry.prompt_tokens)
         return None
 
 

@@ -53,21 +53,36 @@ class Sampler:
         self._seen = set(prompt) if sampling.repetition_penalty != 1 else set()
 
     def pick(self, logits: torch.Tensor) -> Chosen:
-        """logits: [vocabulary], of any floating point type."""
+        """Chooses and takes. logits: [vocabulary], of any floating point type."""
+        if self.sampling.temperature == 0:
+            return self.take(int(self._scores(logits).argmax()), logits)
+        return self.take(self.draw(self.distribution(logits)), logits)
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """The probabilities [vocabulary] that the next token is drawn from; temperature above 0."""
+        return self._shares(self._scores(logits))
+
+    def take(self, token: int, logits: torch.Tensor) -> Chosen:
+        """It is the next, behind these logits."""
         own = self.sampling
-        told = logits.float()
-        scores = self._allowed(self._penalised(told))
-        if own.temperature == 0:
-            token = int(scores.argmax())
-        else:
-            token = int(torch.multinomial(self._distribution(scores), 1, generator=self._generator))
         self._counts[token] += 1
         self._seen.add(token) if own.repetition_penalty != 1 else None
         if self.matcher is not None:
             self.matcher.take(token)
         if own.logprobs is None:
             return Chosen(token)
-        return chosen(told, token, own.logprobs)
+        return chosen(logits.float(), token, own.logprobs)
+
+    # Where randomness comes from, for kvclient.hf.speculation too.
+
+    def happens(self, probability: float) -> bool:
+        return float(torch.rand((), dtype=torch.float64, generator=self._generator)) < probability
+
+    def draw(self, p: torch.Tensor) -> int:
+        return int(torch.multinomial(p, 1, generator=self._generator))
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._allowed(self._penalised(logits.float()))
 
     def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
         own = self.sampling
@@ -87,7 +102,7 @@ class Sampler:
     def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
         return scores if self.matcher is None else self.matcher.mask(scores)
 
-    def _distribution(self, scores: torch.Tensor) -> torch.Tensor:
+    def _shares(self, scores: torch.Tensor) -> torch.Tensor:
         own = self.sampling
         scores = scores / own.temperature
         if own.top_k and own.top_k < len(scores):

@@ -36,6 +36,8 @@ class Choice:
     prompt: Prompt | None = None
     finish: str | None = None
     window: dict[str, int] | None = None
+    accepted: int = 0  # tokens that were guessed, and right
+    rejected: int = 0
 
 
 class Run:
@@ -84,6 +86,7 @@ class Run:
             elif isinstance(event, Done):
                 choice.text += event.text
                 choice.finish, choice.window = event.reason, event.window
+                choice.accepted, choice.rejected = event.accepted, event.rejected
                 left -= 1
             else:
                 choice.finish = "error"
@@ -117,6 +120,10 @@ class Run:
         return {
             "prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(c.accepted for c in self.choices),
+                "rejected_prediction_tokens": sum(c.rejected for c in self.choices),
+            },
         }  # fmt: skip
 
     def reuse(self) -> dict[str, Any]:

@@ -267,7 +267,10 @@ class Asking:
         room = most - len(prompt)
         if window is None and len(prompt) + (wanted or 1) > self.loop.limits.memory_tokens:
             raise too_large(len(prompt), wanted or 1, self.loop.limits.memory_tokens)
-        new_tokens = min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
+        new_tokens = wanted
+        if new_tokens is None:
+            held = self.loop.limits.memory_tokens - len(prompt) if window is None else room
+            new_tokens = min(DEFAULT_NEW_TOKENS, room, held)
         if room < max(1, new_tokens):
             raise too_long(len(prompt), max(1, new_tokens), most)
         if window is not None and window.most_tokens > self.max_tokens:

@@ -67,17 +67,19 @@ class Matcher:
 
     @property
     def over(self) -> bool:
-        """Nothing may follow."""
+        """Nothing may follow: what does is not looked at, as a draft may go on behind the end."""
         return bool(self._matcher.is_stopped())
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         from llguidance.torch import apply_token_bitmask_inplace, fill_next_token_bitmask
 
+        if self.over:
+            return scores
         fill_next_token_bitmask(self._matcher, self._bits)
         scores = scores.clone()[None]
         apply_token_bitmask_inplace(scores, self._bits)
         return scores[0]
 
     def take(self, token: int) -> None:
-        if not self._matcher.consume_token(token):
+        if not self.over and not self._matcher.consume_token(token):
             raise RuntimeError(f"token {token} was chosen although the grammar forbids it")
