@@ -21,7 +21,7 @@ from kvclient.serve.engine.loop import Loop
 from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.scheduler import Limits
 from tests.hf.zoo import build, prompt
-from tests.serve.test_loop import NEW, alone, ask, ended
+from tests.serve.loop.test_loop import NEW, alone, ask, ended
 
 LIMITS = Limits(max_batch=4, piece_tokens=64)
 

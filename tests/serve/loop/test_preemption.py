@@ -21,8 +21,8 @@ from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.scheduler import Decode, Limits, Preempt, Prefill, QueueFull, Scheduler
 from tests.hf.zoo import build, generate, prompt
-from tests.serve.test_drafting import Oracle
-from tests.serve.test_loop import Letters, ended
+from tests.serve.loop.test_drafting import Oracle
+from tests.serve.loop.test_loop import Letters, ended
 
 LIMITS = Limits(max_batch=4, max_queue=50, piece_tokens=100, memory_tokens=1000, timeout_s=1e9, step_tokens=3)
 
