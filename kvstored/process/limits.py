@@ -59,7 +59,7 @@ def connections_within(config: Config, descriptors_each: int) -> int:
 
 def _own_descriptors(config: Config) -> int:
     disks = len(config.disks)
-    of_namespace = 6 + (2 + 3 * disks if disks else 0)
+    of_namespace = 8 + (2 + 3 * disks if disks else 0)
     return 19 + len(config.namespaces) * of_namespace  # with those for guests and metrics
 
 

@@ -41,6 +41,7 @@ class StoreTest {
     std::lock_guard lock(store.mutex_);
     return store.sessions_.at(session)->allowance;
   }
+  static auto hold(Store& store) { return std::unique_lock(store.mutex_); }  // as an operation that does not end
   static uint64_t gave_way(Store& store) {
     std::lock_guard lock(store.mutex_);
     return store.mutex_.gave_way();
@@ -117,7 +118,7 @@ class Segments {
   Segments(const Segments&) = delete;
 
   std::unique_ptr<Store> open(bool adopt = false) const {
-    return std::make_unique<Store>(Store::Options{.name = "test",
+    return std::make_unique<Store>(Store::Options{.name = name,
                                                   .table_fd = table.get(),
                                                   .progress_fd = progress.get(),
                                                   .pool_fd = pool.get(),
@@ -139,7 +140,7 @@ class Segments {
   uint64_t capacity;
   uint32_t blocks;
   Id id = random_id();
-  std::string directory;
+  std::string directory, name = "test";
   bool disk = false;  // a disk tier will be attached
   uint32_t max_pending_writes = 1024;
 };
@@ -148,9 +149,10 @@ class Segments {
 class Rig {
  public:
   static constexpr uint32_t kMaxTokens = 4096;
-  Rig(uint64_t capacity_bytes, uint32_t max_blocks, bool disk = false, uint32_t max_pending_writes = 1024)
+  Rig(uint64_t capacity_bytes, uint32_t max_blocks, bool disk = false, uint32_t max_pending_writes = 1024,
+      const std::string& name = "test")
       : segments(capacity_bytes, max_blocks) {
-    segments.disk = disk, segments.max_pending_writes = max_pending_writes;
+    segments.disk = disk, segments.max_pending_writes = max_pending_writes, segments.name = name;
     start(false);
   }
 

@@ -1,10 +1,10 @@
-// Where the session server looks while messages stream: the mailboxes of those that asked lately (core/mailbox.h), and the socket
-// of the one that asked last.
+// Where a namespace's session thread looks while messages stream: the mailboxes of those that asked lately (core/mailbox.h), and
+// the socket of the one that asked last.
 
 #include <algorithm>
 
 #include "core/base/polling.h"
-#include "core/session/session_server.h"
+#include "core/session/session_thread.h"
 
 namespace kv {
 namespace {
@@ -17,7 +17,7 @@ constexpr size_t kMostAttended = 4;  // mailboxes at a time
 
 // Who asked last will probably ask next. Looking there first, without epoll or giving way, halves a round trip; the others have
 // their turn after each message.
-bool SessionServer::serve_last() {
+bool SessionThread::serve_last() {
   if (attend(last_served_)) return true;
   const auto last = connections_.find(last_served_);
   for (int look = 0; look < kLooks; ++look) {
@@ -28,7 +28,7 @@ bool SessionServer::serve_last() {
   return false;
 }
 
-bool SessionServer::serve_mailboxes() {
+bool SessionThread::serve_mailboxes() {
   for (size_t i = 0; i < attended_.size(); ++i) {
     const size_t at = (next_mailbox_ + i) % attended_.size();
     if (!serve_mailbox(*connections_.at(attended_[at]))) continue;
@@ -38,7 +38,7 @@ bool SessionServer::serve_mailboxes() {
   return false;
 }
 
-bool SessionServer::serve_mailbox(Connection& connection) {
+bool SessionThread::serve_mailbox(Connection& connection) {
   if (!connection.mailbox) return false;
   const auto message = connection.mailbox->take(buffer_);
   if (connection.mailbox->cut()) return close(connection.socket.get()), true;
@@ -50,7 +50,7 @@ bool SessionServer::serve_mailbox(Connection& connection) {
   return true;
 }
 
-bool SessionServer::attend(int socket) {
+bool SessionThread::attend(int socket) {
   const auto found = connections_.find(socket);
   if (found == connections_.end() || !found->second->mailbox || std::ranges::count(attended_, socket)) return false;
   found->second->mailbox->attend(true);
@@ -58,14 +58,14 @@ bool SessionServer::attend(int socket) {
   return attended_.size() > kMostAttended && leave(attended_.front());
 }
 
-bool SessionServer::leave(int socket) {
+bool SessionThread::leave(int socket) {
   std::erase(attended_, socket);
   Connection& connection = *connections_.at(socket);
   connection.mailbox->attend(false);
   return serve_mailbox(connection);
 }
 
-bool SessionServer::step_aside() {
+bool SessionThread::step_aside() {
   const auto last = connections_.find(last_served_);
   if (last == connections_.end() || !last->second->mailbox) return false;
   if (!own_processor_.leave_to(last->second->mailbox->asked_from(), monotonic_ns())) return false;
@@ -73,7 +73,7 @@ bool SessionServer::step_aside() {
   return true;
 }
 
-bool SessionServer::leave_all() {
+bool SessionThread::leave_all() {
   bool served = false;
   while (!attended_.empty()) served |= leave(attended_.back());
   return served;

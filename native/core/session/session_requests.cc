@@ -1,6 +1,7 @@
 // What a session's requests mean: decode, call the store, encode. No policy of its own.
 
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
-#include "core/session/session_server.h"
+#include "core/session/session_thread.h"
 
 namespace kv {
 namespace {
@@ -98,8 +99,8 @@ std::string stats_json(Store& store) {
   return out + "}";
 }
 
-std::vector<uint8_t> SessionServer::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
-  Store& store = *connection.store;
+std::vector<uint8_t> SessionThread::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+  Store& store = store_;
   const auto op = static_cast<Op>(request.op);
   if (connection.read_only && !reader_may(op))
     throw Error(Code::NotPermitted, "the session of namespace " + store.name() + " is read-only");
@@ -155,7 +156,7 @@ std::vector<uint8_t> SessionServer::answer(Connection& connection, const protoco
   throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));
 }
 
-std::vector<uint8_t> SessionServer::create(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+std::vector<uint8_t> SessionThread::create(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto head = body.take<protocol::CreateHead>();
   if (head.seals > kMaxKeysPerMessage)
     throw Error(Code::InvalidArgument, "the message carries " + std::to_string(head.seals) + " seals, the limit is " +
@@ -170,11 +171,10 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
     items[i].tokens = wanted[i].tokens, items[i].base_position = wanted[i].base_position, items[i].parent = wanted[i].parent;
   }
 
-  std::vector<uint8_t> out = seal_all(*connection.store, connection.session, seals);
+  std::vector<uint8_t> out = seal_all(store_, connection.session, seals);
   out.reserve(round_up(out.size(), 8) + items.size() * sizeof(protocol::GrantItem));
   out.resize(round_up(out.size(), 8));
-  const std::vector<Granted> granted =
-      connection.store->create({connection.session, head.layout, head.priority, head.ttl_s, items});
+  const std::vector<Granted> granted = store_.create({connection.session, head.layout, head.priority, head.ttl_s, items});
   std::vector<protocol::GrantItem> grants(granted.size());
   for (size_t i = 0; i < grants.size(); ++i) {
     const Granted& from = granted[i];
@@ -186,53 +186,64 @@ std::vector<uint8_t> SessionServer::create(Connection& connection, const protoco
 }
 
 // A list may take several messages. What is remembered of it is no more than what the session has.
-std::vector<uint8_t> SessionServer::keep(Connection& connection, const protocol::Request& request, protocol::Reader body) {
+std::vector<uint8_t> SessionThread::keep(Connection& connection, const protocol::Request& request, protocol::Reader body) {
   const auto head = body.take<protocol::KeepHead>();
   const auto items = body.take<protocol::BlockItem>(request.count);
   need_end(body);
   std::vector<Handle> open;
   for (const auto& item : items) open.push_back({item.record, item.generation});
-  const size_t most = connection.store->keepable(connection.session, open);
+  const size_t most = store_.keepable(connection.session, open);
   if (connection.kept.size() + open.size() > most)
     throw Error(Code::InvalidArgument, "a session keeps more than the " + std::to_string(most) + " blocks that it has open");
   connection.kept.insert(connection.kept.end(), open.begin(), open.end());
-  if (!head.more) connection.store->keep_only(connection.session, std::exchange(connection.kept, {}));
+  if (!head.more) store_.keep_only(connection.session, std::exchange(connection.kept, {}));
   return {};
 }
 
 // The same token however often it is asked for: a session has one at most.
-std::vector<uint8_t> SessionServer::token_of(Connection& connection) {
-  if (!connection.token) connection.token = tokens_.issue({connection.store->name(), connection.read_only, connection.who.uid});
+std::vector<uint8_t> SessionThread::token_of(Connection& connection) {
+  if (!connection.token) connection.token = shared_.tokens.issue({store_.name(), connection.read_only, connection.who.uid});
   return {connection.token->begin(), connection.token->end()};
 }
 
-// The number of the store of that name, if this peer may see it. What it may not see takes the same way as what does not exist.
-size_t SessionServer::visible_store(const Connection& connection, const std::string& name) const {
-  size_t found = stores_.size();
-  for (size_t i = 0; i < stores_.size(); ++i)
-    if ((stores_[i]->name() == name) & (connection.rights[i] != Right::None)) found = i;
-  if (found == stores_.size()) throw Error(Code::NotFound, "no namespace " + name);
-  return found;
+void SessionThread::admit(Arrival arrival) {
+  Connection& connection = *arrival.connection;
+  const uint64_t began_ns = monotonic_ns();
+  try {
+    attach(connection, arrival.request, arrival.wanted);
+  } catch (const Error& error) {  // the end of this connection: the door takes none back
+    if (connection.attached) store_.end_session(connection.session);
+    shared_.refused.fetch_add(1);
+    send_reply(connection.socket.get(), {protocol::kMagic, arrival.request.op, status_of(error), 0, arrival.request.tag},
+               text_of(error));
+    return;
+  }
+  const int socket = connection.socket.get();
+  if (connection.process) watch(epoll_.get(), connection.process.get()), process_sockets_[connection.process.get()] = socket;
+  watch(epoll_.get(), socket);
+  connections_.emplace(socket, std::move(arrival.connection));
+  measure(arrival.request.op, began_ns);
 }
 
-void SessionServer::attach(Connection& connection, const protocol::Request& request, protocol::Reader body) {
-  const auto wanted = body.take<protocol::Attach>();
-  const uint64_t began_ns = monotonic_ns();
-  need_end(body);
-  if (connection.store) throw Error(Code::FailedPrecondition, "attached already");
-  if (wanted.version < protocol::kOldestVersion || wanted.version > protocol::kVersion)
-    throw Error(Code::IncompatibleVersion,
-                "the client speaks version " + std::to_string(wanted.version) + " of the session protocol, the daemon " +
-                    std::to_string(protocol::kOldestVersion) + " to " + std::to_string(protocol::kVersion));
-  if (wanted.max_pins == 0 || wanted.max_pins > options_.max_pins)
-    throw Error(Code::InvalidArgument,
-                "max_pins is " + std::to_string(wanted.max_pins) + ", the limit is " + std::to_string(options_.max_pins));
-  const std::string name(wanted.name, ::strnlen(wanted.name, sizeof wanted.name));
-  const size_t number = visible_store(connection, name);
-  if (!wanted.read_only && connection.rights[number] != Right::Write)
-    throw Error(Code::NotPermitted, "this user may read namespace " + name + " and not write it: attach read-only");
-  Store& store = *stores_[number];
-  const Store::Options& segments = store.options();
+// A session costs memory and a guard until nobody maps its page any more, also one whose connection was closed. Other namespaces
+// are waited for only where that may save a user who is over the limit.
+void SessionThread::bound_left_sessions(uint32_t uid) {
+  const size_t most = shared_.seats.most_of(uid);
+  store_.reap_left_sessions();
+  size_t left = 0;
+  for (const Store* one : shared_.stores) left += one->left_sessions(uid);
+  if (left < most) return;
+  left = 0;
+  for (Store* one : shared_.stores) one->reap_left_sessions(), left += one->left_sessions(uid);
+  if (left >= most)
+    throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(uid) +
+                                   " have ended while their processes still map them, the limit is " + std::to_string(most));
+}
+
+void SessionThread::attach(Connection& connection, const protocol::Request& request, const protocol::Attach& wanted) {
+  connection.read_only = wanted.read_only != 0;
+  if (!may_stay(connection)) throw Error(Code::NotPermitted, "this user may no longer use namespace " + store_.name());
+  const Store::Options& segments = store_.options();
   Fd table = read_only_copy(segments.table_fd);
   Fd progress, pool;
   if (wanted.read_only) progress = read_only_copy(segments.progress_fd), pool = read_only_copy(segments.pool_fd);
@@ -242,40 +253,33 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   protocol::Attached reply{};
   Fd page;
   reply.resumed =
-      wanted.resume_session && store.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
+      wanted.resume_session && store_.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
   if (reply.resumed) {
     reply.session = wanted.resume_session;
   } else {
-    // A session costs memory and a guard until nobody maps its page any more, also one whose connection was closed.
-    size_t left = 0;
-    for (Store* one : stores_) left += one->left_sessions(connection.who.uid);
-    if (left >= most_sessions(connection.who.uid))
-      throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(connection.who.uid) +
-                                     " have ended while their processes still map them, the limit is " +
-                                     std::to_string(most_sessions(connection.who.uid)));
-    std::tie(reply.session, page) = store.open_session(wanted.max_pins, connection.who.pid, connection.who.uid,
-                                                       wanted.read_only != 0, wanted.version >= protocol::kVersionAsks);
+    bound_left_sessions(connection.who.uid);
+    std::tie(reply.session, page) = store_.open_session(wanted.max_pins, connection.who.pid, connection.who.uid,
+                                                        wanted.read_only != 0, wanted.version >= protocol::kVersionAsks);
   }
-  connection.store = &store;
+  connection.attached = true;
   connection.session = reply.session;
-  connection.read_only = wanted.read_only != 0;
-  connection.mailbox = std::make_unique<DaemonMailbox>(store.session_page_head(reply.session));
-  const TableHeader& header = store.header();
+  connection.mailbox = std::make_unique<DaemonMailbox>(store_.session_page_head(reply.session));
+  const TableHeader& header = store_.header();
   reply.epoch = header.epoch.load(std::memory_order_acquire);
   reply.table_bytes = header.total_bytes;
   reply.progress_bytes = round_up(Store::progress_bytes(header.max_blocks), kPageBytes);
   reply.pool_bytes = header.capacity_bytes;
-  reply.page_bytes = store.session_page_bytes(reply.session);
+  reply.page_bytes = store_.session_page_bytes(reply.session);
   std::copy(segments.pool_id.begin(), segments.pool_id.end(), reply.pool_id);
-  std::copy(options_.tenants[number].salt.begin(), options_.tenants[number].salt.end(), reply.salt);
+  std::copy(tenant_.salt.begin(), tenant_.salt.end(), reply.salt);
 
   std::vector<uint8_t> bytes;
   append(bytes, reply);
   std::vector<int> descriptors{table.get(), wanted.read_only ? progress.get() : segments.progress_fd,
                                wanted.read_only ? pool.get() : segments.pool_fd};
   if (page) descriptors.push_back(page.get());
-  if (!send(connection, request, protocol::kOk, 1, bytes, descriptors)) close(connection.socket.get());
-  measure(&store, request.op, began_ns);
+  if (!send_reply(connection.socket.get(), {protocol::kMagic, request.op, protocol::kOk, 1, request.tag}, bytes, descriptors))
+    ::shutdown(connection.socket.get(), SHUT_RDWR);  // and ends as any other does
 }
 
 }  // namespace kv

@@ -35,6 +35,7 @@
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
 #include "core/store/eviction.h"
+#include "core/store/left_sessions.h"
 #include "core/store/lower_tier.h"
 #include "core/store/pool.h"
 #include "core/store/record_set.h"
@@ -126,7 +127,9 @@ class Store {
     double attached_s;  // since it was opened, resumed or adopted
     bool attached, resumed;
   };
-  size_t left_sessions(uint32_t uid);  // a user's that have ended while a client still locks them
+  // A user's that have ended while a client still locked them at the last look. Waits for no lock of the store's.
+  size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
+  void reap_left_sessions();  // such a look, in slices
   // A client's, and its locked page. `asks`: it knows of allowances, and asks for more when it needs them.
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false, bool asks = true);
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
@@ -171,8 +174,9 @@ class Store {
     bool budgeted = false, asks = true;  // bounded by its user's budget; may be given more, and less
     PinAllowance allowance;              // no pin beyond it counts
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
-    uint64_t drained = 0;            // entries of its ring seen
-    std::vector<uint32_t> unsealed;  // records; Upkeep::link of each says where it stands here
+    uint64_t drained = 0;                                  // entries of its ring seen
+    bool is_left() const { return ended && file && pid; }  // counted in left_
+    std::vector<uint32_t> unsealed;                        // records; Upkeep::link of each says where it stands here
   };
 
   struct IoPin {
@@ -326,6 +330,7 @@ class Store {
   std::atomic<uint64_t>* progress_ = nullptr;
   Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
+  LeftSessions left_;                      // of clients; changed under the lock
 
   mutable SlicedMutex mutex_;  // guards all that follows
   Arena arena_;

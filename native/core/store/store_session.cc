@@ -49,12 +49,9 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   return {id, std::move(locked)};
 }
 
-size_t Store::left_sessions(uint32_t uid) {
+void Store::reap_left_sessions() {
   Lock lock(mutex_);
-  reap_sessions();
-  return static_cast<size_t>(std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& one) {
-    return one.second->ended && one.second->file && one.second->pid && one.second->uid == uid;
-  }));
+  for (size_t look = 0, count = ended_.size(); look < count; look += kSlice) reap_sessions(kSlice), mutex_.give_way();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
@@ -65,6 +62,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   if (!session.file || session.attached || session.truncated || session.file->token() != token) return false;
   session.attached = session.resumed = true;
   session.since = std::chrono::steady_clock::now();
+  if (session.is_left()) left_.drop(session.uid);
   session.ended = false;
   std::erase(ended_, id);
   session.pid = pid, session.uid = uid;
@@ -133,6 +131,7 @@ void Store::drop_unsealed(Session& session, uint32_t record) {
 void Store::end_session_locked(Session& session) {
   session.ended = true;
   session.attached = false;
+  if (session.is_left()) left_.add(session.uid);
   if (session.file) ended_.push_back(session.id);
   for (uint32_t record : session.unsealed) {
     if (control(record).state() != State::Created) continue;
@@ -176,6 +175,7 @@ void Store::reap_sessions(size_t most) {
     counters_.hits += credible(session, session.file->page().hits);
     counters_.misses += credible(session, session.file->page().misses);
     session.file->unlink();
+    if (session.is_left()) left_.drop(session.uid);
     // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
     pins_gone_ += session.file->page().released.load(std::memory_order_relaxed) + scanned_pins_ + 1;
     sessions_.erase(id);
