@@ -4,7 +4,8 @@
 
 `build/dev/crowd` (native/bench/crowd.cc) does the work, in processor time of the one thread that serves
 all: an idle machine is not needed. The ratio is of the means, so it has in it what a scan of the pins
-costs and a put that finds its room does not show.
+costs and a put that finds its room does not show. `build/dev/neighbour` measures by the clock what a put
+takes in one namespace while another is crowded; its ratio is of the medians.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import json
 import subprocess
 from pathlib import Path
 
-PROGRAM = Path(__file__).parent.parent / "build" / "dev" / "crowd"
+BUILT = Path(__file__).parent.parent / "build" / "dev"
+PROGRAM, NEIGHBOUR = BUILT / "crowd", BUILT / "neighbour"
 TITLES = {
     "clients": "60 clients with 900 pins each",
     "one": "one client with 40,000 pins",
     "all": "every block pinned",
+    "neighbour": "a crowded namespace, in another one, by the clock",
     "stranger": "100 sessions of a reader with 65,536 pins each, which name every block",
 }
 
@@ -28,7 +31,8 @@ def rows(lines: list[str]) -> list[dict]:
         if case["case"] == "alone":
             alone = case
         else:
-            out.append({**case, "alone_us": alone["mean_us"], "ratio": case["mean_us"] / alone["mean_us"]})
+            of = "p50_us" if case["case"] == "neighbour" else "mean_us"
+            out.append({**case, "alone_us": alone[of], "ratio": case[of] / alone[of]})
     return out
 
 
@@ -39,9 +43,11 @@ def main() -> None:
     chosen = parser.parse_args()
     if not PROGRAM.exists():
         parser.error(f"{PROGRAM.name} is not built: run `make native-tests`")
-    command = [str(PROGRAM), str(chosen.blocks)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures = rows(done.stdout.splitlines())
+    lines: list[str] = []
+    for command in ([str(PROGRAM), str(chosen.blocks)], [str(NEIGHBOUR)]):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        lines += done.stdout.splitlines()
+    figures = rows(lines)
     for row in figures:
         times = f"p50 {row['p50_us']:.1f} µs, mean {row['mean_us']:.1f}, worst {row['worst_us']:.0f}"
         alone = f"alone {row['alone_us']:.1f}: {row['ratio']:.1f} x; {row['refused']} refused"
