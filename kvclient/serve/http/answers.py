@@ -20,7 +20,7 @@ from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.errors import ApiError
 from kvclient.serve.http.asking import Ask, Asking
 from kvclient.serve.http.reasoning import Reasoning, parted
-from kvclient.serve.http.tools import ForcedCall, calls_in, forced_call
+from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 from kvclient.serve.scheduler import QueueFull
 
 RETRY_AFTER_S = 2
@@ -185,8 +185,7 @@ def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
         calls = forced_call(text)
         text = "" if calls else text
     elif choice.ask.tools:
-        offered = {tool.function.name for tool in choice.ask.request.tools}  # type: ignore[attr-defined]
-        text, calls = calls_in(text, offered)
+        text, calls = calls_in(text, offered(choice.ask))
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if thought is not None:
         message["reasoning_content"] = thought
@@ -205,43 +204,35 @@ async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
         choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
         return {**base, "choices": [choice]}
 
-    thinking, forced = {}, {}
+    thinking, calling = {}, dict[int, ForcedCall | SpokenCalls]()
     for index, choice in enumerate(run.choices):
         yield chunk(index, {"role": "assistant", "content": ""})
-        if choice.ask.reasoning is not None and not choice.ask.tools:
+        if choice.ask.reasoning is not None:
             thinking[index] = Reasoning(choice.ask.reasoning)
         if choice.ask.forced_tool:
-            forced[index] = ForcedCall()
+            calling[index] = ForcedCall()
+        elif choice.ask.tools:
+            calling[index] = SpokenCalls(offered(choice.ask))
     async for index, event in run.events():
-        choice = run.choices[index]
-        buffered = choice.ask.tools  # whether it is a call shows when it has ended
-        if index in forced and isinstance(event, Token | Done):
-            for call in forced[index].add(event.text, isinstance(event, Done)):
-                yield chunk(index, {"tool_calls": [call]})
-            if isinstance(event, Done):
-                yield chunk(index, {}, chat_message(choice)[1])
-        elif isinstance(event, Token) and not buffered:
+        choice, ended = run.choices[index], isinstance(event, Done)
+        if not isinstance(event, Token | Done):
+            continue
+        said = None
+        if isinstance(event, Token) and choice.ask.sampling.logprobs is not None:
+            said = {"content": [spelled(run, event.chosen)]}
+        for delta in deltas(event.text, thinking.get(index), calling.get(index), bool(said), ended):
+            yield chunk(index, delta, None, said)
             said = None
-            if choice.ask.sampling.logprobs is not None:
-                said = {"content": [spelled(run, event.chosen)]}
-            for delta in deltas(event.text, thinking.get(index), bool(said)):
-                yield chunk(index, delta, None, said)
-                said = None
-        elif isinstance(event, Done):
-            if buffered:
-                for delta in tool_deltas(choice):
-                    yield chunk(index, delta)
-                yield chunk(index, {}, chat_message(choice)[1])
-                continue
-            for delta in deltas(event.text, thinking.get(index), False, True):
-                yield chunk(index, delta)
-            yield chunk(index, {}, event.reason)
+        if ended:
+            yield chunk(index, {}, chat_message(choice)[1])
     last = {**base, "choices": [], "usage": run.usage(), "kv_reuse": run.reuse()}
     if wants_usage(run):
         yield last
 
 
-def deltas(text: str, thinking: Reasoning | None, always: bool, ended: bool = False) -> list[dict[str, Any]]:
+def deltas(
+    text: str, thinking: Reasoning | None, calling: ForcedCall | SpokenCalls | None, always: bool, ended: bool
+) -> list[dict[str, Any]]:
     """Of one piece. always: also an empty one, for what stands beside it."""
     thought = ""
     if thinking is not None:
@@ -249,25 +240,16 @@ def deltas(text: str, thinking: Reasoning | None, always: bool, ended: bool = Fa
         rest = thinking.end() if ended else ("", "")
         thought, text = thought + rest[0], text + rest[1]
     out: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
-    if text or (always and not out):
+    if calling is not None:
+        out += calling.add(text, ended)
+    elif text:
         out.append({"content": text})
-    return out
+    return out or ([{"content": ""}] if always else [])
 
 
-def tool_deltas(choice: Choice) -> list[dict[str, Any]]:
-    message, _ = chat_message(choice)
-    thought = message.get("reasoning_content")
-    deltas: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
-    deltas += [{"content": message["content"]}] if message["content"] else []
-    for index, call in enumerate(message.get("tool_calls", [])):
-        arguments = call["function"]["arguments"]
-        function = {"name": call["function"]["name"], "arguments": ""}
-        deltas.append({"tool_calls": [{"index": index, **call, "function": function}]})
-        deltas += [
-            {"tool_calls": [{"index": index, "function": {"arguments": arguments[at : at + 16]}}]}
-            for at in range(0, len(arguments), 16)
-        ]
-    return deltas
+def offered(ask: Ask) -> set[str]:
+    """The names of its tools."""
+    return {tool.function.name for tool in ask.request.tools}  # type: ignore[attr-defined]
 
 
 def wants_usage(run: Run) -> bool:

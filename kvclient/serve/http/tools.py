@@ -1,7 +1,7 @@
 """Calls of tools in what a model wrote: hermes' and qwen's tags, mistral's list, llama's and plain JSON.
 
-Owns the reading. Never runs a tool. Invariant: what is no call stays text; a call has a name that was
-offered.
+Owns the reading, of a text as it grows. Never runs a tool. Invariant: what is no call stays text; a call has
+a name that was offered; the pieces of a text give what the whole gives, wherever they were cut.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-TAGGED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
+TAG, TAG_END = "<tool_call>", "</tool_call>"
 LISTED = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
+ANYWHERE, AT_START = (TAG, LISTED), (LLAMA, "{", "[")
+HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 FORCED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
@@ -28,7 +30,10 @@ class ForcedCall:
         self._text, self._told, self.name = "", 0, ""
 
     def add(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
-        """Deltas of tool_calls. ended: nothing follows."""
+        """Deltas. ended: nothing follows."""
+        return [{"tool_calls": [call]} for call in self._calls(text, ended)]
+
+    def _calls(self, text: str, ended: bool) -> list[dict[str, Any]]:
         self._text += text
         out: list[dict[str, Any]] = []
         if not self.name:
@@ -54,7 +59,7 @@ def forced_call(text: str) -> list[dict[str, Any]]:
     """The same of a whole text, as OpenAI's tool_calls; empty where it ended before the name did."""
     own = ForcedCall()
     deltas = own.add(text, ended=True)
-    arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+    arguments = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas)
     return [_spelled(own.name, arguments)] if deltas else []
 
 
@@ -63,28 +68,172 @@ def _spelled(name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
+class Value:
+    """How far a JSON object or list reaches in a text that grows; None: not to its end yet."""
+
+    def __init__(self, start: int) -> None:
+        self._at, self._depth, self._quoted, self._escaped = start, 0, False, False
+        self.end: int | None = None
+
+    def look(self, text: str) -> int | None:
+        while self.end is None and self._at < len(text):
+            letter, self._at = text[self._at], self._at + 1
+            if self._quoted:
+                self._quoted = self._escaped or letter != '"'
+                self._escaped = not self._escaped and letter == "\\"
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                self.end = self._at if self._depth <= 0 else None
+        return self.end
+
+
+class SpokenCalls:
+    """What a model says that may call tools, as its text grows: deltas of content and of tool_calls. A call's
+    arguments are told as they are generated, once its name has been said and was offered; one that is spelled
+    in another order is told when it is whole.
+    """
+
+    def __init__(self, offered: Collection[str]) -> None:
+        self._offered, self.count = offered, 0
+        self._held, self._at = "", 0  # what is not told, or may have to be; and how far that is read
+        self._reads: Callable[[list[dict[str, Any]], bool], bool] = self._text
+        self._started = False  # something but white space was met
+        self._mark, self._listed = "", False
+        self._object, self._start = Value(0), 0
+        self._arguments: Value | None = None
+
+    def add(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
+        """ended: nothing follows."""
+        self._held += text
+        out: list[dict[str, Any]] = []
+        while self._reads(out, ended):
+            pass
+        return out
+
+    # Each reads on; True: another has its turn.
+
+    def _text(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        blank = len(self._held) - len(self._held.lstrip())
+        met = [(at, mark) for mark in ANYWHERE if (at := self._held.find(mark)) >= 0]
+        if not self._started:
+            met += [(blank, mark) for mark in AT_START if self._held.startswith(mark, blank)]
+        if met:
+            at, mark = min(met, key=lambda one: (one[0], -len(one[1])))
+            if mark == "[" and LISTED.startswith(self._held[at:]) and not ended:
+                return False
+            before = self._held[:at].rstrip()  # white space before a call is not shown
+            self._say(out, len(before))
+            self._started, self._mark, self._listed = True, mark, mark == "["
+            self._at = at - len(before) + len(mark) - (mark == "{")
+            self._reads = self._opening
+            return True
+        told = len(self._held)
+        if not ended:
+            marks = ANYWHERE if self._started else (*ANYWHERE, LLAMA)
+            near = next((n for n in range(len(LLAMA), 0, -1) if n <= told
+                         and any(mark.startswith(self._held[-n:]) for mark in marks)), 0)  # fmt: skip
+            told = len(self._held[: told - near].rstrip())
+        self._say(out, told)
+        return False
+
+    def _opening(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        """Behind a mark: the object that follows."""
+        next_one = self._skip(" \n\t\r")
+        if next_one == "[" and self._mark == LISTED and not self._listed:
+            self._listed, self._at = True, self._at + 1
+            return True
+        if next_one == "{":
+            self._object, self._start, self._arguments = Value(self._at), self._at, None
+            self._reads = self._call_itself
+            return True
+        if next_one or ended:
+            return self._no_call(out, self._at)
+        return False
+
+    def _call_itself(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        end = self._object.look(self._held)
+        if self._arguments is None:
+            head = HEAD.match(self._held, self._start)
+            if head is not None and head[1] in self._offered:
+                self._arguments, self._at = Value(head.end()), head.end()
+                self._tell(out, _spelled(head[1], ""))
+        if self._arguments is not None:
+            reached = self._arguments.look(self._held) or len(self._held)
+            if reached > self._at:
+                function = {"arguments": self._held[self._at : reached]}
+                out.append({"tool_calls": [{"index": self.count - 1, "function": function}]})
+                self._at = reached
+        elif end is not None and (call := _parsed(self._held[self._start : end], self._offered)) is not None:
+            self._tell(out, call)
+        elif end is not None or ended:
+            return self._no_call(out, len(self._held) if end is None else end)
+        if end is None:
+            return False
+        self._held, self._at, self._reads = self._held[end:], 0, self._closing
+        return True
+
+    def _closing(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        """Behind a call: another in its list, the end of its mark, or text."""
+        next_one = self._skip(" \n\t\r")
+        rest, closing = self._held[self._at :], TAG_END if self._mark == TAG else "]" if self._listed else ""
+        if self._listed and next_one == ",":
+            self._at, self._reads, self._mark = self._at + 1, self._opening, "["
+            return True
+        if not ended and (not rest or (closing.startswith(rest) and rest != closing)):
+            return False
+        done = len(closing) if closing and rest.startswith(closing) else 0
+        self._held, self._at, self._mark, self._listed = self._held[self._at + done :], 0, "", False
+        if done:
+            self._reads = self._closing
+            return True
+        self._reads = self._text
+        return bool(self._held)
+
+    def _no_call(self, out: list[dict[str, Any]], end: int) -> bool:
+        """What is held is text, up to there."""
+        self._say(out, end)
+        self._reads = self._text
+        return bool(self._held)
+
+    def _say(self, out: list[dict[str, Any]], count: int) -> None:
+        if count:
+            self._started = True
+            out.append({"content": self._held[:count]})
+        self._held = self._held[count:]
+
+    def _tell(self, out: list[dict[str, Any]], call: dict[str, Any]) -> None:
+        out.append({"tool_calls": [{"index": self.count, **call}]})
+        self.count += 1
+
+    def _skip(self, letters: str) -> str:
+        """The next letter that is none of these; "": there is none yet."""
+        while self._held[self._at : self._at + 1] and self._held[self._at] in letters:
+            self._at += 1
+        return self._held[self._at : self._at + 1]
+
+
 def calls_in(text: str, offered: Collection[str]) -> tuple[str, list[dict[str, Any]]]:
-    """(the text beside them, the calls as OpenAI's tool_calls)."""
-    stripped = text.strip()
-    if LISTED in text:
-        before, _, listed = text.partition(LISTED)
-        found = _objects(listed)
-    elif TAGGED.search(text):
-        before, found = TAGGED.sub("", text), [o for m in TAGGED.finditer(text) for o in _objects(m[1])]
-    elif stripped.startswith((LLAMA, "{", "[")):
-        before, found = "", _objects(stripped.removeprefix(LLAMA))
-    else:
-        return text, []
-    calls = [call for one in found if (call := _call(one, offered)) is not None]
-    return (before.strip(), calls) if calls else (text, [])
+    """(the text beside them, the calls as OpenAI's tool_calls) of a whole text."""
+    beside, calls = "", list[dict[str, Any]]()
+    for delta in SpokenCalls(offered).add(text, ended=True):
+        beside += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({name: value for name, value in call.items() if name != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return beside, calls
 
 
-def _objects(text: str) -> list[Any]:
+def _parsed(text: str, offered: Collection[str]) -> dict[str, Any] | None:
     try:
-        parsed, _ = json.JSONDecoder().raw_decode(text.strip())
+        return _call(json.loads(text), offered)
     except ValueError:
-        return []
-    return parsed if isinstance(parsed, list) else [parsed]
+        return None
 
 
 def _call(found: Any, offered: Collection[str]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.serve.http.tools import ForcedCall, calls_in, forced_call
+from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
 
@@ -23,6 +23,9 @@ CALL = '{"name": "look", "arguments": {"k": "a"}}'
         (f"[TOOL_CALLS] [{CALL}]", ""),  # mistral
         ('<|python_tag|>{"name": "look", "parameters": {"k": "a"}}', ""),  # llama
         (CALL, ""),
+        (f"[{CALL}]", ""),
+        ('<tool_call>{"arguments": {"k": "a"}, "name": "look"}</tool_call>', ""),  # in another order
+        (f"<tool_call>{CALL}</tool_call>\nDone.", "Done."),
     ],
 )
 def test_every_spelling_is_read(text, beside):
@@ -32,7 +35,9 @@ def test_every_spelling_is_read(text, beside):
 
 
 @pytest.mark.parametrize(
-    "text", ["no call", '{"name": "other", "arguments": {}}', "<tool_call>{</tool_call>", "{}"]
+    "text",
+    ["no call", '{"name": "other", "arguments": {}}', "<tool_call>{</tool_call>", "{}", "a <tool_call> b",
+     "[TOOL_CALLS]", " <tool_", "[1, 2]", '{"names": "look"}', "[TOOL_CALLS] [3]", "x [ {"],
 )
 def test_what_is_no_call_stays_text(text):
     assert calls_in(text, {"look"}) == (text, [])
@@ -58,7 +63,54 @@ def test_a_forced_call_in_pieces_is_the_whole(arguments, indent, cuts, length):
         calls = forced_call(text)
         assert bool(told) == bool(calls)
         if calls:
-            assert told[0]["function"]["name"] == calls[0]["function"]["name"] == "look"
-            spelled = "".join(one["function"].get("arguments", "") for one in told)
+            ((called, spelled),) = together(told)[1]
+            assert called == calls[0]["function"]["name"] == "look"
             assert spelled == calls[0]["function"]["arguments"]
             assert text != whole or json.loads(spelled) == arguments
+
+
+def together(deltas):
+    text, calls = "", []
+    for delta in deltas:
+        text += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["function"]["name"], call["function"]["arguments"]])
+            else:
+                assert call["index"] == len(calls) - 1
+                calls[-1][1] += call["function"]["arguments"]
+    return text, calls
+
+
+SAID = st.lists(
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CALL, "[", "]", "{", "}", "\n", " ",
+         "Look: ", '{"name": "other", "arguments": {}}', ",", '"', "\\",
+         '{"name": "look", "arguments": {"k": "}']
+    ),
+    max_size=7,
+)  # fmt: skip
+
+
+@given(SAID, st.lists(st.integers(1, 9), min_size=60, max_size=60))
+def test_what_is_said_in_pieces_is_the_whole(said, cuts):
+    text, own, at, told = "".join(said), SpokenCalls({"look"}), 0, []
+    for cut in cuts:
+        told += own.add(text[at : at + cut])
+        at += cut
+    told += own.add(text[at:], ended=True)
+    beside, calls = calls_in(text, {"look"})
+    assert together(told) == (beside, [[c["function"]["name"], c["function"]["arguments"]] for c in calls])
+    for name, _ in together(told)[1]:
+        assert name == "look"
+    if not calls:
+        assert beside == text
+
+
+def test_two_calls_are_told_while_they_are_said():
+    own, told = SpokenCalls({"look"}), []
+    for letter in f"I do.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}":
+        told += own.add(letter)
+    assert together(told) == ("I do.", [["look", '{"k": "a"}']] * 2)
+    assert len(told) > 20, "told at the end"
