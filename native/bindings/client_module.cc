@@ -16,4 +16,5 @@ NB_MODULE(_core, m) {
   kv::bind_writer(m);
   kv::bind_client(m);
   kv::bind_search(m);
+  kv::bind_stretches(m);
 }

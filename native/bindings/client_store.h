@@ -55,5 +55,6 @@ void bind_blocks(nanobind::module_& m);
 void bind_writer(nanobind::module_& m);
 void bind_client(nanobind::module_& m);
 void bind_search(nanobind::module_& m);
+void bind_stretches(nanobind::module_& m);
 
 }  // namespace kv

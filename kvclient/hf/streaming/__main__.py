@@ -75,7 +75,9 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
 
     config = StreamingConfig(residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots)
-    model = StreamingCausalLM.from_pretrained(asked.directory, config, progress=told)
+    model = StreamingCausalLM.from_pretrained(
+        asked.directory, config, progress=None if asked.json else told
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     held, moved = stats["bytes_held"], stats["bytes_per_pass"]

@@ -21,12 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
+from kvclient.hf.streaming.checkpoint import directory_of
 from kvclient.hf.streaming.headers import Source, tensors
 from kvclient.hf.streaming.index import BLOCK_BYTES, Arrangement, Part, Stored, Table, sources, split
 from kvclient.hf.streaming.mover import DiskMover, pages
 from kvclient.hf.streaming.rearrange import arrangement
 from kvclient.hf.streaming.residency import NO_VOCABULARY, PARTS, Plan, StreamingConfig, Vocabulary, plan
-from kvclient.hf.streaming.scheduler import Mover, Scheduler, Slot
+from kvclient.hf.streaming.scheduler import Mover, Scheduler
+from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.vocabulary import ROWS_BYTES, StreamedEmbedding, StreamedHead, digest
 
 ROLES = {"embedding": "input", "head": "output"}
@@ -44,15 +46,11 @@ class StreamingCausalLM:
         mover: Callable[[Arrangement], Mover] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> torch.nn.Module:  # fmt: skip
-        """The model of a directory with safetensors, AWQ or plain, in eval mode, on the CPU. dtype: what it
-        computes in; progress: told of layers rearranged and of all, the first time. Raises InvalidArgument
-        for a directory or a memory that will not do, StreamingFailed for what the disk refuses.
+        """The model of a directory or hub id with safetensors, AWQ or plain, in eval mode, on the CPU. dtype:
+        what it computes in; progress: told of layers rearranged and of all, the first time. Raises
+        InvalidArgument for a directory or a memory that will not do, StreamingFailed for a disk that refuses.
         """
-        home = Path(directory)
-        if not (home / "config.json").is_file():
-            raise InvalidArgument(
-                f"{home} is no directory with a config.json; a hub id must be fetched first"
-            )
+        home = directory_of(directory)
         config = config or StreamingConfig()
         model, group = _empty(home, dtype)
         found = tensors(home, sources(home))

@@ -1,11 +1,13 @@
-"""Movers: a layer's stretch of weights into a slot.
+"""Movers: a layer's stretches of weights into a slot.
 
 Owns the reads and the comparison with the checksums. Never chooses what is read, or where to. Invariant:
-fill() returns only if the slot holds the bytes that were written when the checkpoint was rearranged.
+fill() returns only if the slot holds the bytes that were written when the checkpoint was rearranged; of files
+that are read in place, the bytes that were read the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvclient
+from kvclient._core import StretchReader
 from kvclient.errors import KVClientError
 
 PAGE = 4096
-CHUNK_BYTES = 16 << 20  # of one read
+DEPTH = 8  # reads of 4 MiB under way at one time
+URGENT_BYTES = 1 << 20  # up to it a read goes before those of whole layers that wait: somebody computes on it
 
 
 class StreamingFailed(KVClientError):
@@ -29,54 +33,94 @@ class StreamingFailed(KVClientError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a layer as it lies in the file: whole pages; crc: CRC32C of them."""
+    """A part of a layer as it lies in the mover's file of that number: whole pages, of which the first `need`
+    bytes (None: all) are there. crc: CRC32C of those; None: not known before they are read once.
+    """
 
     offset: int
     length: int
-    crc: int
+    crc: int | None
+    file: int = 0
+    need: int | None = None
+
+    @property
+    def there(self) -> int:
+        return self.length if self.need is None else self.need
 
 
 def pages(length: int) -> memoryview:
     """Zeroed memory that begins with a page."""
-    return memoryview(mmap.mmap(-1, max(PAGE, length)))[:length]
+    made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them; fewer pages are less work for each read
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(made)[:length]
 
 
 class DiskMover:
-    """From a rearranged checkpoint. O_DIRECT where the file system has it, so that no page is held twice;
-    else reads whose pages are given back at once.
+    """From a rearranged checkpoint, or the files of one. O_DIRECT where the file system has it, so that no
+    page is held twice; else reads whose pages are given back at once. Several reads are under way at one
+    time; who waits for a layer computes its checksums meanwhile. faults: a schedule of what goes wrong
+    (native/core/disk/faults.h), for tests.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, *paths: str | os.PathLike[str], depth: int = DEPTH, faults: str = "") -> None:
+        self.paths = [Path(path) for path in paths]
+        self._fds: list[int] = []
+        self._first: dict[Piece, int] = {}  # the checksums of pieces that came without
+        self._closed = False
         try:
-            self._fd, self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), True
-        except OSError:
-            self._fd, self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+            self.direct = True
+            for path in self.paths:
+                self._fds.append(self._open(path))
+            self._reader = StretchReader(self.direct, depth, faults)
+        except BaseException:
+            for fd in self._fds:
+                os.close(fd)
+            raise
+
+    @property
+    def path(self) -> Path:
+        return self.paths[0]
+
+    @property
+    def engine(self) -> str:
+        return self._reader.engine
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT)
+            except OSError:
+                self.direct = False
+        return os.open(path, flags)
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
-        """The pieces one behind the other. Raises StreamingFailed."""
-        at = 0
-        for piece in pieces:
-            self._read(layer, piece, slot[at : at + piece.length])
-            _compare(self.path, layer, piece, slot[at : at + piece.length])
-            at += piece.length
+        """The pieces one behind the other. Raises StreamingFailed, and Closed."""
+        asked = [(self._fds[one.file], one.offset, one.length, one.there) for one in pieces]
+        length = sum(one.length for one in pieces)
+        found = self._reader.read(asked, slot[:length], length <= URGENT_BYTES)
+        if isinstance(found, tuple):
+            number, offset, error = found
+            why = os.strerror(error) if error else self._ended(pieces[number], offset)
+            raise StreamingFailed(self.paths[pieces[number].file], layer, offset, why)
+        for piece, crc in zip(pieces, found, strict=True):
+            if not self.direct:
+                os.posix_fadvise(self._fds[piece.file], piece.offset, piece.length, os.POSIX_FADV_DONTNEED)
+            wanted = piece.crc if piece.crc is not None else self._first.setdefault(piece, crc)
+            _compare(self.paths[piece.file], layer, piece, crc, wanted)
 
-    def _read(self, layer: int, piece: Piece, into: memoryview) -> None:
-        done = 0
-        while done < piece.length:
-            try:
-                got = os.preadv(self._fd, [into[done : done + CHUNK_BYTES]], piece.offset + done)
-            except OSError as error:
-                raise StreamingFailed(self.path, layer, piece.offset + done, error.strerror) from error
-            if got == 0:
-                short = f"the file ends {piece.length - done} bytes before the layer does"
-                raise StreamingFailed(self.path, layer, piece.offset + done, short)
-            done += got
-        if not self.direct:
-            os.posix_fadvise(self._fd, piece.offset, piece.length, os.POSIX_FADV_DONTNEED)
+    def _ended(self, piece: Piece, offset: int) -> str:
+        return f"the file ends {piece.offset + piece.there - offset} bytes before the layer does"
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Also while others fill: they are told so."""
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.close()
+        for fd in self._fds:
+            os.close(fd)
 
 
 class MemoryMover:
@@ -91,15 +135,21 @@ class MemoryMover:
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
         at = 0
         for piece in pieces:
-            slot[at : at + piece.length] = self._image[piece.offset : piece.offset + piece.length]
-            _compare(self.path, layer, piece, slot[at : at + piece.length])
+            into = slot[at : at + piece.length]
+            into[:] = self._image[piece.offset : piece.offset + piece.length]
+            if piece.crc is not None:
+                _compare(self.path, layer, piece, kvclient.crc32c(into[: piece.there]), piece.crc)
             at += piece.length
 
     def close(self) -> None:
-        self._image.release()
+        pass
 
 
-def _compare(path: Path, layer: int, piece: Piece, found: memoryview) -> None:
-    if (crc := kvclient.crc32c(found)) != piece.crc:
-        why = f"the bytes are others than were written, CRC32C {crc:08x} and not {piece.crc:08x}"
-        raise StreamingFailed(path, layer, piece.offset, f"{why}; remove the file and it is made anew")
+def _compare(path: Path, layer: int, piece: Piece, crc: int, wanted: int) -> None:
+    if crc == wanted:
+        return
+    why = f"the bytes are others than were written, CRC32C {crc:08x} and not {wanted:08x}"
+    if piece.crc is None:
+        why = f"the bytes are others than at the first read, CRC32C {crc:08x} and not {wanted:08x}"
+        raise StreamingFailed(path, layer, piece.offset, f"{why}; load the checkpoint again")
+    raise StreamingFailed(path, layer, piece.offset, f"{why}; remove the file and it is made anew")

@@ -1,0 +1,103 @@
+// Long reads of files, several parts at one time, for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <vector>
+
+#include "bindings/client_buffers.h"
+#include "bindings/client_errors.h"
+#include "bindings/without_gil.h"
+#include "core/base/error.h"
+#include "core/disk/faults.h"
+#include "core/disk/stretch_reader.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kv {
+namespace {
+
+// With the faults that its reads meet, for tests.
+struct Reader {
+  std::unique_ptr<Faults> faults;
+  std::unique_ptr<StretchReader> reads;
+};
+
+std::unique_ptr<Engine> engine_of(bool direct, uint32_t depth) {
+  if (direct) {
+    try {
+      return std::make_unique<AioEngine>(depth);
+    } catch (const Error&) {  // the host has no queue left: threads read as well
+    }
+  }
+  return std::make_unique<ThreadEngine>(depth);
+}
+
+void make(Reader* self, bool direct, long long depth, const std::string& faults) {
+  check_range("depth", depth, 1, kMaxDepth);
+  try {
+    std::unique_ptr<Engine> engine = engine_of(direct, static_cast<uint32_t>(depth));
+    auto own = std::make_unique<Reader>();
+    if (!faults.empty()) {
+      own->faults = std::make_unique<Faults>(faults, "", nullptr, std::move(engine));
+      engine = own->faults->take_engine();
+    }
+    own->reads = std::make_unique<StretchReader>(std::move(engine));
+    new (self) Reader(std::move(*own));
+  } catch (const Error& error) {
+    raise(error.code == Code::InvalidArgument ? "InvalidArgument" : "Unavailable", error.what());
+  }
+}
+
+nb::object read(Reader& self, nb::sequence stretches, nb::handle memory, bool urgent) {
+  const Bytes bytes(memory, "memory", true);
+  std::vector<Stretch> asked;
+  uint64_t at = 0;
+  for (nb::handle each : stretches) {
+    const auto fd = nb::cast<int>(each[0]);
+    const auto offset = nb::cast<uint64_t>(each[1]), length = nb::cast<uint64_t>(each[2]), need = nb::cast<uint64_t>(each[3]);
+    if (length > bytes.size() - at || need > length)
+      raise("InvalidArgument", "a stretch of " + std::to_string(length) + " bytes, " + std::to_string(need) + " needed, in " +
+                                   std::to_string(bytes.size() - at) + " of memory");
+    asked.push_back({fd, offset, reinterpret_cast<std::byte*>(bytes.data()) + at, length, need});
+    at += length;
+  }
+  std::optional<StretchFailure> failure;
+  bool closed = false;
+  {
+    const WithoutGil released;
+    try {
+      failure = self.reads->read(asked, urgent);
+    } catch (const Error&) {
+      closed = true;
+    }
+  }
+  if (closed) raise("Closed", "the reader was closed");
+  if (failure) return nb::make_tuple(failure->stretch, failure->offset, failure->error);
+  nb::list sums;
+  for (const Stretch& own : asked) sums.append(own.crc);
+  return sums;
+}
+
+void close(Reader& self) {
+  const WithoutGil released;
+  self.reads->close();
+}
+
+}  // namespace
+
+void bind_stretches(nb::module_& m) {
+  nb::class_<Reader>(m, "StretchReader", "Reads long stretches of files, several parts of each at one time.")
+      .def("__init__", make, "direct"_a, "depth"_a = 8, "faults"_a = "",
+           "direct: its descriptors have O_DIRECT. depth: parts of 4 MiB under way. faults: a schedule, for tests.")
+      .def(
+          "read", read, "stretches"_a, "memory"_a, "urgent"_a = false,
+          "stretches: (descriptor, offset, length, bytes that must be there) each, one behind the other in memory.\n"
+          "The CRC32C of the bytes that must be there, of each; or (stretch, offset, errno) of a failure, errno 0\n"
+          "where the file ends. urgent: before what was asked for and is not under way. Several threads may read. Raises Closed.")
+      .def("close", close, "Ends reads that run, with Closed.")
+      .def_prop_ro("engine", [](const Reader& self) { return self.reads->engine(); }, "aio or threads.");
+}
+
+}  // namespace kv

@@ -1,0 +1,176 @@
+// One thread between the readers' list and the engine.
+
+#include "core/disk/stretch_reader.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/format/block.h"
+
+namespace kv {
+
+struct StretchReader::Part {
+  Request* request = nullptr;
+  size_t stretch = 0;
+  uint64_t offset = 0;  // in the file
+  std::byte* memory = nullptr;
+  uint64_t length = 0, need = 0, done = 0;
+  bool here = false;
+  Transfer transfer = {};
+
+  // The rest of it, from a page on: a direct read begins nowhere else.
+  Transfer* aim(int fd) {
+    const uint64_t from = done / kPageBytes * kPageBytes;
+    transfer = Transfer{.fd = fd, .offset = offset + from, .count = 1, .user = this};
+    transfer.parts[0] = {memory + from, length - from};
+    return &transfer;
+  }
+};
+
+struct StretchReader::Request {
+  std::vector<Part> parts;
+  std::span<Stretch> stretches;
+  size_t begun = 0, under_way = 0;
+  std::optional<StretchFailure> failure;
+};
+
+StretchReader::StretchReader(std::unique_ptr<Engine> engine) : engine_(std::move(engine)), process_(::getpid()) {
+  bell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!bell_) throw Error(Code::Unavailable, errno_text("eventfd"));
+  thread_ = std::thread([this] { run(); });
+}
+
+StretchReader::~StretchReader() { close(); }
+
+void StretchReader::close() {
+  std::call_once(ended_, [this] {
+    if (::getpid() != process_) {
+      thread_.detach();
+      static_cast<void>(engine_.release());
+      return;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    ring();
+    changed_.notify_all();
+    thread_.join();
+  });
+}
+
+std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, bool urgent) {
+  Request request{.parts = {}, .stretches = stretches, .failure = {}};
+  for (size_t i = 0; i < stretches.size(); ++i) {
+    const Stretch& own = stretches[i];
+    for (uint64_t at = 0; at < own.length; at += kPartBytes)
+      request.parts.push_back({.request = &request,
+                               .stretch = i,
+                               .offset = own.offset + at,
+                               .memory = own.memory + at,
+                               .length = std::min(kPartBytes, own.length - at),
+                               .need = std::min(kPartBytes, own.need - std::min(own.need, at))});
+    stretches[i].crc = 0;
+  }
+  std::unique_lock lock(mutex_);
+  if (closed_) throw Error(Code::Closed, "the reader was closed");
+  waiting_.insert(urgent ? waiting_.begin() : waiting_.end(), &request);
+  ring();
+  for (Part& part : request.parts) {
+    changed_.wait(lock, [&] { return part.here || request.failure || closed_; });
+    if (request.failure || closed_) break;
+    lock.unlock();
+    Stretch& own = stretches[part.stretch];
+    own.crc = crc32c(part.memory, part.need, own.crc);
+    lock.lock();
+  }
+  changed_.wait(lock, [&] { return request.under_way == 0; });
+  std::erase(waiting_, &request);  // what was not begun never is
+  if (closed_ && !request.failure && !std::ranges::all_of(request.parts, &Part::here))
+    throw Error(Code::Closed, "the reader was closed");
+  return request.failure;
+}
+
+void StretchReader::ring() const {
+  const uint64_t one = 1;
+  KV_INVARIANT(::write(bell_.get(), &one, sizeof one) == sizeof one);
+}
+
+// ---------------------------------------------------------------- the thread
+
+void StretchReader::run() {
+  for (;;) {
+    begin();
+    {
+      std::lock_guard lock(mutex_);
+      if (closed_ && engine_->in_flight() == 0 && again_.empty()) return;
+    }
+    pollfd events[] = {{engine_->event_fd(), POLLIN, 0}, {bell_.get(), POLLIN, 0}};
+    if (::poll(events, 2, -1) < 0) KV_INVARIANT(errno == EINTR);
+    uint64_t rung;
+    if (::read(bell_.get(), &rung, sizeof rung) < 0) KV_INVARIANT(errno == EAGAIN || errno == EINTR);
+    Transfer* done[kMaxDepth];
+    const size_t count = engine_->completed(done);
+    if (count == 0) continue;
+    std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < count; ++i) settle(*static_cast<Part*>(done[i]->user));
+    changed_.notify_all();
+  }
+}
+
+StretchReader::Part* StretchReader::next() {
+  while (!waiting_.empty()) {
+    Request& request = *waiting_.front();
+    if (!closed_ && !request.failure && request.begun < request.parts.size()) {
+      ++request.under_way;
+      return &request.parts[request.begun++];
+    }
+    waiting_.pop_front();
+  }
+  return nullptr;
+}
+
+// Without the lock, for the kernel may take its time.
+void StretchReader::begin() {
+  for (;;) {
+    if (engine_->in_flight() == engine_->depth()) return;
+    Part* part = nullptr;
+    if (!again_.empty()) {
+      part = again_.front(), again_.pop_front();
+    } else {
+      std::lock_guard lock(mutex_);
+      if ((part = next()) == nullptr) return;
+    }
+    if (!engine_->submit(part->aim(part->request->stretches[part->stretch].fd))) {
+      again_.push_front(part);
+      return;
+    }
+  }
+}
+
+void StretchReader::settle(Part& part) {
+  Request& request = *part.request;
+  const int64_t got = part.transfer.result;
+  const uint64_t from = part.transfer.offset - part.offset;
+  const uint64_t before = part.done;
+  if (got > 0) part.done = std::max(part.done, from + static_cast<uint64_t>(got));
+  if (part.done >= part.need && got >= 0) {
+    part.here = true;
+    --request.under_way;
+    return;
+  }
+  if (got < 0 || part.done == before || closed_ || request.failure) {
+    if (!request.failure && !(closed_ && got > 0))
+      request.failure = {part.stretch, part.offset + part.done, got < 0 ? static_cast<int>(-got) : 0};
+    --request.under_way;
+    return;
+  }
+  again_.push_back(&part);  // a short read: the rest of it, before anything else
+}
+
+}  // namespace kv

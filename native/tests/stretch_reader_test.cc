@@ -1,0 +1,168 @@
+// Goal: stretches come whole and with their checksums, from several threads at one time; a failure names where; nothing writes
+// into the memory once read() is back; close() ends what runs. Method: a real file, both engines, and the faults of faults.h:
+// errors, short reads, bits that flip, a queue without slots.
+#include "core/disk/stretch_reader.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+#include "core/disk/faults.h"
+#include "tests/check.h"
+#include "tests/disk_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+namespace {
+
+constexpr uint64_t kBytes = 3 * StretchReader::kPartBytes + 5 * kPageBytes;
+
+// A file of known bytes, and memory for it.
+struct Fixture {
+  Directory directory;
+  std::vector<std::byte> bytes = std::vector<std::byte>(kBytes);
+  Fd fd;
+  bool direct = true;
+  std::byte* memory;
+  std::unique_ptr<Faults> faults;
+  std::unique_ptr<StretchReader> reader;
+
+  explicit Fixture(bool asked, const std::string& schedule = "") {
+    uint64_t word = 7;
+    for (std::byte& byte : bytes) word = word * 6364136223846793005 + 1, byte = static_cast<std::byte>(word >> 56);
+    const std::string path = directory / "weights";
+    const Fd out(::open(path.c_str(), O_CREAT | O_WRONLY, 0600));
+    KV_INVARIANT(::write(out.get(), bytes.data(), kBytes) == static_cast<ssize_t>(kBytes));
+    if (asked) fd.reset(::open(path.c_str(), O_RDONLY | O_DIRECT));
+    if (!fd) direct = false, fd.reset(::open(path.c_str(), O_RDONLY));
+    memory = static_cast<std::byte*>(::mmap(nullptr, 4 * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    std::unique_ptr<Engine> engine;
+    if (direct)
+      engine = std::make_unique<AioEngine>(3);
+    else
+      engine = std::make_unique<ThreadEngine>(3);
+    if (!schedule.empty()) {
+      faults = std::make_unique<Faults>(schedule, "", nullptr, std::move(engine));
+      engine = faults->take_engine();
+    }
+    reader = std::make_unique<StretchReader>(std::move(engine));
+  }
+  ~Fixture() {
+    reader.reset();
+    ::munmap(memory, 4 * kBytes);
+  }
+  Stretch whole(uint64_t slot = 0) { return {fd.get(), 0, memory + slot * kBytes, kBytes, kBytes}; }
+  bool right(uint64_t slot = 0) const { return std::memcmp(memory + slot * kBytes, bytes.data(), kBytes) == 0; }
+};
+
+}  // namespace
+
+TEST(stretches_come_whole_with_their_checksums) {
+  for (const bool direct : {true, false}) {
+    Fixture own(direct);
+    Stretch two[] = {own.whole(), {own.fd.get(), kPageBytes, own.memory + kBytes, 2 * kPageBytes, 5000}};
+    CHECK(!own.reader->read(two));
+    CHECK(own.right());
+    CHECK(two[0].crc == crc32c(own.bytes.data(), kBytes));
+    CHECK(two[1].crc == crc32c(own.bytes.data() + kPageBytes, 5000));
+  }
+}
+
+TEST(several_threads_read_at_one_time) {
+  for (const bool direct : {true, false}) {
+    Fixture own(direct);
+    std::atomic<int> wrong = 0;
+    std::vector<std::thread> threads;
+    for (uint64_t slot = 0; slot < 4; ++slot)
+      threads.emplace_back([&, slot] {
+        for (int i = 0; i < 5; ++i) {
+          std::memset(own.memory + slot * kBytes, 0, kBytes);
+          Stretch one = own.whole(slot);
+          if (own.reader->read({&one, 1}, slot == 3) || !own.right(slot) || one.crc != crc32c(own.bytes.data(), kBytes)) ++wrong;
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    CHECK(wrong == 0);
+  }
+}
+
+TEST(short_reads_and_a_full_queue_are_gone_on_with) {
+  for (const bool direct : {true, false})
+    for (const char* seed : {"1", "2", "3", "4", "5"}) {
+      Fixture own(direct, std::string("seed=") + seed + ",read_short=@2,read_full=@3,read_short=@5");
+      Stretch one = own.whole();
+      const auto failure = own.reader->read({&one, 1});
+      if (failure) {  // a short read of nothing: as at a file's end, and named as such
+        CHECK(failure->error == 0);
+        CHECK(failure->offset < kBytes);
+        continue;
+      }
+      CHECK(own.right());
+      CHECK(one.crc == crc32c(own.bytes.data(), kBytes));
+    }
+}
+
+TEST(a_failure_names_where_and_the_next_read_works) {
+  for (const bool direct : {true, false}) {
+    Fixture own(direct, "read_eio=@2");
+    Stretch two[] = {own.whole(), own.whole(1)};
+    const auto failure = own.reader->read(two);
+    CHECK(failure.has_value());
+    CHECK(failure->stretch == 0);
+    CHECK(failure->offset == StretchReader::kPartBytes);
+    CHECK(failure->error == EIO);
+    std::memset(own.memory, 0, kBytes);  // nothing writes there any more
+    for (uint64_t i = 0; i < kBytes; ++i) KV_INVARIANT(own.memory[i] == std::byte{0});
+    CHECK(!own.reader->read(two));
+    CHECK(own.right(1));
+  }
+}
+
+TEST(other_bytes_have_another_checksum) {
+  Fixture own(true, "read_flip=@2");
+  Stretch one = own.whole();
+  CHECK(!own.reader->read({&one, 1}));
+  CHECK(one.crc != crc32c(own.bytes.data(), kBytes));
+}
+
+TEST(the_end_of_the_file_is_a_failure_unless_no_byte_behind_it_is_needed) {
+  for (const bool direct : {true, false}) {
+    Fixture own(direct);
+    const uint64_t last = kBytes - 2 * kPageBytes;
+    Stretch one{own.fd.get(), last, own.memory, 4 * kPageBytes, 2 * kPageBytes};
+    CHECK(!own.reader->read({&one, 1}));
+    CHECK(one.crc == crc32c(own.bytes.data() + last, 2 * kPageBytes));
+    one.need += 1;
+    const auto failure = own.reader->read({&one, 1});
+    CHECK(failure.has_value());
+    CHECK(failure->error == 0);
+    CHECK(failure->offset == kBytes);
+  }
+}
+
+TEST(close_ends_reads_that_run_and_all_after) {
+  Fixture own(true);
+  std::atomic<int> ended = 0;
+  std::vector<std::thread> threads;
+  for (uint64_t slot = 0; slot < 4; ++slot)
+    threads.emplace_back([&, slot] {
+      for (;;) {
+        Stretch one = own.whole(slot);
+        try {
+          own.reader->read({&one, 1});
+        } catch (const Error& error) {
+          ended += error.code == Code::Closed;
+          return;
+        }
+      }
+    });
+  own.reader->close();
+  for (std::thread& thread : threads) thread.join();
+  CHECK(ended == 4);
+}

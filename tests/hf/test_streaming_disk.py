@@ -1,0 +1,215 @@
+"""Proves that a disk that fails, is slow or returns other bytes gives the right token or a typed error, never
+another token; and what happens to a checkpoint under the hands of others.
+
+Method: a tiny llama read through the schedule of faults of native/core/disk/faults.h, bit for bit against the
+model in memory; files truncated, replaced and rearranged by two processes while a model runs; a file system
+of 1 MiB; a hub id with no network.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import transformers
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
+from kvclient.hf.streaming.model import streams_of
+from tests.hf.awq_checkpoint import write_checkpoint
+
+PROMPT = torch.arange(1, 25)[None]
+FULL = StreamingConfig(residency="full_stream", n_staging_slots=3)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    home = tmp_path_factory.mktemp("awq")
+    write_checkpoint(home, transformers.LlamaForCausalLM(config).eval(), 32)
+    return home
+
+
+def opened(home, config=FULL, **more):
+    return StreamingCausalLM.from_pretrained(home, config, **more)
+
+
+def logits(model):
+    with torch.inference_mode():
+        return model(PROMPT).logits
+
+
+@pytest.fixture(scope="module")
+def want(home):
+    return logits(opened(home, StreamingConfig(residency="full_resident")))
+
+
+def faulty(home, schedule):
+    return opened(home, mover=lambda own: DiskMover(own.path, faults=schedule))
+
+
+@pytest.mark.parametrize("fault", ["eio", "flip"])
+def test_what_fails_once_is_read_again(home, want, fault):
+    model = faulty(home, f"read_{fault}=@7")
+    for _ in range(3):
+        assert torch.equal(logits(model), want)
+    assert streams_of(model).scheduler.retries == 1
+    streams_of(model).close()
+
+
+@pytest.mark.parametrize(("fault", "words"), [("eio", "Input/output"), ("flip", "bytes are others")])
+def test_what_goes_on_failing_is_an_error_that_names_the_place(home, want, fault, words):
+    model = faulty(home, f"read_{fault}=@13+")
+    streams = streams_of(model)
+    seen = []
+    for _ in range(4):
+        try:
+            assert torch.equal(logits(model), want)
+        except StreamingFailed as error:
+            seen.append(error)
+    assert seen and all(error.path.name == "kvstored-streaming.bin" for error in seen)
+    assert all(f"layer {error.layer}, offset {error.offset}: " in str(error) for error in seen)
+    assert all(words in str(error) and 0 <= error.layer < 5 for error in seen)
+    assert all(slot.users == 0 for slot in streams.scheduler.slots)
+    streams.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_disk_at_random_gives_the_right_answer_or_an_error(home, want, seed):
+    model = faulty(home, f"seed={seed},read_eio=0.1,read_flip=0.1,read_short=0.2,read_full=0.1")
+    right = wrong = 0
+    for _ in range(25):
+        try:
+            answer = logits(model)
+        except StreamingFailed:
+            wrong += 1
+        else:
+            right += torch.equal(answer, want)
+    assert right + wrong == 25 and right and wrong
+    streams_of(model).close()
+
+
+def test_a_slow_disk_is_waited_for(home, want):
+    """The reads of a layer end only when the test says so."""
+    gate = threading.Semaphore(0)
+
+    class Slow(DiskMover):
+        def fill(self, layer, pieces, slot):
+            super().fill(layer, pieces, slot)
+            slot_bytes = bytes(slot)
+            slot[:] = bytes(len(slot))  # who looks before fill() returns sees nothing
+            assert gate.acquire(timeout=60)
+            slot[:] = slot_bytes
+
+    model = opened(home, mover=lambda own: Slow(own.path))
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(logits(model)))
+    thread.start()
+    while thread.is_alive():
+        gate.release()
+        thread.join(0.01)
+    assert torch.equal(answers[0], want)
+    assert sum(streams_of(model).scheduler.waited_s.values()) > 0
+    for _ in range(8):
+        gate.release()
+    streams_of(model).close()
+
+
+def test_close_ends_reads_and_who_waits(home):
+    """Also with a read under way."""
+    entered, model = threading.Event(), None
+
+    class Held(DiskMover):
+        def fill(self, layer, pieces, slot):
+            entered.set()
+            assert closing.wait(60)
+            super().fill(layer, pieces, slot)
+
+        def close(self):
+            closing.set()
+            super().close()
+
+    closing, errors = threading.Event(), []
+    model = opened(home, mover=lambda own: Held(own.path) if entered.clear() is None else None)
+
+    def run():
+        try:
+            logits(model)
+        except Exception as error:
+            errors.append(type(error).__name__)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(60)
+    streams_of(model).close()
+    thread.join(60)
+    assert errors == ["Closed"]
+
+
+def test_a_checkpoint_replaced_while_it_runs(home, tmp_path, want):
+    """The model goes on with what it has open; the next one is that of the new files."""
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((home / file).read_bytes())
+    model = opened(tmp_path)
+    assert torch.equal(logits(model), want)
+    torch.manual_seed(4)
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path)).eval()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).unlink()
+    write_checkpoint(tmp_path, other, 32)
+    renewed = opened(tmp_path)  # writes a rearranged file of its own, at the same place
+    assert torch.equal(logits(model), want)
+    assert not torch.equal(logits(renewed), want)
+    for own in (model, renewed):
+        streams_of(own).close()
+
+
+TWO = """
+import sys, torch
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
+told = []
+model = StreamingCausalLM.from_pretrained(sys.argv[1], StreamingConfig(residency="full_stream"),
+                                          progress=lambda done, whole: told.append(done))
+with torch.inference_mode():
+    answer = model(torch.arange(1, 25)[None]).logits
+print(len(told), answer.double().sum().item())
+"""
+
+
+def test_of_two_processes_that_rearrange_one_waits(home, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((home / file).read_bytes())
+    command = [sys.executable, "-c", TWO, str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [one.communicate(timeout=300)[0].split() for one in both]
+    assert [one.returncode for one in both] == [0, 0]
+    assert sorted(count != "0" for count, _ in said) == [False, True]
+    assert said[0][1] == said[1][1]
+    assert sorted(path.suffix for path in tmp_path.glob("kvstored-*")) == [".bin", ".json", ".lock"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_an_error_that_names_the_file(home, tmp_path):
+    script = f"""
+mount -t tmpfs -o size=200k none {tmp_path} && cp {home}/config.json {home}/model.safetensors {tmp_path} &&
+exec {sys.executable} -m kvclient.hf.streaming {tmp_path} --json
+"""
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=300)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    said = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert done.returncode == 1 and "kvstored-streaming.bin.part" in said and "No space left" in said
+
+
+def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InvalidArgument, match=r"fetched first.*hf download some/model"):
+        StreamingCausalLM.from_pretrained("some/model")
