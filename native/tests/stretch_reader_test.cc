@@ -1,7 +1,7 @@
 // Goal: stretches come whole and with their checksums, from several threads at one time; a failure names where; nothing writes
 // into the memory once read() is back; close() ends what runs. Method: a real file, both engines, and the faults of faults.h:
 // errors, short reads, bits that flip, a queue without slots.
-#include "core/disk/stretch_reader.h"
+#include "core/weights/stretch_reader.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
-from kvclient.hf.streaming.checkpoint import directory_of
-from kvclient.hf.streaming.headers import Source, tensors
-from kvclient.hf.streaming.index import BLOCK_BYTES, Arrangement, Part, Stored, Table, sources, split
+from kvclient.hf.streaming.files.checkpoint import directory_of
+from kvclient.hf.streaming.files.headers import Source, tensors
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, Arrangement, Part, Stored, Table, sources, split
+from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.mover import DiskMover, pages
-from kvclient.hf.streaming.rearrange import arrangement
 from kvclient.hf.streaming.residency import NO_VOCABULARY, PARTS, Plan, StreamingConfig, Vocabulary, plan
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvclient.hf.streaming.index import BLOCK_BYTES, Table
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
 

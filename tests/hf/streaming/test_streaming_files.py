@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
-from kvclient.hf.streaming.headers import header
-from kvclient.hf.streaming.index import BLOCK_BYTES
+from kvclient.hf.streaming.files.headers import header
+from kvclient.hf.streaming.files.index import BLOCK_BYTES
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import Vocabulary, plan
 from tests.hf.awq_checkpoint import write_checkpoint
@@ -173,7 +173,7 @@ def test_who_is_killed_while_rearranging_is_gone_on_from(tmp_path):
         file.write(b"\xff\xff\xff")
     with open(tmp_path / "kvstored-streaming.journal", "a") as file:
         file.write('["layer", 2, "ff')  # killed in the middle of a line
-    from kvclient.hf.streaming import rearrange
+    from kvclient.hf.streaming.files import rearrange
 
     class Counted(rearrange._Unfinished):
         def write(self, stretch):

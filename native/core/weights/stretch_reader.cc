@@ -1,6 +1,6 @@
 // One thread between the readers' list and the engine.
 
-#include "core/disk/stretch_reader.h"
+#include "core/weights/stretch_reader.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>

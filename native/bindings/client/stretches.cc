@@ -10,7 +10,7 @@
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
 #include "core/disk/faults.h"
-#include "core/disk/stretch_reader.h"
+#include "core/weights/stretch_reader.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

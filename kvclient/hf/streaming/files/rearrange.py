@@ -22,8 +22,8 @@ import numpy as np
 
 import kvclient
 from kvclient.errors import InvalidArgument
-from kvclient.hf.streaming.headers import Source, tensors
-from kvclient.hf.streaming.index import (
+from kvclient.hf.streaming.files.headers import Source, tensors
+from kvclient.hf.streaming.files.index import (
     BLOCK_BYTES,
     NAME,
     VERSION,
