@@ -11,6 +11,9 @@ them: a block that is not there is a value (None, "no_space", "unavailable", a l
     │                                                KVClient attaches anew and tries again; users see it only
     │                                                if that fails too, and then as Unavailable.
     ├── InvalidArgument      (also ValueError)       the caller's: a value is malformed or out of its bounds.
+    │   └── LayoutLost                               nobody's: no block had the layout any more, and its place
+    │                                                went to another. KVClient registers its own again; users
+    │                                                see it only for an id that another client was told.
     ├── NotPermitted         (also PermissionError)  the caller's or the operator's: this user may not open
     │                                                the daemon's directory, its socket or this namespace,
     │                                                or may only read it.
@@ -37,6 +40,7 @@ __all__ = [
     "IncompatibleVersion",
     "InvalidArgument",
     "KVClientError",
+    "LayoutLost",
     "NoSpace",
     "NotPermitted",
     "PagesExhausted",
@@ -59,6 +63,10 @@ class Detached(Unavailable):
 
 class InvalidArgument(KVClientError, ValueError):
     """An argument is malformed or outside its bounds; the text names the value and the limit."""
+
+
+class LayoutLost(InvalidArgument):
+    """The id's layout had no block left and its place went to another: register it again."""
 
 
 class NotPermitted(KVClientError, PermissionError):

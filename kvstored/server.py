@@ -87,7 +87,7 @@ class Daemon:
         self._opening = tenants.openness(config, self._tenants)
         tenants.open_directory(config.dir, self._opening, made)
         geometries = [geometry(config, one.name) for one in config.namespaces]
-        self._segments = Segments(config, geometries, retire=retire)
+        self._segments = Segments(config, geometries, retire=retire, older=older)
         self._stores: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._sessions: Any = None

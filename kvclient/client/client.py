@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, Geometry, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import Breaker
-from kvclient.errors import Closed, Detached, InvalidArgument, Unavailable
+from kvclient.errors import Closed, Detached, InvalidArgument, LayoutLost, Unavailable
 
 if TYPE_CHECKING:
     from kvclient._core import Blocks, Lookup, Writer
@@ -128,7 +128,11 @@ class KVClient:
         def ask(native: Any) -> Any:
             attachment, moved = self._ids
             here = moved.get(layout_id, layout_id)
-            return native.create(keys, here, priority, seconds, token_counts, sealing, attachment)
+            try:
+                return native.create(keys, here, priority, seconds, token_counts, sealing, attachment)
+            except LayoutLost:
+                here = self._registered_again(native, layout_id)
+                return native.create(keys, here, priority, seconds, token_counts, sealing, attachment)
 
         return self._call(ask)
 
@@ -158,8 +162,8 @@ class KVClient:
         return self._call(lambda native: native.peers_up())
 
     def register_layout(self, layout: Any) -> int:
-        """The id of a Layout, or of the bytes of one. The same layout has the same id. A namespace holds 48.
-        Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""
+        """The id of a Layout, or of the bytes of one. The same layout has the same id. A namespace holds 512
+        that have blocks in memory. Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""
         blob = layout_blob(layout)
         with self._lock:  # nobody attaches anew in between
             return self._remember(blob, self._call(lambda native: native.register_layout(blob)))
@@ -176,6 +180,14 @@ class KVClient:
                 self._ids[1][told] = layout_id
             self._layouts[told] = blob
             return told
+
+    def _registered_again(self, native: Any, layout_id: int) -> int:
+        """The pool's id now of a layout that had no block left, so that another was given its place."""
+        with self._lock:
+            if (blob := self._layouts.get(layout_id)) is None:
+                raise LayoutLost(f"layout {layout_id} was registered by another client, and went")
+            self._ids[1][layout_id] = here = native.register_layout(blob)
+            return here
 
     def register_region(self, length: int) -> Region:
         """Memory of the pool in one piece for an allocator of the caller's own, writable here and nowhere

@@ -14,7 +14,15 @@ from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.client.breaker import NoBlocks, NoLookup, NoWriter
 from kvclient.client.client import Answer, KVClient
-from kvclient.errors import BlockLost, Closed, DeadlineExceeded, Detached, IncompatibleVersion, Unavailable
+from kvclient.errors import (
+    BlockLost,
+    Closed,
+    DeadlineExceeded,
+    Detached,
+    IncompatibleVersion,
+    LayoutLost,
+    Unavailable,
+)
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 MAX_PATIENCE_S = 0.5  # for a daemon that is starting: then the prompt is computed
@@ -100,7 +108,11 @@ class TolerantClient(KVClient):
             earlier = getattr(sealing, "_writer", sealing)
             earlier = None if isinstance(earlier, NoWriter) else earlier
             try:
-                made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
+                try:
+                    made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
+                except LayoutLost:
+                    here = self._registered_again(native, layout_id)
+                    made = native.create(keys, here, priority, seconds, token_counts, earlier, attachment)
             except BlockLost:  # the earlier writer's: counted and forgotten, as in its own seal()
                 self.suppressed_total += 1
                 made = native.create(keys, here, priority, seconds, token_counts, None, attachment)

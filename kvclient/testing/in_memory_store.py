@@ -30,7 +30,7 @@ from kvclient.errors import InvalidArgument, NoSpace
 MISSING, PENDING, RESIDENT, DISK = range(4)  # states a look-up answers per key
 CREATED, SEALED, ZOMBIE = "created", "sealed", "zombie"
 DISK_FIGURES = ("disk_files", "disk_bytes", "disk_quota_bytes", "disk_loaded", "disk_written")  # none here
-MAX_LAYOUTS = 48  # of a namespace, as in native/core/format/block.h
+MAX_LAYOUTS = 512  # of a namespace, as in native/core/format/block.h
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvstored.v1 import block_pb2
 
-UNREAD_LAYOUT = 255  # of a file that was found by its name: its header is read when it is loaded
 OF_THE_HEADER = ("token_count", "layout_id", "base_position", "priority", "created_ms")
 
 
@@ -20,7 +19,7 @@ def block_facts(block: Any) -> dict[str, Any]:
     disk alone."""
     state = block_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower()
     facts = {name: getattr(block, name) for name in (*OF_THE_HEADER, "generation", "length_bytes", "ttl_ms")}
-    if block.layout_id == UNREAD_LAYOUT:
+    if block.token_count == 0:  # a file that was found by its name: its header is read when it is loaded
         facts.update(dict.fromkeys(OF_THE_HEADER))
     facts["length_bytes"] = facts["length_bytes"] or None
     return {"key": block.key.hex(), "state": state, **facts}

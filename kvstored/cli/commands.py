@@ -20,6 +20,7 @@ import grpc
 from kvstored.cli import render, stop
 from kvstored.cli.answers import complain, show
 from kvstored.cli.block_facts import block_facts
+from kvstored.cli.layouts import layout_facts, layouts_text
 from kvstored.errors import ConfigError, Exit
 from kvstored.process import runtime_dir
 from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
@@ -353,6 +354,13 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.NO if last.corrupt else Exit.DONE
 
 
+def layouts(daemon: Connection, given: argparse.Namespace) -> int:
+    request = store_pb2.ListLayoutsRequest(namespace=given.namespace)
+    found = [layout_facts(one) for one in daemon.store.ListLayouts(request, timeout=daemon.timeout_s).layouts]
+    show(given, found, layouts_text(found))
+    return Exit.DONE
+
+
 def peers(daemon: Connection, given: argparse.Namespace) -> int:
     reply = daemon.admin.Peers(admin_pb2.PeersRequest(), timeout=daemon.timeout_s)
     found = {
@@ -381,5 +389,6 @@ COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "top": top,
     "config": config,
     "reload": reload,
+    "layouts": layouts,
     "peers": peers,
 }

@@ -112,6 +112,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
                     num_layers=one["num_layers"],
                     block_tokens=one["block_tokens"],
                     blob=one["blob"],
+                    blocks=one["blocks"],
+                    on_disk=one["on_disk"],
+                    sessions=one["sessions"],
+                    digest=one["digest"],
                 )
                 for one in store.layouts()
             ]

@@ -62,6 +62,10 @@ class Geometry:
     table_bytes: int
     progress_bytes: int
 
+    def also(self, table_bytes: int) -> Geometry:
+        """The same pool with a table as an earlier version made it."""
+        return dataclasses.replace(self, table_bytes=table_bytes)
+
     def file_bytes(self, role: str) -> int:
         return {"table": self.table_bytes, "progress": self.progress_bytes, "pool": self.capacity_bytes}[role]
 
@@ -96,9 +100,16 @@ class Pool:
 class Segments:
     """The pools of one runtime directory. The caller holds its Lock."""
 
-    def __init__(self, config: Config, geometries: list[Geometry], retire: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        geometries: list[Geometry],
+        retire: Callable[[int], None],
+        older: Callable[[Geometry], Geometry] = lambda geometry: geometry,
+    ) -> None:
         """`retire` is told the table of each pool that is given up, so that its readers learn of it before
-        it is gone."""
+        it is gone. A pool is adopted too if its geometry is `older` of the wanted one."""
+        self._older = older
         self._path = config.in_dir("state.json")
         self._keeper = Keeper()
         self._place = self._placed(chosen(config.pool, config.pool_dir))
@@ -165,7 +176,7 @@ class Segments:
             self._retire(old.table_fd)
         old.close()
         self._placed(old.place).remove(old.prefix)
-        self._make([old.geometry])
+        self._make([geometry for geometry in self._geometries if geometry.namespace == namespace])
         return self._pools[namespace]
 
     def give_up(self, discard: bool) -> None:
@@ -225,7 +236,9 @@ class Segments:
             place = self._placed(entry["pool_dir"])
         if entry["pool_dir"] != place.name:
             return f"pool_dir was {entry['pool_dir']}"
-        if entry["geometry"] != dataclasses.asdict(geometry):
+        if entry["geometry"] == dataclasses.asdict(self._older(geometry)):
+            geometry = self._older(geometry)
+        elif entry["geometry"] != dataclasses.asdict(geometry):
             return "another geometry"
         fds: list[int] = []
         for role in ROLES:

@@ -24,6 +24,13 @@ def geometry(config: Config, namespace: str) -> Geometry:
     )
 
 
+def older(geometry: Geometry) -> Geometry:
+    """Of a pool that a daemon before 2026-11-25 made, whose table has room for fewer layouts."""
+    return geometry.also(
+        _core.Store.table_bytes(geometry.max_blocks, geometry.capacity_bytes, _core.FIRST_LAYOUTS)
+    )
+
+
 def new_store(config: Config, pool: Pool) -> Any:
     return _core.Store(
         pool.geometry.namespace,

@@ -43,6 +43,7 @@ const char* class_name(Code code) {
     case Code::PinsExhausted: return "PinsExhausted";
     case Code::DeadlineExceeded: return "DeadlineExceeded";
     case Code::BlockLost: return "BlockLost";
+    case Code::LayoutLost: return "LayoutLost";
     case Code::Closed: return "Closed";
     case Code::IncompatibleVersion: return "IncompatibleVersion";
     case Code::FailedPrecondition: return "InvalidArgument";
@@ -99,7 +100,7 @@ nb::object create(Client& client, nb::handle source, long long layout_id, long l
                   const std::optional<std::vector<long long>>& token_counts, nb::handle sealing,
                   std::optional<uint64_t> attachment) {
   const KeysArgument keys(source);
-  check_range("layout_id", layout_id, 0, kMaxLayouts - 1);
+  check_range("layout_id", layout_id, 0, UINT32_MAX);
   check_range("priority", priority, 0, kMaxPriority);
   if (token_counts && token_counts->size() != keys.keys().size())
     raise("InvalidArgument",

@@ -9,7 +9,8 @@ namespace {
 const char* class_name(kv::Code code) {
   switch (code) {
     case kv::Code::InvalidArgument: return "InvalidArgument";
-    case kv::Code::NotFound: return "NotFound";
+    case kv::Code::NotFound:
+    case kv::Code::LayoutLost: return "NotFound";
     case kv::Code::NoSpace: return "NoSpace";
     case kv::Code::IncompatibleVersion: return "IncompatibleVersion";
     case kv::Code::Integrity: return "IntegrityError";

@@ -89,6 +89,7 @@ NB_MODULE(_core, m) {
   bind_tier(m);
   bind_peers(m);
   bind_disk(m);
+  m.attr("FIRST_LAYOUTS") = kv::kFirstLayouts;  // of a table made before 2026-11-25
   m.def("transitions", transitions);
   m.def("crc32c", [](nb::bytes data) { return kv::crc32c(data.c_str(), data.size()); }, nb::arg("data"), "CRC32C of the bytes.");
   m.def("peer", peer, nb::arg("socket"), nb::arg("tenants"));

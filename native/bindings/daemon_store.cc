@@ -54,6 +54,11 @@ nb::bytes each_key(const nb::bytes& packed, F&& f) {
   return to_bytes(out);
 }
 
+std::optional<kv::Layout> layout_by_id(Store& store, uint32_t layout_id) {
+  const auto known = store.layout(layout_id);
+  return known ? std::optional(known->layout) : std::nullopt;
+}
+
 std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, uint32_t owner, const nb::bytes& packed,
                                                                   uint32_t layout_id,
                                                                   std::optional<std::vector<uint32_t>> token_counts,
@@ -63,9 +68,7 @@ std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, 
     throw Error(Code::InvalidArgument,
                 std::to_string(token_counts->size()) + " token counts for " + std::to_string(keys.size()) + " keys");
   nb::gil_scoped_release release;
-  std::optional<kv::Layout> layout;
-  for (auto& [id, known] : store.layouts())
-    if (id == layout_id) layout = known;
+  const std::optional<kv::Layout> layout = layout_by_id(store, layout_id);
   if (!layout) throw Error(Code::NotFound, "layout " + std::to_string(layout_id) + " is not registered");
   std::vector<kv::CreateItem> items;
   for (size_t i = 0; i < keys.size(); ++i)
@@ -109,10 +112,8 @@ nb::dict to_dict(Store& store, const kv::Description& d) {
   out["base_position"] = d.snapshot.shape.base_position;
   out["priority"] = d.snapshot.shape.priority;
   out["extent_bytes"] = d.snapshot.extent.length;
-  uint64_t length = 0;
-  for (auto& [id, layout] : store.layouts())
-    if (id == d.snapshot.shape.layout) length = layout.layers_bytes(d.snapshot.shape.tokens);
-  out["length"] = length;
+  const auto layout = layout_by_id(store, d.snapshot.shape.layout);
+  out["length"] = layout ? layout->layers_bytes(d.snapshot.shape.tokens) : 0;
   out["created_ms"] = uint64_t{d.created_s} * 1000;
   out["ttl_ms"] = d.snapshot.expiry_s > d.created_s ? uint64_t{d.snapshot.expiry_s - d.created_s} * 1000 : 0;
   out["on_disk"] = d.state == kv::State::Disk || d.snapshot.control.flags() & kv::kFlagOnDisk;
@@ -207,10 +208,11 @@ uint64_t flush(Store& store) {
 
 nb::list layouts(Store& store) {
   nb::list out;
-  for (auto& [id, layout] : store.layouts()) {
+  for (auto& [known, blocks, on_disk, sessions] : store.layouts()) {
     nb::dict one;
-    one["id"] = id, one["num_layers"] = layout.num_layers(), one["block_tokens"] = layout.block_tokens,
-    one["blob"] = to_bytes(layout.blob);
+    one["id"] = known->id, one["num_layers"] = known->layout.num_layers(), one["block_tokens"] = known->layout.block_tokens,
+    one["blob"] = to_bytes(known->layout.blob), one["digest"] = nb::bytes(&known->digest, sizeof known->digest);
+    one["blocks"] = blocks, one["on_disk"] = on_disk, one["sessions"] = sessions;
     out.append(one);
   }
   return out;
@@ -235,12 +237,16 @@ void bind_store(nb::module_& m) {
           nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"),
           nb::arg("max_blocks"), nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false,
           nb::arg("disk") = false, nb::arg("write_at_once_priority") = kv::kMaxPriority, nb::arg("max_pending_writes") = 1024)
-      .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"))
+      .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"),
+                  nb::arg("layouts") = kv::kMaxLayouts)
       .def_static("progress_bytes",
                   [](uint32_t max_blocks) { return kv::round_up(Store::progress_bytes(max_blocks), kv::kPageBytes); })
       .def_static("retire", &Store::retire, nb::arg("table_fd"), "Tells the clients of a pool that is given up to attach anew.")
       .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>())
-      .def("register_layout", [](Store& s, const nb::bytes& blob) { return s.register_layout(view(blob)); })
+      .def(
+          "register_layout",
+          [](Store& s, const nb::bytes& blob, uint32_t owner) { return s.register_layout(view(blob), owner); }, nb::arg("blob"),
+          nb::arg("owner") = 0)
       .def("layouts", &layouts)
       .def("lookup",
            [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })

@@ -12,6 +12,7 @@ thread_local char last_error[512] = "";
 kvs_status status_of(Code code) {
   switch (code) {
     case Code::InvalidArgument:
+    case Code::LayoutLost:
     case Code::FailedPrecondition: return KVS_INVALID_ARGUMENT;
     case Code::NoSpace: return KVS_NO_SPACE;
     case Code::NotPermitted:

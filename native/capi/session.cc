@@ -7,6 +7,11 @@ void Session::reattach() {
   if (!client_.attached()) client_.reattach();
 }
 
+void Session::forget_ids() {
+  std::lock_guard lock(mutex_);
+  of_attachment_ = 0;
+}
+
 // All of them, before one is used: a daemon that started empty numbers layouts anew.
 void Session::renew_ids() {
   const uint64_t now = client_.attachment()->number();

@@ -20,13 +20,15 @@ class Session {
   template <typename Ask>
   auto call(Ask&& ask) {
     for (int left = kAttachTries;; --left) {
+      bool lost = false;
       try {
         return ask(client_);
       } catch (const Error& error) {
-        if (error.code != Code::Detached) throw;
-        if (left == 0) throw Error(Code::Unavailable, error.what());
+        if (error.code != Code::Detached && error.code != Code::LayoutLost) throw;
+        if (left == 0) throw Error(error.code == Code::Detached ? Code::Unavailable : error.code, error.what());
+        lost = error.code == Code::LayoutLost;
       }
-      reattach();
+      lost ? forget_ids() : reattach();
     }
   }
 
@@ -40,6 +42,7 @@ class Session {
  private:
   static constexpr int kAttachTries = 3;
   void reattach();
+  void forget_ids();  // a layout of ours had no block left, and another has its slot: all are registered again
   void renew_ids();  // under mutex_
 
   struct Known {

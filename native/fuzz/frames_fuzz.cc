@@ -25,7 +25,7 @@ constexpr uint8_t kRightLength = 1, kRightHead = 2, kWrongSum = 4, kOtherRequest
 struct Side : test::Rig {
   Side() : Rig(kBytes, 64), window(*store, true), owner(store->open_owner()) {
     store->register_layout(test::layout_blob(3, 64, 4, 32));
-    for (auto& [id, known] : store->layouts()) layout = known;
+    for (auto& one : store->layouts()) layout = one.known->layout;
   }
   Window window;
   uint32_t owner;

@@ -83,7 +83,7 @@ TEST(words_survive_packing_at_their_limits) {
       CHECK_EQ(Extent::unpack(e.pack()).length, e.length);
       CHECK(e.end() > e.offset);
     }
-  for (const Shape s : {Shape{0, 0, 1, 0}, Shape{kMaxLayouts, kMaxPriority, kMaxTokens, kMaxBasePosition}}) {
+  for (const Shape s : {Shape{0, 0, 1, 0}, Shape{kMaxLayouts - 1, kMaxPriority, kMaxTokens, kMaxBasePosition}}) {
     const Shape back = Shape::unpack(s.pack());
     CHECK(back.layout == s.layout && back.priority == s.priority && back.tokens == s.tokens &&
           back.base_position == s.base_position);

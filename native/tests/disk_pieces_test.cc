@@ -145,8 +145,7 @@ class Rig {
     return bytes;
   }
   const Layout& layout() {
-    for (auto& [id, one] : store->layouts())
-      if (id == layout_id_) layout_ = one;
+    layout_ = store->layout(layout_id_)->layout;
     return layout_;
   }
   void flip(uint64_t number, uint64_t at) {

@@ -65,7 +65,7 @@ constexpr Field kFields[] = {
     FIELD(SessionPage, version),
     FIELD(SessionPage, max_pins),
     FIELD(SessionPage, session),
-    FIELD(SessionPage, reserved),
+    FIELD(SessionPage, protocol),
     FIELD(SessionPage, pool_id),
     FIELD(SessionPage, token),
     FIELD(SessionPage, pins_high),

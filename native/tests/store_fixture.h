@@ -206,7 +206,8 @@ class Page {
   explicit Page(Store& store, uint32_t max_pins = 64, uint32_t uid = ::geteuid(), bool read_only = false, bool asks = true)
       : own(asks && uid == ::geteuid() ? &store : nullptr) {
     Fd locked;
-    std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only, asks);
+    std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only,
+                                          asks ? protocol::kVersion : protocol::kOldestVersion);
     board.emplace(Mapping(locked.get(), store.session_page_bytes(id), true));
   }
   Id token() const {

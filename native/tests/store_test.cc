@@ -124,18 +124,6 @@ TEST(arguments_out_of_range_are_refused_and_change_nothing) {
   check_empty_after_flush(rig);
 }
 
-TEST(layouts_are_one_per_description_and_at_most_48) {
-  Rig rig(16 * kMiB, 64);
-  CHECK_EQ(rig.store->register_layout(layout_blob(1, kPageBytes, Rig::kMaxTokens)), rig.layout);
-  for (uint32_t i = 1; i < kMaxLayouts; ++i) CHECK_EQ(rig.store->register_layout(layout_blob(2, 64, i)), i);
-  CHECK(thrown([&] { rig.store->register_layout(layout_blob(3, 64, 1)); }) == Code::NoSpace);
-  CHECK_EQ(rig.store->register_layout(layout_blob(2, 64, kMaxLayouts - 1)), kMaxLayouts - 1);  // an old one is still known
-  CHECK(thrown([&] { rig.store->register_layout({}); }) == Code::InvalidArgument);
-  CHECK_EQ(rig.store->layouts().size(), kMaxLayouts);
-  rig.restart();
-  CHECK_EQ(rig.store->layouts().size(), kMaxLayouts);
-}
-
 TEST(a_time_to_live_ends_everywhere_and_its_entries_do_not_pile_up) {
   Rig rig(16 * kMiB, 16);
   auto expire = [&](uint64_t i) { StoreTest::index(*rig.store).record(rig.handle(i).record).expiry_s.store(1); };

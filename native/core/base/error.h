@@ -25,6 +25,7 @@ enum class Code {
   FailedPrecondition,
   Integrity,
   Fenced,
+  LayoutLost,
 };
 
 class Error : public std::runtime_error {

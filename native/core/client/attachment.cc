@@ -187,9 +187,9 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
     protocol::append(body, attach);
     try {
       return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
-    } catch (const Error& error) {  // a daemon of before: its words are the last version's
+    } catch (const Error& error) {  // a daemon of before: the newest version that both speak
       if (error.code != Code::IncompatibleVersion || attach.version == protocol::kOldestVersion) throw;
-      attach.version = protocol::kOldestVersion;
+      attach.version -= 1;
     }
   }
 }
@@ -272,9 +272,11 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
   pool_ = Mapping(descriptors[2].get(), reply.pool_bytes, false);
   if (!options_.read_only) writable_ = Mapping(descriptors[2].get(), reply.pool_bytes, true);
   const auto* header = table_.at<TableHeader>(0);
-  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat || header->version > kFormatVersion ||
       header->total_bytes > table_.size())
-    throw Error(Code::IncompatibleVersion, "the block table is of another version");
+    throw Error(Code::IncompatibleVersion, "the block table is of version " + std::to_string(header->version) +
+                                               ", this client reads " + std::to_string(kOldestFormat) + " to " +
+                                               std::to_string(kFormatVersion));
   index = Index(table_.data());
 }
 
@@ -297,18 +299,29 @@ Attachment::~Attachment() {
 
 // ---------------------------------------------------------------- what the memory holds
 
-const Layout& Attachment::layout(uint32_t id) {
-  std::lock_guard lock(layouts_mutex_);
-  if (id < layouts_.size() && layouts_[id]) return *layouts_[id];
+Attachment::Known Attachment::layout(uint32_t id) {
+  const Known known = layout_slot(id) < index.header().layouts.load(std::memory_order_acquire) ? layout_in(layout_slot(id)) : nullptr;
+  if (!known && layout_generation(id) == 0) throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  if (!known || known->id != id)
+    throw Error(Code::LayoutLost,
+                "layout " + std::to_string(id) + " had no block left and its slot was given to another: register it again");
+  return known;
+}
+
+Attachment::Known Attachment::layout_in(uint32_t slot) {
   const TableHeader& header = index.header();
-  if (id >= header.layouts.load(std::memory_order_acquire) || id >= kMaxLayouts)
-    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
-  const auto* slot = table_.at<uint8_t>(header.layouts_offset + id * kLayoutSlotBytes);
-  uint32_t length;
-  std::memcpy(&length, slot, 4);
-  layouts_.resize(std::max<size_t>(layouts_.size(), id + 1));
-  layouts_[id] = std::make_unique<Layout>(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
-  return *layouts_[id];
+  if (slot >= std::min(LayoutSlot::count(header), kMaxLayouts)) return nullptr;
+  const LayoutSlot there(table_.data(), slot);
+  std::lock_guard lock(layouts_mutex_);
+  layouts_.resize(std::max<size_t>(layouts_.size(), slot + 1));
+  Known& known = layouts_[slot];
+  const uint32_t id = layout_id(slot, there.generation());
+  if (known && known->id == id) return known;
+  const auto blob = there.blob();
+  if (!blob || there.generation() != layout_generation(id)) return nullptr;
+  Layout layout = Layout::parse(*blob);
+  const Key digest = layout_digest(layout);
+  return known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, std::move(layout)});
 }
 
 // A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.

@@ -58,8 +58,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                            const std::function<void(std::span<const uint8_t>)>& taken = {});
   void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
 
-  // The layout's arithmetic, read from shared memory. Throws InvalidArgument if there is no such layout.
-  const Layout& layout(uint32_t id);
+  using Known = std::shared_ptr<const KnownLayout>;
+  // The layout told under that id, read from shared memory. Throws InvalidArgument if there is none, LayoutLost if its slot was given
+  // to another.
+  Known layout(uint32_t id);
+  Known layout_in(uint32_t slot);  // of a block that is pinned: while it lives its layout keeps the slot
   // As PinBoard::take, of blocks of so many pages.
   size_t take_pins(std::span<const uint64_t> pins, std::span<const uint32_t> pages, uint32_t* slots);
   std::string exhausted() const;  // why there was no pin
@@ -121,7 +124,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Mapping table_, progress_, pool_, writable_;
   std::atomic<uint64_t>* progress_words_ = nullptr;
   std::mutex layouts_mutex_;
-  std::vector<std::unique_ptr<Layout>> layouts_;
+  std::vector<Known> layouts_;  // by slot, as they were last read
 
   std::atomic<uint64_t> populated_{0};  // of both mappings
   std::atomic<uint64_t> writable_populated_{0};

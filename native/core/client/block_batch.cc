@@ -15,6 +15,11 @@ size_t BlockBatch::hits() const {
   return count;
 }
 
+const KnownLayout* BlockBatch::keep(Attachment::Known layout) {
+  if (!layout) return nullptr;
+  return layouts_.emplace_back(std::move(layout)).get();
+}
+
 void BlockBatch::close() {
   if (closed_.exchange(true)) return;
   thread_local std::vector<uint32_t> slots;

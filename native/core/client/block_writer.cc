@@ -303,7 +303,8 @@ std::shared_ptr<BlockWriter> Client::create(const Create& request) {
   if (request.sealing) request.sealing->check_given(request.sealing->open_items());
   if (request.attachment && *request.attachment != at->number())
     throw Error(Code::Detached, "attached anew: layouts may have other numbers here");
-  const Layout& layout = at->layout(request.layout);
+  const Attachment::Known known = at->layout(request.layout);
+  const Layout& layout = known->layout;
   auto grants = std::make_shared<BlockWriter>(at, layout, request.layout, request.priority, request.ttl_s);
   if (request.chain) grants->chain_ = *request.chain;
   const uint64_t* fingerprints = request.chain ? request.chain->fingerprints() : nullptr;

@@ -163,8 +163,8 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
   fence_full();
   const bool current = at.current();
   uint64_t end = 0;
-  const Layout* layout = nullptr;
-  uint32_t layout_id = 0;
+  const KnownLayout* layout = nullptr;
+  uint32_t slot = 0;
   for (size_t k = 0; k < wanted.size(); ++k) {
     const size_t i = wanted[k];
     BlockBatch::Item& item = batch.item(i);
@@ -179,10 +179,17 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
       found[i] = Find::Torn;  // it changed under us: worth another look
       continue;
     }
-    if (!layout || where[i].shape.layout != layout_id) layout = &at.layout(layout_id = where[i].shape.layout);
+    if (!layout || where[i].shape.layout != slot) {
+      layout = batch.keep(at.layout_in(slot = where[i].shape.layout));
+      if (!layout) {  // of a table that is damaged
+        lost.push_back(slots[k]);
+        continue;
+      }
+    }
     item.at = where[i];
     item.at.control = now;
-    item.layout = layout;
+    item.at.shape.layout = layout->id;
+    item.layout = &layout->layout;
     item.slot = slots[k];
     item.state = ItemState::Hit;
     item.holders.store(1, std::memory_order_relaxed);
@@ -203,6 +210,7 @@ Find Client::pin_one(const std::shared_ptr<Attachment>& at, BlockBatch& batch, s
   BlockBatch single(at, 1);
   pin_all(*at, single, keys.subspan(i, 1), follow, found, where);
   BlockBatch::Item& mine = batch.item(i);
+  batch.keep_all(single);
   mine.at = single.item(0).at, mine.layout = single.item(0).layout, mine.state = single.item(0).state;
   mine.slot = std::exchange(single.item(0).slot, PinBoard::kNoSlot);  // the pin stays where it is; only its holder changes
   mine.holders.store(single.item(0).holders.exchange(0));

@@ -56,9 +56,14 @@ class BlockBatch {
 
   Attachment& attachment() const { return *attachment_; }
 
+  // What the items' layouts point to. By whoever fills the batch, before anybody else sees it.
+  const KnownLayout* keep(Attachment::Known layout);
+  void keep_all(const BlockBatch& other) { layouts_.insert(layouts_.end(), other.layouts_.begin(), other.layouts_.end()); }
+
  private:
   const std::shared_ptr<Attachment> attachment_;
   std::vector<Item> items_;
+  std::vector<Attachment::Known> layouts_;
   std::atomic<bool> closed_{false};
 };
 

@@ -69,8 +69,6 @@ bool describe(FileHeader& header, const Layout& layout, uint32_t tokens) {
   return true;
 }
 
-Key layout_digest(const Layout& layout) { return Sha256().update(layout.blob.data(), layout.blob.size()).finish(); }
-
 void encode(const FileHeader& header, std::span<std::byte, kBlockFileHeaderBytes> page) {
   auto* out = reinterpret_cast<FileHeader*>(page.data());
   if (out != &header) std::memcpy(out, &header, sizeof header);

@@ -55,9 +55,6 @@ static_assert(sizeof(FileHeader) == kBlockFileHeaderBytes);
 // Fills in `layout`, `tokens`, `data_bytes`, `layers` and the layers' sizes. False if the layout has too many different sizes.
 bool describe(FileHeader& header, const Layout& layout, uint32_t tokens);
 
-// The digest by which a header names a layout. Worth keeping: it hashes the blob.
-Key layout_digest(const Layout& layout);
-
 // Writes the header into `page`, with magic, version, length and checksum.
 void encode(const FileHeader& header, std::span<std::byte, kBlockFileHeaderBytes> page);
 

@@ -14,14 +14,12 @@ namespace kv {
 
 class FileIndex {
  public:
-  static constexpr uint8_t kUnknownLayout = 255;
   struct Entry {
     Key key;
     uint32_t used_s = 0;    // CLOCK_REALTIME
     uint32_t expiry_s = 0;  // 0: never, or not known yet
     uint32_t pages = 0;     // of the file
     uint32_t tokens = 0;    // 0: not known yet
-    uint8_t layout = kUnknownLayout;
     uint8_t directory = 0;
     bool doomed = false;  // its file is about to be removed: nobody finds it any more
     bool listed = false;  // among the files to be removed next, or again

@@ -329,28 +329,7 @@ void DiskTier::cancel_waiting() {
   }
 }
 
-// ---------------------------------------------------------------- layouts, speed
-
-void DiskTier::learn_layouts() {
-  for (auto& [id, layout] : store_.layouts()) {
-    if (id < layouts_.size()) continue;
-    layouts_.push_back(std::make_unique<KnownLayout>(KnownLayout{layout, layout_digest(layout)}));
-  }
-}
-
-const DiskTier::KnownLayout* DiskTier::known_layout(uint32_t id) {
-  if (id >= layouts_.size()) learn_layouts();
-  return id < layouts_.size() ? layouts_[id].get() : nullptr;
-}
-
-std::optional<uint32_t> DiskTier::layout_by_digest(const Key& digest) {
-  for (int round = 0; round < 2; ++round) {
-    for (uint32_t id = 0; id < layouts_.size(); ++id)
-      if (layouts_[id]->digest == digest) return id;
-    learn_layouts();
-  }
-  return std::nullopt;
-}
+// ---------------------------------------------------------------- speed
 
 void DiskTier::tell_speed() {
   bytes_per_s_.store(speed_.tell(monotonic_ns(), !loads_.empty()), std::memory_order_relaxed);

@@ -139,10 +139,6 @@ class DiskTier final : public LowerTier {
     uint8_t directory;
     uint64_t bytes;
   };
-  struct KnownLayout {
-    Layout layout;
-    Key digest;
-  };
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
 
   // tier.cc
@@ -160,9 +156,6 @@ class DiskTier final : public LowerTier {
   void submit_waiting();
   void cancel_waiting();
   uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
-  const KnownLayout* known_layout(uint32_t id);
-  std::optional<uint32_t> layout_by_digest(const Key& digest);
-  void learn_layouts();
   void tell_speed();
 
   // tier_remove.cc
@@ -215,7 +208,7 @@ class DiskTier final : public LowerTier {
   bool takes_a_write(uint8_t directory) const;
   uint8_t directory_for(const Key& key) const;
   void start_write(const WriteJob& job);
-  bool describe_block(Write& write, const WriteJob& job, const KnownLayout& known);
+  bool describe_block(Write& write, const WriteJob& job);
   bool within_budget(uint64_t bytes);
   int count_written(Write& write);
   void plan_pieces(Write& write);
@@ -268,7 +261,6 @@ class DiskTier final : public LowerTier {
 
   // The thread's own.
   std::vector<Place> places_;
-  std::vector<std::unique_ptr<KnownLayout>> layouts_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
   uint64_t rest_until_ns_ = 0;   // no write begins before

@@ -153,13 +153,12 @@ bool DiskTier::take_header(Load& load) {
   std::memcpy(load.page->bytes, load.steps.front().buffer, kBlockFileHeaderBytes);
   const Decoded decoded = decode(std::span<const std::byte, kBlockFileHeaderBytes>(load.page->bytes), load.file_bytes);
   if (!decoded) return load.wrong = Outcome::Corrupt, false;
-  const std::optional<uint32_t> id = layout_by_digest(decoded.header->layout);
-  if (!id) {
+  load.layout = store_.find_layout(decoded.header->layout);
+  if (!load.layout) {
     // A block of a model that nobody registered here. Whoever asked for this key has registered another.
     load.wrong = decoded.header->key == load.key ? Outcome::Unknown : Outcome::Corrupt;
     return false;
   }
-  load.layout = layouts_[*id].get(), load.layout_id = *id;
   if (!mismatch(*decoded.header, load.key, load.layout->layout, load.layout->digest, Key{}).empty())
     return load.wrong = Outcome::Corrupt, false;
   const uint32_t expiry_s = decoded.header->expiry_s, now_s = realtime_s();  // once: at the next second nothing may be left
@@ -178,7 +177,7 @@ bool DiskTier::take_memory(Load& load) {
   const CreateItem item{h.key, h.fingerprint, h.tokens, h.base_position, h.parent};
   Granted granted;
   try {
-    granted = store_.create({owner_, load.layout_id, std::min(h.priority, kMaxPriority), load.ttl_s, {&item, 1}, true})[0];
+    granted = store_.create({owner_, load.layout->id, std::min(h.priority, kMaxPriority), load.ttl_s, {&item, 1}, true})[0];
   } catch (const Error&) {  // fenced, or not a block this pool can hold
     return load.wrong = Outcome::Failed, false;
   }

@@ -31,8 +31,8 @@ struct DiskTier::Load {
   uint64_t waiting_bytes = 0;  // what it counts in waiting_bytes_
   std::unique_ptr<Page> page = std::make_unique<Page>();
   const FileHeader* header = nullptr;  // in `page`, once it was read and believed
-  const KnownLayout* layout = nullptr;
-  uint32_t layout_id = FileIndex::kUnknownLayout, tokens = 0;
+  std::shared_ptr<const KnownLayout> layout;
+  uint32_t tokens = 0;
   uint32_t ttl_s = 0;  // 0: it never expires
   Handle handle{0, 0};
   Extent extent{0, 0};

@@ -106,8 +106,7 @@ void DiskTier::start_write(const WriteJob& job) {
     store_.end_write(job.handle, there);
     return;
   }
-  const KnownLayout* known = known_layout(job.shape.layout);
-  if (!known || !describe_block(*write, job, *known) || !within_budget(write->bytes) ||
+  if (!describe_block(*write, job) || !within_budget(write->bytes) ||
       !make_quota_room(write->bytes, write.get())) {
     writes_too_large_ += 1;
     store_.end_write(job.handle, false);
@@ -183,14 +182,14 @@ void DiskTier::plan_pieces(Write& write) {
 }
 
 // The header, with the checksums the writer left or those of the bytes as they are. False if no file can hold such a block.
-bool DiskTier::describe_block(Write& write, const WriteJob& job, const KnownLayout& known) {
-  const Layout& layout = known.layout;
+bool DiskTier::describe_block(Write& write, const WriteJob& job) {
+  const Layout& layout = job.layout->layout;
   const uint32_t tokens = job.shape.tokens;
   const std::byte* block = pool_.data() + job.extent.offset;
   FileHeader header{};
   if (!describe(header, layout, tokens)) return false;
   header.key = job.key;
-  header.layout = known.digest;
+  header.layout = job.layout->digest;
   header.fingerprint = job.fingerprint;
   header.base_position = job.shape.base_position;
   header.priority = job.shape.priority;

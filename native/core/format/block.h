@@ -62,14 +62,16 @@ std::string_view name(Event event);
 
 // ---------------------------------------------------------------- limits of the format
 
-inline constexpr uint32_t kFormatVersion = 3;
+inline constexpr uint32_t kFormatVersion = 4;  // of a table with a layout in a slot that an older reader would misread
+inline constexpr uint32_t kOldestFormat = 3;   // of any other table, and of session pages: readers of both versions understand it
 inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
 inline constexpr uint32_t kMaxKeysPerMessage = 1024;
 inline constexpr uint32_t kMaxPins = 1u << 20;      // of one session
-inline constexpr uint32_t kMaxLayouts = 48;         // of a namespace: they lie in its table, 4 KiB each
-inline constexpr uint64_t kLayoutSlotBytes = 4096;  // one registered layout in the table segment: u32 length, blob
+inline constexpr uint32_t kMaxLayouts = 512;        // of a namespace: they lie in its table, 4 KiB each
+inline constexpr uint32_t kFirstLayouts = 48;       // the slots that readers of version 3 know, each used once; all of an older table
+inline constexpr uint64_t kLayoutSlotBytes = 4096;  // one registered layout: u32 length, blob; in its last 4 bytes the generation
 inline constexpr uint32_t kMaxLayers = 512;
 inline constexpr uint32_t kTouchRing = 1024;  // entries of the lossy hit ring in a session page
 inline constexpr uint32_t kProbeTries = 64;   // torn reads before a reader asks the socket
@@ -177,18 +179,19 @@ struct Extent {
   constexpr uint64_t end() const { return offset + length; }
 };
 
-// What a block holds: layout:8 | priority:8 | tokens:20 | base position:28.
+// What a block holds: low bits of the layout's slot:8 | its ninth bit:1 | priority:7 | tokens:20 | base position:28.
 struct Shape {
-  uint32_t layout;
+  uint32_t layout;  // the slot; where it leaves the store, or a client's attachment, the id
   uint32_t priority;
   uint32_t tokens;
   uint32_t base_position;
   static constexpr Shape unpack(uint64_t word) {
-    return {static_cast<uint32_t>(word >> 56), static_cast<uint32_t>(word >> 48 & 0xff),
+    return {static_cast<uint32_t>(word >> 56 | (word >> 55 & 1) << 8), static_cast<uint32_t>(word >> 48 & 0x7f),
             static_cast<uint32_t>(word >> 28 & 0xfffff), static_cast<uint32_t>(word & 0xfffffff)};
   }
   constexpr uint64_t pack() const {
-    return uint64_t{layout} << 56 | uint64_t{priority} << 48 | uint64_t{tokens} << 28 | base_position;
+    return uint64_t{layout} << 56 | uint64_t{layout >> 8} << 55 | uint64_t{priority} << 48 | uint64_t{tokens} << 28 |
+           base_position;
   }
 };
 inline constexpr uint32_t kMaxTokens = 0xfffff;
@@ -225,7 +228,7 @@ struct TableHeader {
   std::atomic<uint64_t> frontier;  // bytes of the pool that exist
   std::atomic<uint64_t> faulted;   // bytes of the pool the daemon has faulted in
   std::atomic<uint64_t> origin_s;  // CLOCK_REALTIME second that eviction scores count from, for daemons before 2026-11-25
-  std::atomic<uint32_t> layouts;   // registered
+  std::atomic<uint32_t> layouts;   // slots that were ever used: the first so many
   uint32_t finder_buckets;
   uint64_t finder_offset;
   // How soon a block on disk would be in memory: bytes the disk tier loads a second (0: not known), bytes that wait, and
@@ -245,8 +248,8 @@ struct SessionPage {
   char magic[8];
   uint32_t version;
   uint32_t max_pins;
-  uint32_t session;  // owner number, unique among living sessions of the pool
-  uint32_t reserved;
+  uint32_t session;   // owner number, unique among living sessions of the pool
+  uint32_t protocol;  // that its client spoke when the page was made; 0: of a daemon that did not say
   uint8_t pool_id[16];
   uint8_t token[16];                // who knows it may resume the session
   std::atomic<uint64_t> pins_high;  // hint: pins above this are 0. Only its own client suffers if it lies

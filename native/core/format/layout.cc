@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/base/atomics.h"
 #include "core/base/error.h"
+#include "core/format/sha256.h"
 
 namespace kv {
 namespace {
@@ -22,7 +24,7 @@ void bound(const char* field, uint64_t value, uint64_t low, uint64_t high) {
 }  // namespace
 
 Layout Layout::parse(std::span<const uint8_t> blob) {
-  bound("length of the description", blob.size(), kFixedBytes + 4, kLayoutSlotBytes - 4);
+  bound("length of the description", blob.size(), kFixedBytes + 4, kLayoutSlotBytes - 8);
   if (std::memcmp(blob.data(), "KVL1", 4) != 0)
     throw Error(Code::InvalidArgument, "layout: description does not start with KVL1");
   auto word = [&](size_t i) {
@@ -67,6 +69,31 @@ uint64_t Layout::layer_offset(uint32_t layer, uint32_t tokens) const {
   uint64_t offset = 0;
   for (uint32_t i = 0; i < layer; ++i) offset += round_up(layer_bytes(i, tokens), kLayerAlign);
   return offset;
+}
+
+Key layout_digest(const Layout& layout) { return Sha256().update(layout.blob.data(), layout.blob.size()).finish(); }
+
+LayoutSlot::LayoutSlot(std::byte* table, uint32_t slot)
+    : bytes_(table + reinterpret_cast<TableHeader*>(table)->layouts_offset + slot * kLayoutSlotBytes),
+      length_(reinterpret_cast<std::atomic<uint32_t>*>(bytes_)),
+      generation_(reinterpret_cast<std::atomic<uint32_t>*>(bytes_ + kLayoutSlotBytes - 4)) {}
+
+std::optional<std::vector<uint8_t>> LayoutSlot::blob() const {
+  const uint32_t before = generation(), length = length_->load(std::memory_order_acquire);
+  if (length == 0 || length > kLayoutSlotBytes - 8) return std::nullopt;
+  std::vector<uint8_t> out(length);
+  std::memcpy(out.data(), bytes_ + 4, length);
+  fence_full();
+  if (generation() != before || length_->load(std::memory_order_relaxed) != length) return std::nullopt;
+  return out;
+}
+
+void LayoutSlot::change(uint32_t generation, std::span<const uint8_t> blob) {
+  length_->store(0, std::memory_order_release);
+  generation_->store(generation, std::memory_order_release);
+  fence_full();
+  std::memcpy(bytes_ + 4, blob.data(), blob.size());
+  length_->store(static_cast<uint32_t>(blob.size()), std::memory_order_release);
 }
 
 }  // namespace kv

@@ -2,9 +2,13 @@
 //
 // Block of n tokens: layer i starts at the running sum of the earlier layers, each rounded up to kLayerAlign; behind the layers
 // stand one CRC32C per layer (u32, padded to kLayerAlign), then the meta area; the extent is that rounded up to a page.
+//
+// A namespace keeps its layouts in slots of its table. A slot whose layout no block has any more is given to another one, under
+// the next generation: an id names both, so that one told before is refused and never taken for what lies there now.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,6 +53,40 @@ class Layout {
  private:
   std::vector<uint32_t> bytes_per_token_;
   bool uniform_ = true;
+};
+
+// The digest by which layouts travel: files and other hosts know nothing of slots. Worth keeping: it hashes the blob.
+Key layout_digest(const Layout& layout);
+
+inline constexpr uint32_t kLastLayoutGeneration = 0xffff;  // a slot that has had so many is not given away again
+constexpr uint32_t layout_id(uint32_t slot, uint32_t generation) { return generation << 16 | slot; }
+constexpr uint32_t layout_slot(uint32_t id) { return id & 0xffff; }
+constexpr uint32_t layout_generation(uint32_t id) { return id >> 16; }
+static_assert(kMaxLayouts <= 0x10000);
+
+// A layout as it is registered in one pool.
+struct KnownLayout {
+  uint32_t id;
+  Key digest;
+  Layout layout;
+};
+
+// A slot's words, in the daemon's mapping and in its clients'. Only the daemon changes one, and only while no block has its layout.
+class LayoutSlot {
+ public:
+  LayoutSlot(std::byte* table, uint32_t slot);
+  static uint32_t count(const TableHeader& header) {
+    return static_cast<uint32_t>((header.geometry_offset - header.layouts_offset) / kLayoutSlotBytes);
+  }
+  uint32_t generation() const { return generation_->load(std::memory_order_acquire); }
+  // What lies there, or nothing: it is empty, or was given away under the look.
+  std::optional<std::vector<uint8_t>> blob() const;
+  // Killed between any two of its steps, it leaves the slot empty.
+  void change(uint32_t generation, std::span<const uint8_t> blob);
+
+ private:
+  std::byte* bytes_;
+  std::atomic<uint32_t>*length_, *generation_;
 };
 
 }  // namespace kv

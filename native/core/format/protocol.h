@@ -15,9 +15,10 @@
 namespace kv::protocol {
 
 inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
-inline constexpr uint32_t kVersion = 3;
-inline constexpr uint32_t kOldestVersion = 2;     // that is still spoken, by either side: the other may be one release older
+inline constexpr uint32_t kVersion = 4;
+inline constexpr uint32_t kOldestVersion = 2;     // that is still spoken, by either side: the other may be older
 inline constexpr uint32_t kVersionAsks = 3;       // from which on a client knows of allowances
+inline constexpr uint32_t kVersionLayouts = 4;    // from which on it reads tables of version 4: ids of layouts have generations
 inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code

@@ -30,7 +30,7 @@ std::string hex(const Id& id) {
 }
 
 SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                                uint32_t max_pins, SessionHolder holder, uint32_t slots) {
+                                uint32_t max_pins, SessionHolder holder, uint32_t slots, uint32_t protocol) {
   SessionFile file;
   char number[32];
   std::snprintf(number, sizeof number, "%08x.%x%c.", session, holder.uid, holder.read_only ? 'r' : 'w');
@@ -54,7 +54,8 @@ SessionFile SessionFile::create(const std::string& directory, const std::string&
   file.token_ = random_id();
   file.max_pins_ = max_pins;
   auto* page = file.mapping_.at<SessionPage>(0);
-  page->version = kFormatVersion;
+  page->version = kOldestFormat;
+  page->protocol = protocol;
   page->max_pins = max_pins;
   page->session = session;
   std::copy(pool_id.begin(), pool_id.end(), page->pool_id);
@@ -85,7 +86,7 @@ SessionFile SessionFile::open(const std::string& path, const Id& pool_id) {
   // believed.
   file.max_pins_ = static_cast<uint32_t>(std::min<uint64_t>((static_cast<uint64_t>(st.st_size) - kPinsOffset) / 8, kMaxPins));
   std::copy(std::begin(page.token), std::end(page.token), file.token_.begin());
-  if (std::memcmp(page.magic, kSessionMagic, sizeof page.magic) != 0 || page.version != kFormatVersion ||
+  if (std::memcmp(page.magic, kSessionMagic, sizeof page.magic) != 0 || page.version != kOldestFormat ||
       !std::equal(pool_id.begin(), pool_id.end(), page.pool_id))
     throw Error(Code::InvalidArgument, path + " is not a session of this pool");
   return file;

@@ -39,7 +39,7 @@ class SessionFile {
   // Makes "<directory>/<prefix>.s.<session>.<user><r|w>.<random>", 0600, filled and locked; the locked descriptor is taken by
   // take_locked().
   static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                            uint32_t max_pins, SessionHolder holder = {}, uint32_t slots = ~0u);
+                            uint32_t max_pins, SessionHolder holder = {}, uint32_t slots = ~0u, uint32_t protocol = 0);
   // Takes memory for so many words; without it touching them could end the program, where the file system is full. False: it is.
   bool reserve(uint32_t slots);
   // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "core/format/block.h"
 #include "core/format/index.h"
+#include "core/format/layout.h"
 
 namespace kv {
 
@@ -85,6 +87,7 @@ struct WriteJob {
   uint64_t fingerprint;
   uint32_t created_s, expiry_s, parent;
   bool checksummed;
+  std::shared_ptr<const KnownLayout> layout;
 };
 
 // A block about to be read for another host. Pinned until end_read.
@@ -95,6 +98,7 @@ struct ReadJob {
   uint64_t fingerprint;
   uint32_t expiry_s, parent;
   bool sealed, checksummed;
+  std::shared_ptr<const KnownLayout> layout;
 };
 
 struct Deleted {  // which files must go: those of deleted blocks, or all

@@ -85,20 +85,10 @@ void BlockReceiver::take_layout(const Frame& head) {
   channel_.take_checked(head, reinterpret_cast<std::byte*>(blob.data()));
   try {
     const Key digest = layout_digest(Layout::parse(blob));
-    if (!known_layout(digest) && learnt_++ < kMostLearnt) store_.register_layout(blob);
+    if (!store_.find_layout(digest) && learnt_++ < kMostLearnt) store_.register_layout(blob);
   } catch (const Error&) {
     // Not one of ours, or no room for it: its blocks are misses.
   }
-}
-
-const BlockReceiver::KnownLayout* BlockReceiver::known_layout(const Key& digest) {
-  for (int round = 0; round < 2; ++round) {
-    for (const KnownLayout& known : layouts_)
-      if (known.digest == digest) return &known;
-    for (auto& [id, layout] : store_.layouts())
-      if (id >= layouts_.size()) layouts_.push_back({id, layout_digest(layout), layout});
-  }
-  return nullptr;
 }
 
 void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
@@ -108,7 +98,8 @@ void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
   channel_.take_checked(frame, reinterpret_cast<std::byte*>(&head));
   landing.headed = true;
   if (!(head.key == landing.key)) malformed("another block than was asked for");
-  const KnownLayout* known = known_layout(head.layout);
+  landing.known = store_.find_layout(head.layout);
+  const auto& known = landing.known;
   if (!known) throw Broken(Broken::Why::Malformed, "a layout that is not known here");
   landing.layout = &known->layout;
   if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||

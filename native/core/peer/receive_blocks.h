@@ -32,18 +32,13 @@ class BlockReceiver {
     Key key;
     Outcome outcome = Outcome::Open;
     bool headed = false, created = false, meta = false;
+    std::shared_ptr<const KnownLayout> known{};
     const Layout* layout = nullptr;
     Handle handle{0, 0};
     Extent extent{0, 0};
     uint32_t tokens = 0, layers = 0;
     std::vector<uint32_t> sums{};
   };
-  struct KnownLayout {
-    uint32_t id;
-    Key digest;
-    Layout layout;
-  };
-
   void tell();
   void take_frame(const Frame& head, Landing& landing);
   void take_layout(const Frame& head);
@@ -53,13 +48,11 @@ class BlockReceiver {
   void take_whole(Landing& landing);
   void take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
   void give_up(Landing& landing, Outcome outcome);
-  const KnownLayout* known_layout(const Key& digest);
 
   Store& store_;
   const Window& window_;
   Channel& channel_;
   const uint32_t owner_;
-  std::list<KnownLayout> layouts_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
   bool to_tell_ = false;  // something became visible that nobody has been woken for

@@ -36,16 +36,6 @@ Frame BlockSender::frame(Kind kind, const Block& block) const {
   return {.kind = static_cast<uint16_t>(kind), .item = block.item, .request = request_};
 }
 
-const Layout& BlockSender::layout_of(uint32_t id) {
-  if (id >= layouts_.size()) {
-    layouts_.reserve(kMaxLayouts);  // blocks keep addresses of them
-    for (auto& [known, layout] : store_.layouts())
-      if (known >= layouts_.size()) layouts_.push_back(layout);
-  }
-  KV_INVARIANT(id < layouts_.size());
-  return layouts_[id];
-}
-
 BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys) {
   request_ = request, sent_ = {};
   std::list<Block> blocks;
@@ -77,8 +67,8 @@ void BlockSender::begin(Block& block, const Key& key) {
     return;
   }
   const ReadJob& job = *block.job;
-  block.layout = &layout_of(job.shape.layout);
-  if (told_.insert(job.shape.layout).second)
+  block.layout = &job.layout->layout;
+  if (told_.insert(job.layout->digest.words).second)
     channel_.put(frame(Kind::Layout, block), std::as_bytes(std::span(block.layout->blob)));
   if (job.checksummed) {
     block.sums.resize(block.layout->num_layers());
@@ -88,7 +78,7 @@ void BlockSender::begin(Block& block, const Key& key) {
   const auto now_s = static_cast<uint32_t>(::time(nullptr));
   const uint32_t ttl_s = job.expiry_s ? std::max(job.expiry_s, now_s + 1) - now_s : 0;
   const BlockHead head{
-      key,        layout_digest(*block.layout), job.fingerprint, job.shape.tokens,          job.shape.base_position,
+      key,        job.layout->digest,       job.fingerprint, job.shape.tokens,          job.shape.base_position,
       job.parent, job.shape.priority,           ttl_s,           block.layout->num_layers()};
   channel_.put(frame(Kind::Head, block), bytes_of(head));
 }

@@ -2,6 +2,7 @@
 // that one whose writer still computes holds up no other. Holds the blocks against reuse while it sends.
 #pragma once
 
+#include <array>
 #include <list>
 #include <set>
 #include <vector>
@@ -29,15 +30,13 @@ class BlockSender {
   void send_meta(Block& block);
   void send_layer(Block& block, uint32_t layer);
   Frame frame(Kind kind, const Block& block) const;
-  const Layout& layout_of(uint32_t id);
 
   Store& store_;
   const Window& window_;
   Channel& channel_;
   uint32_t request_ = 0;
   Sent sent_;
-  std::vector<Layout> layouts_;
-  std::set<uint32_t> told_;  // layouts that the other end has been told on this connection
+  std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection
 };
 
 }  // namespace kv::peer

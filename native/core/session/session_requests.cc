@@ -107,7 +107,7 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
   switch (op) {
     case Op::RegisterLayout: {
       std::vector<uint8_t> out;
-      append(out, store.register_layout(body.rest()));
+      append(out, store.register_layout(body.rest(), connection.session));
       return out;
     }
     case Op::Create: return create(connection, request, body);
@@ -253,13 +253,14 @@ void SessionThread::attach(Connection& connection, const protocol::Request& requ
   protocol::Attached reply{};
   Fd page;
   reply.resumed =
-      wanted.resume_session && store_.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid);
+      wanted.resume_session && store_.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid,
+                                                                 wanted.version);
   if (reply.resumed) {
     reply.session = wanted.resume_session;
   } else {
     bound_left_sessions(connection.who.uid);
     std::tie(reply.session, page) = store_.open_session(wanted.max_pins, connection.who.pid, connection.who.uid,
-                                                        wanted.read_only != 0, wanted.version >= protocol::kVersionAsks);
+                                                        wanted.read_only != 0, wanted.version);
   }
   connection.attached = true;
   connection.session = reply.session;

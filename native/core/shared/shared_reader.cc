@@ -190,18 +190,6 @@ SharedReader::Outcome SharedReader::look(const Key& key) {
   return worst;
 }
 
-std::shared_ptr<const SharedReader::KnownLayout> SharedReader::known_layout(const Key& digest) {
-  std::lock_guard lock(mutex_);
-  for (int round = 0; round < 2; ++round) {
-    for (const auto& known : layouts_)
-      if (known->digest == digest) return known;
-    for (auto& [id, layout] : store_.layouts())
-      if (id >= layouts_.size())
-        layouts_.push_back(std::make_shared<const KnownLayout>(KnownLayout{id, layout_digest(layout), layout}));
-  }
-  return nullptr;
-}
-
 SharedReader::Outcome SharedReader::load(const Key& key, int fd, uint64_t file_bytes) {
   alignas(8) std::byte page[kBlockFileHeaderBytes];
   if (file_bytes <= kBlockFileHeaderBytes) return Outcome::Corrupt;
@@ -209,7 +197,7 @@ SharedReader::Outcome SharedReader::load(const Key& key, int fd, uint64_t file_b
   const Decoded decoded = decode(std::span<const std::byte, kBlockFileHeaderBytes>(page), file_bytes);
   if (!decoded || !(decoded.header->key == key)) return Outcome::Corrupt;
   const FileHeader& header = *decoded.header;
-  const auto known = known_layout(header.layout);
+  const auto known = store_.find_layout(header.layout);
   if (!known) return Outcome::Missing;  // of a model that nobody registered here
   if (!mismatch(header, key, known->layout, known->digest, Key{}).empty()) return Outcome::Corrupt;
   const auto now_s = static_cast<uint32_t>(::time(nullptr));

@@ -60,11 +60,6 @@ class SharedReader final : public Fetcher {
     Key key;
     uint32_t priority;
   };
-  struct KnownLayout {
-    uint32_t id;
-    Key digest;
-    Layout layout;
-  };
 
   void run();
   std::shared_ptr<const Nodes> nodes();
@@ -72,7 +67,6 @@ class SharedReader final : public Fetcher {
   Outcome look(const Key& key);
   Outcome load(const Key& key, int fd, uint64_t file_bytes);
   Outcome read_block(int fd, const FileHeader& header, const Layout& layout, const Granted& granted);
-  std::shared_ptr<const KnownLayout> known_layout(const Key& digest);
   void count(Outcome outcome);
 
   Store& store_;
@@ -90,7 +84,6 @@ class SharedReader final : public Fetcher {
   std::unordered_set<Key, KeyHash> flights_;            // queued or being read
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when it is not looked for again (ms)
   std::shared_ptr<const Nodes> nodes_ = std::make_shared<Nodes>();
-  std::vector<std::shared_ptr<const KnownLayout>> layouts_;
   uint64_t listed_ms_ = 0;
 
 #define X(name) std::atomic<uint64_t> name##_{0};

@@ -80,38 +80,6 @@ bool Store::anybody_waits() const {
   return false;
 }
 
-// ---------------------------------------------------------------- layouts
-
-const Layout& Store::layout_of(uint32_t id) const {
-  if (id >= layouts_.size() || !layouts_[id])
-    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
-  return *layouts_[id];
-}
-
-uint32_t Store::register_layout(std::span<const uint8_t> blob) {
-  Layout layout = Layout::parse(blob);
-  Lock lock = enter();
-  for (uint32_t id = 0; id < layouts_.size(); ++id)
-    if (layouts_[id]->blob == layout.blob) return id;
-  const auto id = static_cast<uint32_t>(layouts_.size());
-  if (id == kMaxLayouts)
-    throw Error(Code::NoSpace, "all " + std::to_string(kMaxLayouts) + " layouts of this namespace are taken");
-  std::byte* slot = table_.data() + index_.header().layouts_offset + id * kLayoutSlotBytes;
-  const auto length = static_cast<uint32_t>(blob.size());
-  std::memcpy(slot + 4, blob.data(), length);
-  std::memcpy(slot, &length, 4);
-  index_.header().layouts.store(id + 1, std::memory_order_release);
-  layouts_.push_back(std::move(layout));
-  return id;
-}
-
-std::vector<std::pair<uint32_t, Layout>> Store::layouts() {
-  Lock lock(mutex_);
-  std::vector<std::pair<uint32_t, Layout>> out;
-  for (uint32_t id = 0; id < layouts_.size(); ++id) out.emplace_back(id, *layouts_[id]);
-  return out;
-}
-
 // ---------------------------------------------------------------- create, seal, abort
 
 // A file says until when its block lives. One that says longer than is asked for now goes, and one that says much less: the block
@@ -124,7 +92,7 @@ bool Store::file_lives_for(uint32_t record, uint32_t ttl_s) const {
 
 // One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
 // claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
-void Store::grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out) {
+void Store::grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out) {
   uint32_t found = index_.find_exclusive(item.key);
   if (found != Index::kAbsent && control(found).state() != State::Disk) {
     if (control(found).state() == State::Created) {
@@ -151,8 +119,8 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const La
     free_spare_record();
   }
   if (free_head_ == Index::kAbsent) return;
-  const uint64_t length = layout.extent_bytes(item.tokens);
-  const uint32_t record = free_head_;
+  const uint64_t length = known.layout.extent_bytes(item.tokens);
+  const uint32_t slot = layout_slot(known.id), record = free_head_;
   std::optional<uint64_t> offset = arena_.allocate(length, record);
   if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
   if (!offset) return;
@@ -167,7 +135,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const La
     u.owner.store(request.owner, std::memory_order_relaxed);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
     r.extent.store(extent.pack(), std::memory_order_relaxed);
-    r.shape.store(Shape{request.layout, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
+    r.shape.store(Shape{slot, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
     u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t created_s = realtime_s();
     u.created_s.store(created_s, std::memory_order_relaxed);
@@ -177,6 +145,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const La
     u.parent.store(item.parent, std::memory_order_relaxed);
     u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
+  layouts_.came(slot);
   add_use(record, now);
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert_key(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
@@ -205,7 +174,8 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     return *found->second;
   };
   Session* owner = &owner_of_request();
-  const Layout& layout = layout_of(request.layout);
+  const LayoutTable::Known known = layouts_.by_id(request.layout);
+  const Layout& layout = known->layout;
   for (const CreateItem& item : request.items) {
     if (item.tokens == 0 || item.tokens > layout.block_tokens)
       throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
@@ -220,7 +190,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     for (size_t i = 0; i < out.size(); ++i) {
       if (i + kAhead < out.size()) index_.prefetch_bucket(request.items[i + kAhead].key);
       if (out[i].status != Grant::NoSpace) continue;
-      grant(request, request.items[i], layout, now, out[i]);
+      grant(request, request.items[i], *known, now, out[i]);
       if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
     }
@@ -233,6 +203,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     const bool more = pool_.grow();
     lock.lock();
     owner = &owner_of_request();  // it may have ended meanwhile: its end has taken what was granted to it
+    static_cast<void>(layouts_.by_id(request.layout));
     missing = attempt();
     if (!more) break;
   }

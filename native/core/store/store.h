@@ -7,7 +7,7 @@
 //
 // store.cc: create, seal, abort. store_clock.cc: what a use counts for. store_keys.cc: what is asked by key. store_session.cc:
 // sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user
-// may have. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is
+// may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is
 // gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for.
 // store_look.cc: statistics, integrity.
 #pragma once
@@ -31,10 +31,12 @@
 #include "core/format/block.h"
 #include "core/format/index.h"
 #include "core/format/layout.h"
+#include "core/format/protocol.h"
 #include "core/format/session_file.h"
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
 #include "core/store/eviction.h"
+#include "core/store/layout_table.h"
 #include "core/store/left_sessions.h"
 #include "core/store/lower_tier.h"
 #include "core/store/pool.h"
@@ -59,7 +61,8 @@ class Store {
   explicit Store(const Options& options);
   ~Store();
 
-  static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes);
+  // With so many slots for layouts: an older table has kFirstLayouts, and is adopted too.
+  static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes, uint32_t layouts = kMaxLayouts);
   // A word per record, and one more that counts the ends of loads.
   static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * (uint64_t{max_blocks} + 1); }
   static void retire(int table_fd);
@@ -68,7 +71,10 @@ class Store {
   void close();
 
   // ---- blocks
-  uint32_t register_layout(std::span<const uint8_t> blob);
+  // Its id here, the same as long as it keeps its slot; `session`: that means to use it. Throws InvalidArgument, NoSpace.
+  uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);
+  LayoutTable::Known find_layout(const Key& digest);  // null: nobody has registered it here
+  LayoutTable::Known layout(uint32_t id);             // null: not here, or not any more
   std::vector<Granted> create(const CreateRequest& request);
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
@@ -130,11 +136,14 @@ class Store {
   // A user's that have ended while a client still locked them at the last look. Waits for no lock of the store's.
   size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
   void reap_left_sessions();  // such a look, in slices
-  // A client's, and its locked page. `asks`: it knows of allowances, and asks for more when it needs them.
-  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false, bool asks = true);
+  // A client's, and its locked page. By the session protocol's version that it speaks it asks for more pins when it needs them,
+  // and knows every slot for layouts. Throws IncompatibleVersion if this namespace has layouts that it would misread.
+  std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false,
+                                       uint32_t protocol = protocol::kVersion);
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
-  bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid);
+  bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
+  void check_reader(uint32_t protocol);  // throws IncompatibleVersion
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins
@@ -154,7 +163,12 @@ class Store {
   Stats stats();
   std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);
   std::optional<Description> describe(const Key& key);
-  std::vector<std::pair<uint32_t, Layout>> layouts();
+  struct LayoutInfo {
+    LayoutTable::Known known;
+    uint64_t blocks, on_disk;  // in memory, and only on disk
+    uint32_t sessions;         // that registered it
+  };
+  std::vector<LayoutInfo> layouts();
   void check_integrity();
   std::string problem();  // empty if all is well
 
@@ -176,6 +190,8 @@ class Store {
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
     uint64_t drained = 0;                                  // entries of its ring seen
     bool is_left() const { return ended && file && pid; }  // counted in left_
+    uint32_t protocol = 0;                                 // that its client speaks; 0: not known
+    LayoutTable::Held layouts;                             // that it has registered
     std::vector<uint32_t> unsealed;                        // records; Upkeep::link of each says where it stands here
   };
 
@@ -198,9 +214,8 @@ class Store {
   // store.cc
   void list_contents();
   Lock enter();  // takes the lock; throws Fenced
-  void grant(const CreateRequest& request, const CreateItem& item, const Layout& layout, double now, Granted& out);
+  void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out);
   bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
-  const Layout& layout_of(uint32_t id) const;
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
   bool anybody_waits() const;
@@ -223,7 +238,17 @@ class Store {
   double add_use(uint32_t record, double now);
   void use(uint32_t record, double now);
 
+  // store_layouts.cc
+  const Layout& layout_of(uint32_t slot) const;  // of a block
+  bool older_readers();
+  LayoutTable::Held held_layouts() const;
+  void forget_layout_on_disk(uint32_t slot);
+  Shape told(Shape shape) const;
+  void free_record(uint32_t record, Event event);
+  void adopt_layout_on_disk(uint32_t record);
+
   // store_disk.cc
+  static constexpr uint32_t kUnknownLayout = 255;  // of a block found by its file's name, beside 0 tokens: nobody read its header
   void wish_to_write(uint32_t record, bool worth_it);
   bool forget_wish(uint32_t record);
   void set_flags(uint32_t record, uint8_t on, uint8_t off);
@@ -318,7 +343,6 @@ class Store {
   void adopt();
   void adopt_sessions();
   bool adopt_record(uint32_t record);
-  void index_layouts();
 
   Options options_;
   Fd table_fd_, progress_fd_;
@@ -336,7 +360,7 @@ class Store {
   Arena arena_;
   std::vector<uint32_t> places_;
   EvictionPolicy<Places> policy_;
-  std::vector<std::optional<Layout>> layouts_;
+  LayoutTable layouts_;
   std::map<uint32_t, std::unique_ptr<Session>> sessions_;
   std::vector<uint32_t> ended_;  // sessions whose processes may still map them, looked at in turn
   std::vector<uint32_t> zombies_;

@@ -20,10 +20,10 @@ struct Geometry {
   uint64_t layouts, geometry, records, upkeep, buckets, finder, total;
 };
 
-Geometry geometry_for(uint32_t max_blocks, uint64_t capacity) {
+Geometry geometry_for(uint32_t max_blocks, uint64_t capacity, uint32_t layouts = kMaxLayouts) {
   Geometry g;
   g.layouts = kPageBytes;
-  g.geometry = g.layouts + kMaxLayouts * kLayoutSlotBytes;
+  g.geometry = g.layouts + layouts * kLayoutSlotBytes;
   g.records = round_up(g.geometry + 8 * Arena::geometry_words(capacity), kPageBytes);
   g.upkeep = round_up(g.records + uint64_t{sizeof(Record)} * max_blocks, kPageBytes);
   g.buckets = round_up(g.upkeep + uint64_t{sizeof(Upkeep)} * max_blocks, kPageBytes);
@@ -50,6 +50,12 @@ void need_size(const char* what, int fd, uint64_t bytes) {
                                                std::to_string(bytes) + " are needed");
 }
 
+// An older table has fewer: by its length, for its header is not believed yet.
+uint32_t slots_of(const Store::Options& options) {
+  const uint64_t older = geometry_for(options.max_blocks, options.capacity_bytes, kFirstLayouts).total;
+  return file_bytes(options.table_fd) == older ? kFirstLayouts : kMaxLayouts;
+}
+
 uint64_t adopted_frontier(const Store::Options& options) {
   if (!options.adopt) return 0;
   need_size("the table", options.table_fd, kPageBytes);
@@ -65,8 +71,8 @@ uint64_t adopted_frontier(const Store::Options& options) {
 
 }  // namespace
 
-uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes) {
-  return geometry_for(max_blocks, capacity_bytes).total;
+uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes, uint32_t layouts) {
+  return geometry_for(max_blocks, capacity_bytes, layouts).total;
 }
 
 void Store::retire(int table_fd) {
@@ -87,14 +93,13 @@ Store::Store(const Options& options)
       on_disk_(Places{&places_}),
       tombstones_(Places{&places_}) {
   asked_.resize(options.max_blocks), poor_.resize(options.max_blocks);
-  layouts_.reserve(kMaxLayouts);  // a layout in use stays where it is while others are registered
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
   options_.pool_fd = pool_.fd();
   if (options.max_blocks == 0 || options.max_blocks > kMaxRecords)
     throw Error(Code::InvalidArgument,
                 "max_blocks is " + std::to_string(options.max_blocks) + ", must be 1 to " + std::to_string(kMaxRecords));
-  const Geometry g = geometry_for(options.max_blocks, options.capacity_bytes);
+  const Geometry g = geometry_for(options.max_blocks, options.capacity_bytes, slots_of(options));
   need_size("the table", options.table_fd, g.total);
   need_size("the progress words", options.progress_fd, progress_bytes(options.max_blocks));
   table_ = Mapping(options.table_fd, g.total, true);
@@ -120,9 +125,9 @@ Store::~Store() { close(); }
 void Store::close() { pool_.stop(); }
 
 void Store::lay_out_new_table() {
-  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes);
+  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes, slots_of(options_));
   auto* header = table_.at<TableHeader>(0);
-  header->version = kFormatVersion;
+  header->version = kOldestFormat;
   header->max_blocks = options_.max_blocks;
   header->buckets = Index::buckets_for(options_.max_blocks);
   header->header_bytes = sizeof(TableHeader);
@@ -140,6 +145,7 @@ void Store::lay_out_new_table() {
   header->score_ns.store(1);
   index_ = Index(table_.data());
   keep_origin();
+  layouts_.open(table_.data());
   arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
   for (uint32_t record = options_.max_blocks; record-- > 0;) {
     index_.record(record).control.store(Control::make(1, State::Free).word, std::memory_order_relaxed);
@@ -150,22 +156,11 @@ void Store::lay_out_new_table() {
   std::memcpy(header->magic, kTableMagic, sizeof kTableMagic);  // last: a table without it was never finished
 }
 
-void Store::index_layouts() {
-  const uint32_t count = index_.header().layouts.load();
-  if (count > kMaxLayouts)
-    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(count) + " layouts are registered");
-  for (uint32_t id = 0; id < count; ++id) {
-    const auto* slot = table_.at<uint8_t>(index_.header().layouts_offset + id * kLayoutSlotBytes);
-    uint32_t length;
-    std::memcpy(&length, slot, 4);
-    layouts_.push_back(Layout::parse({slot + 4, std::min<size_t>(length, kLayoutSlotBytes - 4)}));
-  }
-}
-
 void Store::adopt() {
-  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes);
+  const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes, slots_of(options_));
   auto* header = table_.at<TableHeader>(0);
-  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version != kFormatVersion ||
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat ||
+      header->version > kFormatVersion ||
       header->max_blocks != options_.max_blocks || header->capacity_bytes != options_.capacity_bytes ||
       header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
       header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets || header->layouts_offset != g.layouts ||
@@ -181,7 +176,7 @@ void Store::adopt() {
   arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
   arena_.set_frontier(pool_.frontier());
   header->frontier.store(pool_.frontier());
-  index_layouts();
+  layouts_.open(table_.data());
   adopt_sessions();
   for (uint32_t record = options_.max_blocks; record-- > 0;) {
     Record& r = index_.record(record);
@@ -226,6 +221,7 @@ void Store::adopt_sessions() {
     if (const auto holder = SessionFile::holder_in(entry->d_name + start.size()))
       session->holder = *holder, session->budgeted = is_budgeted(holder->uid);
     session->ended = true;  // until its client resumes it
+    session->protocol = session->file->page().protocol;
     next_session_ = std::max(next_session_, session->id + 1);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;
@@ -242,9 +238,11 @@ bool Store::adopt_record(uint32_t record) {
   const Key key = key_of(record);
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
   if (found.state() == State::Disk) return adopt_disk_record(record);
-  if (shape.layout >= layouts_.size() || shape.tokens == 0 || shape.tokens > layouts_[shape.layout]->block_tokens ||
-      extent.length != layouts_[shape.layout]->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
+  const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
+  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || extent.length != layout->extent_bytes(shape.tokens) ||
+      !arena_.claim(extent, record))
     return false;
+  layouts_.came(shape.layout);
   records_used_ += 1;
   used_bytes_ += extent.length;
   longest_pages_ = std::max(longest_pages_, extent.length / kPageBytes);

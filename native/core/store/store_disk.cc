@@ -17,9 +17,7 @@
 namespace kv {
 namespace {
 constexpr uint64_t kOneQueue = 0;         // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
-constexpr uint32_t kUnknownLayout = 255;  // of a block that was found by its file's name: its header has not been read
 constexpr size_t kMostFresh = 256;        // blocks just loaded that are passed over by eviction
-static_assert(kUnknownLayout >= kMaxLayouts);
 constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
 
@@ -98,7 +96,8 @@ std::optional<WriteJob> Store::begin_write() {
                   u.created_s.load(std::memory_order_relaxed),
                   r.expiry_s.load(std::memory_order_relaxed),
                   u.parent.load(std::memory_order_relaxed),
-                  (now.flags() & kFlagChecksummed) != 0};
+                  (now.flags() & kFlagChecksummed) != 0,
+                  layouts_.in(shape_of(record).layout)};
 }
 
 bool Store::end_write(Handle handle, bool written) {
@@ -164,10 +163,7 @@ void Store::file_gone(const Key& key) {
 void Store::drop_tombstone(uint32_t record) {
   chances_ += 1;
   tombstones_.remove(kOneQueue, record);
-  transition(record, Event::Delete, State::Free, 0);
-  records_used_ -= 1;
-  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
-  free_head_ = record;
+  free_record(record, Event::Delete);
 }
 
 Deleted Store::take_deleted() {
@@ -231,10 +227,7 @@ void Store::drop_disk_record(uint32_t record, Event event) {
   chances_ += 1;
   on_disk_.remove(kOneQueue, record);
   index_.erase(key_of(record), record);
-  transition(record, event, State::Free, 0);
-  records_used_ -= 1;
-  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
-  free_head_ = record;
+  free_record(record, event);
 }
 
 // A DISK record whose file must go: found by nobody from here on.
@@ -255,6 +248,7 @@ bool Store::demote(uint32_t record) {
   if (const auto going = going_.find(key);
       now.flags() & kFlagDeleted && going != going_.end() && going->second == Index::kAbsent) {
     transition(record, Event::Demote, State::Disk, kFlagDeleted);  // first: killed after it, the file still goes
+    layouts_.went(shape_of(record).layout), layouts_.came_on_disk(shape_of(record).layout);
     {
       Writing writing(r.sequence);
       r.extent.store(0, std::memory_order_relaxed);
@@ -270,6 +264,7 @@ bool Store::demote(uint32_t record) {
     r.extent.store(0, std::memory_order_relaxed);
   }
   transition(record, Event::Demote, State::Disk, 0);
+  layouts_.went(shape_of(record).layout), layouts_.came_on_disk(shape_of(record).layout);
   on_disk_.insert(kOneQueue, record, rank(record));
   return true;
 }
@@ -283,6 +278,7 @@ bool Store::adopt_disk_record(uint32_t record) {
     if (going_.contains(key)) return false;
     file_must_go(key);
     remember_file(record, key);
+    adopt_layout_on_disk(record);
     records_used_ += 1;
     return true;
   }
@@ -290,6 +286,7 @@ bool Store::adopt_disk_record(uint32_t record) {
   if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.upkeep(record).rank.store(0);
   on_disk_.insert(kOneQueue, record, rank(record));
   remember_expiry(record);
+  adopt_layout_on_disk(record);
   records_used_ += 1;
   return true;
 }

@@ -55,6 +55,7 @@ std::optional<Description> Store::describe(const Key& key) {
   Snapshot snapshot;
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
   const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
+  snapshot.shape = told(snapshot.shape);
   return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record)};
 }
 
@@ -69,7 +70,7 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
     const auto* bytes = reinterpret_cast<const uint8_t*>(&key);
     if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
     const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
-    const Snapshot snapshot{record, c, extent_of(record), shape_of(record), expiry_s};
+    const Snapshot snapshot{record, c, extent_of(record), told(shape_of(record)), expiry_s};
     out.push_back(
         {key, record, c.state(), snapshot, index_.upkeep(record).created_s.load(std::memory_order_relaxed), rank(record)});
   }
@@ -86,6 +87,7 @@ void Store::check_integrity() {
   };
   uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0,
            tombstones = 0;
+  std::vector<uint64_t> of_layout(layouts_.size()), of_layout_on_disk(layouts_.size());
   std::vector<Extent> extents;
   for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
     const State state = control(record).state();
@@ -97,6 +99,8 @@ void Store::check_integrity() {
            here + " is wrongly indexed");
     if (state == State::Free) continue;
     records += 1;
+    if (const Shape shape = shape_of(record); state != State::Disk || shape.tokens != 0)
+      (state == State::Disk ? of_layout_on_disk : of_layout).at(shape.layout) += 1;
     if (tombstone) {
       tombstones += 1;
       const auto going = going_.find(key_of(record));
@@ -137,6 +141,11 @@ void Store::check_integrity() {
   expect(policy_.size() + parked_.size() == sealed, "the eviction queues hold " +
                                                         std::to_string(policy_.size() + parked_.size()) + " of " +
                                                         std::to_string(sealed) + " blocks");
+  for (uint32_t slot = 0; slot < layouts_.size(); ++slot)
+    expect(of_layout[slot] == layouts_.blocks(slot) && of_layout_on_disk[slot] == layouts_.on_disk(slot) &&
+               (of_layout[slot] == 0 || layouts_.is_known(slot)),
+           "layout " + std::to_string(slot) + " is said to have " + std::to_string(layouts_.blocks(slot)) + " blocks, it has " +
+               std::to_string(of_layout[slot]));
   expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
 }
 

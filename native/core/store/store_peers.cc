@@ -36,7 +36,8 @@ std::optional<ReadJob> Store::begin_read(const Key& key) {
                  found.expiry_s,
                  u.parent.load(std::memory_order_relaxed),
                  now.state() == State::Sealed,
-                 (now.flags() & kFlagChecksummed) != 0};
+                 (now.flags() & kFlagChecksummed) != 0,
+                 layouts_.in(found.shape.layout)};
 }
 
 void Store::end_read(Handle handle) {

@@ -59,11 +59,7 @@ void Store::free_zombie(uint32_t record) {
   arena_.release(extent, record);
   used_bytes_ -= extent.length;
   chances_ += 1;
-  if (demote(record)) return;
-  records_used_ -= 1;
-  transition(record, Event::LastPinGone, State::Free, 0);
-  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
-  free_head_ = record;
+  if (!demote(record)) free_record(record, Event::LastPinGone);
 }
 
 // What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a

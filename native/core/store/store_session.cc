@@ -18,22 +18,25 @@ uint32_t Store::new_session_id() {
   return next_session_++;
 }
 
-std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only, bool asks) {
+std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only,
+                                            uint32_t protocol) {
+  const bool asks = protocol >= protocol::kVersionAsks;
   if (max_pins == 0 || max_pins > kMaxPins)
     throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
   auto session = std::make_unique<Session>();
   session->holder = {uid, read_only};
-  session->budgeted = is_budgeted(uid), session->asks = asks;
+  session->budgeted = is_budgeted(uid), session->asks = asks, session->protocol = protocol;
   uint32_t id;
   {
     Lock lock = enter();
+    check_reader(protocol);
     id = session->id = new_session_id();
     session->allowance = first_allowance(*session, max_pins);
   }
   if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
   // The file is made outside the lock: it takes system calls.
   session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins,
-                                      session->holder, session->allowance.slots);
+                                      session->holder, session->allowance.slots, protocol);
   session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
   try {
     session->guard = Guard(session->file->mapping(), &session->truncated);
@@ -45,8 +48,22 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   session->pid = pid, session->uid = uid;
   Fd locked = session->file->take_locked();
   Lock lock(mutex_);
+  try {
+    check_reader(protocol);  // again: a layout may have come meanwhile
+  } catch (...) {
+    session->file->unlink();
+    throw;
+  }
   sessions_.emplace(id, std::move(session));
   return {id, std::move(locked)};
+}
+
+void Store::check_reader(uint32_t protocol) {
+  if (protocol >= protocol::kVersionLayouts || !layouts_.newer()) return;
+  throw Error(Code::IncompatibleVersion,
+              "the client speaks version " + std::to_string(protocol) + " of the session protocol; namespace " + options_.name +
+                  " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) + " to " +
+                  std::to_string(protocol::kVersion) + " can read");
 }
 
 void Store::reap_left_sessions() {
@@ -54,8 +71,9 @@ void Store::reap_left_sessions() {
   for (size_t look = 0, count = ended_.size(); look < count; look += kSlice) reap_sessions(kSlice), mutex_.give_way();
 }
 
-bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid) {
+bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
   Lock lock = enter();
+  check_reader(protocol);
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return false;
   Session& session = *found->second;
@@ -66,6 +84,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   session.ended = false;
   std::erase(ended_, id);
   session.pid = pid, session.uid = uid;
+  session.protocol = protocol;
   return true;
 }
 

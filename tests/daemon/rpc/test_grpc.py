@@ -256,7 +256,7 @@ def test_wrong_arguments_are_refused_with_value_and_limit(calls):
         (lambda: calls.admin.Events(admin_pb2.EventsRequest(interval_ms=1), timeout=CALL_S), INVALID, "100"),
         (lambda: calls.register(b""), INVALID),
         (lambda: calls.register(b"KVL1"), INVALID),
-        (lambda: calls.register(layout_blob().ljust(4093, b"x")), INVALID, "4093", "4092"),
+        (lambda: calls.register(layout_blob().ljust(4093, b"x")), INVALID, "4093", "4088"),
         (lambda: calls.register(layout_blob(layers=2)[:-1]), INVALID),
     )
     for call, code, *words in names:

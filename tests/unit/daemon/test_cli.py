@@ -21,8 +21,8 @@ from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
-    "serve", "ping", "status", "ls", "describe", "rm", "flush", "drain", "scrub", "top", "peers", "config",
-    "reload", "stop", "pools", "fsck", "completion",
+    "serve", "ping", "status", "ls", "describe", "rm", "flush", "drain", "scrub", "top", "layouts", "peers",
+    "config", "reload", "stop", "pools", "fsck", "completion",
 )  # fmt: skip
 
 

@@ -1,0 +1,252 @@
+"""Client and daemon of different versions: each keeps its word to the last commit that spoke session protocol 3.
+
+Method: that commit is built from git into build/older (once; ccache helps), and its daemon and its client run
+as processes of their own against those of this tree: alone, one after the other on one pool, and under load
+while the daemon is upgraded, killed and downgraded. Every block is compared byte for byte.
+"""
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+import kvclient
+from kvclient import Layout
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+OLDER = "8f3183f01fd2"  # protocols 2 and 3, tables of version 3 with 48 layouts
+PARTS = ("CMakeLists.txt", "native", "proto", "kvstored", "kvclient", "pyproject.toml")
+LAYOUT = Layout(2, 1, 32, "float16", 16)
+# Puts blocks of its own and gets what it and others put, as long as it is told keys; a line of answer each.
+CLIENT = """
+import os, sys
+import kvclient
+from kvclient import Layout
+assert not hasattr(kvclient.errors, "LayoutLost") or sys.argv[2] == "new", "the tree under test"
+layout = Layout(2, 1, 32, "float16", 16)
+try:
+    client = kvclient.connect(dir=sys.argv[1], on_error="raise")
+except kvclient.errors.KVClientError as error:
+    print(type(error).__name__, error, flush=True)
+    sys.exit()
+print("attached", flush=True)
+for line in sys.stdin:
+    word, *rest = line.split()
+    try:
+        if word == "put":
+            key = bytes.fromhex(rest[0])
+            with client.create([key], client.register_layout(layout)) as writer:
+                for at in range(2):
+                    if writer.results[0] == "granted":
+                        writer[0].layer(at)[:] = key[at]
+            print(writer.results[0], flush=True)
+        elif word == "get":
+            key = bytes.fromhex(rest[0])
+            with client.get([key]) as blocks:
+                view = blocks[0]
+                print("miss" if view is None else [set(view.layer(at).ravel().tolist()) == {key[at]} for at in range(2)], flush=True)
+    except kvclient.errors.KVClientError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+HIT = "[True, True]"
+
+
+@pytest.fixture(scope="session")
+def older() -> Path:
+    """The earlier tree, built."""
+    tree = ROOT / "build/older" / OLDER
+    tree.mkdir(parents=True, exist_ok=True)
+    with open(tree.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (tree / "built").exists():
+            known = subprocess.run(["git", "cat-file", "-e", f"{OLDER}^{{commit}}"], cwd=ROOT, capture_output=True)
+            if known.returncode:
+                pytest.skip(f"this clone has no commit {OLDER}: it is shallow")
+            archive = subprocess.Popen(
+                ["git", "archive", OLDER, *PARTS], cwd=ROOT, stdout=subprocess.PIPE
+            )
+            with tarfile.open(fileobj=archive.stdout, mode="r|") as files:
+                files.extractall(tree, filter="data")
+            assert archive.wait() == 0
+            _build(tree)
+            (tree / "built").touch()
+    return tree
+
+
+def _build(tree: Path) -> None:
+    def run(*words: object) -> None:
+        done = subprocess.run([str(word) for word in words], cwd=tree, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    protos = sorted(one.relative_to(tree) for one in tree.glob("proto/**/*.proto"))
+    run(sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", "--python_out=.", "--grpc_python_out=.", *protos)
+    cmake = Path(sys.executable).parent / "cmake"
+    ninja = Path(sys.executable).parent / "ninja"
+    launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if _has("ccache") else []
+    run(
+        cmake, "-S", ".", "-B", "build", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DKV_IN_TREE=ON",
+        f"-DPython_EXECUTABLE={sys.executable}", *launcher,
+    )  # fmt: skip
+    run(cmake, "--build", "build", "-j2", "--target", "_core_daemon", "_core_client")
+    for side, package in (("daemon", "kvstored"), ("client", "kvclient")):
+        (module,) = (tree / "build" / side).glob("_core*.so")
+        (tree / package / module.name).write_bytes(module.read_bytes())
+
+
+def _has(program: str) -> bool:
+    return any(os.access(Path(part) / program, os.X_OK) for part in os.environ["PATH"].split(":"))
+
+
+class Client:
+    """A client process of one tree or the other."""
+
+    def __init__(self, tree: Path, directory: Path, name: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, str(directory), name], cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.attached = self._process.stdout.readline().strip()
+
+    def ask(self, *words: str) -> str:
+        self._process.stdin.write(" ".join(words) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def put(self) -> str:
+        key = os.urandom(32).hex()
+        answer = self.ask("put", key)
+        assert answer == "granted", answer
+        return key
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def client(older):
+    """`client("old", daemon)`, `client("new", daemon)`."""
+    with contextlib.ExitStack() as ends:
+
+        def start(name: str, daemon) -> Client:
+            one = Client(older if name == "old" else ROOT, daemon.dir, name)
+            ends.callback(one.close)
+            return one
+
+        yield start
+
+
+@pytest.fixture
+def version(older):
+    """`version(daemon, "old")`: what its next start runs."""
+
+    def choose(daemon, name: str):
+        daemon.command = ["env", "-C", str(older), f"PYTHONPATH={older}", sys.executable]
+        if name == "new":
+            daemon.command = [sys.executable]
+        return daemon
+
+    return choose
+
+
+@pytest.fixture
+def old_daemon(daemon, version):
+    one = daemon(memory="64MiB")
+    one.stop()
+    version(one, "old")
+    one.args.append("--fresh")
+    one.start()
+    one.args.remove("--fresh")
+    return one
+
+
+def test_an_old_client_on_a_new_daemon(daemon, client):
+    one = daemon(memory="64MiB")
+    old, new = client("old", one), client("new", one)
+    assert (old.attached, new.attached) == ("attached", "attached")
+    keys = [old.put(), new.put()]
+    for reader in (old, new):
+        assert [reader.ask("get", key) for key in keys] == [HIT, HIT]
+    one.restart(kill=True)
+    for reader in (old, new):
+        assert [reader.ask("get", key) for key in keys] == [HIT, HIT]
+    keys.append(old.put())
+    assert new.ask("get", keys[-1]) == HIT
+
+
+def test_what_an_old_client_would_misread_is_refused_to_it_and_named(daemon, client):
+    one = daemon(memory="64MiB")
+    old = client("old", one)
+    here = one.connect()
+    with pytest.raises(kvclient.errors.NoSpace, match=r"first 48 layouts.*an older version"):
+        for number in range(49):
+            here.register_layout(Layout(1, 1, 16, "float16", 2 + number))
+    key = old.put() if False else None
+    old.close()
+    for number in range(49, 120):
+        here.register_layout(Layout(1, 1, 16, "float16", 2 + number))
+    late = client("old", one)
+    assert late.attached.startswith("IncompatibleVersion")
+    assert "version 2 of the session protocol" in late.attached and "versions 4 to 4" in late.attached
+    assert client("new", one).attached == "attached" and key is None
+
+
+def test_a_new_client_on_an_old_daemon(old_daemon, client):
+    old, new = client("old", old_daemon), client("new", old_daemon)
+    assert new.attached == "attached"
+    keys = [old.put(), new.put()]
+    for reader in (old, new):
+        assert [reader.ask("get", key) for key in keys] == [HIT, HIT]
+    old_daemon.restart(kill=True)
+    assert new.ask("get", keys[0]) == HIT
+    assert old.ask("get", new.put()) == HIT
+
+
+def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
+    """A pool of the earlier daemon serves on: its blocks are hits in both directions, nobody hears an error
+    and no byte is wrong, while the daemon is replaced, by a signal and by a kill."""
+    clients = [client(name, old_daemon) for name in ("old", "new", "old", "new")]
+    stop, wrong, counts = threading.Event(), [], [0] * len(clients)
+
+    def load(number: int) -> None:
+        keys: list[str] = []
+        while not stop.is_set():
+            key = os.urandom(32).hex()
+            answers = [clients[number].ask("put", key)]
+            keys = [*keys[-20:], key]
+            answers += [clients[number].ask("get", each) for each in keys]
+            wrong.extend(each for each in answers if each not in ("granted", HIT))
+            counts[number] += 1
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    try:
+        for name, kill in (("new", False), ("old", False), ("new", True), ("old", True), ("new", False)):
+            before = list(counts)
+            version(old_daemon, name).restart(kill=kill)
+            _eventually(lambda before=before: all(now > was + 5 for now, was in zip(counts, before, strict=True)))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(120)
+    assert wrong == []
+
+
+def _eventually(condition, deadline_s: float = 120.0) -> None:
+    import time
+
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the clients went on"
+        time.sleep(0.01)
