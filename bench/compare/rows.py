@@ -114,7 +114,7 @@ ROWS = [
         "first_pass",
         "pass",
         {"bytes": MIB, "blocks": 1024},
-        (("at once", "pass"), ("populated", "pass_populated")),
+        (("", "pass"),),
     ),
     Row(
         "first_pass_write",
@@ -123,7 +123,7 @@ ROWS = [
         "first_pass",
         "put",
         {"bytes": MIB, "batch": 1, "cycle_bytes": CYCLE_BYTES, "blocks": 2048},
-        (("at once", "put_numpy"), ("populated", "put_populated")),
+        (("", "put_numpy"),),
     ),
     Row("reuse", "TTFT with and without the store (bench/reuse_ttft.py), KVBoost beside it", "", "script"),
     Row("daemon", "the daemon's own figures (bench/daemon_figures.py)", "", "script"),

@@ -264,22 +264,6 @@ class Ours:
 
         return Call(run, note=f"{(time.monotonic() - self.attached) * 1e3:.0f} ms after it attached")
 
-    def op_pass_populated(self, params):
-        """The same once this process has its page tables: what a client sees that is not in a hurry."""
-        self.wait_populated()
-        return self.op_pass(params)
-
-    def op_put_populated(self, params):
-        self.wait_populated()
-        call = self.op_put_numpy(params)
-        call.note = f"{self.populated_ms:.0f} ms after it attached"
-        return call
-
-    def wait_populated(self):
-        pool = self.client.stats()["capacity_bytes"]
-        wait_until(lambda: self.client.populated_bytes >= pool, "this client's page tables", 30)
-        self.populated_ms = (time.monotonic() - self.attached) * 1e3
-
     def close(self):
         if self.client is not None:
             self.client.close()

@@ -236,7 +236,7 @@ void bind_client(nb::module_& m) {
       .def_prop_ro("attachment", [](Client& c) { return c.attachment()->number(); })
       .def_prop_ro("session", [](Client& c) { return c.attachment()->session(); })
       .def_prop_ro("epoch", [](Client& c) { return c.attachment()->epoch(); })
-      .def_prop_ro("populated_bytes", [](Client& c) { return c.attachment()->populated(); })
+      .def_prop_ro("populated_bytes", [](Client& c) { return c.attachment()->tables->bytes(); })
       .def_prop_ro("namespace", [](Client& c) { return c.attachment()->options().name; });
 }
 

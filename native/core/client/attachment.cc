@@ -1,6 +1,5 @@
 #include "core/client/attachment.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -16,8 +15,6 @@
 
 namespace kv {
 namespace {
-
-constexpr uint64_t kPopulateStep = 16ull << 20;  // small, so that close() is prompt
 
 std::atomic<uint64_t>* token_page() {
   static auto* word = [] {
@@ -129,7 +126,7 @@ void Attachment::close() {
     }  // none begins from here on
     give_up_open();
   }
-  populator_->wanted.notify_all();
+  tables->stop();
   std::lock_guard lock(socket_mutex_);
   hang_up();
 }
@@ -232,7 +229,6 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
   fresh->socket_ = std::move(socket);
   std::copy(std::begin(reply.salt), std::end(reply.salt), fresh->salt_.begin());
   fresh->connected_.store(true);
-  fresh->wanted(fresh->index.header().frontier.load(std::memory_order_relaxed));
   return fresh;
 }
 
@@ -278,23 +274,12 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
                                                ", this client reads " + std::to_string(kOldestFormat) + " to " +
                                                std::to_string(kFormatVersion));
   index = Index(table_.data());
+  tables = std::make_unique<PageTables>(pool_, writable_, index.header().frontier);
 }
 
 Attachment::~Attachment() {
-  stop_.store(true);
-  if (foreign()) {
-    // The thread exists only in the parent, and the fork may have copied its mutex and its wait half-way: neither can be
-    // destroyed here.
-    static_cast<void>(populator_.release());
-    return;
-  }
-  hang_up();
-  if (!populator_->thread.joinable()) return;
-  {
-    std::lock_guard lock(populator_->mutex);
-  }
-  populator_->wanted.notify_all();
-  populator_->thread.join();
+  if (!foreign()) return hang_up();
+  if (tables) tables->abandon();
 }
 
 // ---------------------------------------------------------------- what the memory holds
@@ -322,49 +307,6 @@ Attachment::Known Attachment::layout_in(uint32_t slot) {
   Layout layout = Layout::parse(*blob);
   const Key digest = layout_digest(layout);
   return known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, std::move(layout)});
-}
-
-// A first copy through a fresh mapping runs at a quarter of the speed, even over pages that exist: fill the page tables ahead.
-void Attachment::wanted(uint64_t end) {
-  if (end <= populated_.load(std::memory_order_relaxed)) return;
-  std::lock_guard lock(populator_->mutex);
-  if (end <= populator_->to) return;
-  populator_->to = std::max(end, index.header().frontier.load(std::memory_order_relaxed));
-  if (!populator_->thread.joinable()) populator_->thread = std::thread([this] { populate(); });
-  populator_->wanted.notify_one();
-}
-
-// About to be written, perhaps ahead of the thread: one call for the extent costs a fifth of a fault for each of its pages.
-void Attachment::wanted_for_writing(Extent extent) {
-  wanted(extent.end());
-  if (extent.end() <= writable_populated_.load(std::memory_order_relaxed) || !writable_) return;
-  ::madvise(writable_.data() + extent.offset, extent.length, MADV_POPULATE_WRITE);  // what fails here, touching will tell
-}
-
-// The read-only mapping first: its readers come at once and in any order, while a writer sees to its own extents.
-void Attachment::populate() {
-  ::pthread_setname_np(::pthread_self(), "kv-populate");
-  uint64_t read = 0, written = 0;
-  for (;;) {
-    const uint64_t size = pool_.size();
-    uint64_t to;
-    {
-      std::unique_lock lock(populator_->mutex);
-      populator_->wanted.wait(lock, [&] { return stop_.load() || (writable_ ? written : read) < populator_->to; });
-      to = std::min(populator_->to, size);
-    }
-    if (stop_.load()) return;
-    const bool reading = read < to;
-    uint64_t& at = reading ? read : written;
-    const uint64_t step = std::min(kPopulateStep, to - at);
-    const Mapping& mapping = reading ? pool_ : writable_;
-    if (::madvise(mapping.data() + at, step, reading ? MADV_POPULATE_READ : MADV_POPULATE_WRITE) != 0)
-      return;  // cut by another client: touching it will tell
-    at += step;
-    if (!reading) writable_populated_.store(written, std::memory_order_relaxed);
-    populated_.store(writable_ ? std::min(read, written) : read, std::memory_order_relaxed);
-    if ((writable_ ? written : read) == size) return;
-  }
 }
 
 }  // namespace kv

@@ -6,16 +6,15 @@
 #pragma once
 
 #include <array>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "core/client/page_tables.h"
 #include "core/format/index.h"
 #include "core/format/layout.h"
 #include "core/format/protocol.h"
@@ -68,9 +67,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::string exhausted() const;  // why there was no pin
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
-  void wanted(uint64_t end);  // memory up to here is about to be used: populate it in the background
-  void wanted_for_writing(Extent extent);
-  uint64_t populated() const { return populated_.load(std::memory_order_relaxed); }
 
   // Held while memory is written that close() would give up. Throws Closed.
   std::shared_lock<std::shared_mutex> copying();
@@ -96,7 +92,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void hang_up();
   void tell_open(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
-  void populate();
 
   const uint64_t number_;
   AttachOptions options_;
@@ -126,19 +121,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::mutex layouts_mutex_;
   std::vector<Known> layouts_;  // by slot, as they were last read
 
-  std::atomic<uint64_t> populated_{0};  // of both mappings
-  std::atomic<uint64_t> writable_populated_{0};
-  std::atomic<bool> stop_{false};
-  struct Populator {
-    std::mutex mutex;
-    std::condition_variable wanted;
-    uint64_t to = 0;
-    std::thread thread;
-  };
-  std::unique_ptr<Populator> populator_ = std::make_unique<Populator>();
-
  public:
   Index index;
+  std::unique_ptr<PageTables> tables;  // after the mappings
 };
 
 }  // namespace kv

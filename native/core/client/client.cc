@@ -162,7 +162,9 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
   const size_t taken = at.take_pins(pins, pages, slots.data());
   fence_full();
   const bool current = at.current();
-  uint64_t end = 0;
+  thread_local std::vector<Extent> extents;
+  extents.clear();
+  uint64_t bytes = 0;
   const KnownLayout* layout = nullptr;
   uint32_t slot = 0;
   for (size_t k = 0; k < wanted.size(); ++k) {
@@ -193,11 +195,11 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
     item.slot = slots[k];
     item.state = ItemState::Hit;
     item.holders.store(1, std::memory_order_relaxed);
-    end = std::max(end, item.at.extent.end());
+    extents.push_back(item.at.extent), bytes += item.at.extent.length;
   }
   if (!lost.empty()) at.board->clear(lost);
   if (!current) throw Error(Code::Detached, "another daemon took over during the get");
-  at.wanted(end);
+  if (bytes >= PageTables::kWorthAThread) at.tables->reading(extents);
 }
 
 // Looks one block up again and pins it: one that changed between look-up and pin may be there again.

@@ -194,6 +194,7 @@ struct Shape {
            base_position;
   }
 };
+inline constexpr uint32_t kUnknownLayout = 255;  // of a block found by its file's name, beside 0 tokens: nobody read its header
 inline constexpr uint32_t kMaxTokens = 0xfffff;
 inline constexpr uint32_t kMaxBasePosition = 0xfffffff;
 inline constexpr uint32_t kMaxPriority = 100;

@@ -73,6 +73,7 @@ struct Description {
 struct Stats {
   uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
   uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
+  uint64_t longest_hold_ns, long_holds;  // of the store's lock, without a pause; those over half a millisecond
 #define X(name) uint64_t name;
   KV_STORE_COUNTERS(X)
 #undef X
@@ -88,6 +89,12 @@ struct WriteJob {
   uint32_t created_s, expiry_s, parent;
   bool checksummed;
   std::shared_ptr<const KnownLayout> layout;
+};
+
+struct LayoutInfo {
+  std::shared_ptr<const KnownLayout> known;
+  uint64_t blocks, on_disk;  // in memory, and only on disk
+  uint32_t sessions;         // that registered it
 };
 
 // A block about to be read for another host. Pinned until end_read.

@@ -46,6 +46,11 @@ inline double block_weight(uint32_t tokens, uint64_t bytes, uint32_t priority, u
 // What one use at `seconds` since the origin adds to a score of weight 1.
 inline double use_value(double seconds) { return std::exp2(seconds / kHalfLifeSeconds); }
 
+// What became of some victims.
+struct Tried {
+  size_t looked_at, parked, evicted;
+};
+
 // Places: uint32_t place(uint32_t record), void set_place(uint32_t record, uint32_t place).
 template <class Places>
 class EvictionPolicy {
@@ -100,6 +105,17 @@ class EvictionPolicy {
     const Least least = found->second.least();
     remove_at(found, 0);
     return least;
+  }
+
+  // Any of a class, or of all, in no order: costs no step of a heap.
+  uint32_t pop_any(std::optional<uint64_t> size_class) {
+    auto found = size_class ? heaps_.find(*size_class) : heaps_.begin();
+    if (found == heaps_.end()) return kNone;
+    Heap& heap = found->second;
+    const uint32_t record = heap.record(heap.size() - 1);
+    heap.pop();
+    if (heap.size() == 0) heaps_.erase(found);
+    return record;
   }
 
   bool contains(uint64_t size_class, uint32_t record) const {

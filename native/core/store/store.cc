@@ -196,26 +196,31 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     }
     return missing;
   };
+  auto still_there = [&] {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
+    owner = &owner_of_request();
+    static_cast<void>(layouts_.by_id(request.layout));
+  };
   std::vector<size_t> missing = attempt();
   // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
   while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
     lock.unlock();
     const bool more = pool_.grow();
     lock.lock();
-    owner = &owner_of_request();  // it may have ended meanwhile: its end has taken what was granted to it
-    static_cast<void>(layouts_.by_id(request.layout));
+    still_there();
     missing = attempt();
     if (!more) break;
   }
   // Twice: a victim pinned at the last moment stays a zombie and frees nothing.
   for (int round = 0; round < 2 && !missing.empty() && !draining_; ++round) {
     make_room(layout.extent_bytes(request.items[missing[0]].tokens), missing.size());
+    still_there();
     missing = attempt();
   }
   for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_;
        --tries) {  // blocks of other lengths in the batch
     const size_t before = missing.size();
     make_room(layout.extent_bytes(request.items[missing.back()].tokens), 1);
+    still_there();
     missing = attempt();
     if (missing.size() == before) break;
   }

@@ -71,8 +71,7 @@ class Store {
   void close();
 
   // ---- blocks
-  // Its id here, the same as long as it keeps its slot; `session`: that means to use it. Throws InvalidArgument, NoSpace.
-  uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);
+  uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);  // its id. `session`: that means to use it
   LayoutTable::Known find_layout(const Key& digest);  // null: nobody has registered it here
   LayoutTable::Known layout(uint32_t id);             // null: not here, or not any more
   std::vector<Granted> create(const CreateRequest& request);
@@ -163,11 +162,6 @@ class Store {
   Stats stats();
   std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);
   std::optional<Description> describe(const Key& key);
-  struct LayoutInfo {
-    LayoutTable::Known known;
-    uint64_t blocks, on_disk;  // in memory, and only on disk
-    uint32_t sessions;         // that registered it
-  };
   std::vector<LayoutInfo> layouts();
   void check_integrity();
   std::string problem();  // empty if all is well
@@ -208,7 +202,7 @@ class Store {
   };
 
   using Lock = std::unique_lock<SlicedMutex>;
-  static constexpr size_t kSlice = 256;         // blocks that one hold of the lock deletes: some 100 us
+  static constexpr size_t kSlice = 256, kReapSlice = 16;  // blocks that one hold of the lock deletes, sessions: some 100 us
   static constexpr double kDueWorth = 0x1p200;  // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
@@ -241,14 +235,12 @@ class Store {
   // store_layouts.cc
   const Layout& layout_of(uint32_t slot) const;  // of a block
   bool older_readers();
-  LayoutTable::Held held_layouts() const;
   void forget_layout_on_disk(uint32_t slot);
   Shape told(Shape shape) const;
   void free_record(uint32_t record, Event event);
   void adopt_layout_on_disk(uint32_t record);
 
   // store_disk.cc
-  static constexpr uint32_t kUnknownLayout = 255;  // of a block found by its file's name, beside 0 tokens: nobody read its header
   void wish_to_write(uint32_t record, bool worth_it);
   bool forget_wish(uint32_t record);
   void set_flags(uint32_t record, uint8_t on, uint8_t off);
@@ -268,6 +260,7 @@ class Store {
   // store_reclaim.cc
   void make_room(uint64_t length, size_t count, bool last_look = false);
   void evict_least(std::optional<uint64_t> size_class, size_t count);
+  Tried try_victims(std::optional<uint64_t> size_class, size_t count, size_t wanted, bool any);
   std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit);
   void leave_queue(uint32_t record);
   void to_zombie(uint32_t record, Event event);

@@ -17,16 +17,10 @@ const Layout& Store::layout_of(uint32_t slot) const {
 }
 
 bool Store::older_readers() {
-  reap_sessions(kSlice);
+  reap_sessions(kReapSlice);
   return std::any_of(sessions_.begin(), sessions_.end(), [](const auto& one) {
     return one.second->file && one.second->protocol < protocol::kVersionLayouts;
   });
-}
-
-LayoutTable::Held Store::held_layouts() const {
-  LayoutTable::Held held;
-  for (auto& [id, session] : sessions_) held |= session->layouts;
-  return held;
 }
 
 uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session) {
@@ -41,7 +35,9 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   };
   if (const auto id = known()) return *id;
   const bool older = older_readers();
-  const std::optional<uint32_t> slot = layouts_.take(held_layouts(), older);
+  LayoutTable::Held held;
+  for (auto& [id, one] : sessions_) held |= one->layouts;
+  const std::optional<uint32_t> slot = layouts_.take(held, older);
   if (!slot) throw Error(Code::NoSpace, layouts_.full(older));
   for (auto& [id, one] : sessions_) one->layouts.reset(*slot);
   if (layouts_.on_disk(*slot)) forget_layout_on_disk(*slot);
@@ -77,7 +73,7 @@ LayoutTable::Known Store::layout(uint32_t id) {
   return layouts_.is_known(slot) && layouts_.in(slot)->id == id ? layouts_.in(slot) : nullptr;
 }
 
-std::vector<Store::LayoutInfo> Store::layouts() {
+std::vector<LayoutInfo> Store::layouts() {
   Lock lock(mutex_);
   std::vector<LayoutInfo> out;
   for (uint32_t slot = 0; slot < layouts_.size(); ++slot) {

@@ -25,6 +25,7 @@ Stats Store::stats() {
   s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_.size();
   s.max_blocks = options_.max_blocks;
   s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
+  s.longest_hold_ns = mutex_.holds().longest_ns, s.long_holds = mutex_.holds().count_over;
   s.fenced = !fence_.empty();
   s.draining = draining_;
   s.pins = 0, s.sessions = 0;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr uint64_t kFreshNs = 1'000'000'000;
 constexpr uint64_t kPinsPerRelease = 16;  // a pass over so many pins is worth one that has gone
-constexpr uint64_t kPinsPerBlock = 512;   // a scan of so many pins makes room for one block more than was asked for
+constexpr uint64_t kPinsPerBlock = 128;   // a scan of so many pins makes room for one block more than was asked for
 constexpr uint64_t kSessionWords = 64;    // what a session costs a scan beside its pins, in pins
 constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
@@ -135,14 +135,15 @@ void Store::unpark(bool all) {
   const uint64_t gone = releases();
   if (!all && !worth_a_scan(parked_scanned_at_, gone)) return;
   parked_scanned_at_ = gone;
-  const std::vector<uint32_t> before = std::exchange(parked_, {});
-  const std::vector<uint32_t> held = held_among(before);
+  const std::vector<uint32_t> held = held_among(parked_);
   for (const uint32_t record : held) asked_.add(record);
-  for (const uint32_t record : before) {
+  std::vector<uint32_t> free;
+  for (size_t place = 0; place < parked_.size();) {
+    const uint32_t record = parked_[place];
     if (asked_.contains(record))
-      park(record);
+      ++place;
     else
-      policy_.insert(class_of(record), record, worth(record));
+      leave_parking(record), policy_.insert(class_of(record), record, worth(record));
   }
   for (const uint32_t record : held) asked_.remove(record);
 }

@@ -17,6 +17,7 @@ namespace {
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
 constexpr size_t kReapedAtOnce = 4;  // sessions that a create looks after: a system call each
+constexpr size_t kTriedAtOnce = 1024;  // victims that one hold of the lock looks at
 
 }  // namespace
 
@@ -149,29 +150,39 @@ void Store::make_room_ahead() {
   scan_zombies();
 }
 
-// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are parked, fresh ones kept. The more were
-// found pinned the more are tried at once: however many there are, the pins are read a few times.
+// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are parked, fresh ones kept. In slices: who
+// calls this must not rely on what it found before.
 void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
-  const std::vector<uint32_t> fresh = fresh_records();
-  std::vector<uint32_t> kept, victims;
-  for (size_t wanted = count; victims.size() < count; wanted *= 4) {
-    std::vector<uint32_t> tried;
-    while (tried.size() < wanted) {
-      const uint32_t victim = policy_.pop_least(size_class).record;
-      if (victim == policy_.kNone) break;
-      (std::binary_search(fresh.begin(), fresh.end(), victim) ? kept : tried).push_back(victim);
-      index_.prefetch_whole(victim);
-    }
-    if (tried.empty()) break;
-    std::vector<uint32_t> held = held_among(tried);
-    std::sort(held.begin(), held.end());
-    for (const uint32_t record : tried) {
-      if (std::binary_search(held.begin(), held.end(), record))
-        park(record);
-      else
-        (victims.size() < count ? victims : kept).push_back(record);
-    }
+  bool any = false;
+  for (size_t wanted = count;; wanted *= 4) {
+    wanted = std::min(wanted, kTriedAtOnce);
+    const Tried tried = try_victims(size_class, count, wanted, any);
+    count -= tried.evicted;
+    if (count == 0 || tried.looked_at == 0) return;
+    // Where nearly all are pinned the rest goes the same way, and its order is not worth what it costs.
+    any = tried.parked > tried.looked_at / 4 * 3 && tried.looked_at >= kTriedAtOnce / 4;
+    mutex_.give_way();
   }
+}
+
+Tried Store::try_victims(std::optional<uint64_t> size_class, size_t count, size_t wanted, bool any) {
+  const std::vector<uint32_t> fresh = fresh_records();
+  std::vector<uint32_t> kept, victims, tried;
+  while (tried.size() < wanted) {
+    const uint32_t victim = any ? policy_.pop_any(size_class) : policy_.pop_least(size_class).record;
+    if (victim == policy_.kNone) break;
+    (std::binary_search(fresh.begin(), fresh.end(), victim) ? kept : tried).push_back(victim);
+    index_.prefetch_whole(victim);
+  }
+  std::vector<uint32_t> held = held_among(tried);
+  for (const uint32_t record : held) asked_.add(record);
+  for (const uint32_t record : tried) {
+    if (asked_.contains(record))
+      park(record);
+    else
+      (!any && victims.size() < count ? victims : kept).push_back(record);
+  }
+  for (const uint32_t record : held) asked_.remove(record);
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {
     index_.prefetch_erase(victim);
@@ -181,6 +192,7 @@ void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
   for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
   counters_.evictions += victims.size();
   for (const uint32_t record : kept) policy_.insert(class_of(record), record, worth(record));
+  return {tried.size(), held.size(), victims.size()};
 }
 
 // Evicts the run of neighbouring pieces, at least `need_bytes` long and free of pins and of blocks being written, whose
@@ -283,7 +295,7 @@ int Store::tick() {
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
   for (auto& [id, session] : sessions_)
     if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
-  for (size_t look = 0, count = ended_.size(); look < count; look += kSlice) reap_sessions(kSlice), mutex_.give_way();
+  for (size_t look = 0, count = ended_.size(); look < count; look += kReapSlice) reap_sessions(kReapSlice), mutex_.give_way();
   expire();
   scan_zombies(true);
   unpark(true);

@@ -68,7 +68,7 @@ void Store::check_reader(uint32_t protocol) {
 
 void Store::reap_left_sessions() {
   Lock lock(mutex_);
-  for (size_t look = 0, count = ended_.size(); look < count; look += kSlice) reap_sessions(kSlice), mutex_.give_way();
+  for (size_t look = 0, count = ended_.size(); look < count; look += kReapSlice) reap_sessions(kReapSlice), mutex_.give_way();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
@@ -172,7 +172,7 @@ void Store::end_session(uint32_t id) {
   if (found == sessions_.end() || found->second->ended) return;
   end_session_locked(*found->second);
   if (!found->second->file) sessions_.erase(found);
-  reap_sessions(kSlice);
+  reap_sessions(kReapSlice);
   scan_zombies();
 }
 

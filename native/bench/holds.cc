@@ -1,0 +1,119 @@
+// holds: for how long one operation keeps the store's lock, and what it costs in all. `python -m bench.crowd --holds` runs it.
+//
+//   holds BLOCKS SESSIONS
+//
+// A full pool of BLOCKS blocks of 4 KiB. Holds are counted in processor time of the thread that has the lock, so that an idle machine
+// is not needed; a slice ends where whoever waits would have the lock. Prints a line of JSON for each case: the longest hold in µs, the
+// whole in ms.
+#include <sys/resource.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "tests/store_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+
+namespace {
+
+uint64_t cpu_ns() {
+  timespec now;
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+struct House {
+  House(uint64_t count, uint32_t session_count)
+      : segments(count * kPageBytes, static_cast<uint32_t>(count + count / 8)), store(segments.open()), blocks(count),
+        sessions(session_count) {
+    start();
+    KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments.capacity; }));
+  }
+  void start() {
+    layout = store->register_layout(layout_blob(1, 1, 3072));
+    owner = store->open_owner();
+  }
+  template <class F>
+  void measure(const char* name, F&& operation) {
+    StoreTest::forget_holds(*store);
+    const uint64_t begin = cpu_ns();
+    operation();
+    const double all_ms = static_cast<double>(cpu_ns() - begin) * 1e-6;
+    std::printf("{\"case\": \"%s\", \"blocks\": %lu, \"longest_hold_us\": %.1f, \"all_ms\": %.2f}\n", name, blocks,
+                static_cast<double>(StoreTest::holds(*store).longest_ns) * 1e-3, all_ms);
+    std::fflush(stdout);
+  }
+  Grant put(uint32_t ttl_s = 0) {
+    const CreateItem item{.key = key(next++), .tokens = 3072};
+    const Granted granted = store->create({.owner = owner, .layout = layout, .ttl_s = ttl_s, .items = {&item, 1}})[0];
+    const Seal block{granted.handle};
+    if (granted.status == Grant::Granted) store->seal(owner, {&block, 1});
+    return granted.status;
+  }
+  void fill(uint32_t ttl_s = 0) {
+    for (uint64_t i = 0; i < blocks; ++i) KV_INVARIANT(put(ttl_s) == Grant::Granted);
+  }
+  // Every block pinned, by one client.
+  std::unique_ptr<Page> pin_all() {
+    auto page = std::make_unique<Page>(*store, static_cast<uint32_t>(blocks));
+    store->allow_pins(page->id, static_cast<uint32_t>(blocks), PinAllowance::kAnyPages);
+    for (uint64_t back = 1; back <= blocks; ++back) {
+      const Snapshot at = store->lookup(key(next - back)).snapshot;
+      KV_INVARIANT(page->pin({at.record, at.control.generation()}) != PinBoard::kNoSlot);
+    }
+    return page;
+  }
+
+  Segments segments;
+  std::unique_ptr<Store> store;
+  uint64_t blocks, next = 0;
+  uint32_t sessions, layout = 0, owner = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  rlimit files{};
+  ::getrlimit(RLIMIT_NOFILE, &files);
+  files.rlim_cur = files.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &files);
+  SlicedMutex::clock = cpu_ns;
+  House house(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 65536,
+              argc > 2 ? static_cast<uint32_t>(std::strtoul(argv[2], nullptr, 10)) : 200);
+  house.measure("create, one at a time", [&] { house.fill(); });
+  house.measure("look-up of 64, by message", [&] {
+    for (uint64_t i = 0; i < 1000 * 64; ++i) house.store->lookup(key(mixed(i) % house.next));
+  });
+  house.measure("adopt", [&] {
+    house.store.reset();
+    house.store = house.segments.open(true);
+    house.start();
+  });
+  {
+    auto page = house.pin_all();
+    house.measure("the first create that finds every block pinned", [&] { KV_INVARIANT(house.put() == Grant::NoSpace); });
+    house.measure("100 refused creates after it", [&] {
+      for (int i = 0; i < 100; ++i) KV_INVARIANT(house.put() == Grant::NoSpace);
+    });
+    page->unmap(), house.store->end_session(page->id);
+    house.measure("a tick that finds them free", [&] { house.store->tick(); });
+  }
+  house.measure("flush", [&] { house.store->flush(); });
+  house.store->settle();
+  house.fill(1);
+  const uint64_t until = monotonic_ns() + 3'000'000'000;
+  eventually([&] { return monotonic_ns() > until; });
+  house.measure("mass expiry", [&] { house.store->tick(); });
+  {
+    std::vector<std::unique_ptr<Page>> pages;
+    for (uint32_t i = 0; i < house.sessions; ++i) pages.push_back(std::make_unique<Page>(*house.store, 64));
+    for (auto& page : pages) house.store->end_session(page->id);
+    house.measure("a create beside sessions that ended and are still mapped", [&] { house.put(); });
+    pages.clear();
+    house.measure("a tick that reaps them", [&] { house.store->tick(); });
+  }
+  return 0;
+}
