@@ -44,7 +44,7 @@ from kvstored.tiers.disk import Tiers
 from kvstored.tiers.peers import Peers
 from kvstored.tiers.pools import Pool, Segments
 from kvstored.tiers.shared import Shared
-from kvstored.tiers.stores import geometry, new_store, retire
+from kvstored.tiers.stores import geometry, new_store, older, retire
 from kvstored.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -163,7 +163,8 @@ class KVClient:
 
     def register_layout(self, layout: Any) -> int:
         """The id of a Layout, or of the bytes of one. The same layout has the same id. A namespace holds 512
-        that have blocks in memory. Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""
+        that have blocks in memory.
+        Raises InvalidArgument, NoSpace, NotPermitted, Unavailable, DeadlineExceeded."""
         blob = layout_blob(layout)
         with self._lock:  # nobody attaches anew in between
             return self._remember(blob, self._call(lambda native: native.register_layout(blob)))

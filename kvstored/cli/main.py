@@ -23,6 +23,7 @@ from kvstored.config.config import Config
 from kvstored.config.sources import default_dir
 from kvstored.errors import ConfigError, Exit, StartupError
 
+
 def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="kvstored",

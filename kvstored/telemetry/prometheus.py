@@ -42,6 +42,12 @@ STORE_METRICS: dict[str, About] = {
     "evictions": ("kvstored_evictions_total", "counter", "Blocks evicted to make room."),
     "expired": ("kvstored_expirations_total", "counter", "Blocks whose time to live ended."),
     "no_space": ("kvstored_no_space_total", "counter", "Creates refused for want of memory."),
+    "longest_hold_ns": (
+        "kvstored_store_longest_hold_nanoseconds",
+        "gauge",
+        "Longest that the store was held without a pause since the daemon began.",
+    ),
+    "long_holds": ("kvstored_store_long_holds_total", "counter", "Such holds over half a millisecond."),
     "fenced": ("kvstored_namespace_fenced", "gauge", "1 if a client harmed the memory and it is refused."),
     "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
 }

@@ -2,9 +2,9 @@
 //
 //   holds BLOCKS SESSIONS
 //
-// A full pool of BLOCKS blocks of 4 KiB. Holds are counted in processor time of the thread that has the lock, so that an idle machine
-// is not needed; a slice ends where whoever waits would have the lock. Prints a line of JSON for each case: the longest hold in µs, the
-// whole in ms.
+// A full pool of BLOCKS blocks of 4 KiB. Holds are counted in processor time of the thread that has the lock, so that an idle
+// machine is not needed; a slice ends where whoever waits would have the lock. Prints a line of JSON for each case: the longest
+// hold in µs, the whole in ms.
 #include <sys/resource.h>
 
 #include <cstdio>
@@ -27,7 +27,9 @@ uint64_t cpu_ns() {
 
 struct House {
   House(uint64_t count, uint32_t session_count)
-      : segments(count * kPageBytes, static_cast<uint32_t>(count + count / 8)), store(segments.open()), blocks(count),
+      : segments(count * kPageBytes, static_cast<uint32_t>(count + count / 8)),
+        store(segments.open()),
+        blocks(count),
         sessions(session_count) {
     start();
     KV_INVARIANT(eventually([&] { return store->header().frontier.load() == segments.capacity; }));

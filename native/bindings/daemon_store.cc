@@ -245,9 +245,8 @@ void bind_store(nb::module_& m) {
       .def_static("retire", &Store::retire, nb::arg("table_fd"), "Tells the clients of a pool that is given up to attach anew.")
       .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "register_layout",
-          [](Store& s, const nb::bytes& blob, uint32_t owner) { return s.register_layout(view(blob), owner); }, nb::arg("blob"),
-          nb::arg("owner") = 0)
+          "register_layout", [](Store& s, const nb::bytes& blob, uint32_t owner) { return s.register_layout(view(blob), owner); },
+          nb::arg("blob"), nb::arg("owner") = 0)
       .def("layouts", &layouts)
       .def("lookup",
            [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })

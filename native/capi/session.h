@@ -43,7 +43,7 @@ class Session {
   static constexpr int kAttachTries = 3;
   void reattach();
   void forget_ids();  // a layout of ours had no block left, and another has its slot: all are registered again
-  void renew_ids();  // under mutex_
+  void renew_ids();   // under mutex_
 
   struct Known {
     std::vector<uint8_t> blob;

@@ -296,7 +296,8 @@ TEST(a_table_that_does_not_fit_is_refused_with_its_reason) {
     repair();
   };
   refused([&] { header->magic[0] = 'X'; }, [&] { header->magic[0] = 'K'; });
-  refused([&] { header->version += 1; }, [&] { header->version -= 1; });
+  refused([&] { header->version = kFormatVersion + 1; }, [&] { header->version = kOldestFormat; });
+  refused([&] { header->version = kOldestFormat - 1; }, [&] { header->version = kOldestFormat; });
   refused([&] { header->max_blocks *= 2; }, [&] { header->max_blocks /= 2; });
   refused([&] { header->buckets += 1; }, [&] { header->buckets -= 1; });
   refused([&] { header->records_offset += 1 << 30; }, [&] { header->records_offset -= 1 << 30; });

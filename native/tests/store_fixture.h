@@ -215,7 +215,7 @@ class Page {
       : own(asks && uid == ::geteuid() ? &store : nullptr) {
     Fd locked;
     std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only,
-                                          asks ? protocol::kVersion : protocol::kOldestVersion);
+                                              asks ? protocol::kVersion : protocol::kOldestVersion);
     board.emplace(Mapping(locked.get(), store.session_page_bytes(id), true));
   }
   Id token() const {

@@ -21,7 +21,7 @@ class SlicedMutex {
   struct Holds {
     uint64_t longest_ns = 0, count_over = 0;
   };
-  static constexpr uint64_t kLongNs = 500'000;           // what count_over counts
+  static constexpr uint64_t kLongNs = 500'000;        // what count_over counts
   static inline uint64_t (*clock)() = &monotonic_ns;  // a benchmark's may count a thread's own time
 
   void lock() {

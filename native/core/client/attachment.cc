@@ -118,7 +118,6 @@ void Attachment::tell_open(int socket) {
 
 // A second call ends a session that was resumed while the first one ran.
 void Attachment::close() {
-  stop_.store(true);
   if (foreign()) return;
   if (!closed_.exchange(true)) {
     {
@@ -268,8 +267,8 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
   pool_ = Mapping(descriptors[2].get(), reply.pool_bytes, false);
   if (!options_.read_only) writable_ = Mapping(descriptors[2].get(), reply.pool_bytes, true);
   const auto* header = table_.at<TableHeader>(0);
-  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat || header->version > kFormatVersion ||
-      header->total_bytes > table_.size())
+  if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat ||
+      header->version > kFormatVersion || header->total_bytes > table_.size())
     throw Error(Code::IncompatibleVersion, "the block table is of version " + std::to_string(header->version) +
                                                ", this client reads " + std::to_string(kOldestFormat) + " to " +
                                                std::to_string(kFormatVersion));
@@ -278,15 +277,19 @@ void Attachment::map(const protocol::Attached& reply, std::vector<Fd>& descripto
 }
 
 Attachment::~Attachment() {
-  if (!foreign()) return hang_up();
-  if (tables) tables->abandon();
+  if (!foreign())
+    hang_up();
+  else if (tables)
+    tables->abandon();
 }
 
 // ---------------------------------------------------------------- what the memory holds
 
 Attachment::Known Attachment::layout(uint32_t id) {
-  const Known known = layout_slot(id) < index.header().layouts.load(std::memory_order_acquire) ? layout_in(layout_slot(id)) : nullptr;
-  if (!known && layout_generation(id) == 0) throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
+  const Known known =
+      layout_slot(id) < index.header().layouts.load(std::memory_order_acquire) ? layout_in(layout_slot(id)) : nullptr;
+  if (!known && layout_generation(id) == 0)
+    throw Error(Code::InvalidArgument, "layout " + std::to_string(id) + " is not registered");
   if (!known || known->id != id)
     throw Error(Code::LayoutLost,
                 "layout " + std::to_string(id) + " had no block left and its slot was given to another: register it again");

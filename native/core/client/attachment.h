@@ -58,8 +58,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void close();  // gives up what is unsealed, then disconnects; memory stays mapped while anything points to it
 
   using Known = std::shared_ptr<const KnownLayout>;
-  // The layout told under that id, read from shared memory. Throws InvalidArgument if there is none, LayoutLost if its slot was given
-  // to another.
+  // The layout told under that id, read from shared memory. Throws InvalidArgument if there is none, LayoutLost if its slot was
+  // given to another.
   Known layout(uint32_t id);
   Known layout_in(uint32_t slot);  // of a block that is pinned: while it lives its layout keeps the slot
   // As PinBoard::take, of blocks of so many pages.

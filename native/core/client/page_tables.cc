@@ -8,9 +8,9 @@
 
 namespace kv {
 namespace {
-constexpr uint64_t kStep = 4ull << 20;          // of one call: small, so that stop() is prompt
-constexpr uint64_t kMostAhead = 64ull << 20;    // of what is written next, and never more than was written so far
-constexpr size_t kMostReads = 4096;             // extents that wait for the thread: what comes later is read without it
+constexpr uint64_t kStep = 4ull << 20;        // of one call: small, so that stop() is prompt
+constexpr uint64_t kMostAhead = 64ull << 20;  // of what is written next, and never more than was written so far
+constexpr size_t kMostReads = 4096;           // extents that wait for the thread: what comes later is read without it
 }  // namespace
 
 template <class F>

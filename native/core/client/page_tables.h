@@ -1,5 +1,5 @@
-// What of the pool this process has in its page tables: what it uses, and a little of what it will write next; never the whole pool,
-// which would count as this process's memory (RssShmem) and take tens of milliseconds a client.
+// What of the pool this process has in its page tables: what it uses, and a little of what it will write next; never the whole
+// pool, which would count as this process's memory (RssShmem) and take tens of milliseconds a client.
 //
 // Reading fills tables as it goes, sixteen pages a fault, which costs what asking for them costs: only for much at once a thread
 // goes ahead of the reader. Writing has no such help: an extent is asked for whole, and what lies behind it ahead of its create.

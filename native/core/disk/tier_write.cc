@@ -106,8 +106,7 @@ void DiskTier::start_write(const WriteJob& job) {
     store_.end_write(job.handle, there);
     return;
   }
-  if (!describe_block(*write, job) || !within_budget(write->bytes) ||
-      !make_quota_room(write->bytes, write.get())) {
+  if (!describe_block(*write, job) || !within_budget(write->bytes) || !make_quota_room(write->bytes, write.get())) {
     writes_too_large_ += 1;
     store_.end_write(job.handle, false);
     return;

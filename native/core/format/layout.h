@@ -71,7 +71,8 @@ struct KnownLayout {
   Layout layout;
 };
 
-// A slot's words, in the daemon's mapping and in its clients'. Only the daemon changes one, and only while no block has its layout.
+// A slot's words, in the daemon's mapping and in its clients'. Only the daemon changes one, and only while no block has its
+// layout.
 class LayoutSlot {
  public:
   LayoutSlot(std::byte* table, uint32_t slot);

@@ -77,9 +77,8 @@ void BlockSender::begin(Block& block, const Key& key) {
   }
   const auto now_s = static_cast<uint32_t>(::time(nullptr));
   const uint32_t ttl_s = job.expiry_s ? std::max(job.expiry_s, now_s + 1) - now_s : 0;
-  const BlockHead head{
-      key,        job.layout->digest,       job.fingerprint, job.shape.tokens,          job.shape.base_position,
-      job.parent, job.shape.priority,           ttl_s,           block.layout->num_layers()};
+  const BlockHead head{key,        job.layout->digest, job.fingerprint, job.shape.tokens,          job.shape.base_position,
+                       job.parent, job.shape.priority, ttl_s,           block.layout->num_layers()};
   channel_.put(frame(Kind::Head, block), bytes_of(head));
 }
 

@@ -253,15 +253,14 @@ void SessionThread::attach(Connection& connection, const protocol::Request& requ
   std::copy(std::begin(wanted.resume_token), std::end(wanted.resume_token), token.begin());
   protocol::Attached reply{};
   Fd page;
-  reply.resumed =
-      wanted.resume_session && store_.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid,
-                                                                 wanted.version);
+  reply.resumed = wanted.resume_session &&
+                  store_.resume_session(wanted.resume_session, token, connection.who.pid, connection.who.uid, wanted.version);
   if (reply.resumed) {
     reply.session = wanted.resume_session;
   } else {
     bound_left_sessions(connection.who.uid);
-    std::tie(reply.session, page) = store_.open_session(wanted.max_pins, connection.who.pid, connection.who.uid,
-                                                        wanted.read_only != 0, wanted.version);
+    std::tie(reply.session, page) =
+        store_.open_session(wanted.max_pins, connection.who.pid, connection.who.uid, wanted.read_only != 0, wanted.version);
   }
   connection.attached = true;
   connection.session = reply.session;

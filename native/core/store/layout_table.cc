@@ -12,8 +12,8 @@ void LayoutTable::open(std::byte* table) {
   slots_.resize(LayoutSlot::count(header()));
   const uint32_t used = header().layouts.load();
   if (used > slots_.size())
-    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(used) + " layouts are registered, it has room for " +
-                                               std::to_string(slots_.size()));
+    throw Error(Code::IncompatibleVersion, "the table says " + std::to_string(used) +
+                                               " layouts are registered, it has room for " + std::to_string(slots_.size()));
   for (uint32_t number = 0; number < used; ++number) {
     const auto blob = slot(number).blob();
     if (!blob) continue;  // its daemon was killed between two layouts
@@ -75,6 +75,17 @@ std::optional<uint32_t> LayoutTable::take(const Held& held, bool older_readers) 
   return found;
 }
 
+std::optional<uint32_t> LayoutTable::victim(const Held& held, uint64_t& after) const {
+  std::optional<uint32_t> found;
+  for (uint32_t number = 0; number < size(); ++number) {
+    const Slot& one = slots_[number];
+    if (!one.known || held[number] || one.used_at <= after || slot(number).generation() == kLastLayoutGeneration) continue;
+    if (!found || one.used_at < slots_[*found].used_at) found = number;
+  }
+  if (found) after = slots_[*found].used_at;
+  return found;
+}
+
 uint32_t LayoutTable::put(uint32_t number, Layout layout) {
   Slot& one = slots_[number];
   KV_INVARIANT(one.taken && !one.known && one.blocks == 0 && one.on_disk == 0);
@@ -89,6 +100,15 @@ uint32_t LayoutTable::put(uint32_t number, Layout layout) {
 }
 
 void LayoutTable::give_back(uint32_t number) { slots_[number].taken = false; }
+
+void LayoutTable::check(const std::vector<uint64_t>& blocks, const std::vector<uint64_t>& on_disk) const {
+  for (uint32_t number = 0; number < size(); ++number) {
+    const Slot& one = slots_[number];
+    if (blocks[number] == one.blocks && on_disk[number] == one.on_disk && (one.known || one.blocks == 0)) continue;
+    throw Error(Code::Integrity, "layout slot " + std::to_string(number) + " is said to have " + std::to_string(one.blocks) +
+                                     " blocks, it has " + std::to_string(blocks[number]));
+  }
+}
 
 std::string LayoutTable::full(bool older_readers) const {
   if (older_readers)

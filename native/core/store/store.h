@@ -7,9 +7,9 @@
 //
 // store.cc: create, seal, abort. store_clock.cc: what a use counts for. store_keys.cc: what is asked by key. store_session.cc:
 // sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user
-// may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is
-// gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for.
-// store_look.cc: statistics, integrity.
+// may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or
+// the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts
+// read and are asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -72,8 +72,8 @@ class Store {
 
   // ---- blocks
   uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);  // its id. `session`: that means to use it
-  LayoutTable::Known find_layout(const Key& digest);  // null: nobody has registered it here
-  LayoutTable::Known layout(uint32_t id);             // null: not here, or not any more
+  LayoutTable::Known find_layout(const Key& digest);                              // null: nobody has registered it here
+  LayoutTable::Known layout(uint32_t id);                                         // null: not here, or not any more
   std::vector<Granted> create(const CreateRequest& request);
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
@@ -142,7 +142,7 @@ class Store {
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
-  void check_reader(uint32_t protocol);  // throws IncompatibleVersion
+  void check_reader(uint32_t protocol);                          // throws IncompatibleVersion
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins
@@ -203,7 +203,7 @@ class Store {
 
   using Lock = std::unique_lock<SlicedMutex>;
   static constexpr size_t kSlice = 256, kReapSlice = 16;  // blocks that one hold of the lock deletes, sessions: some 100 us
-  static constexpr double kDueWorth = 0x1p200;  // ranks lie within 2^600 of each other (kRebaseExponent)
+  static constexpr double kDueWorth = 0x1p200;            // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
   void list_contents();
@@ -235,7 +235,7 @@ class Store {
   // store_layouts.cc
   const Layout& layout_of(uint32_t slot) const;  // of a block
   bool older_readers();
-  void forget_layout_on_disk(uint32_t slot);
+  void forget_layout_on_disk(uint32_t slot), evict_layout(uint32_t slot);
   Shape told(Shape shape) const;
   void free_record(uint32_t record, Event event);
   void adopt_layout_on_disk(uint32_t record);

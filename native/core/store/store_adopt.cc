@@ -160,13 +160,12 @@ void Store::adopt() {
   const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes, slots_of(options_));
   auto* header = table_.at<TableHeader>(0);
   if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat ||
-      header->version > kFormatVersion ||
-      header->max_blocks != options_.max_blocks || header->capacity_bytes != options_.capacity_bytes ||
-      header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
-      header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets || header->layouts_offset != g.layouts ||
-      header->geometry_offset != g.geometry || header->finder_buckets != Finder::buckets_for(options_.max_blocks) ||
-      header->finder_offset != g.finder || header->total_bytes != g.total ||
-      !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
+      header->version > kFormatVersion || header->max_blocks != options_.max_blocks ||
+      header->capacity_bytes != options_.capacity_bytes || header->buckets != Index::buckets_for(options_.max_blocks) ||
+      header->records_offset != g.records || header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets ||
+      header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
+      header->finder_buckets != Finder::buckets_for(options_.max_blocks) || header->finder_offset != g.finder ||
+      header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
     throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
   const uint64_t epoch = header->epoch.load();
   if (epoch == kEpochRetired) throw Error(Code::IncompatibleVersion, "the table was retired");
@@ -239,8 +238,8 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
   if (found.state() == State::Disk) return adopt_disk_record(record);
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
-  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || extent.length != layout->extent_bytes(shape.tokens) ||
-      !arena_.claim(extent, record))
+  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens ||
+      extent.length != layout->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
     return false;
   layouts_.came(shape.layout);
   records_used_ += 1;

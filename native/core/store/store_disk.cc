@@ -16,8 +16,8 @@
 
 namespace kv {
 namespace {
-constexpr uint64_t kOneQueue = 0;         // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
-constexpr size_t kMostFresh = 256;        // blocks just loaded that are passed over by eviction
+constexpr uint64_t kOneQueue = 0;   // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
+constexpr size_t kMostFresh = 256;  // blocks just loaded that are passed over by eviction
 constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
 

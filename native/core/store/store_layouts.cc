@@ -8,8 +8,9 @@
 
 namespace kv {
 namespace {
+constexpr int kMostEvicted = 4;                // layouts whose blocks are pinned, before a new one is refused
 constexpr uint32_t kRecordsInASlice = 16'384;  // looked at in one hold of the lock: some 100 us
-}
+}  // namespace
 
 const Layout& Store::layout_of(uint32_t slot) const {
   KV_INVARIANT(layouts_.is_known(slot));  // a block has it
@@ -18,9 +19,8 @@ const Layout& Store::layout_of(uint32_t slot) const {
 
 bool Store::older_readers() {
   reap_sessions(kReapSlice);
-  return std::any_of(sessions_.begin(), sessions_.end(), [](const auto& one) {
-    return one.second->file && one.second->protocol < protocol::kVersionLayouts;
-  });
+  return std::any_of(sessions_.begin(), sessions_.end(),
+                     [](const auto& one) { return one.second->file && one.second->protocol < protocol::kVersionLayouts; });
 }
 
 uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session) {
@@ -37,7 +37,16 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   const bool older = older_readers();
   LayoutTable::Held held;
   for (auto& [id, one] : sessions_) held |= one->layouts;
-  const std::optional<uint32_t> slot = layouts_.take(held, older);
+  std::optional<uint32_t> slot = layouts_.take(held, older);
+  uint64_t after = 0;
+  for (int tries = 0; !slot && !older && tries < kMostEvicted; ++tries) {
+    auto victim = layouts_.victim(held, after);
+    if (!victim && held.any()) held.reset(), after = 0, victim = layouts_.victim(held, after);
+    if (!victim) break;
+    evict_layout(*victim);
+    slot = layouts_.take(held, older);
+  }
+  if (const auto id = known()) return slot ? layouts_.give_back(*slot), *id : *id;
   if (!slot) throw Error(Code::NoSpace, layouts_.full(older));
   for (auto& [id, one] : sessions_) one->layouts.reset(*slot);
   if (layouts_.on_disk(*slot)) forget_layout_on_disk(*slot);
@@ -47,6 +56,17 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   }
   layouts_.put(*slot, std::move(layout));
   return *known();
+}
+
+// Its sealed blocks go; what is pinned of them or being written keeps it. In slices.
+void Store::evict_layout(uint32_t slot) {
+  for (uint32_t record = 0; record < index_.max_blocks() && layouts_.blocks(slot); ++record) {
+    if (record % kRecordsInASlice == kRecordsInASlice - 1) scan_zombies(), mutex_.give_way();
+    if (control(record).state() != State::Sealed || shape_of(record).layout != slot) continue;
+    to_zombie(record, Event::Evict);
+    counters_.evictions += 1;
+  }
+  scan_zombies();
 }
 
 // Their files name it by its digest, so they lose nothing but what `ls` shows of them. In slices.

@@ -142,11 +142,7 @@ void Store::check_integrity() {
   expect(policy_.size() + parked_.size() == sealed, "the eviction queues hold " +
                                                         std::to_string(policy_.size() + parked_.size()) + " of " +
                                                         std::to_string(sealed) + " blocks");
-  for (uint32_t slot = 0; slot < layouts_.size(); ++slot)
-    expect(of_layout[slot] == layouts_.blocks(slot) && of_layout_on_disk[slot] == layouts_.on_disk(slot) &&
-               (of_layout[slot] == 0 || layouts_.is_known(slot)),
-           "layout " + std::to_string(slot) + " is said to have " + std::to_string(layouts_.blocks(slot)) + " blocks, it has " +
-               std::to_string(of_layout[slot]));
+  layouts_.check(of_layout, of_layout_on_disk);
   expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
 }
 

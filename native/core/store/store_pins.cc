@@ -19,7 +19,7 @@ namespace {
 constexpr uint64_t kFreshNs = 1'000'000'000;
 constexpr uint64_t kPinsPerRelease = 16;  // a pass over so many pins is worth one that has gone
 constexpr uint64_t kPinsPerBlock = 128;   // a scan of so many pins makes room for one block more than was asked for
-constexpr uint64_t kSessionWords = 64;    // what a session costs a scan beside its pins, in pins
+constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside its pins, in pins
 constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
 constexpr uint64_t kSnapshotWorth = 16;   // a snapshot serves so many times as long as it took

@@ -16,8 +16,9 @@ namespace {
 
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
-constexpr size_t kReapedAtOnce = 4;  // sessions that a create looks after: a system call each
+constexpr size_t kReapedAtOnce = 4;    // sessions that a create looks after: a system call each
 constexpr size_t kTriedAtOnce = 1024;  // victims that one hold of the lock looks at
+constexpr size_t kParkedAtOnce = 8192, kPassesOverPins = 8;
 
 }  // namespace
 
@@ -150,12 +151,13 @@ void Store::make_room_ahead() {
   scan_zombies();
 }
 
-// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are parked, fresh ones kept. In slices: who
-// calls this must not rely on what it found before.
+// Evicts up to `count` of the least valuable blocks of a class, or of all. Pinned ones are parked, fresh ones kept. In slices:
+// who calls this must not rely on what it found before.
 void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
   bool any = false;
   for (size_t wanted = count;; wanted *= 4) {
-    wanted = std::min(wanted, kTriedAtOnce);
+    // Taken in no order they cost little beside a pass over all pins.
+    wanted = any ? std::max(kParkedAtOnce, scanned_pins_ / kPassesOverPins) : std::min(wanted, kTriedAtOnce);
     const Tried tried = try_victims(size_class, count, wanted, any);
     count -= tried.evicted;
     if (count == 0 || tried.looked_at == 0) return;

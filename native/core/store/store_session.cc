@@ -18,8 +18,7 @@ uint32_t Store::new_session_id() {
   return next_session_++;
 }
 
-std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only,
-                                            uint32_t protocol) {
+std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only, uint32_t protocol) {
   const bool asks = protocol >= protocol::kVersionAsks;
   if (max_pins == 0 || max_pins > kMaxPins)
     throw Error(Code::InvalidArgument, "max_pins is " + std::to_string(max_pins) + ", must be 1 to " + std::to_string(kMaxPins));
@@ -60,10 +59,10 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
 
 void Store::check_reader(uint32_t protocol) {
   if (protocol >= protocol::kVersionLayouts || !layouts_.newer()) return;
-  throw Error(Code::IncompatibleVersion,
-              "the client speaks version " + std::to_string(protocol) + " of the session protocol; namespace " + options_.name +
-                  " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) + " to " +
-                  std::to_string(protocol::kVersion) + " can read");
+  throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(protocol) +
+                                             " of the session protocol; namespace " + options_.name +
+                                             " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) +
+                                             " to " + std::to_string(protocol::kVersion) + " can read");
 }
 
 void Store::reap_left_sessions() {

@@ -22,8 +22,6 @@ from kvclient import Layout
 from tests.conftest import ROOT
 from tests.fault.children import eventually
 
-pytestmark = pytest.mark.slow
-
 OLDER = "8f3183f01fd2"  # protocols 2 and 3, tables of version 3 with 48 layouts
 PARTS = ("CMakeLists.txt", "native", "proto", "kvstored", "kvclient", "pyproject.toml")
 LAYOUT = Layout(2, 1, 32, "float16", 16)
@@ -54,7 +52,8 @@ for line in sys.stdin:
             key = bytes.fromhex(rest[0])
             with client.get([key]) as blocks:
                 view = blocks[0]
-                print("miss" if view is None else [set(view.layer(at).ravel().tolist()) == {key[at]} for at in range(2)], flush=True)
+                same = lambda at: set(view.layer(at).ravel().tolist()) == {key[at]}
+                print("miss" if view is None else [same(at) for at in range(2)], flush=True)
     except kvclient.errors.KVClientError as error:
         print(type(error).__name__, error, flush=True)
 """
@@ -69,8 +68,8 @@ def older() -> Path:
     with open(tree.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (tree / "built").exists():
-            known = subprocess.run(["git", "cat-file", "-e", f"{OLDER}^{{commit}}"], cwd=ROOT, capture_output=True)
-            if known.returncode:
+            look = ["git", "cat-file", "-e", f"{OLDER}^{{commit}}"]
+            if subprocess.run(look, cwd=ROOT, capture_output=True).returncode:
                 pytest.skip(f"this clone has no commit {OLDER}: it is shallow")
             archive = subprocess.Popen(
                 ["git", "archive", OLDER, *PARTS], cwd=ROOT, stdout=subprocess.PIPE
@@ -89,7 +88,8 @@ def _build(tree: Path) -> None:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     protos = sorted(one.relative_to(tree) for one in tree.glob("proto/**/*.proto"))
-    run(sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", "--python_out=.", "--grpc_python_out=.", *protos)
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", "proto"]
+    run(*protoc, "--python_out=.", "--grpc_python_out=.", *protos)
     cmake = Path(sys.executable).parent / "cmake"
     ninja = Path(sys.executable).parent / "ninja"
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if _has("ccache") else []
@@ -172,6 +172,7 @@ def old_daemon(daemon, version):
     return one
 
 
+@pytest.mark.slow
 def test_an_old_client_on_a_new_daemon(daemon, client):
     one = daemon(memory="64MiB")
     old, new = client("old", one), client("new", one)
@@ -186,6 +187,7 @@ def test_an_old_client_on_a_new_daemon(daemon, client):
     assert new.ask("get", keys[-1]) == HIT
 
 
+@pytest.mark.slow
 def test_what_an_old_client_would_misread_is_refused_to_it_and_named(daemon, client):
     one = daemon(memory="64MiB")
     old = client("old", one)
@@ -202,6 +204,7 @@ def test_what_an_old_client_would_misread_is_refused_to_it_and_named(daemon, cli
     assert client("new", one).attached == "attached"
 
 
+@pytest.mark.slow
 def test_a_new_client_on_an_old_daemon(old_daemon, client):
     old, new = client("old", old_daemon), client("new", old_daemon)
     assert new.attached == "attached"
@@ -213,6 +216,7 @@ def test_a_new_client_on_an_old_daemon(old_daemon, client):
     assert old.ask("get", new.put()) == HIT
 
 
+@pytest.mark.slow
 def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
     """A pool of the earlier daemon serves on: its blocks are hits in both directions, nobody hears an error
     and no byte is wrong, while the daemon is replaced, by a signal and by a kill."""

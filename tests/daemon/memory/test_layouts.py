@@ -51,7 +51,7 @@ def test_many_come_and_go_under_clients_that_hold_old_ids(one):
         put(client, ids[-1], number % 100)
     assert len(set(ids)) == len(ids)
     assert filled(read) == {7.0} and read.layout_id == first, "a reader of a block whose layout has gone"
-    view.close()
+    view.release()
     last = put(other, kept, 9)  # its place went to another: registered again without a word
     assert filled(client.get([last])[0]) == {9.0}
     one.restart(kill=True)
@@ -60,7 +60,7 @@ def test_many_come_and_go_under_clients_that_hold_old_ids(one):
     found = other.get([again])[0]
     assert filled(found) == {8.0} and found.tokens == 2
     stranger = one.connect()
-    with pytest.raises(kvclient.errors.LayoutLost, match="register it again"):
+    with pytest.raises(kvclient.errors.LayoutLost, match="registered by another client"):
         stranger.create([os.urandom(32)], first)
     with pytest.raises(kvclient.errors.InvalidArgument, match="not registered"):
         stranger.create([os.urandom(32)], PLACES)

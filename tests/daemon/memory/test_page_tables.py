@@ -62,8 +62,9 @@ def run(daemon, capsys):
 
     def client(what: str, blocks: int) -> dict[str, int]:
         done = subprocess.run(
-            [sys.executable, "-c", CLIENT, str(one.dir), what, str(blocks)], cwd=ROOT, capture_output=True, text=True
-        )
+            [sys.executable, "-c", CLIENT, str(one.dir), what, str(blocks)],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
