@@ -271,9 +271,13 @@ class Attachment:
             self._local.limits = before
 
     @contextlib.contextmanager
-    def keeping(self, priority: int | None = None, ttl_s: float | None = None) -> Iterator[None]:
-        """Within it, the blocks that this thread's calls publish have these; None: as attach() was told."""
-        given = {"priority": priority, "ttl_s": ttl_s}
+    def keeping(
+        self, priority: int | None = None, ttl_s: float | None = None, tails: bool | None = None
+    ) -> Iterator[None]:
+        """Within it, the blocks that this thread's calls publish have these; None: as attach() was told.
+        tails: what is left behind the last whole block is kept too, and found where a prompt goes on from it.
+        """
+        given = {"priority": priority, "ttl_s": ttl_s, "tails": tails}
         before = getattr(self._local, "keeping", {})
         self._local.keeping = {**before, **{name: one for name, one in given.items() if one is not None}}
         try:

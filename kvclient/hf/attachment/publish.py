@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
+from kvclient.hf.connector.claim import tail_tokens
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.save import Publisher
 
@@ -34,7 +35,9 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
-    if first >= len(chain):
+    kept = served.keeps_tails(options.tails) and len(chain) and first <= len(chain)
+    left = tail_tokens(held - chain.num_tokens, served.form.step, options.chunker.block_tokens) if kept else 0
+    if first >= len(chain) and not left:
         return 0
     storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
     form = served.form
@@ -43,7 +46,13 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
         attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
     )  # fmt: skip
     try:
-        own.publish(chain, first, 0, 0, storages)
+        if first < len(chain):
+            own.publish(chain, first, 0, 0, storages)
+        if left:
+            ended = options.chunker.chain(
+                served.identity, list(tokens[: chain.num_tokens + left]), partial=True
+            )
+            own.publish(ended, len(chain), 0, 0, storages, options.priority // 2)
     finally:
         own.abort()
     for stored in served.groups:

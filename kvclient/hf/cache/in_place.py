@@ -1,10 +1,11 @@
 """A cache layer whose first tokens are attended to in the daemon's blocks, where they lie.
 
 Owns the arrays that map those blocks (each holds its block's pin for as long as this layer lives) and the
-memory of the tail: the tokens computed since. Never copies a block, unless somebody asks for what only one
-tensor can give (`keys`, reordering, cropping): then the layer becomes an ordinary StoreLayer, and that is
-counted. Invariant: update() hands out a handle, and the attention that follows must bring it back; whatever
-lost it on the way (a model that works on its keys after the cache) raises: it would be silently wrong.
+memory of the tail: the tokens computed since, behind a copy of what is had of a block only in part. Never
+copies a whole block, unless somebody asks for what only one tensor can give (`keys`, reordering, cropping):
+then the layer becomes an ordinary StoreLayer, and that is counted. Invariant: update() hands out a handle,
+and the attention that follows must bring it back; whatever lost it on the way (a model that works on its keys
+after the cache) raises: it would be silently wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Blocks(Protocol):
 
 class InPlaceLayer(StoreLayer):
     """`pads`: per row, the columns of padding at its left. reader: whether the model's attention still reads
-    such layers. shape.capacity counts the tail's tokens only.
+    such layers. whole: columns of the source in whole blocks. shape.capacity counts the tail's tokens only.
     """
 
     device_type = "cpu"  # whose memory it reads
@@ -46,6 +47,7 @@ class InPlaceLayer(StoreLayer):
     def __init__(
         self, index: int, shape: Shape, source: Blocks | None, written: Callable[..., None] | None,
         memory: torch.Tensor | None, pads: list[int], left: Callable[[str], None], reader: Callable[[], bool],
+        whole: int | None = None,
     ) -> None:  # fmt: skip
         self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
         self._call: tuple[Any, ...] | None = None
@@ -53,7 +55,7 @@ class InPlaceLayer(StoreLayer):
         self._dense, self._in_call = False, True
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         super().__init__(index, shape, source, written, memory)
-        self.origin = self._length
+        self.origin = self._length if whole is None else whole
         self._pads, self._left, self._reader = pads, left, reader
 
     # ---------------------------------------------------------------- what the model calls
@@ -192,7 +194,13 @@ class InPlaceLayer(StoreLayer):
     def _open_blocks(self) -> None:
         if self._prefix is None:
             source, self._source = self._source, None
-            self._prefix = source.arrays(self.index)
+            spans = source.arrays(self.index)
+            self._prefix = [span for span in spans if span[1] < self.origin]
+            if part := [span for span in spans if span[1] >= self.origin]:
+                place = self._allocate(1, self._length - self.origin)
+                moved = [(row, column - self.origin, *rest) for row, column, *rest in part]
+                self._copy_prefix(moved, [0], place)
+                self._keep(self.origin, self._length, place[0], place[1])
 
     def _keep(
         self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor

@@ -61,7 +61,7 @@ class CacheBuilder:
         if recorded:
             self.steps = Steps(self._pads, capacity, device)
         if in_place and self._prefix is not None:
-            capacity -= self._prefix.columns  # a layer then holds what is computed, and no more
+            capacity -= self._whole  # a layer then holds what is computed, and a part of a block
         if self._blend is not None:
             make: Callable[..., StoreLayer] = functools.partial(BlendLayer, self._blend)
         elif in_place:
@@ -91,6 +91,8 @@ class CacheBuilder:
         forget_pending()
         pool, prompt = self._options.pool, self._prompt
         given = {"pads": self._pads, "left": self._left, "reader": self._options.in_place}
+        if self._prefix is not None and device.type != DeviceLayer.device_type:
+            given["whole"] = self._whole
         if paged:
             assert pool is not None
             first = leaders([group.rows for group in prompt.groups], prompt.rows)
@@ -119,10 +121,22 @@ class CacheBuilder:
         if self._blend is not None:
             self._left("inside")  # fresh tokens stand among reused ones
             return False
-        if any(one.part is not None for one in self._found):
+        if any(one.part is not None for one in self._found) and not self._copies_part(device):
             self._left("part")  # its tokens go into a block together with what follows
             return False
         return True
+
+    def _copies_part(self, device: torch.device) -> bool:
+        """Whether a layer can begin with a copy of a part of a block, behind whole ones where they lie."""
+        plain = self._options.pool is None and self._served.form.codec is None
+        return plain and device.type == "cpu" and self._prompt.rows == 1 and not any(self._pads)
+
+    @property
+    def _whole(self) -> int:
+        """Columns that are read in whole blocks."""
+        assert self._prefix is not None
+        parted = next((one for one in self._found if one.part is not None), None)
+        return self._prefix.columns if parted is None else parted.starts[len(parted.views)]
 
 
 def _left(report: Report, reason: str) -> None:

@@ -78,7 +78,7 @@ def claim_text(
         claims.sinks.offer(one, limit)
     if inside:
         claims.claim_gaps(one, inside, stop)
-    elif served.non_prefix is not None and stop == len(one.group.tokens):
+    elif served.keeps_tails(options.tails) and stop == len(one.group.tokens):
         claims.claim_tail(one)
 
 

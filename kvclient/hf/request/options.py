@@ -31,6 +31,7 @@ class Options:
     static: bool = False  # decoding does not move the tail; its step is recorded where it can be
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
+    tails: bool = False  # what is left behind a text's last whole block has a block of its own
     search: bool = True  # behind the prefix too, where the model allows it
     state_every_blocks: int = STATE_EVERY_BLOCKS  # between two stored states of recurrent layers
     on_error: str = "miss"  # what a store that fails means: "miss" goes on without, "raise" ends the call

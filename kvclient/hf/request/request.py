@@ -247,7 +247,7 @@ class Request:
             if read:
                 one.extend(self._client, len(one.chain), follow)
                 one.extend_from_below(self._client, follow, self._worth_waiting_s)
-            if read and served.non_prefix is not None:
+            if read and served.keeps_tails(options.tails):
                 one.extend_part(self._client)
             inside = self._inside = self._search(one, config) if read else []
             if self._write and not grouped:

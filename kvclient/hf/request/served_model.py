@@ -48,6 +48,11 @@ class ServedModel:
         """Whether a prefix is of use only where other layers, or states, are found too."""
         return bool(self.groups) or self.states is not None
 
+    def keeps_tails(self, asked: bool) -> bool:
+        """Whether what is left behind a text's last whole block is stored and looked for."""
+        plain = not self.grouped and self.sinks is None and self.form.codec is None
+        return self.non_prefix is not None or (asked and plain)
+
     def check_call(self, prompt: Prompt, config: Any, padded: bool) -> None:
         """Raises Bypassed for a call that this model is not served with. padded: whether the self-test found
         rows with padding right."""

@@ -221,7 +221,7 @@ class Loop:
     def _as_asked(self, job: Job) -> Iterator[None]:
         """The store as the request wants it: whose KV, in which codec, inside prompts too, kept how long."""
         kv = self._kv
-        keeping = kv.keeping(job.priority, job.ttl_s)
+        keeping = kv.keeping(job.priority, job.ttl_s, tails=True)
         with kv.salted(job.salt), self._coded(job.codec), kv.limited(inside=job.inside), keeping:
             yield
 
