@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import resource
 import socket
 import sys
 from typing import Any
 
 BACKLOG = 1024  # who asks while a model is loaded waits
 CONNECTIONS = 2048
+WAITING = 1024  # of those, without a whole request
+WHOLE_S = 60.0  # for a request to be whole
+OWN_FILES = 256  # descriptors that are not connections
 GRACE_S = 5  # for answers under way when the server ends
 
 
@@ -57,12 +61,27 @@ def serve(app: Any, door: socket.socket) -> None:
     """Until SIGINT or SIGTERM."""
     import uvicorn
 
+    from kvclient.serve.connections import Waiting, protocol
+
+    most = min(CONNECTIONS, max(64, _descriptors() - OWN_FILES))
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=30, limit_concurrency=CONNECTIONS,
+        app, log_level="error", access_log=False, timeout_keep_alive=30, limit_concurrency=most,
+        http=protocol(Waiting(min(WAITING, most // 2), WHOLE_S)),
         h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
         uvicorn.Server(config).run(sockets=[door])
+
+
+def _descriptors() -> int:
+    """How many files this process may have open, having asked for enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + OWN_FILES
+    if soft < wanted:
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
 
 
 def _loopback(host: str) -> bool:

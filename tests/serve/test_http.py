@@ -165,6 +165,43 @@ def test_a_client_that_hangs_up_stops_its_computing(tiny):
     assert tiny.stats()["requests_cancelled_total"] == 2
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+RAW = {
+    "a line break in a header": (HEALTH + b"X-Request-Id: a\rSet-Cookie: b\r\n\r\n", b"400"),
+    "a null in a header": (HEALTH + b"X-Request-Id: a\0b\r\n\r\n", b"400"),
+    "a folded header": (HEALTH + b"X-Request-Id: a\r\n Set-Cookie: b\r\n\r\n", b"200"),
+    "a tab in a number": (HEALTH + b"X-Request-Id: a\tb\r\n\r\n", b"200"),
+    "no length": (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411"),
+    "two lengths": (POST + b"Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}", b"400"),
+    "a body that is too long": (POST + b"Content-Length: 99999999\r\n\r\n{", b"413"),
+    "a length of nonsense": (POST + b"Content-Length: -1\r\n\r\n", b"400"),
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
+}
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_head_cannot_break_the_answer(tiny, raw):
+    where = urllib.parse.urlsplit(tiny.url)
+    sent, status = RAW[raw]
+    with socket.create_connection((where.hostname, where.port), timeout=60) as own:
+        own.sendall(sent)
+        head = b""
+        while b"\r\n\r\n" not in head and (more := own.recv(4096)):
+            head += more
+    assert head.startswith(b"HTTP/1.1 " + status) and b"set-cookie:" not in head.lower()
+    assert head.count(b"x-request-id:") <= 1
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(tiny):
+    where, before = urllib.parse.urlsplit(tiny.url), tiny.stats().get("requests_total", 0)
+    for _ in range(20):
+        with socket.create_connection((where.hostname, where.port), timeout=60) as own:
+            own.sendall(POST + b'Content-Length: 5000\r\n\r\n{"prompt": "')
+    assert tiny.chat("still here")["choices"]
+    assert tiny.stats()["requests_total"] == before + 1
+
+
 def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("alice\nbob\n")
@@ -178,8 +215,19 @@ def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
         assert status == 200
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
+    def held(key, **more):
+        given = {**body, **more}
+        return tiny.post("/v1/held/chat/completions", given, Authorization=f"Bearer {key}")[2]["held_tokens"]
+
     assert [cached("alice"), cached("bob")] == [0, 0]
     assert cached("alice") >= 128
+    assert held("alice") >= 128
+    for guess in ("alice", "", "Bearer alice", "\0alice"):  # a salt leads to nobody else's
+        assert held("bob", messages=[{"role": "user", "content": TEXT + "!"}], cache={"salt": guess}) == 0
+    wrong = ({**body, "model": "x"}, "bob"), (body, "zoe")
+    told = [tiny.post("/v1/chat/completions", one, Authorization=f"Bearer {key}")[2] for one, key in wrong]
+    told = json.dumps(told)
+    assert "alice" not in told and "bob" not in told
 
 
 def test_a_full_queue_answers_429_with_when_to_come_again(server):

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import inspect
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from kvclient.serve.http.schema import (
 )
 
 DEFAULT_NEW_TOKENS = 1024
+OF_THIS_PROCESS = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Asking:
     ) -> None:  # fmt: skip
         self.store = store  # names the KV it reads, for a router
         self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
-        self._keys, self._ends, self._vocabulary = tuple(keys), ends, vocabulary
+        self._keys = {_digest(key.encode()): _salt(key) for key in keys}
+        self._ends, self._vocabulary = ends, vocabulary
         signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
         self._template_words = {*signature.parameters, "messages", "chat_template"}
         self.grammars = Grammars(tokenizer, vocabulary)
@@ -80,15 +83,16 @@ class Asking:
     # ---------------------------------------------------------------- who asks
 
     def salt_of(self, authorization: str | None) -> bytes:
-        """What a key's KV is under. Raises ApiError 401. Compares with all keys in constant time."""
+        """What a key's KV is under. Raises ApiError 401. Compares with all keys in constant time, whatever
+        their lengths are: digests of them."""
         if not self._keys:
             return b""
-        shown = (authorization or "").removeprefix("Bearer ").encode()
-        matched = [key for key in self._keys if hmac.compare_digest(key.encode(), shown)]
+        shown = _digest((authorization or "").removeprefix("Bearer ").encode(errors="surrogatepass"))
+        matched = [salt for known, salt in self._keys.items() if hmac.compare_digest(known, shown)]
         if not matched:
             text = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, text, "authentication_error")
-        return hashlib.sha256(b"kvclient-serve key\0" + matched[0].encode()).digest()
+        return matched[0]
 
     def store_stats(self) -> dict[str, Any]:
         """The namespace's figures; empty while there is no daemon."""
@@ -295,6 +299,15 @@ class Asking:
         if asked.json_schema is None or asked.json_schema.schema_ is None:
             raise ApiError(400, "response_format json_schema without a schema", param="response_format")
         return asked.json_schema.schema_
+
+
+def _salt(key: str) -> bytes:
+    return hashlib.sha256(b"kvclient-serve key\0" + key.encode()).digest()
+
+
+def _digest(shown: bytes) -> bytes:
+    """To compare by; keyed anew in each process, so that nobody can look for one that is alike."""
+    return hmac.digest(OF_THIS_PROCESS, shown, "sha256")
 
 
 def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Connections that ask for nothing, or take for ever to: how long and how many of them are borne.
+
+Owns those that wait for a whole request. Never answers. Invariant: a request is whole within `whole_s` of the
+connection's start or its last answer's end, or the connection is closed; of those that wait at most `most`
+are open, the oldest go first: so they cannot keep others from being served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+@dataclass
+class Waiting:
+    """Of one server process."""
+
+    most: int
+    whole_s: float
+    closed: int = 0
+    _held: dict[H11Protocol, asyncio.TimerHandle] = field(default_factory=dict)
+
+    def add(self, one: H11Protocol) -> None:
+        """From now on it has whole_s. Idempotent: its time begins anew."""
+        self.drop(one)
+        self._held[one] = one.loop.call_later(self.whole_s, self._close, one)
+        while len(self._held) > self.most:
+            self._close(next(iter(self._held)))
+
+    def drop(self, one: H11Protocol) -> None:
+        if (timer := self._held.pop(one, None)) is not None:
+            timer.cancel()
+
+    def _close(self, one: H11Protocol) -> None:
+        self.drop(one)
+        self.closed += 1
+        one.transport.abort()
+
+
+def protocol(waiting: Waiting) -> type[H11Protocol]:
+    """uvicorn's own, which says here what its connections wait for."""
+
+    class Watched(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            waiting.add(self)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
+                waiting.drop(self)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self.transport.is_closing():
+                waiting.add(self)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            waiting.drop(self)
+            super().connection_lost(exc)
+
+    return Watched

@@ -1,0 +1,162 @@
+"""Proves that connections which ask for nothing, or take for ever to, cost the others nothing.
+
+Method: a real server process by kvclient.serve.listening over an application of three lines, short times, and
+raw sockets of loopback: slow heads, slow bodies, heads without end, and as many idle connections as this
+process may open, 3,000 at most.
+"""
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvclient.serve.connections import Waiting
+from tests.conftest import ROOT
+
+WHOLE_S, WAITING, WAIT_S = 4.0, 200, 60
+PROGRAM = f"""
+from kvclient.serve import listening
+
+listening.WHOLE_S, listening.WAITING = {WHOLE_S}, {WAITING}
+
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    length = 0
+    while (event := await receive())["type"] == "http.request":
+        length += len(event["body"])
+        if not event.get("more_body"):
+            break
+    await send({{"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]}})
+    await send({{"type": "http.response.body", "body": b"%8d" % length}})
+
+door = listening.bound("test", "127.0.0.1", 0)
+print(door.getsockname()[1], flush=True)
+listening.serve(app, door)
+"""
+
+
+@pytest.fixture(scope="module")
+def port():
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    yield int(process.stdout.readline())
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors, errors
+
+
+def connected(port):
+    own = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    return contextlib.closing(own)
+
+
+def asked(port, body=b""):
+    with connected(port) as own:
+        own.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b""
+        while not answer.endswith(b"%8d" % len(body)):
+            more = own.recv(4096)
+            assert more, answer
+            answer += more
+        return answer.split(b"\r\n")[0]
+
+
+def closed(own, sends):
+    """Sends a piece at a time until the server has closed the connection. Returns what it said."""
+    said, stopped = b"", threading.Event()
+
+    def dribble():
+        with contextlib.suppress(OSError):
+            while not stopped.wait(0.05):
+                own.sendall(sends)
+
+    sender = threading.Thread(target=dribble)
+    sender.start()
+    try:
+        while more := own.recv(4096):
+            said += more
+    except ConnectionError:
+        pass
+    finally:
+        stopped.set()
+        sender.join()
+    return said
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"POST / HTTP/1.1\r\nHost: x\r\nX-", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"],
+    ids=["head", "body"],
+)
+def test_what_takes_for_ever_is_closed_and_others_are_served(port, head):
+    with connected(port) as own:
+        own.sendall(head)
+        assert closed(own, b"a") == b""
+    assert asked(port, b"abc") == b"HTTP/1.1 200 OK"
+
+
+class Clock:
+    """A loop's timers, fired by the test."""
+
+    def __init__(self):
+        self.due = []
+
+    def call_later(self, seconds, call, one):
+        self.due.append((seconds, call, one))
+        return SimpleNamespace(cancel=lambda: self.due.remove((seconds, call, one)))
+
+
+class Connection:
+    def __init__(self, name, clock, closed):
+        self.loop, self.transport = clock, SimpleNamespace(abort=lambda: closed.append(name))
+
+
+def test_an_answers_end_begins_the_time_anew_and_the_oldest_goes_first():
+    clock, closed, waiting = Clock(), [], Waiting(2, 30.0)
+    first, second, third = (Connection(name, clock, closed) for name in "abc")
+    for one in (first, second, first):  # the first's answer has ended: the second is the oldest now
+        waiting.add(one)
+    assert len(clock.due) == 2
+    waiting.add(third)
+    assert closed == ["b"] and waiting.closed == 1 and len(clock.due) == 2
+    waiting.drop(third)  # its request is whole
+    ((seconds, call, one),) = clock.due
+    assert (seconds, one) == (30.0, first)
+    call(one)
+    assert closed == ["b", "a"] and not clock.due
+
+
+def test_a_head_without_end_is_refused(port):
+    with connected(port) as own:
+        own.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        assert closed(own, b"X-Many: " + b"a" * 9000 + b"\r\n").split(b"\r\n")[0] in (
+            b"HTTP/1.1 400 Bad Request", b"",
+        )  # fmt: skip
+    assert asked(port) == b"HTTP/1.1 200 OK"
+
+
+def test_thousands_of_idle_connections_keep_nobody_out(port):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3200 if hard == resource.RLIM_INFINITY else min(3200, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    idle = []
+    try:
+        for index in range(wanted - 200):
+            idle.append(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+            if index % 500 == 499:
+                assert asked(port, b"x" * index) == b"HTTP/1.1 200 OK"
+        assert asked(port, b"abc") == b"HTTP/1.1 200 OK"
+        oldest = idle[0]
+        with contextlib.suppress(ConnectionError):
+            assert oldest.recv(1) == b"", "the oldest that waits was not closed"
+    finally:
+        for own in idle:
+            own.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
