@@ -46,6 +46,7 @@ def create_app(asking: Asking, version: str = "") -> FastAPI:
     _answers(app, asking, Salt)
     _tokens(app, asking, Salt)
     _held(app, asking, Salt)
+    _prefills(app, asking, Salt)
     return app
 
 
@@ -159,6 +160,27 @@ def _held(app: FastAPI, asking: Asking, Salt: Any) -> None:
     @app.post("/v1/held/responses")
     async def responses(asked: ResponsesRequest, salt: Salt) -> dict[str, int]:
         return asking.held(asking.responses(asked)[0], salt)
+
+
+def _prefills(app: FastAPI, asking: Asking, Salt: Any) -> None:
+    """A request's prompt is computed and nothing said: for a router, before another server answers."""
+
+    async def computed(ask: Ask, request: Request, salt: bytes) -> Response:
+        made = CompletionRequest(prompt=ask.prompt, max_tokens=1, temperature=0, cache=ask.request.cache,
+                                 kv_codec=ask.request.kv_codec)  # fmt: skip
+        return await _answer(asking, asking.completion(made), False, request, salt, answers.Run.reuse, None)
+
+    @app.post("/v1/prefill/chat/completions")
+    async def chat(asked: ChatRequest, request: Request, salt: Salt) -> Response:
+        return await computed(asking.chat(asked)[0], request, salt)
+
+    @app.post("/v1/prefill/completions")
+    async def completions(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
+        return await computed(asking.completion(asked)[0], request, salt)
+
+    @app.post("/v1/prefill/responses")
+    async def responses(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
+        return await computed(asking.responses(asked)[0], request, salt)
 
 
 async def _answer(

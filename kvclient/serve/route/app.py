@@ -19,8 +19,9 @@ from typing import Any
 import h11
 
 from kvclient.serve.errors import ApiError
-from kvclient.serve.route.balance import LEAST_PIECES, choose
+from kvclient.serve.route.balance import LEAST_PIECES, Load, choose
 from kvclient.serve.route.exchange import Exchange, ServerLost
+from kvclient.serve.route.prefill import prefill, prefiller, worth
 from kvclient.serve.route.prefixes import Prefixes, pieces_of
 from kvclient.serve.route.servers import Probing, Server
 
@@ -42,8 +43,11 @@ class Router:
     prefix that it holds no longer counts.
     """
 
-    def __init__(self, servers: Sequence[Server], imbalance: int, most: int, probing: Probing) -> None:
+    def __init__(
+        self, servers: Sequence[Server], imbalance: int, most: int, probing: Probing, prefill_bytes: int = 0
+    ) -> None:
         self.servers, self._imbalance, self._most, self._probing = list(servers), imbalance, most, probing
+        self._prefill_bytes = prefill_bytes
         self.prefixes, self.counts = Prefixes(), Counter[str]()
         self._watches: list[asyncio.Task[None]] = []
 
@@ -128,6 +132,8 @@ class Router:
             tried.add(load.name)
             if pieces:
                 self.counts["known_prefix_total"] += matched.get(load.store, 0) >= LEAST_PIECES
+                if len(tried) == 1:
+                    await self._prefill(load, named, pieces, matched, scope, body)
                 self.prefixes.note(pieces, load.store)
             if await self._ask(server, scope, body, back, last=not self._able(named, tried)):
                 return None
@@ -140,7 +146,24 @@ class Router:
             there = ", ".join(sorted(map(str, known)))
             text = f"the model {model!r:.100} does not exist; these servers have {there}"
             raise ApiError(404, text, code="model_not_found", param="model")
-        return [one for one in up if one.load.name not in tried and model in (None, one.model)]
+        able = [one for one in up if one.load.name not in tried and model in (None, one.model)]
+        return [one for one in able if not one.prefills] or able
+
+    async def _prefill(
+        self, load: Load, model: Any, pieces: list[bytes], matched: Counter[str], scope: Any, body: bytes
+    ) -> None:
+        """Has the prompt computed elsewhere, where there is such a server and so much of it is missing."""
+        path, held = scope["raw_path"], matched.get(load.store, 0)
+        if not worth(path, len(pieces), held, self._prefill_bytes):
+            return
+        there = [one for one in self.servers if one.up and one.prefills and model in (None, one.model)]
+        server = prefiller([one for one in there if one.load is not load], load)
+        if server is None:
+            return
+        done = await prefill(server, path, _passed_headers(scope), body)
+        self.counts["prefilled_total" if done else "prefill_lost_total"] += 1
+        if done:
+            self.prefixes.note(pieces, server.load.store)
 
     async def _nobody(self, back: Back, model: Any, tried: set[str]) -> None:
         if back.busy is not None:
@@ -203,8 +226,8 @@ class Router:
 
     def _told(self) -> list[dict[str, Any]]:
         return [
-            {"url": one.url, "up": one.up, "model": one.model, "under_way": one.load.under_way,
-             "asked": one.load.asked, "lost": one.lost_total}
+            {"url": one.url, "up": one.up, "prefills": one.prefills, "model": one.model,
+             "under_way": one.load.under_way, "asked": one.load.asked, "lost": one.lost_total}
             for one in self.servers
         ]  # fmt: skip
 

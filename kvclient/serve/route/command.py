@@ -14,6 +14,7 @@ from kvclient.serve import listening, settings
 EXAMPLES = """examples:
   kvclient-serve route http://127.0.0.1:8001 http://127.0.0.1:8002
   kvclient-serve route http://10.0.0.1:8000 http://10.0.0.2:8000 --imbalance 8
+  kvclient-serve route http://127.0.0.1:8001 --prefill http://127.0.0.1:8002
 
 Servers of several models may stand behind one router: `model` says which are asked.
 """
@@ -27,6 +28,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("servers", nargs="+", metavar="URL", help="http://host:port of a kvclient-serve")
     listening.add_flags(out)
     add = out.add_argument
+    add("--prefill", action="append", default=[], metavar="URL", help="a server that computes prompts for "
+        "the others, which share its daemon or have it as a peer; may be given several times")
+    add("--prefill-bytes", type=int, default=4096, help="text that must be missing where it is answered, to "
+        "have it computed there (default: %(default)s)")
     add("--imbalance", type=int, default=4, help="requests that the server which holds a prefix may have "
         "more under way than another (default: %(default)s)")
     add("--max-under-way", type=int, default=1024, help="of all; more get 429 (default: %(default)s)")
@@ -42,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     made = parser()
     own = settings.parse(made, "KVCLIENT_ROUTE_", argv)
     listening.check(made, own)
-    for name, low in {"imbalance": 0, "max_under_way": 1, "health_misses": 1}.items():
+    for name, low in {"imbalance": 0, "max_under_way": 1, "health_misses": 1, "prefill_bytes": 1}.items():
         if getattr(own, name) < low:
             made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
     for name in ("health_interval", "health_timeout"):
@@ -55,15 +60,16 @@ def main(argv: Sequence[str]) -> int:
     from kvclient.serve.route.servers import Probing, Server
 
     try:
-        servers = [Server(url) for url in own.servers]
+        servers = [*map(Server, own.servers), *(Server(url, prefills=True) for url in own.prefill)]
     except ValueError as error:
         made.error(str(error))
     door = listening.bound("kvclient-serve route", own.host, own.port)
     if door is None:
         return 2
     probing = Probing(own.health_interval, own.health_timeout, own.health_misses)
+    app = Router(servers, own.imbalance, own.max_under_way, probing, own.prefill_bytes)
     with door:
         said = f"the router is ready at {listening.address(own.host, door)}"
         print(f"{said}, in front of {len(servers)} servers", flush=True)
-        listening.serve(Router(servers, own.imbalance, own.max_under_way, probing), door)
+        listening.serve(app, door)
     return 0

@@ -32,9 +32,12 @@ class Probing:
 
 @dataclass(eq=False)
 class Server:
-    """One. url: http://host:port. model: what it serves; None: not known yet."""
+    """One. url: http://host:port. prefills: it computes prompts for others and answers only where nobody else
+    is there. model: what it serves; None: not known yet.
+    """
 
     url: str
+    prefills: bool = False
     load: Load = field(init=False)
     up: bool = False
     model: str | None = None

@@ -53,7 +53,7 @@ class Always(Drafting):
         return record
 
 
-@pytest.fixture(params=["llama", "gemma2", "gpt2", "gpt_oss"])
+@pytest.fixture(params=["llama", "gpt_oss"])
 def scene(request):
     model, oracle = build(request.param, layers=2), Oracle()
     with (
@@ -125,7 +125,7 @@ def test_what_is_drawn_by_rejection_has_the_models_distribution():
     """Of two tokens behind a draft that is drawn from another distribution: the joint shares, 4 x 4."""
     chance = torch.Generator().manual_seed(5)
     logits, guess = torch.randn(3, 4, generator=chance), torch.randn(2, 4, generator=chance).softmax(-1)
-    wanted, met, rounds = logits.softmax(-1), Counter(), 8000
+    wanted, met, rounds = logits.softmax(-1), Counter(), 4000
     sampler = Sampler(Sampling(temperature=1.0), [])
     sampler._generator.manual_seed(3)
     for _ in range(rounds):

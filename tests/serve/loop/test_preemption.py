@@ -169,7 +169,7 @@ def run(model, kv, limits, prompts, new, drafting=None, samplers=None, **more):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_long_answers_in_little_memory_are_those_alone_and_little_is_computed_again(kind):
-    model, new = build(kind, layers=2), 120
+    model, new = build(kind, layers=2), 80
     prompts = [prompt(40 + 7 * index, seed=index) for index in range(5)]
     with (
         kvclient.InMemoryClient(64 << 20) as client,
@@ -177,7 +177,7 @@ def test_long_answers_in_little_memory_are_those_alone_and_little_is_computed_ag
     ):
         with kv.bypass():
             wanted = [generate(model, ids, new)[0][0, ids.shape[1] :].tolist()[:new] for ids in prompts]
-        limits = Limits(max_batch=5, memory_tokens=400)
+        limits = Limits(max_batch=5, memory_tokens=330)
         jobs, stats = run(model, kv, limits, prompts, new)
         assert [job.tokens for job in jobs] == wanted
         again = stats["prompt_tokens_computed_total"] - sum(ids.shape[1] for ids in prompts)

@@ -20,7 +20,7 @@ from tests.serve.loop.test_loop import alone, ask, ended
 BLOCK = 32
 
 
-@pytest.fixture(params=["llama", "gpt2"])
+@pytest.fixture(params=["llama"])
 def served(request):
     model = build(request.param, layers=2)
     with (
