@@ -54,7 +54,12 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.hf: $(VENV)/.run
 	@echo "installing torch, transformers and what the server needs"
-	@$(call install,hf model serve clients)
+	@$(call install,hf model serve client)
+	@touch $@
+
+$(VENV)/.clients: $(VENV)/.hf
+	@echo "installing public clients of the server"
+	@$(call install,clients)
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.run
@@ -117,7 +122,7 @@ test: model native-tests ## build and pass the tests
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
 	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines"
 
-test-all: model native-tests ## also the slow tests and other releases of transformers
+test-all: model native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
 	@$(PY) -m pytest -q $(BESIDE) --whole
 

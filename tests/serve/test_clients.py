@@ -17,7 +17,7 @@ import transformers
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "Say something about herons."}]
-NODE = Path(__file__).with_name("client.mjs")
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +26,35 @@ def wanted(tiny):
     return tiny.post("/v1/chat/completions", body)[2]["choices"][0]["message"]["content"]
 
 
-def test_openai_for_node(tiny, wanted, tmp_path, wait_until):
+def by_node(program, packages, tiny, where):
+    """What a program of this folder prints, with these npm packages."""
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
         pytest.skip("node and npm are not installed")
-    (tmp_path / "package.json").write_text("{}")
-    install = [npm, "install", "--silent", "openai@6"]
-    got = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True)
+    (where / "package.json").write_text("{}")
+    got = subprocess.run([npm, "install", "--silent", *packages], cwd=where, capture_output=True, text=True)
     if got.returncode:
-        pytest.skip(f"npm cannot install openai: {got.stderr[-200:]}")
-    shutil.copy(NODE, tmp_path)
-    done = subprocess.run(
-        [node, NODE.name, tiny.url, json.dumps(MESSAGES)], cwd=tmp_path, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+        pytest.skip(f"npm cannot install {' '.join(packages)}: {got.stderr[-200:]}")
+    shutil.copy(HERE / program, where)
+    told = [node, program, tiny.url, json.dumps(MESSAGES)]
+    done = subprocess.run(told, cwd=where, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_openai_for_node(tiny, wanted, tmp_path, wait_until):
+    told = by_node("client.mjs", ["openai@7"], tiny, tmp_path)
     assert told["whole"] == told["streamed"] == told["helper"] == wanted
     assert told["usage"]["completion_tokens"] == 8
     assert (told["error"], told["bad"]) == ("NotFoundError", "BadRequestError") and told["response"]
     wait_until(lambda: tiny.stats()["requests_running"] == 0)
+
+
+def test_the_ai_sdk(tiny, wanted, tmp_path):
+    told = by_node("sdk.mjs", ["ai@7", "@ai-sdk/openai-compatible@3"], tiny, tmp_path)
+    assert told["whole"] == told["streamed"] == wanted and told["usage"] == 8
+    ((name, letter),) = told["called"]
+    assert name == "look" and letter in "ab" and told["calledInPieces"] == told["called"]
 
 
 def test_langchain(tiny, wanted):
@@ -76,6 +85,7 @@ def test_lm_evals_loglikelihoods_are_the_models(tiny, home):
     pytest.importorskip("lm_eval", reason="pip install 'lm-eval[api]'")
     os.environ.setdefault("OPENAI_API_KEY", "none")
     from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     pairs = [("Herons stand", " still."), ("The quick brown fox", " jumps over"), ("A", " B C D")]
@@ -86,13 +96,18 @@ def test_lm_evals_loglikelihoods_are_the_models(tiny, home):
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
-    for (context, then), (got, greedy) in zip(pairs, api.loglikelihood(asked), strict=True):
+    told = api.loglikelihood(asked)
+    for (context, then), (got, greedy) in zip(pairs, told, strict=True):
         first, ids = (tokenizer(text)["input_ids"] for text in (context, context + then))
         with torch.no_grad():
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         steps = range(len(first) - 1, len(ids) - 1)
         assert got == pytest.approx(sum(float(logprobs[i, ids[i + 1]]) for i in steps), abs=1e-3)
         assert greedy == all(int(logprobs[i].argmax()) == ids[i + 1] for i in steps)
+    # …and those of its own backend for models in this process
+    backend = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=500)
+    for (ours, greedy), (theirs, wanted) in zip(told, backend.loglikelihood(asked), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3) and bool(greedy) == bool(wanted)
     asked = ("ab", {"until": ["zz"], "max_gen_toks": 4})
     (text,) = api.generate_until([Instance("generate_until", {}, asked, 0)])
     assert isinstance(text, str)

