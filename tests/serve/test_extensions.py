@@ -33,7 +33,7 @@ def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
         assert cached(tiny, f"{cache}" + TEXT, cache=cache, repair="none") == 0
     body = {"messages": [{"role": "user", "content": str({"ttl_s": 1}) + TEXT}]}
     wait_until(lambda: tiny.post("/v1/held/chat/completions", body)[2]["held_tokens"] == 0)
-    assert cached(tiny, str({"priority": 90}) + TEXT) == 256
+    assert cached(tiny, str({"priority": 90}) + TEXT) >= 256
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_an_awq_checkpoint_is_served_packed(home, tmp_path):
     finally:
         own.end()
     assert said[0]["choices"] == said[1]["choices"]
-    assert said[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 256
+    assert said[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
