@@ -105,6 +105,10 @@ class NoBlocks:
     def layers(self, layer: int, timeout_s: float | None = None) -> list[None]:
         return [None] * self._count
 
+    def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
+        if len(indices):
+            raise InvalidArgument(f"block {indices[0]} is not one that was found: the store is unreachable")
+
     def release(self) -> None:
         """There is nothing to give back."""
 
@@ -127,6 +131,10 @@ class NoWriter:
 
     def __getitem__(self, index: int) -> Any:
         raise InvalidArgument(f"key {index} was not granted: the store is unreachable")
+
+    def copy_layer(self, layer: int, source: Any, indices: Any, offsets: Any) -> None:
+        if len(indices):
+            self[indices[0]]
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """There is nothing to publish."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import datetime
 from typing import Any
 
 
@@ -18,14 +19,24 @@ class Health:
     def __init__(self, client: Any, logger: logging.Logger) -> None:
         self._client, self._logger = client, logger
         self._since: float | None = None
+        self._since_clock = ""
+        self._why = ""
         self.failures_total = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether the engine goes on without its store."""
+        return self._since is not None
 
     def failed(self, what: str, error: BaseException | str) -> None:
         """Counts a failure that became a miss, and says the first of a row."""
         self.failures_total += 1
         if self._since is None:
-            self._since = time.monotonic()
-            self._logger.warning("kvstored: %s failed, the engine goes on without the store: %s", what, error)
+            self._since, self._why = time.monotonic(), f"{what} failed: {error}"
+            self._since_clock = datetime.now().astimezone().isoformat(timespec="seconds")
+            self._logger.warning(
+                "kvstored: since %s the engine goes on without the store: %s", self._since_clock, self._why
+            )
 
     def look(self) -> None:
         if self._client.degraded:
@@ -34,4 +45,7 @@ class Health:
         elif self._since is not None:
             away_s = time.monotonic() - self._since
             self._since = None
-            self._logger.warning("kvstored: the store is back after %.1f s", away_s)
+            self._logger.warning(
+                "kvstored: the store is back after %.1f s; it was away since %s: %s",
+                away_s, self._since_clock, self._why,
+            )  # fmt: skip

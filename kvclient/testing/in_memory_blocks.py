@@ -198,6 +198,13 @@ class BlockView:
         self._span = None
 
 
+def row_of(given: memoryview, offset: int, length: int) -> memoryview:
+    """Raises InvalidArgument for a row outside."""
+    if offset < 0 or offset + length > len(given):
+        raise InvalidArgument(f"a row of {length} bytes at {offset} in memory of {len(given)}")
+    return given[offset : offset + length]
+
+
 class Blocks(Sequence):
     """What get answers, one item per key: a BlockView, or None for a miss. Leaving releases all."""
 
@@ -235,6 +242,15 @@ class Blocks(Sequence):
         """Waits as wait_layer does; then that layer of every block, None for a miss."""
         self.wait_layer(layer, timeout_s)
         return [block.layer(layer) if isinstance(block, BlockView) else None for block in self._items]
+
+    def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
+        """Copies that layer of those blocks into a buffer, each to its offset in bytes."""
+        given = memoryview(target).cast("B")
+        for index, offset in zip(indices, offsets, strict=True):
+            if not 0 <= index < len(self) or not isinstance(block := self._items[index], BlockView):
+                raise InvalidArgument(f"block {index} is not one that was found")
+            content = bytes(block.layer(layer).tobytes())
+            row_of(given, int(offset), len(content))[:] = content
 
     def release(self) -> None:
         """Gives back what no export holds. Idempotent."""

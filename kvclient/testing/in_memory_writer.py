@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvclient.blocks import meta
+from kvclient.checks import check_bounds
 from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
-from kvclient.testing.in_memory_blocks import Span
+from kvclient.testing.in_memory_blocks import Span, row_of
 from kvclient.testing.in_memory_store import CREATED, ZOMBIE, InMemoryStore, Record, Session
 
 
@@ -154,6 +155,15 @@ class Writer:
                 f"no unpinned run for this block in a pool of {self.client.store.capacity_bytes} bytes"
             )
         raise InvalidArgument(f"key {index} was not granted to this writer: {self.results[index]}")
+
+    def copy_layer(self, layer: int, source: Any, indices: Any, offsets: Any) -> None:
+        """Copies that layer of those granted blocks out of a buffer, each from its offset in bytes."""
+        given = memoryview(source).cast("B")
+        for index, offset in zip(indices, offsets, strict=True):
+            block = self[index]
+            check_bounds("layer", layer, 0, block._record.geometry.num_layers - 1)
+            length = block._record.geometry.layer_length(layer, block._record.tokens)
+            block.copy_layer(layer, row_of(given, int(offset), length))
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """Publishes one granted block, or all. With zero_rest, layers nobody asked for are zeros. Raises

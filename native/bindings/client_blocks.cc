@@ -9,12 +9,15 @@
 #include "bindings/client_errors.h"
 #include "bindings/client_store.h"
 #include "bindings/without_gil.h"
+#include "core/base/copy.h"
 #include "core/base/error.h"
 
 namespace nb = nanobind;
 
 namespace kv {
 namespace {
+
+constexpr uint64_t kReleaseBytes = 1 << 20;  // copies from here on let other threads run
 
 struct Blocks {
   std::shared_ptr<BlockBatch> batch;
@@ -147,6 +150,40 @@ nb::object layers_of(nb::handle_t<Blocks> self, long long number, std::optional<
   return out;
 }
 
+// One layer of several blocks into rows of the caller's memory, without an object for each.
+void copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices, nb::handle offsets) {
+  const Blocks& blocks = *nb::inst_ptr<Blocks>(self);
+  BlockBatch& batch = *blocks.batch;
+  const Bytes bytes(target, "target", true);
+  const Places places(indices, offsets);
+  struct Row {
+    uint8_t* to;
+    const std::byte* from;
+    uint64_t length;
+  };
+  std::vector<Row> rows;
+  std::vector<Memory> held;
+  rows.reserve(places.size());
+  held.reserve(places.size());
+  uint64_t total = 0;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const uint64_t index = places.indices.data[i];
+    if (index >= batch.size() || batch.item(index).state != ItemState::Hit)
+      raise("InvalidArgument", "block " + std::to_string(index) + " is not one that was found");
+    const BlockView block{nb::borrow(self), blocks.batch, index};
+    held.push_back(block.layer(number));
+    const uint64_t length = held.back().length;
+    rows.push_back({places.row(bytes, i, length), held.back().data, length});
+    total += length;
+  }
+  auto copy = [&] {
+    for (const Row& row : rows) copy_stream(row.to, row.from, row.length);
+  };
+  if (total < kReleaseBytes) return copy();
+  const WithoutGil released;
+  copy();
+}
+
 void wait_one(const BlockView& block, long long number, std::optional<double> timeout_s) {
   const uint32_t layer = layer_of(block.item(), number);
   wait_with_signals(timeout_of(timeout_s, *block.batch),
@@ -237,6 +274,9 @@ void bind_blocks(nb::module_& m) {
       .def("layers", layers_of, nb::arg("layer"), nb::arg("timeout_s") = nb::none(),
            "Waits as wait_layer does; then that layer of every block, as BlockView.layer gives it, in the order of the keys,\n"
            "None for a miss.")
+      .def("copy_layer", copy_layer, nb::arg("layer"), nb::arg("target").none(), nb::arg("indices"), nb::arg("offsets"),
+           "Copies that layer of the blocks at `indices` into `target`, a contiguous writable buffer or CPU tensor, each to its\n"
+           "offset in bytes. Raises InvalidArgument for a block that was not found and for a row outside, Closed.")
       .def_prop_ro(
           "hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.")
       .def("__repr__", [](const Blocks& b) {

@@ -159,6 +159,20 @@ Bytes::Bytes(nb::handle source, const char* name, bool writable) {
                                (writable ? "writable " : "") + "buffer in CPU memory");
 }
 
+Places::Places(nb::handle given_indices, nb::handle given_offsets)
+    : indices(integers<uint64_t>(given_indices, "indices")), offsets(integers<uint64_t>(given_offsets, "offsets")) {
+  if (indices.size != offsets.size)
+    raise("InvalidArgument", std::to_string(indices.size) + " indices and " + std::to_string(offsets.size) + " offsets");
+}
+
+uint8_t* Places::row(const Bytes& bytes, size_t i, uint64_t length) const {
+  const uint64_t offset = offsets.data[i];
+  if (offset > bytes.size() || length > bytes.size() - offset)
+    raise("InvalidArgument", "a row of " + std::to_string(length) + " bytes at " + std::to_string(offset) + " in memory of " +
+                                 std::to_string(bytes.size()));
+  return bytes.data() + offset;
+}
+
 Key key_from(nb::handle source, const char* name) {
   const Bytes bytes(source, name, false);
   if (bytes.size() != sizeof(Key))

@@ -46,6 +46,15 @@ class Bytes {
   size_t size_ = 0;
 };
 
+// Blocks of a batch and where each has its row in memory of the caller's. Raises InvalidArgument for an odd number of either.
+struct Places {
+  Integers<uint64_t> indices, offsets;
+  Places(nanobind::handle indices, nanobind::handle offsets);
+  size_t size() const { return indices.size; }
+  // The row of place i, inside of `bytes`. Raises InvalidArgument for one that is not.
+  uint8_t* row(const Bytes& bytes, size_t i, uint64_t length) const;
+};
+
 // A 32-byte argument such as an identity. Raises InvalidArgument.
 Key key_from(nanobind::handle source, const char* name);
 

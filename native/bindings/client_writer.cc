@@ -3,6 +3,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 
 #include "bindings/client_buffers.h"
@@ -106,6 +108,31 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
   if (status != Grant::Granted)
     raise("InvalidArgument", "key " + std::to_string(i) + " was not granted to this writer: " + word(status));
   return static_cast<size_t>(i);
+}
+
+// One layer of several blocks out of rows of the caller's memory.
+void copy_layer(const Writer& writer, long long number, nb::handle source, nb::handle indices, nb::handle offsets) {
+  const Bytes bytes(source, "source", false);
+  const Places places(indices, offsets);
+  std::vector<std::pair<size_t, const uint8_t*>> rows;
+  rows.reserve(places.size());
+  uint64_t total = 0;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const uint64_t given = std::min<uint64_t>(places.indices.data[i], PTRDIFF_MAX);
+    const GrantedBlock block{writer.grants, checked_index(writer, static_cast<Py_ssize_t>(given))};
+    const uint64_t length = block.layout().layer_bytes(block.checked(number), block.tokens());
+    block.item();
+    rows.emplace_back(block.index, places.row(bytes, i, length));
+    total += length;
+  }
+  const auto layer = static_cast<uint32_t>(number);
+  for (const auto& [index, row] : rows) writer.grants->layer(index, layer);  // under the GIL
+  auto copy = [&] {
+    for (const auto& [index, row] : rows) writer.grants->copy_layer(index, layer, row);
+  };
+  if (total < kReleaseBytes) return copy();
+  const WithoutGil released;
+  copy();
 }
 
 std::vector<size_t> chosen(const Writer& writer, std::optional<Py_ssize_t> index) {
@@ -214,6 +241,9 @@ void bind_writer(nb::module_& m) {
             return out;
           },
           "The indices of the keys that are this writer's to fill.")
+      .def("copy_layer", copy_layer, nb::arg("layer"), nb::arg("source").none(), nb::arg("indices"), nb::arg("offsets"),
+           "Copies that layer of the granted blocks at `indices` out of `source`, a contiguous buffer or CPU tensor, each from\n"
+           "its offset in bytes, with its checksum on the way. Raises InvalidArgument, Closed, IndexError, NoSpace.")
       .def(
           "seal",
           [](const Writer& w, std::optional<Py_ssize_t> i, bool zero_rest) {

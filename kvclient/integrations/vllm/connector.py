@@ -7,14 +7,18 @@ after the start no failure of the store reaches vLLM except as a load to recompu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 import kvclient
 from kvclient.errors import InvalidArgument
+from kvclient.integrations.vllm.events import checked_endpoints
+from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
 from kvclient.integrations.vllm.identity import model_identity
 from kvclient.integrations.vllm.scheduling import Scheduling, Step
 from kvclient.integrations.vllm.transfer import Worker
@@ -29,6 +33,7 @@ OPTIONS = {
     "load_wait_s": 2.0,  # for blocks that come from disk
     "model_version": "",  # weights that were changed in place
     "weights_digest": "",  # instead of reading the checkpoint
+    "enable_kv_events": False,  # tell vLLM's publisher of events which blocks are in the store
 }
 
 
@@ -45,6 +50,8 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 "a block may be evicted between look-up and load"
             )
         group = _only_group(kv_cache_config)
+        if options["enable_kv_events"]:
+            checked_endpoints(vllm_config.kv_events_config)
         self._client = kvclient.connect(
             options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
         )
@@ -60,6 +67,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling = Scheduling(
                 self._client, identity, block_tokens, hash_tokens, ranks, float(options["wait_pending_s"]),
                 float(options["fetch_wait_s"]), loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+                events=bool(options["enable_kv_events"]),
             )  # fmt: skip
             logger.info("kvstored: identity %s…, blocks of %d tokens", identity.hex()[:12], block_tokens)
         else:
@@ -68,7 +76,25 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 float(options["load_wait_s"]),
             )  # fmt: skip
 
+        self._reporter = None if self._worker is None else Reporter(self._worker.health)
+
+    def get_kv_connector_stats(self) -> KvstoredStats | None:
+        return None if self._reporter is None else self._reporter.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstoredStats | None:
+        return KvstoredStats(data) if data else None
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KvstoredPromMetrics:
+        return KvstoredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---------------------------------------------------------------- the scheduler's process
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens), False

@@ -20,9 +20,11 @@ import vllm
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.checkpoint import checkpoint_digest
+from kvclient.integrations.vllm.adapters import Adapters
 
 VERSION = 2  # of the bytes that the worker writes, of this list and of how a key is made
 KEY_BYTES = 32
+PLACES = ("_name_or_path", "name_or_path")
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -36,7 +38,7 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
         "vllm": vllm.__version__,
         "weights": weights_digest(config, extra).hex(),
         "model_version": str(extra.get("model_version", "")),
-        "config": hashlib.sha256(_canonical(model.hf_config.to_dict())).hexdigest(),
+        "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -90,6 +92,13 @@ def _hash_algorithm(config: Any) -> str:
     return algorithm
 
 
+def _without_places(value: Any) -> Any:
+    """A configuration without where it was read from, which another host's has elsewhere."""
+    if isinstance(value, dict):
+        return {name: _without_places(part) for name, part in value.items() if name not in PLACES}
+    return [_without_places(part) for part in value] if isinstance(value, list) else value
+
+
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=str, separators=(",", ":")).encode()
 
@@ -97,12 +106,17 @@ def _canonical(value: Any) -> bytes:
 class RequestKeys:
     """The store's keys of one request's blocks, 32 bytes each in one piece, made as vLLM's hashes come."""
 
-    def __init__(self, identity: bytes, request: Any, hashes_per_block: int) -> None:
+    def __init__(self, identity: bytes, request: Any, hashes_per_block: int, adapters: Adapters) -> None:
         self._request, self._per_block = request, hashes_per_block
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            identity = hashlib.sha256(identity + checkpoint_digest(adapter.lora_path)).digest()
+            identity = hashlib.sha256(identity + adapters.digest(adapter)).digest()
         self._derived = DerivedKeys(identity)
         self._made = b""
+
+    def hashes(self, start: int, stop: int) -> list[bytes]:
+        """vLLM's own, of those blocks."""
+        per_block = self._per_block
+        return self._request.block_hashes[(start + 1) * per_block - 1 : stop * per_block : per_block]
 
     def between(self, start: int, stop: int) -> bytes:
         """Of those full blocks, as far as they are known."""

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvclient.errors import KVClientError
+from kvclient.integrations.vllm.adapters import Adapters
+from kvclient.integrations.vllm.events import Events
 from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, of_rank
 
 log = logging.getLogger("vllm.kvstored")
@@ -55,19 +59,21 @@ class Scheduling:
 
     def __init__(
         self, client: Any, identity: bytes, block_tokens: int, hash_tokens: int, ranks: int,
-        wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool,
+        wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool, events: bool = False,
     ) -> None:  # fmt: skip
         self._client, self._identity, self._ranks = client, identity, ranks
         self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
         self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
         self._fetch_wait_s = fetch_wait_s
         self._pool = ThreadPoolExecutor(FETCHES, "kvstored-fetch") if fetch_wait_s > 0 else None
+        self._adapters = Adapters()
+        self._events = Events(self._whole, KEY_BYTES, block_tokens) if events else None
         self._running: dict[str, _Running] = {}
         self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
 
     def _of(self, request: Any) -> _Running:
         if (known := self._running.get(request.request_id)) is None:
-            keys = RequestKeys(self._identity, request, self._hashes_per_block)
+            keys = RequestKeys(self._identity, request, self._hashes_per_block, self._adapters)
             known = self._running[request.request_id] = _Running(keys)
         return known
 
@@ -154,6 +160,14 @@ class Scheduling:
         self._promised.clear()
         return step
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._events is None else self._events.take()
+
+    def _whole(self, keys: bytes) -> bytes:
+        """A one for each block that every rank has."""
+        parts = [self._client.lookup(of_rank(keys, rank, self._ranks)).states for rank in range(self._ranks)]
+        return bytes(all(state in THERE for state in states) for states in zip(*parts, strict=True))
+
     def _add(self, step: Step, output: Any, req_id: str, computed_tokens: int, first: bool) -> None:
         running, size = self._running[req_id], self._block_tokens
         if promised := self._promised.get(req_id):
@@ -167,6 +181,9 @@ class Scheduling:
         if keys := running.keys.between(start, stop):
             count = len(keys) // KEY_BYTES
             step.saves.append(Transfer(keys, running.block_ids[start : start + count]))
+            if self._events is not None:
+                parent = running.keys.hashes(start - 1, start)[0] if start else None
+                self._events.saved(keys, running.keys.hashes(start, start + count), parent)
 
     def finished(self, request: Any) -> None:
         if (running := self._running.pop(request.request_id, None)) is not None:

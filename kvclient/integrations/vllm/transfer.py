@@ -38,8 +38,9 @@ class Worker:
     ) -> None:
         self._client, self._rank, self._ranks = client, rank, ranks
         self._names, self._block_tokens, self._load_wait_s = layer_names, block_tokens, load_wait_s
-        self._health = Health(client, log)
+        self.health = self._health = Health(client, log)
         self._tensors: list[torch.Tensor] = []
+        self._rows: list[_Rows] = []
         self._index = {name: i for i, name in enumerate(layer_names)}
         self._layout_id = 0
         self._loading: list[tuple[Any, list[tuple[int, int]]]] = []  # pinned blocks, (index, block number)
@@ -68,6 +69,7 @@ class Worker:
             layer_bytes_per_token=tuple(sizes), name="vllm",
         )  # fmt: skip
         self._layout_id = self._client.register_layout(layout)
+        self._rows = [_Rows(tensor) for tensor in self._tensors]
         self._try_one_block()
 
     def _try_one_block(self) -> None:
@@ -158,12 +160,15 @@ class Worker:
         if layer is None or layer in self._loaded_layers:
             return
         self._loaded_layers.add(layer)
-        tensor = self._tensors[layer]
+        rows = self._rows[layer]
         for blocks, present in self._loading:
+            if rows.memory is not None:
+                indices, numbers = zip(*present, strict=True) if present else ((), ())
+                blocks.copy_layer(layer, rows.memory, indices, [n * rows.stride for n in numbers])
+                continue
             for i, number in present:
-                target = tensor[number]
-                source = blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape)
-                target.copy_(source)
+                target = rows.tensor[number]
+                target.copy_(blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
 
     def save_layer(self, name: str) -> None:
         """Behind the layer's attention."""
@@ -171,11 +176,17 @@ class Worker:
         if layer is None or layer in self._saved_layers:
             return
         self._saved_layers.add(layer)
-        tensor = self._tensors[layer]
+        rows = self._rows[layer]
         for writer, granted in self._writers:
-            for i, number in granted:
-                with contextlib.suppress(KVClientError):  # its seal says so
-                    writer[i].copy_layer(layer, _as_bytes(tensor[number]))
+            with contextlib.suppress(KVClientError):  # its seal says so
+                if rows.memory is not None:
+                    indices, numbers = zip(*granted, strict=True)
+                    writer.copy_layer(
+                        layer, rows.memory, indices, [n * rows.stride for n in numbers]
+                    )
+                    continue
+                for i, number in granted:
+                    writer[i].copy_layer(layer, _as_bytes(rows.tensor[number]))
 
     def finish(self) -> None:
         """Loads and saves what no layer asked for, seals, and gives everything back."""
@@ -206,6 +217,19 @@ class Worker:
     def take_failed(self) -> set[int]:
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
+
+
+class _Rows:
+    """A layer's blocks in memory. On a CPU, where each is dense, all are rows of one piece of bytes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.memory, self.stride = tensor, None, 0
+        if tensor.is_cpu and tensor[0].is_contiguous():
+            itemsize = tensor.element_size()
+            self.stride = tensor.stride(0) * itemsize
+            elements = (tensor.shape[0] - 1) * tensor.stride(0) + tensor[0].numel()
+            flat = tensor.as_strided((elements,), (1,))
+            self.memory = flat.view(torch.uint8).numpy()
 
 
 def _as_bytes(block: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What the store does for other projects' engines, in the environments that `make engines` made."""

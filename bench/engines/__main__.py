@@ -1,0 +1,115 @@
+"""`python -m bench.engines`: vLLM on a CPU with the store beside its own prefix cache; what look-ups cost.
+
+    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft] [--ours]
+        [--json FILE]
+
+Installs nothing: the environments are those of `make engines`, and what is not there is said. Half an hour on
+two quiet cores, most of it vLLM's starts. Nothing timed can fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.engines.processes import CACHE, Told, python_of, say
+from bench.engines.ttft import Run, summary
+from bench.machine import describe, sentence
+from bench.reuse_ttft import daemon
+from tests.engines.conftest import TINY
+
+LOOK_UPS = 400
+
+
+def model_of(name: str, home: Path) -> tuple[str, int]:
+    """Directory and vocabulary."""
+    if name == "smollm2":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+        import model
+
+        return str(model.ensure()), 49_000
+    target = home / "tiny"
+    subprocess.run([python_of("vllm"), "-c", TINY, target, "0"], check=True, capture_output=True)
+    return str(target), 500
+
+
+def look_ups(home: Path) -> dict[str, dict[str, float]]:
+    with daemon("256MiB") as directory:
+        told = Told(
+            "bench.engines.lookups", {"directory": directory, "calls": LOOK_UPS}, home / "lookups.log",
+            (CACHE / "lmcache",),
+        )  # fmt: skip
+        try:
+            return told.answer()
+        finally:
+            told.end()
+
+
+def first_tokens(name: str, rounds: int, home: Path, others: bool) -> dict:
+    with daemon("2GiB") as directory:
+        model, vocabulary = model_of(name, home)
+        (home / "fs").mkdir(exist_ok=True)
+        run = Run(model, vocabulary, directory, home, others)
+        try:
+            row: dict[str, list[dict]] = {}
+            for number in range(-1, rounds):  # the first is not counted
+                if number == 0:
+                    row = {}
+                run.hits(row)
+                run.misses(row)
+                say(f"{name}: round {number + 1} of {rounds}")
+            return {"figures": summary(row), "absent": run.absent}
+        finally:
+            run.end()
+
+
+def table(result: dict) -> str:
+    lines = [sentence(result["machine"]), ""]
+    if looks := result.get("look-ups"):
+        lines += ["| look-up, processor time | least | middle |", "|---|---|---|"]
+        lines += [
+            f"| {name} | {one['least_us']:.0f} µs | {one['middle_us']:.0f} |" for name, one in looks.items()
+        ]
+        lines.append("")
+    for model in ("tiny", "smollm2"):
+        if not (part := result.get(model)):
+            continue
+        lines += [f"| {model} | processor time | ratio | wall | ratio |", "|---|---|---|---|---|"]
+        for name, one in part["figures"].items():
+            ratios = [f"{one[key]:.3f}" if key in one else "" for key in ("ratio", "wall_ratio")]
+            lines.append(
+                f"| {name} | {one['cpu_ms']:.1f} ms | {ratios[0]} | {one['wall_ms']:.1f} | {ratios[1]} |"
+            )
+        lines += [f"\n{name} is not there: {reason}" for name, reason in part["absent"].items()] + [""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", default="tiny,smollm2", metavar="LIST")
+    parser.add_argument("--only", choices=("lookups", "ttft"))
+    parser.add_argument("--ours", action="store_true", help="without vLLM's OffloadingConnector and LMCache")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    if python_of("vllm") is None:
+        print(f"left out: no vLLM in {CACHE}; `make engines` installs it")
+        return 0
+    result: dict = {"machine": describe()}
+    with tempfile.TemporaryDirectory(prefix="kvbench-engines-") as home:
+        if chosen.only != "ttft":
+            result["look-ups"] = look_ups(Path(home))
+        for name in chosen.models.split(",") if chosen.only != "lookups" else ():
+            result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=1))
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What vLLM's own metrics say of the store: whether an engine goes on without it, and what failed.
+
+Owns the two figures and their names; never asks the store. Invariant: a figure is sent when it changes, and
+at each step of an engine without its store, so that the gauge of a healthy engine costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvclient.integrations.health import Health
+
+DEGRADED, FAILURES = "degraded", "failures"
+
+
+class KvstoredStats(KVConnectorStats):
+    """`degraded`: 1 in a process whose store is away. `failures`: that became misses, since the last."""
+
+    def reset(self) -> None:
+        self.data = {DEGRADED: 0, FAILURES: 0}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return KvstoredStats({
+            DEGRADED: max(self.data[DEGRADED], other.data[DEGRADED]),
+            FAILURES: self.data[FAILURES] + other.data[FAILURES],
+        })  # fmt: skip
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"kvstored {name}": value for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Reporter:
+    """Of one half of a connector."""
+
+    def __init__(self, health: Health) -> None:
+        self._health, self._told = health, (-1, 0)
+
+    def take(self) -> KvstoredStats | None:
+        now = (int(self._health.away), self._health.failures_total)
+        if now == self._told and not now[0]:
+            return None
+        failures = now[1] - self._told[1]
+        self._told = now
+        return KvstoredStats({DEGRADED: now[0], FAILURES: failures})
+
+
+class KvstoredPromMetrics(KVConnectorPromMetrics):
+    """vllm:kvstored_degraded and vllm:kvstored_failures_total, by engine."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        degraded = self._gauge_cls(
+            name="vllm:kvstored_degraded", documentation="1 while the engine goes on without kvstored.",
+            labelnames=labelnames,
+        )  # fmt: skip
+        failures = self._counter_cls(
+            name="vllm:kvstored_failures", documentation="Calls of the store that failed and became misses.",
+            labelnames=labelnames,
+        )  # fmt: skip
+        self._degraded = {engine: degraded.labels(*values) for engine, values in per_engine.items()}
+        self._failures = {engine: failures.labels(*values) for engine, values in per_engine.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._degraded[engine_idx].set(transfer_stats_data[DEGRADED])
+        self._failures[engine_idx].inc(transfer_stats_data[FAILURES])

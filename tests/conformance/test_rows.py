@@ -1,0 +1,67 @@
+"""Goal: one layer of many blocks goes between the store and rows of the caller's memory in one call.
+
+Method: the same steps through the client of a real daemon and through the fake; then what is out of bounds.
+"""
+
+import numpy as np
+import pytest
+
+import kvclient
+from kvclient.client.breaker import NoBlocks, NoWriter
+from kvclient.errors import InvalidArgument
+
+LAYOUT = kvclient.Layout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
+ROW = 64  # bytes: keys and values of 4 tokens
+
+
+@pytest.fixture(params=["daemon", "fake"])
+def client(request, daemon):
+    with daemon().connect() if request.param == "daemon" else kvclient.InMemoryClient() as one:
+        yield one
+
+
+def test_rows_go_in_and_come_out(client):
+    keys = [bytes([i]) * 32 for i in range(1, 5)]
+    source = np.random.default_rng(1).integers(0, 256, (2, 8, ROW), dtype=np.uint8)
+    rows = [7, 0, 3]  # of the blocks 0, 2 and 3
+    writer = client.create(keys, client.register_layout(LAYOUT))
+    for layer in range(2):
+        writer.copy_layer(layer, source[layer], [0, 2, 3], [row * ROW for row in rows])
+        writer[1].copy_layer(layer, source[layer, 5])
+    writer.seal()
+    with client.get(keys, verify=True) as blocks:
+        assert blocks.hits == 4
+        target = np.zeros((4, ROW), np.uint8)
+        blocks.copy_layer(1, target, np.array([3, 1, 0], np.uint64), [0, 2 * ROW, ROW])
+        assert (target == [source[1, 3], source[1, 7], source[1, 5], np.zeros(ROW)]).all()
+        blocks.copy_layer(1, target, [], [])
+
+
+def test_what_is_out_of_bounds_is_refused_and_copies_nothing(client):
+    keys = [bytes([i]) * 32 for i in range(1, 3)]
+    writer = client.create(keys[:1], client.register_layout(LAYOUT))
+    source, target = np.ones((2, ROW), np.uint8), np.zeros((2, ROW), np.uint8)
+    for wrong in (ROW + 1, 2 * ROW, 2**63):
+        with pytest.raises(InvalidArgument):
+            writer.copy_layer(0, source, [0], [wrong])
+    with pytest.raises(InvalidArgument):
+        writer.copy_layer(2, source, [0], [0])
+    with pytest.raises(IndexError):
+        writer.copy_layer(0, source, [5], [0])
+    for layer in range(2):
+        writer.copy_layer(layer, source, [0], [ROW])
+    writer.seal()
+    with client.get(keys) as blocks:
+        for index, offset in ((0, ROW + 1), (0, 2**63), (1, 0), (7, 0)):
+            with pytest.raises(InvalidArgument):
+                blocks.copy_layer(0, target, [index], [offset])
+        assert not target.any()
+
+
+def test_without_a_store_there_is_nothing_to_copy():
+    memory = bytearray(8)
+    NoBlocks(2).copy_layer(0, memory, [], [])
+    NoWriter(2).copy_layer(0, memory, [], [])
+    for nothing in (NoBlocks(2), NoWriter(2)):
+        with pytest.raises(InvalidArgument):
+            nothing.copy_layer(0, memory, [0], [0])

@@ -1,0 +1,273 @@
+"""What the connector's scheduler half says of requests, with vLLM's own configurations, hashes, events and
+metrics, and without an engine: run with the engines' Python.
+
+    python -m tests.engines.vllm_keys_scene DIRECTORY MODEL SCRATCH
+
+Asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
+"""
+
+import itertools
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import torch
+from prometheus_client import Counter, Gauge, Histogram
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+import kvclient
+from kvclient.integrations.health import Health
+from kvclient.integrations.vllm.events import checked_endpoints
+from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
+from kvclient.integrations.vllm.identity import model_identity
+from kvclient.integrations.vllm.scheduling import Scheduling
+
+DIRECTORY, MODEL, SCRATCH = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+TOKENS, BLOCKS = 32, 6
+PROMPT = [(7 * i + 3) % 500 for i in range(TOKENS * BLOCKS + 8)]
+NUMBERS = itertools.count()
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(TOKENS, sha256)
+client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
+LAYOUT = client.register_layout(
+    kvclient.Layout(
+        num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8", kv_per_layer=1, block_tokens=TOKENS,
+        meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(8,), name="scene",
+    )
+)  # fmt: skip
+
+
+def identity(model=MODEL, layers=2, block=TOKENS, layout="LBHNC", extra=None, **engine):
+    config = EngineArgs(
+        model=model, skip_tokenizer_init=True, enforce_eager=True, **{"dtype": "float32", **engine}
+    )
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    names = [f"layer.{i}" for i in range(layers)]
+    cache = KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        kv_cache_layout=layout,
+    )
+    return model_identity(config.create_engine_config(), cache, extra or {})
+
+
+def half(own, ranks=1, events=False):
+    return Scheduling(client, own, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True, events=events)
+
+
+def request(prompt=PROMPT, **more):
+    return Request(
+        request_id=str(next(NUMBERS)), prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None, block_hasher=HASHER, **more,
+    )  # fmt: skip
+
+
+def save(scheduling, one):
+    """The step that computes all of it, and what the worker does."""
+    scheduling.matched(one, 0)
+    new = SimpleNamespace(req_id=one.request_id, block_ids=[list(range(BLOCKS))], num_computed_tokens=0)
+    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+    step = scheduling.step(SimpleNamespace(
+        scheduled_new_reqs=[new], scheduled_cached_reqs=cached,
+        num_scheduled_tokens={one.request_id: len(PROMPT)},
+    ))  # fmt: skip
+    (transfer,) = step.saves
+    writer = client.create(transfer.keys, LAYOUT)
+    for index in writer.granted:
+        writer[index].copy_layer(0, bytes(8 * TOKENS))
+    return writer
+
+
+def hits(scheduling, **more):
+    return scheduling.matched(request(**more), 0)
+
+
+def need(what):
+    print("NEED " + what, flush=True)
+    sys.stdin.readline()
+
+
+def copy_of_model(name, change):
+    target = SCRATCH / name
+    shutil.copytree(MODEL, target)
+    change(target)
+    return str(target)
+
+
+def other_weight(path):
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def other_config(path):
+    file = path / "config.json"
+    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+
+def each_dimension_of_the_identity_misses():
+    base = half(identity())
+    save(base, request()).seal()
+    assert hits(half(identity())) == BLOCKS * TOKENS, "the same engine hits"
+    assert hits(half(identity(copy_of_model("moved", lambda path: None)))) == BLOCKS * TOKENS, (
+        "wherever it lies"
+    )
+    os.environ["PYTHONHASHSEED"] = "7"
+    seeded = identity()
+    del os.environ["PYTHONHASHSEED"]
+    others = {
+        "weights": identity(copy_of_model("weights", other_weight)),
+        "config": identity(copy_of_model("config", other_config)),
+        "override": identity(hf_overrides={"rope_theta": 5000.0}),
+        "dtype": identity(dtype="bfloat16"),
+        "cache dtype": identity(kv_cache_dtype="fp8"),
+        "layers": identity(layers=3),
+        "block": identity(block=64),
+        "layout": identity(layout="LBNHC"),
+        "tensor": identity(tensor_parallel_size=2),
+        "pipeline": identity(pipeline_parallel_size=2),
+        "version": identity(extra={"model_version": "2"}),
+        "digest": identity(extra={"weights_digest": "given"}),
+        "hash": identity(prefix_caching_hash_algo="sha256_cbor"),
+        "seed": seeded,
+    }
+    assert len(set(others.values())) == len(others)
+    for name, other in others.items():
+        assert hits(half(other)) == 0, name
+    assert hits(half(identity()), cache_salt="tenant") == 0
+    assert hits(half(identity()), prompt=[1, *PROMPT[1:]]) == 0
+    assert hits(half(identity(), ranks=2)) == 0
+
+
+def adapter(path, content):
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(content)
+    return str(path)
+
+
+def an_adapters_content_is_part_of_the_key():
+    own, path = identity(), SCRATCH / "adapter"
+    numbers = itertools.count(1)
+
+    def lora():
+        return {"lora_request": LoRARequest("a", next(numbers), str(path))}
+
+    adapter(path, b"one")
+    first, one = half(own), lora()
+    save(first, request(**one)).seal()
+    assert hits(first, **one) == hits(half(own), **lora()) == BLOCKS * TOKENS
+    adapter(path, b"two")
+    assert hits(half(own), **lora()) == 0, "other content under the same name and path"
+    assert hits(first, **one) == 0, "nobody knows which content this engine has in memory"
+    save(first, request(**one)).seal()
+    assert hits(half(own), **lora()) == 0, "and nothing it computes is found by others"
+    adapter(path, b"one")
+    assert hits(half(own), **lora()) == BLOCKS * TOKENS
+    shutil.rmtree(path)
+    assert hits(half(own), **lora()) == 0
+    in_place = LoRARequest("a", 1, adapter(path, b"one"), load_inplace=True)
+    assert hits(half(own), lora_request=in_place) == 0
+
+
+def events_tell_hashes_of_what_is_there():
+    own = identity(extra={"model_version": "events"})
+    secret = request(cache_salt="secret salt")
+    scheduling = half(own, events=True)
+    writer = save(scheduling, secret)
+    assert not list(scheduling.take_events()), "what is not sealed is not told"
+    writer.seal()
+    events = list(scheduling.take_events())
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+    told = msgspec.msgpack.decode(batch, type=KVEventBatch).events
+    hashes = [maybe_convert_block_hash(own) for own in secret.block_hashes]
+    assert [event.block_hashes for event in told] == [[own] for own in hashes[:BLOCKS]]
+    assert [event.parent_block_hash for event in told] == [None, *hashes[: BLOCKS - 1]]
+    assert all(isinstance(event, BlockStored) and event.block_size == TOKENS for event in told)
+    assert not any(event.token_ids or event.extra_keys or event.lora_name for event in told)
+    assert b"secret" not in batch
+    assert not list(scheduling.take_events()) and not list(half(own).take_events())
+    for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"):
+        for config in (
+            KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint),
+            KVEventsConfig(enable_kv_cache_events=True, endpoint="ipc:///tmp/x", replay_endpoint=endpoint),
+        ):
+            refused(lambda config=config: checked_endpoints(config), "endpoint")
+    refused(lambda: checked_endpoints(KVEventsConfig()), "--kv-events-config")
+    for endpoint in ("tcp://127.0.0.1:5557", "ipc:///tmp/x", "tcp://[::1]:5557", "tcp://localhost:1"):
+        checked_endpoints(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint))
+
+
+def refused(call, word):
+    try:
+        call()
+    except ValueError as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(f"not refused: {word}")
+
+
+def the_gauge_says_whether_the_store_is_there():
+    lines = []
+    health = Health(client, SimpleNamespace(warning=lambda text, *args: lines.append(text % args)))
+    reporter = Reporter(health)
+    config = SimpleNamespace(kv_transfer_config=None)
+    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    metrics = KvstoredPromMetrics(config, types, ["engine"], {0: ["0"]})
+
+    def gauge():
+        health.look()
+        stats = reporter.take()
+        if stats is not None:
+            metrics.observe(stats.to_dict())
+        return metrics._degraded[0]._value.get()
+
+    assert gauge() == 0 and reporter.take() is None, "a healthy store costs no message"
+    need("kill")
+    ask(lambda: gauge() == 1)
+    need("start")
+    ask(lambda: gauge() == 0)
+    went, came = lines
+    assert "since 20" in went and "cannot be reached" in went
+    assert "is back after" in came and "cannot be reached" in came
+    assert metrics._failures[0]._value.get() >= 1
+    both = KvstoredStats({"degraded": 1, "failures": 2}).aggregate(
+        KvstoredStats({"degraded": 0, "failures": 3})
+    )
+    assert both.to_dict() == {"degraded": 1, "failures": 5}
+
+
+def ask(done):
+    """Steps of an engine, until it has noticed."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        client.create([os.urandom(32)], LAYOUT).abort()
+
+
+for scene in (
+    each_dimension_of_the_identity_misses,
+    an_adapters_content_is_part_of_the_key,
+    events_tell_hashes_of_what_is_there,
+    the_gauge_says_whether_the_store_is_there,
+):
+    scene()
+print("PASSED", flush=True)
