@@ -33,8 +33,8 @@ ANSWERS: Counter[str] = Counter()  # who answered what
 RUNNING: list["OurSpec"] = []  # of the test under way
 CONTENT: dict[bytes, list[np.ndarray]] = {}  # what our worker stored under a name
 
-for function in (connectors.create_vllm_config,):
-    function.__defaults__ = (MODEL, *function.__defaults__[1:])  # theirs is downloaded
+defaults = connectors.create_vllm_config.__defaults__
+connectors.create_vllm_config.__defaults__ = (MODEL, *defaults[1:])  # theirs would be downloaded
 
 
 class Told(theirs.MockLoadStoreSpec, StoredBlocks):
@@ -63,7 +63,7 @@ class Programmed:
         self.spec, self.ours = spec, spec.ours.get_manager()
         for name in ("lookup", "prepare_store", "complete_store", "complete_load", "on_new_request",
                      "on_request_finished", "on_schedule_end"):  # fmt: skip
-            method = Through(name=name, return_value=getattr(manager, name).return_value)
+            method = Through(return_value=getattr(manager, name).return_value)
             method.__dict__["ours"] = getattr(self, name, None) or self._also(name)
             setattr(manager, name, method)
         manager.prepare_load = self.prepare_load
@@ -86,9 +86,10 @@ class Programmed:
 
     def _forget(self, key):
         """As if the lease had ended."""
-        for one in (self.ours._held.get(key),):
-            if one is not None:
-                one.until = 0.0
+        self.ours._wanted.pop(key, None)
+        self.ours._pool.submit(int).result()
+        if (held := self.ours._held.get(key)) is not None:
+            held.until = 0.0
         self.ours._expire()
         for request in self.ours._requests.values():
             request.missed.discard(key)
