@@ -175,16 +175,20 @@ def drafting(own: argparse.Namespace, model: Any) -> Any:
 
 def _loaded(model: str, client: Any, dtype: Any, given: dict[str, Any]) -> Any:
     """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
+    import huggingface_hub
     import transformers
 
     from kvclient.hf import Engine, awq
 
     config = Path(model) / "config.json"
+    if not Path(model).exists():  # a hub id: in the hub's cache, or fetched
+        config = Path(transformers.utils.cached_file(model, "config.json"))
     if config.is_file():
         told = json.loads(config.read_text()).get("quantization_config") or {}
         if str(told.get("quant_method")).lower() == "awq":
             tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-            packed = awq.from_pretrained(model, None if dtype == "auto" else dtype)
+            directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
+            packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
             return Engine(packed, tokenizer, client, **given)
     return Engine.from_pretrained(model, client, dtype=dtype, **given)
 

@@ -83,8 +83,8 @@ def server(home):
     """`server(*flags)` starts one; all are ended after the test."""
     started = []
 
-    def make(*args, **options):
-        started.append(Server(home, *args, **options))
+    def make(*args, model=home, **options):
+        started.append(Server(model, *args, **options))
         return started[-1]
 
     yield make
