@@ -121,9 +121,22 @@ def vllm(model: Path, home: Path) -> Iterator[Served]:
         "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching", "--max-model-len", "8192",
         "--block-size", "32", "--enable-prompt-tokens-details", "--enforce-eager",
     ]  # fmt: skip
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+           "PYTHONPATH": str(_named_vllm(home))}  # fmt: skip
     with _started("vLLM", command, port, env) as server:
         yield server
+
+
+def _named_vllm(home: Path) -> Path:
+    """A folder whose metadata says that vLLM is installed, and for CPUs: the package has another name there,
+    and without "+cpu" it loads a library that wants AVX-512.
+    """
+    (found,) = (ENGINES / "vllm").glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
+    told = home / "metadata" / f"vllm-{version}.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return told.parent
 
 
 @contextlib.contextmanager

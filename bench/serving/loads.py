@@ -58,7 +58,7 @@ def together(targets: Sequence[tuple[Served, str, int]], model: str) -> list[Ans
 
 
 def one_long(server: Served, model: str, prompts: Prompts, seed: object, new: int = 32) -> dict[str, Any]:
-    """a: cold, then the same again."""
+    """a: cold, then the same again. first_cpu_s: of one that ends with its first token."""
     prompt, out = prompts.of(LONG, ("a", seed)) + QUESTION, {}
     for which in ("cold", "warm"):
         before = server.cpu_s()
@@ -67,6 +67,13 @@ def one_long(server: Served, model: str, prompts: Prompts, seed: object, new: in
         out[which] = {"ttft_s": said.ttft_s, "cpu_s": server.cpu_s() - before, "cached": said.cached,
                       "itl_s": statistics.median(said.gaps_s) if said.gaps_s else None}  # fmt: skip
     out["warm_over_cold"] = out["warm"]["ttft_s"] / out["cold"]["ttft_s"]
+    prompt = prompts.of(LONG, ("a first", seed)) + QUESTION
+    for which, times in (("cold", 1), ("warm", 4)):
+        before = server.cpu_s()
+        for _ in range(times):
+            _check(chat(server.url, model, prompt, 1))
+        out[which]["first_cpu_s"] = (server.cpu_s() - before) / times
+    out["warm_over_cold_cpu"] = out["warm"]["first_cpu_s"] / out["cold"]["first_cpu_s"]
     return out
 
 

@@ -14,6 +14,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a cold TTFT s", lambda r: r["a"]["cold"]["ttft_s"], ".2f"),
     ("a warm TTFT s", lambda r: r["a"]["warm"]["ttft_s"], ".3f"),
     ("a warm / cold", lambda r: r["a"]["warm_over_cold"], ".3f"),
+    ("a warm / cold, CPU s to the first token", lambda r: r["a"]["warm_over_cold_cpu"], ".3f"),
     ("a between tokens ms", lambda r: 1000 * r["a"]["warm"]["itl_s"], ".0f"),
     ("a cold CPU s", lambda r: r["a"]["cold"]["cpu_s"], ".1f"),
     ("b TTFT p99 / a cold", lambda r: r["b"]["ttft_p99_s"] / r["a"]["cold"]["ttft_s"], ".2f"),
