@@ -76,19 +76,19 @@ class Prompt:
         columns = 0 if prefix is None else prefix.columns
         inside = (0, 0) if blend is None else (blend.found, blend.recomputed)
         rows: list[tuple[int, Row]] = []
-        for group, one in zip(self.groups, found, strict=True):
+        for group, match in zip(self.groups, found, strict=True):
             reused = max(0, columns - group.pad)
-            own = Row(len(group.tokens), reused, min(reused, one.disk_tokens), *inside)
-            rows += [(row, own) for row in group.rows]
-        return [own for _, own in sorted(rows, key=lambda pair: pair[0])]
+            row_report = Row(len(group.tokens), reused, min(reused, match.disk_tokens), *inside)
+            rows += [(row, row_report) for row in group.rows]
+        return [row_report for _, row_report in sorted(rows, key=lambda pair: pair[0])]
 
 
 def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
     """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
     if torch.is_autocast_enabled(input_ids.device.type):
         raise Bypassed("autocast", "autocast changes the dtype the model computes in")
-    own = model.__dict__.get("prepare_inputs_for_generation")
-    if own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation:
+    made = model.__dict__.get("prepare_inputs_for_generation")
+    if made is not None and getattr(made, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise Bypassed("prepare_inputs", "the model's own: peft's soft prompts stand before the tokens")
     if model_kwargs.get("inputs_embeds") is not None:
         raise Bypassed("inputs", "inputs_embeds")
@@ -104,9 +104,9 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
     tokens = input_ids.to("cpu", torch.int32).numpy()
     groups: dict[tuple[int, bytes], Group] = {}
     for row in range(rows):
-        own = np.ascontiguousarray(tokens[row, pads[row] :])
-        key = (pads[row], own.tobytes() if rows > 1 else b"")
-        groups.setdefault(key, Group(own, pads[row])).rows.append(row)
+        ids = np.ascontiguousarray(tokens[row, pads[row] :])
+        key = (pads[row], ids.tobytes() if rows > 1 else b"")
+        groups.setdefault(key, Group(ids, pads[row])).rows.append(row)
     return Prompt(list(groups.values()), rows, length)
 
 
@@ -204,10 +204,11 @@ class Report:
         """The same with the tokens of one row."""
         if len(self.rows) < 2:
             return self
-        own = self.rows[row]
-        tiers = {**Report().reused_by_tier, "shm": own.reused_tokens - own.from_disk, "disk": own.from_disk}
-        tokens = {name: getattr(own, name) for name in vars(own) if name != "from_disk"}
-        return dataclasses.replace(self, **tokens, reused_by_tier=tiers, rows=[own])
+        row_of = self.rows[row]
+        here = {"shm": row_of.reused_tokens - row_of.from_disk, "disk": row_of.from_disk}
+        tiers = {**Report().reused_by_tier, **here}
+        tokens = {name: getattr(row_of, name) for name in vars(row_of) if name != "from_disk"}
+        return dataclasses.replace(self, **tokens, reused_by_tier=tiers, rows=[row_of])
 
 
 class Totals:

@@ -277,9 +277,9 @@ class Attachment:
         """Within it, the blocks that this thread's calls publish have these; None: as attach() was told.
         tails: what is left behind the last whole block is kept too, and found where a prompt goes on from it.
         """
-        given = {"priority": priority, "ttl_s": ttl_s, "tails": tails}
+        limits = {"priority": priority, "ttl_s": ttl_s, "tails": tails}
         before = getattr(self._local, "keeping", {})
-        self._local.keeping = {**before, **{name: one for name, one in given.items() if one is not None}}
+        self._local.keeping = {**before, **{name: v for name, v in limits.items() if v is not None}}
         try:
             yield
         finally:
@@ -393,5 +393,5 @@ class Attachment:
         """A loop of assisted decoding begins, with these arguments of its first step."""
         request = getattr(self._local, "request", None)
         asked = [begun.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
-        if request is not None and all(one is not None for one in asked):
+        if request is not None and all(position is not None for position in asked):
             assisted.compute_ahead(self, model, request, *asked)

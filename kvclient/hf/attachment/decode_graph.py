@@ -48,10 +48,10 @@ def forward_of(model: torch.nn.Module) -> Any:
     """The model's forward, by way of the calling thread's Step, if it has one; else what stood there before,
     as torch.compile's or accelerate's.
     """
-    own, before = type(model).forward, model.__dict__.get("forward")
+    forward_of_class, before = type(model).forward, model.__dict__.get("forward")
     whose = weakref.ref(model)  # a deep copy has this function too, and weights of its own
 
-    @functools.wraps(own)
+    @functools.wraps(forward_of_class)
     def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         attachment = model.__dict__.get(PLACE)
         request = getattr(attachment._local, "request", None) if attachment is not None else None
@@ -60,7 +60,7 @@ def forward_of(model: torch.nn.Module) -> Any:
             return step(kwargs["input_ids"])
         if before is not None and whose() is model:
             return before(*args, **kwargs)
-        return own(model, *args, **kwargs)
+        return forward_of_class(model, *args, **kwargs)
 
     setattr(forward, BEFORE, before)
     return types.MethodType(forward, model)
@@ -87,5 +87,5 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
             attachment.decoding -= 1
             if not attachment.decoding and hasattr(model.__dict__.get("forward"), BEFORE):
                 ours = model.__dict__.pop("forward")
-                if (own := getattr(ours, BEFORE)) is not None:
-                    model.__dict__["forward"] = own
+                if (previous := getattr(ours, BEFORE)) is not None:
+                    model.__dict__["forward"] = previous

@@ -57,11 +57,11 @@ class Handoff:
             identity = bytes.fromhex(said["identity"])
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument(f"no handoff: {error!r:.200}") from None
-        if len(identity) != 32 or type(size) is not int or not all(type(one) is int for one in ids):
+        if len(identity) != 32 or type(size) is not int or not all(type(token) is int for token in ids):
             raise InvalidArgument("no handoff: an identity of 32 bytes and whole numbers are wanted")
         check_bounds("token_ids", len(ids), 1, MOST_TOKENS)
         check_bounds("block_tokens", size, 1, MOST_TOKENS)
-        if not all(0 <= one < 1 << 31 for one in ids):
+        if not all(0 <= token < 1 << 31 for token in ids):
             raise InvalidArgument("no handoff: a token id beyond 31 bits")
         return cls(identity, ids, size)
 
@@ -118,7 +118,7 @@ def hand_off(attachment: Any, model: torch.nn.Module, inputs: dict[str, Any]) ->
     return handoff
 
 
-def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, given: dict[str, Any]) -> Any:
+def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: dict[str, Any]) -> Any:
     """generate() of the handed prompt, which takes what has been computed of it. Raises InvalidArgument where
     the model, its dtype or the way it is cut is another than where it was handed off."""
     if handoff.identity != attachment.identity:
@@ -135,7 +135,7 @@ def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, given: dic
     chain = attachment.chunker.chain(handoff.identity, ids[0].to("cpu", torch.int32).numpy())
     held = attachment.client.get(chain, follow=True, wait_s=FETCH_S) if len(chain) else None
     try:  # held, so that nothing of it is evicted before generate() has it; it follows what is still to come
-        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given)
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     finally:
         if held is not None:
             held.release()

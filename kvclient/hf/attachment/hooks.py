@@ -29,14 +29,14 @@ def _prefill(
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     attachment = model.__dict__.get(PLACE)
-    own = (
+    prefill = (
         functools.partial(type(model)._prefill, model)
         if attachment is None
         else attachment._own(model, "_prefill")
     )
 
     def run(ids: torch.Tensor = input_ids) -> Any:
-        return own(ids, generation_config, model_kwargs, *args, **kwargs)
+        return prefill(ids, generation_config, model_kwargs, *args, **kwargs)
 
     request = getattr(attachment._local, "request", None) if attachment is not None else None
     if request is None:
@@ -47,11 +47,11 @@ def _prefill(
 def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
     """What a loop of assisted decoding begins with."""
     attachment = model.__dict__.get(PLACE)
-    own = type(model)._get_candidate_generator.__get__(model)
+    candidate_generator = type(model)._get_candidate_generator.__get__(model)
     if attachment is not None:
-        own = attachment._own(model, "_get_candidate_generator")
+        candidate_generator = attachment._own(model, "_get_candidate_generator")
         attachment._ahead(model, kwargs)
-    return own(**kwargs)
+    return candidate_generator(**kwargs)
 
 
 HOOKS = {

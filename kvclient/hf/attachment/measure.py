@@ -46,9 +46,9 @@ class Trial:
         self.report = Report()
 
     def on(self, served: ServedModel) -> tuple[Any, ServedModel, Options]:
-        own = served.elsewhere(self._client, self._options.chunker.most)
-        own = dataclasses.replace(own, non_prefix=self._non_prefix)
-        return self._client, own, self._options
+        measured = served.elsewhere(self._client, self._options.chunker.most)
+        measured = dataclasses.replace(measured, non_prefix=self._non_prefix)
+        return self._client, measured, self._options
 
 
 def verify(

@@ -42,22 +42,22 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
     form = served.form
     layout = -1 if served.layout_id is None else served.layout_id
-    own = Publisher(
+    publisher = Publisher(
         attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
     )  # fmt: skip
     try:
         if first < len(chain):
-            own.publish(chain, first, 0, 0, storages)
+            publisher.publish(chain, first, 0, 0, storages)
         if left:
             ended = options.chunker.chain(
                 served.identity, list(tokens[: chain.num_tokens + left]), partial=True
             )
-            own.publish(ended, len(chain), 0, 0, storages, options.priority // 2)
+            publisher.publish(ended, len(chain), 0, 0, storages, options.priority // 2)
     finally:
-        own.abort()
+        publisher.abort()
     for stored in served.groups:
         _publish_end(attachment, stored, list(tokens[:held]), storages)
-    return own.published
+    return publisher.published
 
 
 def _publish_end(
@@ -66,17 +66,17 @@ def _publish_end(
 ) -> None:  # fmt: skip
     """What layers that do not need all tokens need for a hit to end with the text."""
     options = attachment._model_state.options
-    mine = [one for one in storages if one[0] in stored.group.layers]
+    mine = [stored_layer for stored_layer in storages if stored_layer[0] in stored.group.layers]
     chain = options.chunker.chain(stored.identity, tokens)
     starts = [*chain.start_tokens, chain.num_tokens]
     origin = max(first for _, _, first in mine)
     layout = -1 if stored.layout_id is None else stored.layout_id
-    own = Publisher(
+    publisher = Publisher(
         attachment.client, layout, stored.form.layers, options.priority, options.ttl_s, Clock(), stored.form
     )  # fmt: skip
     try:
         for run in stored.kept(starts, [len(chain)]):
             if (first := max(run.start, bisect_left(starts, origin))) < run.stop:
-                own.publish(chain[: run.stop], first, 0, 0, mine)
+                publisher.publish(chain[: run.stop], first, 0, 0, mine)
     finally:
-        own.abort()
+        publisher.abort()

@@ -43,24 +43,24 @@ class Running:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        own = threading.get_ident()
+        thread = threading.get_ident()
         with self._changed:
-            self._threads[own] += 1
+            self._threads[thread] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._threads[own] -= 1
-                if not self._threads[own]:
-                    del self._threads[own]
+                self._threads[thread] -= 1
+                if not self._threads[thread]:
+                    del self._threads[thread]
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float = DETACH_S) -> None:
         """Until no other thread runs a call. Raises DeadlineExceeded."""
-        own = threading.get_ident()
+        thread = threading.get_ident()
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._threads.keys() - {own}, timeout_s):
-                still = len(self._threads.keys() - {own})
+            if not self._changed.wait_for(lambda: not self._threads.keys() - {thread}, timeout_s):
+                still = len(self._threads.keys() - {thread})
                 raise DeadlineExceeded(f"{still} threads still run generate() after {timeout_s} s")
 
 
@@ -112,8 +112,8 @@ def _request(kv: Attachment, model: torch.nn.Module, started: float, cache: Any)
     inside, publish_tokens = getattr(local, "limits", (True, None))
     limits = {"publish_tokens": publish_tokens, "search": inside, **getattr(local, "keeping", {})}
     limits["static"] = getattr(local, "static", False)
-    own = (kv.client, served, dataclasses.replace(state.options, **limits))
-    client, served, options = own if trial is None else trial.on(served)
+    called = (kv.client, served, dataclasses.replace(state.options, **limits))
+    client, served, options = called if trial is None else trial.on(served)
     made = Continuation if cache is not None and cache.get_seq_length() else Request
     request = made(
         client, served, options, kv._memory, kv._pace, kv._returned, not no_read, not no_write, kv.padded,

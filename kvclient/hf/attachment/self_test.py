@@ -194,10 +194,10 @@ class _Trial:
         logits, cache = self._generate(self.a[None], **passing(DynamicCache()))
         return self._generate(self.a[None])[0] if self.window else logits, cache
 
-    def _generate(self, ids: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
-        given.setdefault("attention_mask", torch.ones_like(ids))
+    def _generate(self, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+        options.setdefault("attention_mask", torch.ones_like(ids))
         try:
-            out = self.model.generate(ids, generation_config=self.config, **given)
+            out = self.model.generate(ids, generation_config=self.config, **options)
         except AssertionError as error:
             if _ours(error):
                 raise
@@ -225,13 +225,13 @@ class _Trial:
         mask[1, :pad] = 0
         return rows, mask
 
-    def _near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return self._difference(one, other) <= TOLERANCE[self.model_dtype]
+    def _near(self, value: torch.Tensor, other: torch.Tensor) -> bool:
+        return self._difference(value, other) <= TOLERANCE[self.model_dtype]
 
     @staticmethod
-    def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    def _difference(logits: torch.Tensor, other: torch.Tensor) -> float:
         scale = float(other.abs().max()) or 1.0
-        value = float((one.float() - other.float()).abs().max()) / scale
+        value = float((logits.float() - other.float()).abs().max()) / scale
         return value if value == value else float("inf")
 
 

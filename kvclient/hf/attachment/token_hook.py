@@ -45,13 +45,13 @@ def with_criterion(
 
 def none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the store has no part in a call with these arguments; None: it has."""
-    given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    caches = [given[name] for name in NAMES if given.get(name) is not None]
+    arguments = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    caches = [arguments[name] for name in NAMES if arguments.get(name) is not None]
     if any(type(cache) is not DynamicCache for cache in caches):
         return "user_cache"
-    custom = given.get("custom_generate")
+    custom = arguments.get("custom_generate")
     if custom is not None and not isinstance(custom, Speculation):  # which calls _prefill, and cuts first
         return "custom_generate"
-    config = given.get("generation_config") or model.generation_config
-    implementation = given.get("cache_implementation", getattr(config, "cache_implementation", None))
+    config = arguments.get("generation_config") or model.generation_config
+    implementation = arguments.get("cache_implementation", getattr(config, "cache_implementation", None))
     return "cache_implementation" if implementation not in (None, "dynamic") else None

@@ -46,9 +46,9 @@ def surroundings() -> list[Any]:
     """What a proof may depend on beside the model."""
     root = Path(__file__).resolve().parents[2]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
-    own = [[str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    code = [[str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     releases = [platform.python_version(), torch.__version__, transformers.__version__]
-    return [*releases, platform.machine(), _processor(), own]
+    return [*releases, platform.machine(), _processor(), code]
 
 
 def load(name: str) -> dict[str, Any] | None:

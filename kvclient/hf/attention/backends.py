@@ -98,11 +98,13 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, name: str | 
     return TORCH
 
 
-def unfit(device: torch.device, dtype: torch.dtype, head_dim: int, own: Backend | None = None) -> str | None:
+def unfit(
+    device: torch.device, dtype: torch.dtype, head_dim: int, taker: Backend | None = None
+) -> str | None:
     """Why a backend (default: the CPU kernels) cannot take tensors like these, as a word for counting."""
-    if own == TORCH:
+    if taker == TORCH:
         return "torch"
-    if device.type != ("cpu" if own is None else own.device):
+    if device.type != ("cpu" if taker is None else taker.device):
         return "device"
     if device.type == "cpu":
         if dtype not in DTYPES:
@@ -110,7 +112,7 @@ def unfit(device: torch.device, dtype: torch.dtype, head_dim: int, own: Backend 
         return None if 1 <= head_dim <= contract.MAX_HEAD_DIM else "head_dim"
     if dtype not in _HALVES:
         return "dtype"
-    return None if _GPU_HEAD_DIMS[own.name](head_dim) else "head_dim"
+    return None if _GPU_HEAD_DIMS[taker.name](head_dim) else "head_dim"
 
 
 def head_dim_of(model: torch.nn.Module) -> int:

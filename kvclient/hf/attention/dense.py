@@ -85,8 +85,8 @@ def attend(
     that each query stands at, ascending.
     """
     if query.device.type == "cuda":
-        given = sinks, scale, softcap, window, causal
-        return attend_dense(query, key, value, starts, *given, position=position)
+        terms = sinks, scale, softcap, window, causal
+        return attend_dense(query, key, value, starts, *terms, position=position)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     if value.shape != key.shape or value.dtype != key.dtype or len(key) != batch:

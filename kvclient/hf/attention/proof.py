@@ -62,7 +62,7 @@ def check_call(attention_mask: torch.Tensor | None, window: int, kwargs: dict[st
         )
 
 
-def prove(model: torch.nn.Module, own: Callable[[], Any], name: str) -> None:
+def prove(model: torch.nn.Module, installed: Callable[[], Any], name: str) -> None:
     """Raises InvalidArgument, with the reason, if the model answers otherwise than within own()."""
     if model.device.type == "meta":
         return
@@ -72,17 +72,17 @@ def prove(model: torch.nn.Module, own: Callable[[], Any], name: str) -> None:
         return
     with evaluating(model), torch.no_grad(), _set(trial=True):
         try:
-            given = _given(model)
-            with own():
-                wanted = model(**given)[0]
+            inputs = _given(model)
+            with installed():
+                wanted = model(**inputs)[0]
         except Exception:  # it takes more than tokens, or other ones
             return
         if not isinstance(wanted, torch.Tensor) or not bool(torch.isfinite(wanted).all()):
             return
         try:
-            found = model(**given)[0]
+            found = model(**inputs)[0]
             with _set(windows=True):
-                model(**given)
+                model(**inputs)
         except Exception as error:
             raise InvalidArgument(f"{type(model).__name__} cannot have the kernels: {error}") from error
     apart = _apart(found, wanted)
@@ -120,10 +120,10 @@ def _given(model: torch.nn.Module) -> dict[str, Any]:
     count = window + 8 if isinstance(window, int) and TOKENS - 8 < window < MOST_TOKENS else TOKENS
     longest = getattr(config, "max_position_embeddings", None)
     ids = tokens(model, min(count, longest) if isinstance(longest, int) else count, 1)[None]
-    given: dict[str, Any] = {"input_ids": ids}
+    inputs: dict[str, Any] = {"input_ids": ids}
     if getattr(model.config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = ids
-    return given
+        inputs["decoder_input_ids"] = ids
+    return inputs
 
 
 @contextlib.contextmanager

@@ -42,9 +42,9 @@ class Name(str):
     """
 
     def __new__(cls, name: str, before: str) -> Name:
-        own = super().__new__(cls, name)
-        own._before = before
-        return own
+        registered = super().__new__(cls, name)
+        registered._before = before
+        return registered
 
     def __deepcopy__(self, memo: Any) -> Name:
         return self  # a copy in this process has the kernels
@@ -104,8 +104,8 @@ def _install(model: torch.nn.Module, backend: str | None, proven: bool) -> str:
     try:
         model.set_attn_implementation(register(chosen))
         for name, part in _configured(model):
-            if (own := part.config._attn_implementation) == register(chosen):
-                part.config._attn_implementation_internal = Name(own, before[name])
+            if (current := part.config._attn_implementation) == register(chosen):
+                part.config._attn_implementation_internal = Name(current, before[name])
         if not proven:
             proof.prove(model, lambda: without(model), chosen.name)
     except BaseException:
@@ -116,8 +116,8 @@ def _install(model: torch.nn.Module, backend: str | None, proven: bool) -> str:
 
 def backend_of(model: torch.nn.Module, name: str | None = None) -> Backend:
     """The backend that this model has, or that install() would give it."""
-    if (own := installed(model)) is not None:
-        return backends.backend(own)
+    if (chosen := installed(model)) is not None:
+        return backends.backend(chosen)
     return backends.choose(model.device, model.dtype, backends.head_dim_of(model), name)
 
 

@@ -46,8 +46,8 @@ def attend(
     scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
     blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees no key: padding
     if sinks is not None:
-        own = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, own], -1)
+        sink_scores = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink_scores], -1)
     weights = torch.softmax(scores, -1)[..., : key.shape[2]].masked_fill(blind, 0.0)
     weights = functional.dropout(weights, dropout).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous()

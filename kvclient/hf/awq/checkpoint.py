@@ -42,9 +42,10 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
     _check_places(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
-    own = model.state_dict(keep_vars=True)
-    filled = {own[name].data_ptr() for name in tensors if name in own}
-    tied = {name for name in missing if own[name].data_ptr() in filled}  # the checkpoint has it elsewhere
+    parameters = model.state_dict(keep_vars=True)
+    filled = {parameters[name].data_ptr() for name in tensors if name in parameters}
+    # What is tied the checkpoint has elsewhere.
+    tied = {name for name in missing if parameters[name].data_ptr() in filled}
     if lost := sorted(set(missing) - tied) + sorted(unexpected):
         raise InvalidArgument(f"{home.name}: tensors without a counterpart: {', '.join(lost[:5])}")
     if (home / "generation_config.json").exists():

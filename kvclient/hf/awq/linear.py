@@ -59,8 +59,8 @@ class AwqLinear(torch.nn.Module):
         self.register_buffer("qweight", torch.zeros((inputs, outputs // 8), dtype=torch.int32))
         self.register_buffer("qzeros", torch.zeros((inputs // group, outputs // 8), dtype=torch.int32))
         self.register_buffer("scales", torch.zeros((inputs // group, outputs), dtype=torch.float16))
-        own = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
-        self.bias = own if bias else None
+        zeros = torch.nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
+        self.bias = zeros if bias else None
         self._in_lanes, self._done = False, _flag(False)
 
     def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -101,8 +101,8 @@ class AwqLinear(torch.nn.Module):
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
         rows = x.detach().reshape(-1, self.in_features).float().contiguous().numpy()
-        own = None if self.bias is None else self.bias.detach().float().numpy()
-        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy(), own)
+        bias = None if self.bias is None else self.bias.detach().float().numpy()
+        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy(), bias)
         threads = torch.get_num_threads()
         parts = [
             torch.from_numpy(awq.multiply(rows[at : at + awq.ROWS], *packed, self.group, threads))

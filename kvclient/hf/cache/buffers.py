@@ -20,7 +20,7 @@ LOOSE = 2  # memory is not used for less than 1 / LOOSE of its size
 
 @dataclass
 class _Spare:
-    own: memoryview  # of an array: a view of a view would keep that one alive, and not what was handed out
+    memory: memoryview  # of an array: a view of a view would keep that one alive, and not what was handed out
     handed: weakref.ref[np.ndarray]
 
 
@@ -37,18 +37,18 @@ class Memory:
             return np.empty(size, dtype=np.uint8)
         with self._lock:
             for spare in self._spare:
-                if size <= spare.own.nbytes <= size * LOOSE and spare.handed() is None:
-                    array = np.frombuffer(spare.own, np.uint8)
+                if size <= spare.memory.nbytes <= size * LOOSE and spare.handed() is None:
+                    array = np.frombuffer(spare.memory, np.uint8)
                     spare.handed = weakref.ref(array)
                     return array
-            own = memoryview(np.empty(size, dtype=np.uint8))
-            array = np.frombuffer(own, np.uint8)
-            self._spare.append(_Spare(own, weakref.ref(array)))
+            memory = memoryview(np.empty(size, dtype=np.uint8))
+            array = np.frombuffer(memory, np.uint8)
+            self._spare.append(_Spare(memory, weakref.ref(array)))
             self._shrink()
             return array
 
     def _shrink(self) -> None:
         """Forgets the oldest memory beyond the bound. Who still uses some keeps it alive."""
-        kept = sum(spare.own.nbytes for spare in self._spare)
+        kept = sum(spare.memory.nbytes for spare in self._spare)
         while kept > SPARE_BYTES:
-            kept -= self._spare.pop(0).own.nbytes
+            kept -= self._spare.pop(0).memory.nbytes

@@ -28,8 +28,8 @@ class Positions:
     def of(self, length: int, tokens: int, batch: int, device: torch.device) -> torch.Tensor:
         key = (length, tokens, batch, device)
         if self._last is None or self._last[0] != key:
-            own = torch.arange(length - tokens, length, device=device)
-            self._last = (key, own.expand(batch, tokens).contiguous())
+            columns = torch.arange(length - tokens, length, device=device)
+            self._last = (key, columns.expand(batch, tokens).contiguous())
         return self._last[1]
 
 

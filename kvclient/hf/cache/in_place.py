@@ -158,12 +158,12 @@ class InPlaceLayer(StoreLayer):
         """Writes the blocks' elements into [2, rows, heads, tokens, head_dim], for each row its own."""
         array = as_array(whole)
         for row, start, block, count, first in prefix:
-            for own, place in zip(block, array[:, :, :, start : start + count], strict=True):
-                if isinstance(own, kernels.Quantised):
-                    own = kernels.dequantise(
-                        own, np.empty((place.shape[1], own.tokens, own.head_dim), place.dtype)
+            for states, place in zip(block, array[:, :, :, start : start + count], strict=True):
+                if isinstance(states, kernels.Quantised):
+                    states = kernels.dequantise(
+                        states, np.empty((place.shape[1], states.tokens, states.head_dim), place.dtype)
                     )
-                place[[to for to, source in enumerate(from_row) if source == row]] = own[
+                place[[to for to, source in enumerate(from_row) if source == row]] = states[
                     :, first : first + count
                 ]
 
@@ -208,15 +208,15 @@ class InPlaceLayer(StoreLayer):
         """Stores them; views of what was stored."""
         low, high = start - self.origin, stop - self.origin
         if self._storage is None:
-            given, self._memory = self._memory, None
-            fits = given is not None and given.shape[1] == keys.shape[0] and given.shape[3] >= high
-            self._storage = given if fits else self._allocate(keys.shape[0], max(high, self.shape.capacity))
+            spare, self._memory = self._memory, None
+            fits = spare is not None and spare.shape[1] == keys.shape[0] and spare.shape[3] >= high
+            self._storage = spare if fits else self._allocate(keys.shape[0], max(high, self.shape.capacity))
         elif high > self._storage.shape[3]:
             grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
             grown[:, :, :, :low] = self._storage[:, :, :, :low]
             self._storage, self._call = grown, None
-        elif (own := writable(self._storage)) is not self._storage:
-            self._storage, self._call = own, None
+        elif (mutable := writable(self._storage)) is not self._storage:
+            self._storage, self._call = mutable, None
         place = self._storage[:, :, :, low:high]
         place[0], place[1] = keys, values
         return place[0], place[1]
@@ -278,7 +278,7 @@ class InPlaceLayer(StoreLayer):
         parts: list[list[Any]] = [[] for _ in range(rows)]
         for row, start, (keys, values), count, first in self._prefix or []:
             parts[row].append(kernels.segment(keys, values, start, first=first, tokens=count).struct)
-        lists = [(contract.Segment * len(own))(*own) for own in parts]
+        lists = [(contract.Segment * len(segments_of_row))(*segments_of_row) for segments_of_row in parts]
         sequences = (contract.Sequence * rows)()
         for row, pad in enumerate(self._pads):
             sequences[row].segments, sequences[row].count = addressof(lists[row]), len(lists[row])

@@ -177,9 +177,9 @@ class StoreLayer(DynamicLayer):
             self.device = like.device
         rows = self.shape.rows if like is None else like.shape[0]
         capacity = max(self.shape.capacity, self._length, tokens)
-        given, self._memory = self._memory, None
-        fits = given is not None and given.shape[1] == rows and given.shape[3] >= capacity
-        self._storage = given if fits else self._allocate(rows, capacity)
+        spare, self._memory = self._memory, None
+        fits = spare is not None and spare.shape[1] == rows and spare.shape[3] >= capacity
+        self._storage = spare if fits else self._allocate(rows, capacity)
         source, self._source = self._source, None
         if source is not None:
             source.load(self.index, self._storage)

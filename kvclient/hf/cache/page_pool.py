@@ -66,11 +66,11 @@ class PagePool:
         """
         if self.memory.device.type != "cuda":
             return
-        own = torch.cuda.current_stream(self.memory.device)
+        stream = torch.cuda.current_stream(self.memory.device)
         with self._lock:
-            others, self._streams = self._streams - {own}, self._streams | {own}
+            others, self._streams = self._streams - {stream}, self._streams | {stream}
         for other in others:
-            own.wait_stream(other)
+            stream.wait_stream(other)
 
     def take(self) -> int:
         with self._lock:
@@ -234,8 +234,8 @@ class PageTable:
         other = PageTable(self.pool, self.pads, self._leaders, self._common)
         other.origin, other.stop, other.from_row = self.origin, self.stop, list(self.from_row)
         other.chosen, other._left = self.chosen, self._left
-        for own, pages in zip(other.rows, self.rows, strict=True):
-            own.extend(pages)
+        for ours, pages in zip(other.rows, self.rows, strict=True):
+            ours.extend(pages)
             self.pool.share(pages)
         # Both write behind what they share, each row for itself.
         for table in (self, other):

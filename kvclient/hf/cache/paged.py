@@ -110,8 +110,8 @@ class PagedLayer(InPlaceLayer):
     def _gather(self, place: torch.Tensor) -> None:
         tokens = place.shape[3]
         for row, pages in enumerate(self.table.rows):
-            own = self.table.pool.memory[pages, self.index].permute(1, 2, 0, 3, 4)
-            place[:, row] = own.flatten(2, 3)[:, :, :tokens]
+            gathered = self.table.pool.memory[pages, self.index].permute(1, 2, 0, 3, 4)
+            place[:, row] = gathered.flatten(2, 3)[:, :, :tokens]
             place[:, row, :, : max(0, self.table.pads[row] - self.origin)] = 0  # 0 x NaN is NaN
 
     def _copy_tail(self, place: torch.Tensor) -> None:
@@ -168,9 +168,9 @@ class PagedLayer(InPlaceLayer):
     def _prepare(self) -> tuple[Any, ...]:
         segments, begins = self._segments()
         sequences = (contract.Sequence * len(segments))()
-        for row, own in enumerate(sequences):
-            own.segments = segments.ctypes.data + row * segments.strides[0]
-            own.count = segments.shape[1]
+        for row, sequence in enumerate(sequences):
+            sequence.segments = segments.ctypes.data + row * segments.strides[0]
+            sequence.count = segments.shape[1]
         pages = segments[:, self._of_prompt.shape[1] :]
         return sequences, pages, begins, segments
 
@@ -203,10 +203,10 @@ class PagedLayer(InPlaceLayer):
     def _blocks_of_prompt(self) -> np.ndarray:
         """The structs of the store's blocks: made once, whatever becomes of the rows."""
         parts: list[list[bytes]] = [[] for _ in range(self.shape.rows)]
-        for row, own in self._structs():
-            parts[row].append(bytes(own))
+        for row, struct in self._structs():
+            parts[row].append(bytes(struct))
         most = max(map(len, parts))
-        rows = [b"".join(own).ljust(most * SEGMENT.itemsize, b"\0") for own in parts]
+        rows = [b"".join(structs).ljust(most * SEGMENT.itemsize, b"\0") for structs in parts]
         return np.frombuffer(b"".join(rows), SEGMENT).reshape(len(parts), most)
 
     def _structs(self) -> Iterable[tuple[int, Any]]:

@@ -37,8 +37,8 @@ class RaggedLayer(CacheLayerMixin):
         """[tokens of all requests, heads, 1, D]."""
         self._held = []
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
-            own = (one[end - count : end].transpose(0, 2) for one in (key_states, value_states))
-            keys, values = layer.update(*own)
+            pair = (states[end - count : end].transpose(0, 2) for states in (key_states, value_states))
+            keys, values = layer.update(*pair)
             forget_pending()  # its attention is computed here, with the others'
             self._held.append((keys, values))
         return give_handle(key_states, self), value_states
@@ -61,10 +61,10 @@ class RaggedLayer(CacheLayerMixin):
         for part in [*parts, *((row,) for row in range(singles, len(self._layers)))]:
             first, last = part[0], part[-1]
             rows = slice(self._ends[first] - self._counts[first], self._ends[last])
-            own, place = query[rows], out[rows]
+            part_query, place = query[rows], out[rows]
             if first >= singles:  # the tokens of one request: [1, heads, T, D]
-                own, place = own.transpose(0, 2), place.transpose(0, 1)
-            self._attend(part, own, place, sinks, scale, softcap, window, path)
+                part_query, place = part_query.transpose(0, 2), place.transpose(0, 1)
+            self._attend(part, part_query, place, sinks, scale, softcap, window, path)
         return out
 
     def _attend(
@@ -99,10 +99,10 @@ class RaggedLayer(CacheLayerMixin):
     def _sequence(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
         if isinstance(layer, InPlaceLayer) and layer.in_place:
             return layer.sequences()[0]
-        one = contract.Sequence()
+        sequence = contract.Sequence()
         first = layer.get_seq_length() - keys.shape[2]  # one with a window has dropped those before
-        one.tail = dense.dense_segment(keys, values, 0, 0, first)
-        return one
+        sequence.tail = dense.dense_segment(keys, values, 0, 0, first)
+        return sequence
 
 
 class RaggedCache(Cache):

@@ -42,8 +42,8 @@ class BlockFormat:
         """Of the layers that need all tokens."""
         if kv.main is None:
             return cls(kv.layers, kv.heads, kv.head_dim, kv.dtype, codec, kv.key_dim)
-        own = cls(max(1, len(kv.main)), kv.heads, kv.head_dim, kv.dtype, None, kv.key_dim, kv.main)
-        return own.coded(codec)
+        plain = cls(max(1, len(kv.main)), kv.heads, kv.head_dim, kv.dtype, None, kv.key_dim, kv.main)
+        return plain.coded(codec)
 
     @classmethod
     def group(cls, group: LayerGroup, dtype: torch.dtype, codec: Kivi | None = None) -> BlockFormat:

@@ -75,54 +75,54 @@ class Claims:
     # ---------------------------------------------------------------- before the forward pass
 
     def claim(
-        self, one: PrefixMatch, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
+        self, prefix: PrefixMatch, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
     ) -> None:
         """Claims what is missing of the blocks within the first `limit` tokens. What others hold or just
         sealed is taken along instead. shared: the groups of this batch that share blocks name them in
         `claimed`.
         """
-        first, blocks = len(one.views), bisect_right(one.starts, limit) - 1
+        first, blocks = len(prefix.views), bisect_right(prefix.starts, limit) - 1
         if shared:
-            keys = one.chain.keys
+            keys = prefix.chain.keys
             while first < len(keys) and keys[first] in claimed:
                 first += 1  # an earlier row of this batch computes it
         if first >= blocks:
             return
-        results = self.publisher.claim(one.chain[:blocks], first, one.group.rows[0], one.group.pad)
+        results = self.publisher.claim(prefix.chain[:blocks], first, prefix.group.rows[0], prefix.group.pad)
         run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
-        if read and run and first == len(one.views):
-            one.extend(self._client, first + run, follow)
+        if read and run and first == len(prefix.views):
+            prefix.extend(self._client, first + run, follow)
         if shared:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
 
-    def claim_ends(self, one: PrefixMatch, ends: Sequence[int], hit: int, common: int) -> None:
+    def claim_ends(self, prefix: PrefixMatch, ends: Sequence[int], hit: int, common: int) -> None:
         """Claims what layers of groups, and states, need for a hit to end behind so many blocks. hit: tokens
         that were found: what is behind them is computed. common: tokens behind which a hit of the whole batch
         could end."""
-        row, pad = one.group.rows[0], one.group.pad
-        for match, (stored, publisher) in zip(one.groups, self.groups, strict=True):
-            regular = stored.regular(one.starts, max(ends, default=0))
-            also = [end for end in regular if one.starts[end] > hit]
-            for run in stored.kept(one.starts, {*ends, *also}, common if common > hit else 0):
+        row, pad = prefix.group.rows[0], prefix.group.pad
+        for match, (stored, publisher) in zip(prefix.groups, self.groups, strict=True):
+            regular = stored.regular(prefix.starts, max(ends, default=0))
+            also = [end for end in regular if prefix.starts[end] > hit]
+            for run in stored.kept(prefix.starts, {*ends, *also}, common if common > hit else 0):
                 publisher.claim(match.chain[: run.stop], run.start, row, pad)
-        if self.snapshots is not None and one.states is not None:
+        if self.snapshots is not None and prefix.states is not None:
             for end in ends:
-                self.snapshots.claim(one.states.chain, end, row)
+                self.snapshots.claim(prefix.states.chain, end, row)
 
-    def claim_tail(self, one: PrefixMatch) -> None:
+    def claim_tail(self, prefix: PrefixMatch) -> None:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
-        if len(one.chain):
-            group = one.group
-            self._claim_rest(group.tokens, len(one.chain), one.starts[-1], group.rows[0], group.pad)
+        if len(prefix.chain):
+            group = prefix.group
+            self._claim_rest(group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
 
-    def claim_gaps(self, one: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
+    def claim_gaps(self, prefix: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
         """Claims what is computed behind approximate tokens, up to token `stop`, where it fills a block."""
-        root, row, pad = approximate_root(self._identity), one.group.rows[0], one.group.pad
-        ends = [*(segment.start for segment in inside[1:]), len(one.group.tokens)]
+        root, row, pad = approximate_root(self._identity), prefix.group.rows[0], prefix.group.pad
+        ends = [*(segment.start for segment in inside[1:]), len(prefix.group.tokens)]
         for segment, end in zip(inside, ends, strict=True):
-            tokens = one.group.tokens[segment.stop : min(end, stop)]
+            tokens = prefix.group.tokens[segment.stop : min(end, stop)]
             chain = self._chunker.chain(self._identity, tokens, start=segment.stop, root=root)
             if len(chain):
                 self.publisher.claim(chain, 0, row, pad)
@@ -189,12 +189,12 @@ class Claims:
 
     def follow(self, found: Sequence[PrefixMatch], inside: Sequence[Segment]) -> None:
         """From here on generated() is told of what the rows say."""
-        for one in found:
+        for prefix in found:
             start, root = (inside[-1].stop, approximate_root(self._identity)) if inside else (0, None)
-            counts = self._chunker.counts(one.group.tokens[start:])
+            counts = self._chunker.counts(prefix.group.tokens[start:])
             next_at = start + sum(counts) + self._chunker.certain
-            for row in one.group.rows:
-                self._stretches.append(Stretch(row, one.group.pad, start, root, len(counts), next_at))
+            for row in prefix.group.rows:
+                self._stretches.append(Stretch(row, prefix.group.pad, start, root, len(counts), next_at))
 
     def go_on(self, groups: Sequence[Group], columns: int, origin: int) -> None:
         """generated() is told of rows whose first columns an earlier call offered; what it had loaded ends at
@@ -254,16 +254,16 @@ class Claims:
     def _keep_end(
         self, stretch: Stretch, stored: StoredGroup, publisher: Publisher, layers: Sequence[StoreLayer]
     ) -> None:
-        own = [layer for layer in layers if layer.index in stored.group.layers and layer.storage is not None]
-        if len(own) != len(stored.group.layers):
+        kept = [layer for layer in layers if layer.index in stored.group.layers and layer.storage is not None]
+        if len(kept) != len(stored.group.layers):
             return
         chain = self._chunker.chain(stored.identity, stretch.tokens)
         starts = [*chain.start_tokens, chain.num_tokens]
-        origin = max(layer.origin for layer in own)  # before it, blocks lie in the store
+        origin = max(layer.origin for layer in kept)  # before it, blocks lie in the store
         for run in stored.kept(starts, [len(chain)]):
             first = max(run.start, bisect_left(starts, origin - stretch.pad))
             if first < run.stop:
-                storages = [(layer.index, layer.storage, layer.origin) for layer in own]
+                storages = [(layer.index, layer.storage, layer.origin) for layer in kept]
                 publisher.publish(chain[: run.stop], first, stretch.row, stretch.pad, storages)
 
     def _put(self, stretch: Stretch) -> None:

@@ -34,13 +34,14 @@ class FullPrecisionFormat:
 
     @classmethod
     def of(cls, client: Any, form: BlockFormat, dimensions: Dimensions, tokens: int) -> FullPrecisionFormat:
-        own = dataclasses.replace(form, codec=None)
-        layout = own.layout(tokens)
-        identity = reuse_identity(dataclasses.replace(dimensions, codec=own.parameters, layout=bytes(layout)))
+        plain = dataclasses.replace(form, codec=None)
+        layout = plain.layout(tokens)
+        of_plain = dataclasses.replace(dimensions, codec=plain.parameters, layout=bytes(layout))
+        identity = reuse_identity(of_plain)
         try:
-            return cls(identity, client.register_layout(layout), own, tokens)
+            return cls(identity, client.register_layout(layout), plain, tokens)
         except NotPermitted:
-            return cls(identity, None, own, tokens)
+            return cls(identity, None, plain, tokens)
 
     def elsewhere(self, client: Any) -> FullPrecisionFormat:
         """The same in another store."""
@@ -89,32 +90,32 @@ class FullPrecisionBlocks:
     def published(self) -> int:
         return sum(publisher.published for publisher in self.publishers)
 
-    def take(self, one: PrefixMatch) -> None:
+    def take(self, prefix: PrefixMatch) -> None:
         """Has the found prefix begin, and end, with what was computed."""
-        if not one.views:
+        if not prefix.views:
             return
-        last = len(one.views) - 1
-        ids = one.group.tokens[:SINK_TOKENS]
+        last = len(prefix.views) - 1
+        ids = prefix.group.tokens[:SINK_TOKENS]
         chain = Chunker("fixed", SINK_TOKENS).chain(self._forms.first.identity, ids)
-        one.sinks = self._get(one, chain, self._forms.first) if len(chain) else None
-        if last not in one.pending:
-            ids = one.group.tokens[: one.starts[last + 1]]
+        prefix.sinks = self._get(prefix, chain, self._forms.first) if len(chain) else None
+        if last not in prefix.pending:
+            ids = prefix.group.tokens[: prefix.starts[last + 1]]
             chain = self._chunker.chain(self._forms.last.identity, ids)
-            if (own := self._get(one, chain[last:], self._forms.last)) is not None:
-                one.tail = (last, *own)
+            if (tail := self._get(prefix, chain[last:], self._forms.last)) is not None:
+                prefix.tail = (last, *tail)
 
-    def offer(self, one: PrefixMatch, stop: int) -> None:
+    def offer(self, prefix: PrefixMatch, stop: int) -> None:
         """Claims the first tokens, and the last whole block within the first `stop`, if they are computed
         here.
         """
-        row, pad = one.group.rows[0], one.group.pad
-        ids = one.group.tokens[:SINK_TOKENS]
-        if not one.views and stop >= len(ids) == SINK_TOKENS and self._forms.first.layout_id is not None:
+        row, pad = prefix.group.rows[0], prefix.group.pad
+        ids = prefix.group.tokens[:SINK_TOKENS]
+        if not prefix.views and stop >= len(ids) == SINK_TOKENS and self._forms.first.layout_id is not None:
             chain = Chunker("fixed", SINK_TOKENS).chain(self._forms.first.identity, ids)
             self._first.claim(chain, 0, row, pad)
-        chain = self._chunker.chain(self._forms.last.identity, one.group.tokens[:stop])
-        own = len(one.views) + (one.part is not None)  # the first block of which nothing was loaded
-        if len(chain) > own and self._forms.last.layout_id is not None:
+        chain = self._chunker.chain(self._forms.last.identity, prefix.group.tokens[:stop])
+        first = len(prefix.views) + (prefix.part is not None)  # the first block of which nothing was loaded
+        if len(chain) > first and self._forms.last.layout_id is not None:
             self._last.claim(chain, len(chain) - 1, row, pad, self._priority // 2)
 
     def grow(self, tokens: Any, row: int, pad: int, storages: Any, loaded: int) -> None:
@@ -130,15 +131,17 @@ class FullPrecisionBlocks:
         if before is not None:
             self._client.delete(before)
 
-    def _get(self, one: PrefixMatch, chain: Any, own: FullPrecisionFormat) -> tuple[Any, BlockFormat] | None:
+    def _get(
+        self, prefix: PrefixMatch, chain: Any, kind: FullPrecisionFormat
+    ) -> tuple[Any, BlockFormat] | None:
         """The chain's only block, if it holds these tokens as computed."""
         blocks = self._client.get(chain)
-        one.handles.append(blocks)
+        prefix.handles.append(blocks)
         try:
             view = blocks[0]
         except PinsExhausted:
             return None
         known = meta.unpack(view.meta, view.tokens) if view is not None else None
         wanted = memoryview(chain.token_ids).cast("B")
-        fits = known is not None and own.form.fits(view, chain.num_tokens, own.form.layers - 1)
-        return (view, own.form) if fits and known.token_ids == wanted else None
+        fits = known is not None and kind.form.fits(view, chain.num_tokens, kind.form.layers - 1)
+        return (view, kind.form) if fits and known.token_ids == wanted else None

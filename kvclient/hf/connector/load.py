@@ -136,7 +136,7 @@ class PrefixMatch:
 
     def group_of(self, layer: int) -> GroupMatch | None:
         """The group that has this layer of the model; None: it is one of those that need all tokens."""
-        return next((one for one in self.groups if layer in one.stored.group.layers), None)
+        return next((group for group in self.groups if layer in group.stored.group.layers), None)
 
     def ends_at(self, stop: int) -> None:
         """Forgets what was still being written and lies behind token `stop`: nobody waits for it."""
@@ -219,13 +219,13 @@ class PrefixSource:
         """Of `tokens`, those that were stored as computed although blocks are quantised."""
         count = 0
         for found in self.found:
-            own = max(0, min(self.columns - found.group.pad, found.starts[len(found.views)]))
-            sinks = min(found.sinks[0].tokens, own) if found.sinks is not None else 0
+            held = max(0, min(self.columns - found.group.pad, found.starts[len(found.views)]))
+            sinks = min(found.sinks[0].tokens, held) if found.sinks is not None else 0
             tail = 0
             if found.tail is not None:
                 start, stop = found.starts[found.tail[0] : found.tail[0] + 2]
-                tail = max(0, min(own, stop) - start)
-            count += min(sinks + tail, own) * len(found.group.rows)
+                tail = max(0, min(held, stop) - start)
+            count += min(sinks + tail, held) * len(found.group.rows)
         return count
 
     def load(self, layer: int, storage: torch.Tensor) -> None:
@@ -239,8 +239,8 @@ class PrefixSource:
                 target[:, found.group.rows, :, :first] = 0  # attended to by nobody, but 0 x NaN is NaN
             read = BlockFormat.read if on_cpu else BlockFormat.read_tensor
             for row, start, block, count in self._blocks(found, layer, read):
-                own = block if count == block.shape[2] else block[:, :, :count]
-                target[:, row, :, start : start + count] = own
+                columns = block if count == block.shape[2] else block[:, :, :count]
+                target[:, row, :, start : start + count] = columns
             self._place_sinks(found, layer, storage)
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
@@ -253,8 +253,8 @@ class PrefixSource:
         stop = min(pad + view.tokens, self.columns)
         if stop <= pad:
             return  # another row has so little that nothing of this one is handed over
-        own = form.read_tensor(view, place)[:, None, :, : stop - pad]
-        storage[:, found.group.rows, :, pad:stop] = own.to(storage.device)
+        sink_columns = form.read_tensor(view, place)[:, None, :, : stop - pad]
+        storage[:, found.group.rows, :, pad:stop] = sink_columns.to(storage.device)
 
     def arrays(self, layer: int) -> list[BlockSpan]:
         """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
@@ -286,7 +286,7 @@ class PrefixSource:
         return out
 
     def _keeps(self, layer: int) -> bool:
-        return any(one.form.place(layer) is not None or one.group_of(layer) for one in self.found)
+        return any(prefix.form.place(layer) is not None or prefix.group_of(layer) for prefix in self.found)
 
     def _first(self, found: PrefixMatch, layer: int) -> int:
         """The first column of these rows that is loaded for this layer."""
@@ -338,18 +338,18 @@ class PrefixSource:
                 count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
-                own = form
+                block_format = form
                 if tail is not None and index == tail[0]:
-                    _, view, own = tail
+                    _, view, block_format = tail
                 try:
-                    block = read(own, view, place)
+                    block = read(block_format, view, place)
                 except (Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
                 yield row, start, block, count
 
     def _finish(self) -> None:
         """All layers are here. Followed blocks could not be confirmed before."""
-        for found in (part for one in self.found for part in (one, *one.groups)):
+        for found in (part for prefix in self.found for part in (prefix, *prefix.groups)):
             for index in found.pending:
                 if not found.confirmed(index, found.views[index]):
                     raise Lost(f"block {index} holds other tokens than its key says")

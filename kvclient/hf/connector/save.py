@@ -103,8 +103,8 @@ class Publisher:
                     continue
             else:
                 target = bits(slot.block.layer(layer)) if on_cpu else slot.block.tensor(layer)
-                own = source[:, slot.row, :, low - origin : high - origin]
-                target[:, :, low - slot.start : high - slot.start] = own
+                columns = source[:, slot.row, :, low - origin : high - origin]
+                target[:, :, low - slot.start : high - slot.start] = columns
             if high == slot.stop:
                 slot.block.mark_layer(layer)
                 slot.layers += 1
@@ -124,8 +124,8 @@ class Publisher:
         if slot.broken:
             return False
         try:
-            own = storage[:, slot.row, :, slot.start - origin : slot.stop - origin]
-            self._form.write(slot.block, layer, own)
+            columns = storage[:, slot.row, :, slot.start - origin : slot.stop - origin]
+            self._form.write(slot.block, layer, columns)
         except NotQuantisable:
             slot.broken = True
             self.not_quantisable += 1
@@ -135,10 +135,10 @@ class Publisher:
         """Seals every block that is complete."""
         began = time.perf_counter()
         for writer in {id(slot.writer): slot.writer for slot in self._slots}.values():
-            own = [slot for slot in self._slots if slot.writer is writer]
-            complete = [slot for slot in own if slot.layers == self._layers]
-            if len(complete) == len(own):
-                self._seal(writer, None, len(own))
+            slots = [slot for slot in self._slots if slot.writer is writer]
+            complete = [slot for slot in slots if slot.layers == self._layers]
+            if len(complete) == len(slots):
+                self._seal(writer, None, len(slots))
             else:
                 for slot in complete:
                     self._seal(writer, slot.index, 1)
@@ -155,9 +155,9 @@ class Publisher:
         number in the model, the memory and the origin of each layer.
         """
         self.claim(chain, first, row, pad, priority)
-        own = chain[first:]
-        start = pad + own.start_token
-        stop = start + own.num_tokens
+        blocks = chain[first:]
+        start = pad + blocks.start_token
+        stop = start + blocks.num_tokens
         for layer, storage, origin in storages:
             self.written(layer, start, stop, storage, origin)
         if self._form.holds_marks:

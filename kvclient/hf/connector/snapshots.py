@@ -41,20 +41,20 @@ class StoredStates:
         cls, states: tuple[StateTensor, ...], client: Any, dimensions: Dimensions, tokens: int
     ) -> StoredStates:
         """dimensions: the model's, whatever their codec and layout. tokens: of every block."""
-        own = cls(states, tokens, b"", None)
-        layout = own.layout
+        stored = cls(states, tokens, b"", None)
+        layout = stored.layout
         codec = {"name": "none", "states": [dataclasses.astuple(s)[:4] for s in states]}
         codec["types"] = [str(state.dtype) for state in states]
         identity = reuse_identity(dataclasses.replace(dimensions, codec=codec, layout=bytes(layout)))
         try:
-            return dataclasses.replace(own, identity=identity, layout_id=client.register_layout(layout))
+            return dataclasses.replace(stored, identity=identity, layout_id=client.register_layout(layout))
         except NotPermitted:
-            return dataclasses.replace(own, identity=identity)
+            return dataclasses.replace(stored, identity=identity)
 
     def elsewhere(self, client: Any, tokens: int) -> StoredStates:
         """The same in another store."""
-        own = dataclasses.replace(self, block_tokens=tokens)
-        return dataclasses.replace(own, layout_id=client.register_layout(own.layout))
+        stored = dataclasses.replace(self, block_tokens=tokens)
+        return dataclasses.replace(stored, layout_id=client.register_layout(stored.layout))
 
     @cached_property
     def layers(self) -> list[list[int]]:
@@ -71,16 +71,16 @@ class StoredStates:
 
     @property
     def layout(self) -> Layout:
-        sizes = [sum(round_up(self.states[n].nbytes, ALIGN) for n in own) for own in self.layers]
+        sizes = [sum(round_up(self.states[n].nbytes, ALIGN) for n in numbers) for numbers in self.layers]
         per_token = tuple(-(-size // self.block_tokens) for size in sizes)
         return Layout(
             len(sizes), 1, 1, "uint8", self.block_tokens, kv_per_layer=1, layer_bytes_per_token=per_token
         )
 
     def write(self, block: Any, tensors: list[torch.Tensor]) -> None:
-        for place, own in enumerate(self.layers):
+        for place, numbers in enumerate(self.layers):
             target, at = bits(block.layer(place)).reshape(-1), 0
-            for number in own:
+            for number in numbers:
                 source = tensors[number].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
                 target[at : at + source.numel()] = source.numpy()
                 at += round_up(source.numel(), ALIGN)
@@ -90,9 +90,9 @@ class StoredStates:
     def read(self, view: Any) -> list[torch.Tensor]:
         """Copies, in the order of `states`."""
         out: dict[int, torch.Tensor] = {}
-        for place, own in enumerate(self.layers):
+        for place, numbers in enumerate(self.layers):
             source, at = np.array(bits(view.layer(place))).reshape(-1), 0
-            for number in own:
+            for number in numbers:
                 state = self.states[number]
                 flat = torch.from_numpy(source[at : at + state.nbytes].copy())
                 out[number] = flat.view(state.dtype).reshape(state.shape)
@@ -196,7 +196,7 @@ class Snapshots:
     def abort(self) -> None:
         """Gives back what was not stored."""
         claimed, self._claimed = self._claimed, {}
-        for _, writer in (one for own in claimed.values() for one in own):
+        for _, writer in (snapshot for snapshots in claimed.values() for snapshot in snapshots):
             try:
                 writer.abort()
             except ConnectionError:

@@ -93,7 +93,7 @@ class Conversation:
             raise InvalidArgument("there is nothing to say: a text without tokens")
         warpers = _warpers(temperature, top_p, top_k)
         penalty = _penalty(repetition_penalty)
-        stops = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+        stops = [mark for mark in ([stop] if isinstance(stop, str) else stop) if mark]
         limits = [max_new_tokens]
         listener = Listener(limits, self._tokenizer, self._ends, stops, on_token, began, soft_stop)
         fed = [*([self._state.pending] if self._state.pending >= 0 else []), *new]
@@ -160,8 +160,8 @@ class Conversation:
 
 def _warpers(temperature: float, top_p: float, top_k: int) -> list[Any]:
     if not (temperature >= 0 and 0 < top_p <= 1 and top_k >= 0):
-        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
-        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, ≥ 0")
+        values = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
+        raise InvalidArgument(f"{values}; allowed are ≥ 0, above 0 to 1, ≥ 0")
     if not temperature:
         return []
     more = [TopKLogitsWarper(top_k)] if top_k else []

@@ -144,8 +144,8 @@ class Engine:
         elif tail == stored.last:
             note = f"{tail} tokens fill no block of {size}: only a longer text that begins so is found"
         elif stored.lost:
-            one = stored.parts == 1
-            count = f"last {stored.lost} tokens" if one else f"{stored.lost} tokens at parts' ends"
+            whole = stored.parts == 1
+            count = f"last {stored.lost} tokens" if whole else f"{stored.lost} tokens at parts' ends"
             note = f"the {count} fill no block of {size} and are computed each time"
         return Warmed(len(first) + len(ids), stored.blocks, size, tail == 0, tail, note, stored.parts)
 
@@ -202,8 +202,8 @@ class Engine:
         window = Window() if window is None else window
         saved_state = SavedState(self.kv.client, lambda: self.kv._served().identity, name, window, priority)
         ids = self.encode(system) if system else []
-        own = (self.model, self.tokenizer, saved_state, window, ids, self._ends)
-        return Conversation(*own, self._computed_by)
+        parts = (self.model, self.tokenizer, saved_state, window, ids, self._ends)
+        return Conversation(*parts, self._computed_by)
 
     def _computed_by(self) -> bytes:
         """The identity of the model as it is now, whatever the namespace's salt."""
@@ -226,7 +226,7 @@ class Engine:
         client, served, chunker = self.kv.client, self.kv._chosen(), self.kv.chunker
         with contextlib.ExitStack() as pins, plan(client, served.identity, ids, chunker=chunker) as found:
             # The plan holds every copy of them that it came upon: of these one is enough.
-            held = [client.get(list({piece.key: None for one in found for piece in one.pieces}))]
+            held = [client.get(list({piece.key: None for chain in found for piece in chain.pieces}))]
             pins.callback(held[0].release)
             if served.sinks is not None:
                 held.append(served.sinks.get(client, chunker, ids))
@@ -234,7 +234,7 @@ class Engine:
             for chain in served.beside(chunker, ids):
                 held.append(client.get(chain))
                 pins.callback(held[-1].release)
-            count = sum(one.hits for one in held)
+            count = sum(blocks.hits for blocks in held)
             self._keep(ids, pins.pop_all() if count else None)
         return count
 
@@ -298,10 +298,10 @@ class Engine:
         """Deletes every block of a store inside this process; says how many. Raises InvalidArgument for a
         daemon's, which others use too.
         """
-        own = getattr(self.kv.client, "reset", None)
-        if own is None:
+        reset = getattr(self.kv.client, "reset", None)
+        if reset is None:
             raise InvalidArgument("a daemon's blocks are not this engine's alone; see `kvstored flush`")
-        return own()
+        return reset()
 
     def close(self) -> None:
         """Gives the model its own generate() back, lets go of what was pinned; a given client stays open."""
@@ -338,8 +338,8 @@ class Engine:
             raise InvalidArgument(f"max_new_tokens={limits}; whole numbers are wanted")
         limits = [int(limit) for limit in limits]
         if min(limits) < 1 or (cacheable is not None and cacheable < 0):
-            given = f"max_new_tokens={min(limits)}, cacheable_prefix_len={cacheable}"
-            raise InvalidArgument(f"{given}: too small")
+            values = f"max_new_tokens={min(limits)}, cacheable_prefix_len={cacheable}"
+            raise InvalidArgument(f"{values}: too small")
         rows = [self.encode(prompt) for prompt in prompts]
         if not all(rows):
             raise InvalidArgument("a prompt without tokens")
@@ -364,8 +364,8 @@ class Engine:
             speed = rest / (ended - listener.first_at) if rest and ended > listener.first_at else 0.0
             logits = out.logits[0][index].detach().clone()
             times = (listener.first_at - began, ended - began, speed)
-            own = report.of_row(index)
-            results.append(Result(text, tokens, len(row), *times, own, logits, finish, mode, drafted))
+            row_report = report.of_row(index)
+            results.append(Result(text, tokens, len(row), *times, row_report, logits, finish, mode, drafted))
         return results
 
     def _coded(self, codec: Codec) -> contextlib.AbstractContextManager[None]:
@@ -374,19 +374,19 @@ class Engine:
     @property
     def _ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        ends, own = end_tokens(self.model.generation_config.eos_token_id), self.tokenizer.eos_token_id
-        return frozenset(ends if own is None else [*ends, own])
+        ends, end = end_tokens(self.model.generation_config.eos_token_id), self.tokenizer.eos_token_id
+        return frozenset(ends if end is None else [*ends, end])
 
-    def _run(self, rows: list[list[int]], listener: Listener, given: dict[str, Any]) -> Any:
+    def _run(self, rows: list[list[int]], listener: Listener, options: dict[str, Any]) -> Any:
         length, device = max(map(len, rows)), self.model.device
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else self.tokenizer.eos_token_id or 0
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
-        given = {"max_new_tokens": 1, "pad_token_id": pad, **given}
+        options = {"max_new_tokens": 1, "pad_token_id": pad, **options}
         return self.model.generate(
             ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True,
-            stopping_criteria=transformers.StoppingCriteriaList([listener]), **given,
+            stopping_criteria=transformers.StoppingCriteriaList([listener]), **options,
         )  # fmt: skip
 
     def _last(self) -> Report:

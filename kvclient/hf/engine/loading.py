@@ -22,20 +22,20 @@ def load(
     gguf_file: str | None, streaming: StreamingConfig | None,
 ) -> tuple[torch.nn.Module, Any]:  # fmt: skip
     """(model, tokenizer); see Engine.from_pretrained."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if gguf_file is None and str(name_or_path).endswith(".gguf"):
         path = Path(name_or_path)
         name_or_path, gguf_file = path.parent, path.name
     if gguf_file is not None:
-        given["gguf_file"] = gguf_file
+        options["gguf_file"] = gguf_file
     if streaming is None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **given)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **given).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options).eval()
         if device == "auto":
             device = str(torch.accelerator.current_accelerator() or "cpu")
         return (model.to(device) if device else model), tokenizer
-    if given or device not in (None, "cpu"):
-        raise InvalidArgument(f"streaming takes a directory on the CPU; got {given or device!r}")
+    if options or device not in (None, "cpu"):
+        raise InvalidArgument(f"streaming takes a directory on the CPU; got {options or device!r}")
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not isinstance(wanted, torch.dtype):
         raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")

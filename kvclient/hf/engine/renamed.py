@@ -52,11 +52,11 @@ FIELDS = {
 }
 
 
-def check_options(given: Iterable[str], *takers: Callable[..., object]) -> None:
+def check_options(names: Iterable[str], *takers: Callable[..., object]) -> None:
     """Raises InvalidArgument for a name that is another one here, TypeError for one that none of the takers
     has."""
     known = {name for taker in takers for name in inspect.signature(taker).parameters}
-    for name in given:
+    for name in names:
         if name not in known and name in OPTIONS:
             raise InvalidArgument(f"{name}=: here it is {OPTIONS[name]}")
         if name not in known:

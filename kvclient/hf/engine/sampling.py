@@ -17,9 +17,9 @@ def sampling_of(
     """The arguments of generate(). Raises InvalidArgument."""
     whole = isinstance(top_k, Integral) and top_k >= 0
     if not (temperature >= 0 and 0 < top_p <= 1 and whole and repetition_penalty > 0):
-        given = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
-        given += f", repetition_penalty={repetition_penalty}"
-        raise InvalidArgument(f"{given}; allowed are ≥ 0, above 0 to 1, whole and ≥ 0, above 0")
+        values = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"
+        values += f", repetition_penalty={repetition_penalty}"
+        raise InvalidArgument(f"{values}; allowed are ≥ 0, above 0 to 1, whole and ≥ 0, above 0")
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise InvalidArgument(f"prefill_chunk_size={prefill_chunk_size}; it must be 1 at least, or None")
     out: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1}

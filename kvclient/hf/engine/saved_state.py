@@ -48,10 +48,10 @@ class SavedState:
         self, client: Any, identity: Callable[[], bytes], name: str, window: Window, priority: int
     ) -> None:
         codec = window.codec.parameters
-        own = json.dumps(
+        text = json.dumps(
             [VERSION, name, window.recent, window.older, window.sink_tokens, codec], sort_keys=True
         )
-        self._client, self._priority, self._identity, self._own = client, priority, identity, own.encode()
+        self._client, self._priority, self._identity, self._own = client, priority, identity, text.encode()
 
     @property
     def _keys(self) -> list[bytes]:
@@ -66,7 +66,7 @@ class SavedState:
     def load(self, cache: WindowCache) -> State | None:
         """Fills an empty cache with the newest state. None if there is none."""
         told = [self._told(place) for place in range(PLACES)]
-        known = [(one["turn"], place) for place, one in enumerate(told) if one is not None]
+        known = [(entry["turn"], place) for place, entry in enumerate(told) if entry is not None]
         if not known:
             return None
         blocks = self._client.get([self._keys[max(known)[1]]], wait_s=WAIT_S)
@@ -88,7 +88,7 @@ class SavedState:
         then, or theirs.
         """
         packed = [_pack(layer) for layer in cache.layers]
-        units = -(-max(len(one) for one in packed) // UNIT)
+        units = -(-max(len(part) for part in packed) // UNIT)
         layout = Layout(len(packed) + 1, 1, UNIT, "uint8", MAX_UNITS, 1, meta_fixed=0, meta_per_token=0)
         key = self._keys[self._place(state.turn)]
         layout_id = self._client.register_layout(layout)
@@ -102,10 +102,10 @@ class SavedState:
             return False
         try:
             block = writer[0]
-            for index, own in enumerate([_header_bytes(cache, state), *packed]):
+            for index, part in enumerate([_header_bytes(cache, state), *packed]):
                 target = block.layer(index).reshape(-1)
-                target[: len(own)] = own
-                target[len(own) :] = 0  # the memory was another prompt's
+                target[: len(part)] = part
+                target[len(part) :] = 0  # the memory was another prompt's
                 block.mark_layer(index)
             writer.seal()
         except BlockLost:
@@ -117,7 +117,7 @@ class SavedState:
     def _place(self, turn: int) -> int:
         """Where that turn lies already, or else the older state."""
         told = [self._told(place) for place in range(PLACES)]
-        turns = [0 if one is None else one["turn"] for one in told]
+        turns = [0 if header is None else header["turn"] for header in told]
         return turns.index(turn if turn in turns else min(turns))
 
     def forget(self) -> None:

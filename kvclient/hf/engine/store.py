@@ -25,12 +25,12 @@ def open_store(
     without while there is none, with a warning; "memory": of a store inside this process, as the other
     arguments say. Raises InvalidArgument.
     """
-    given = {"memory_bytes": memory_bytes, "disk_dir": disk_dir, "disk_bytes": disk_bytes}
-    given = {name: value for name, value in given.items() if value is not None}
+    limits = {"memory_bytes": memory_bytes, "disk_dir": disk_dir, "disk_bytes": disk_bytes}
+    limits = {name: value for name, value in limits.items() if value is not None}
     if client == MEMORY:
-        return InProcessClient(**given), True
-    if given:
-        names = ", ".join(f"{name}=" for name in given)
+        return InProcessClient(**limits), True
+    if limits:
+        names = ", ".join(f"{name}=" for name in limits)
         raise InvalidArgument(f'{names} without client="memory": the daemon\'s budgets are its own')
     if client is not None:
         return client, False

@@ -99,9 +99,9 @@ class WindowLayer(DynamicLayer):
         dense = self._empty(self.get_seq_length())
         at = 0
         for part in (self._placed_head(), *self.older, self.recent):
-            own = part if isinstance(part, torch.Tensor) else self._dequantised(part)
-            dense[:, :, at : at + own.shape[2]] = own
-            at += own.shape[2]
+            states = part if isinstance(part, torch.Tensor) else self._dequantised(part)
+            dense[:, :, at : at + states.shape[2]] = states
+            at += states.shape[2]
         self.working_bytes = max(self.working_bytes, dense.nbytes)
         return dense[0][None], dense[1][None]
 
@@ -169,10 +169,10 @@ class WindowCache:
         self.head_tokens = window.sink_tokens
         self.tokens = self.dropped = 0
         config = model.config.get_text_config(decoder=True)
-        if own := widest_window(config):
+        if tokens := widest_window(config):
             raise Refused(
-                f"{type(model).__name__} has layers that see {own} tokens, counted by columns of the cache: "
-                "they would see others once some are dropped"
+                f"{type(model).__name__} has layers that see {tokens} tokens, counted by columns of the "
+                "cache: they would see others once some are dropped"
             )
         if not self.kv.plain or self.kv.latent:
             what = "recurrent layers" if self.kv.states else "K and V of different shapes"
@@ -194,12 +194,12 @@ class WindowCache:
             self._turn_head()
             part = torch.tensor([list(ids[start : start + step])], device=self._model.device)
             count, columns = part.shape[1], self.layers[0].get_seq_length()
-            given: dict[str, Any] = {"attention_mask": torch.ones((1, columns + count), dtype=torch.int64)}
-            given["attention_mask"] = given["attention_mask"].to(part.device)
+            inputs: dict[str, Any] = {"attention_mask": torch.ones((1, columns + count), dtype=torch.int64)}
+            inputs["attention_mask"] = inputs["attention_mask"].to(part.device)
             if self._placed:
                 first = self.tokens
-                given["position_ids"] = torch.arange(first, first + count, device=part.device)[None]
-            out = self._model(input_ids=part, use_cache=True, **given, **passing(self._cache))
+                inputs["position_ids"] = torch.arange(first, first + count, device=part.device)[None]
+            out = self._model(input_ids=part, use_cache=True, **inputs, **passing(self._cache))
             logits = out.logits[0, -1]
             self.tokens += count
             self.dropped += max([layer.settle(self.head_tokens) for layer in self.layers])  # all the same

@@ -71,7 +71,7 @@ def digest_weights(model: torch.nn.Module) -> bytes:
         for prefix, layer in streams.filled_layers():
             of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True).items()
             read += _digest_rows([(name, tensor) for name, tensor in of_layer if name in moving])
-        read += [[name, kind, shape, own] for name, kind, shape, own in streams.digested_tables()]
+        read += [[name, kind, shape, digest] for name, kind, shape, digest in streams.digested_tables()]
         streams.digests = read
     rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving])
     return hashlib.sha256(encode(sorted(rows + streams.digests))).digest()

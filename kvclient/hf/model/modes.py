@@ -69,7 +69,8 @@ class Modes:
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    return list({id(own): own for own in (model.config, model.config.get_text_config(decoder=True))}.values())
+    parts = model.config, model.config.get_text_config(decoder=True)
+    return list({id(part): part for part in parts}.values())
 
 
 def _active(holder: Any) -> str | None:

@@ -79,12 +79,12 @@ class Rope:
         cos, sin = (table[places] for table in tables)
         size = 2 * cos.shape[1]
         if turning.convention == "half":
-            one, two = keys[..., : size // 2], keys[..., size // 2 : size]
+            first, second = keys[..., : size // 2], keys[..., size // 2 : size]
         else:
-            one, two = keys[..., 0:size:2], keys[..., 1:size:2]
-        before = one.clone()
-        one.mul_(cos).sub_(two * sin, alpha=way)
-        two.mul_(cos).add_(before * sin, alpha=way)
+            first, second = keys[..., 0:size:2], keys[..., 1:size:2]
+        before = first.clone()
+        first.mul_(cos).sub_(second * sin, alpha=way)
+        second.mul_(cos).add_(before * sin, alpha=way)
 
 
 def probe_rope(model: torch.nn.Module) -> Rope:
@@ -121,10 +121,10 @@ def reaches(model: torch.nn.Module, rope: Rope, position: int) -> bool:
         here, there = _layers_of(model, token, 0), _layers_of(model, token, position)
     except Refused:
         return False
-    for turning, (one, _), (other, _) in zip(rope.layers, here, there, strict=True):
+    for turning, (key, _), (other, _) in zip(rope.layers, here, there, strict=True):
         if turning.inv_freq is not None:
-            one = rotated(one, turning.inv_freq, position, turning.convention)
-        if _difference(one, other) > FAR_TOLERANCE + _tolerance(model):
+            key = rotated(key, turning.inv_freq, position, turning.convention)
+        if _difference(key, other) > FAR_TOLERANCE + _tolerance(model):
             return False
     return True
 
@@ -152,11 +152,11 @@ def rotated(keys: torch.Tensor, inv_freq: np.ndarray, shift: int, convention: st
     cos, sin = angles.cos(), angles.sin()
     out, size = keys.double().clone(), 2 * len(inv_freq)
     if convention == "half":
-        one, two = slice(0, size // 2), slice(size // 2, size)
+        first, second = slice(0, size // 2), slice(size // 2, size)
     else:
-        one, two = slice(0, size, 2), slice(1, size, 2)
-    a, b = out[..., one].clone(), out[..., two].clone()
-    out[..., one], out[..., two] = a * cos - b * sin, b * cos + a * sin
+        first, second = slice(0, size, 2), slice(1, size, 2)
+    a, b = out[..., first].clone(), out[..., second].clone()
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
     return out
 
 
@@ -191,9 +191,9 @@ def _layers_of(model: torch.nn.Module, token: int, position: int) -> list[tuple[
     return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in cache.layers]
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(value: torch.Tensor, other: torch.Tensor) -> float:
     scale = float(other.abs().max()) or 1.0
-    return float((one.double() - other.double()).abs().max()) / scale
+    return float((value.double() - other.double()).abs().max()) / scale
 
 
 def _tolerance(model: torch.nn.Module) -> float:

@@ -94,7 +94,7 @@ def _logits(model: torch.nn.Module, passes: Sequence[torch.Tensor]) -> torch.Ten
     with evaluating(model):
         for ids in passes:  # as generate() gives them: not every model knows by itself how far it is
             places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-            given = {"position_ids": places} if placed else {}
-            out = model(input_ids=ids, use_cache=True, **given, **passing(cache, model))
+            positions = {"position_ids": places} if placed else {}
+            out = model(input_ids=ids, use_cache=True, **positions, **passing(cache, model))
             start += ids.shape[1]
     return out.logits[0, -1].float()

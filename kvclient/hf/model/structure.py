@@ -111,8 +111,8 @@ def _masks_windows(model: torch.nn.Module) -> bool:
     tokens, the mask alone hides what left the window.
     """
     names = {type(module).__module__ for module in model.modules()}
-    own = all(name.startswith(("transformers.", "torch.")) for name in names)
-    return own and any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
+    known = all(name.startswith(("transformers.", "torch.")) for name in names)
+    return known and any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
 
 
 def _check_layers(name: str, model: torch.nn.Module, config: Any) -> None:
@@ -143,8 +143,8 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 @torch.no_grad()
 def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     layers = DynamicCache(config=config).layers
-    own = any(isinstance(layer, (*STATES, *DUMMIES)) for layer in layers)
-    cache = DynamicCache(config=config) if own else DynamicCache()  # every layer keeps all tokens
+    stateful = any(isinstance(layer, (*STATES, *DUMMIES)) for layer in layers)
+    cache = DynamicCache(config=config) if stateful else DynamicCache()  # every layer keeps all tokens
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:

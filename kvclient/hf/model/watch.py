@@ -86,7 +86,7 @@ class Watch:
             [id(hook) for hook in of_all_modules()],
             [adapter_state(module) for module in self._adapters],
             [_bytes(torch.stack(numbers)) for numbers in self._samples],
-            [own for m in self._modules if "forward" in m.__dict__ for own in foreign_forward(m)],
+            [function for m in self._modules if "forward" in m.__dict__ for function in foreign_forward(m)],
         ]
 
     def _foreign_hooks(self) -> list[int]:
@@ -114,7 +114,7 @@ def matmul_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         backends = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}
-        return ",".join(f"{name}:{own.fp32_precision}" for name, own in backends.items())
+        return ",".join(f"{name}:{backend.fp32_precision}" for name, backend in backends.items())
 
 
 def foreign_hook(model: torch.nn.Module) -> str | None:
@@ -249,11 +249,11 @@ class Attributes:
         ]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        held = [(f"{name}.{key}", own.get(key)) for name, own, key in self._entries]
+        held = [(f"{name}.{key}", attributes.get(key)) for name, attributes, key in self._entries]
         return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
 
     def numbers(self) -> dict[str, Any]:
-        held = {f"{name}.{key}": own.get(key) for name, own, key in self._entries}
+        held = {f"{name}.{key}": attributes.get(key) for name, attributes, key in self._entries}
         return {name: value for name, value in held.items() if type(value) in PLAIN}
 
     def code(self) -> list[Any]:

@@ -70,15 +70,15 @@ class CacheBuilder:
             make = functools.partial(StaticLayer, steps=self.steps)
         else:
             make = StoreLayer
-        forms = [self._served.form, *(one.form for one in self._served.groups)]
+        forms = [self._served.form, *(group.form for group in self._served.groups)]
         layers: list[StoreLayer] = []
         for form in (form for form in forms if not form.holds_marks):
             size = (self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim)
             shape = Shape(*size)
-            given = [None] * form.layers if paged else recycled(memory, shape, form.layers)
-            for index, own in zip(form.of or range(form.layers), given, strict=True):
+            spare = [None] * form.layers if paged else recycled(memory, shape, form.layers)
+            for index, storage in zip(form.of or range(form.layers), spare, strict=True):
                 made = HybridLayer if index in self._both else make
-                layers.append(made(index, shape, self._prefix, written, own))
+                layers.append(made(index, shape, self._prefix, written, storage))
         return sorted(layers, key=lambda layer: layer.index)
 
     @property
@@ -90,22 +90,22 @@ class CacheBuilder:
     def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
         forget_pending()
         pool, prompt = self._options.pool, self._prompt
-        given = {"pads": self._pads, "left": self._left, "reader": self._options.in_place}
+        options = {"pads": self._pads, "left": self._left, "reader": self._options.in_place}
         if self._prefix is not None and device.type != DeviceLayer.device_type:
-            given["whole"] = self._whole
+            options["whole"] = self._whole
         if paged:
             assert pool is not None
             first = leaders([group.rows for group in prompt.groups], prompt.rows)
-            given["table"] = PageTable(pool, self._pads, first, prompt.length)
+            options["table"] = PageTable(pool, self._pads, first, prompt.length)
         if device.type != DeviceLayer.device_type:
-            return functools.partial(PagedLayer if paged else InPlaceLayer, **given)
+            return functools.partial(PagedLayer if paged else InPlaceLayer, **options)
         if self._prefix is not None:
-            patient = any(one.pending for one in self._found)
+            patient = any(prefix.pending for prefix in self._found)
             self.staged = Staged(self._prefix, self._served.layers, device, patient)
         make: Callable[..., DeviceLayer] = PagedDeviceLayer if paged else DeviceLayer
         if self.steps is not None:
             make = functools.partial(StaticDeviceLayer, steps=self.steps)
-        return functools.partial(make, **given, staged=self.staged, positions=Positions())
+        return functools.partial(make, **options, staged=self.staged, positions=Positions())
 
     def _static(self, config: Any) -> bool:
         if not self._options.static:
@@ -121,7 +121,7 @@ class CacheBuilder:
         if self._blend is not None:
             self._left("inside")  # fresh tokens stand among reused ones
             return False
-        if any(one.part is not None for one in self._found) and not self._copies_part(device):
+        if any(prefix.part is not None for prefix in self._found) and not self._copies_part(device):
             self._left("part")  # its tokens go into a block together with what follows
             return False
         return True
@@ -135,7 +135,7 @@ class CacheBuilder:
     def _whole(self) -> int:
         """Columns that are read in whole blocks."""
         assert self._prefix is not None
-        parted = next((one for one in self._found if one.part is not None), None)
+        parted = next((prefix for prefix in self._found if prefix.part is not None), None)
         return self._prefix.columns if parted is None else parted.starts[len(parted.views)]
 
 

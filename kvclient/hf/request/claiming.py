@@ -28,11 +28,11 @@ ABOVE = 5  # priority of what a hit cannot do without, above that of the tokens 
 def match(served: ServedModel, options: Options, group: Group) -> PrefixMatch:
     """One text, of which nothing was found yet."""
     ids, cut = group.tokens, options.chunker
-    one = PrefixMatch(group, cut.chain(served.identity, ids), served.form, served.form.layers)
-    one.groups = [GroupMatch(stored, cut.chain(stored.identity, ids), ids) for stored in served.groups]
+    prefix = PrefixMatch(group, cut.chain(served.identity, ids), served.form, served.form.layers)
+    prefix.groups = [GroupMatch(stored, cut.chain(stored.identity, ids), ids) for stored in served.groups]
     if served.states is not None:
-        one.states = StateMatch(served.states, cut.chain(served.states.identity, ids), ids)
-    return one
+        prefix.states = StateMatch(served.states, cut.chain(served.states.identity, ids), ids)
+    return prefix
 
 
 def make_claims(
@@ -50,7 +50,7 @@ def make_claims(
         sinks = FullPrecisionBlocks(
             served.sinks, client, options.chunker, first=first, last=last, priority=options.priority
         )
-    groups = [(one, publisher(one.layout_id, one.form, above)) for one in served.groups]
+    groups = [(group, publisher(group.layout_id, group.form, above)) for group in served.groups]
     states = served.states
     snapshots = None if states is None else Snapshots(client, states, above, options.ttl_s)
     return Claims(
@@ -60,37 +60,37 @@ def make_claims(
     )  # fmt: skip
 
 
-def _stop(options: Options, one: PrefixMatch) -> int:
+def _stop(options: Options, prefix: PrefixMatch) -> int:
     """How many tokens of a text are stored."""
     most = options.publish_tokens
-    return len(one.group.tokens) if most is None else min(len(one.group.tokens), most)
+    return len(prefix.group.tokens) if most is None else min(len(prefix.group.tokens), most)
 
 
 def claim_text(
-    claims: Claims, served: ServedModel, options: Options, one: PrefixMatch, inside: Sequence[Segment],
+    claims: Claims, served: ServedModel, options: Options, prefix: PrefixMatch, inside: Sequence[Segment],
     claimed: set[bytes], read: bool, follow: bool, shared: bool,
 ) -> None:  # fmt: skip
     """Claims what is missing of one text; `shared` and `claimed` as Claims.claim() has them."""
-    stop = _stop(options, one)
+    stop = _stop(options, prefix)
     limit = min(inside[0].start, stop) if inside else stop
-    claims.claim(one, read, follow, claimed, limit, shared)
+    claims.claim(prefix, read, follow, claimed, limit, shared)
     if claims.sinks is not None:  # not before the claim: it may find more blocks
-        claims.sinks.offer(one, limit)
+        claims.sinks.offer(prefix, limit)
     if inside:
-        claims.claim_gaps(one, inside, stop)
-    elif served.keeps_tails(options.tails) and stop == len(one.group.tokens):
-        claims.claim_tail(one)
+        claims.claim_gaps(prefix, inside, stop)
+    elif served.keeps_tails(options.tails) and stop == len(prefix.group.tokens):
+        claims.claim_tail(prefix)
 
 
 def claim_ends(
-    claims: Claims, served: ServedModel, options: Options, one: PrefixMatch, found: Sequence[PrefixMatch],
+    claims: Claims, served: ServedModel, options: Options, prefix: PrefixMatch, found: Sequence[PrefixMatch],
     column: int, most: int,
 ) -> None:  # fmt: skip
     """Claims what is missing of one of the texts of a batch whose hit ends at a column, and of groups and
     states what lets later hits end behind it."""
-    hit, parted = column - one.group.pad, len(one.views)
+    hit, parted = column - prefix.group.pad, len(prefix.views)
     every = options.state_every_blocks if served.states is not None else 0
     common = min(most, *(other.group.pad + other.starts[-1] for other in found))
-    claim_text(claims, served, options, one, (), set(), False, False, False)
-    ends = ends_to_keep(one, _stop(options, one), hit, parted, every)
-    claims.claim_ends(one, ends, hit, common - one.group.pad)
+    claim_text(claims, served, options, prefix, (), set(), False, False, False)
+    ends = ends_to_keep(prefix, _stop(options, prefix), hit, parted, every)
+    claims.claim_ends(prefix, ends, hit, common - prefix.group.pad)

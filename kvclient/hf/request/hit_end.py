@@ -24,54 +24,62 @@ def hit_end(
     patience: Callable[[int, int], float], stall_s: float,
 ) -> int:  # fmt: skip
     """The column, at most `most`. What that needs is pinned, or copied; without an end nothing is: 0."""
-    most = min(most, *(one.group.pad + one.tokens for one in found))
-    ends = {min(most, one.group.pad + start) for one in found for start in one.starts[: len(one.views) + 1]}
-    for one in found:
-        for group in one.groups:
-            group.look(client, len(one.views), follow)
-        if one.states is not None:
-            one.states.look(client, len(one.views), follow)
+    most = min(most, *(prefix.group.pad + prefix.tokens for prefix in found))
+    ends = {
+        min(most, prefix.group.pad + start)
+        for prefix in found
+        for start in prefix.starts[: len(prefix.views) + 1]
+    }
+    for prefix in found:
+        for group in prefix.groups:
+            group.look(client, len(prefix.views), follow)
+        if prefix.states is not None:
+            prefix.states.look(client, len(prefix.views), follow)
     tries = 0
     for column in sorted(ends, reverse=True):
         if column <= 0 or tries == TRIES:
             break
-        if all(_covered(one, column - one.group.pad) for one in found):
+        if all(_covered(prefix, column - prefix.group.pad) for prefix in found):
             tries += 1
-            if all(_taken(client, one, column - one.group.pad, follow, patience, stall_s) for one in found):
+            if all(
+                _taken(client, prefix, column - prefix.group.pad, follow, patience, stall_s)
+                for prefix in found
+            ):
                 return column
-            for one in found:
-                _released(one)
+            for prefix in found:
+                _released(prefix)
     return 0
 
 
-def ends_to_keep(one: PrefixMatch, stop: int, hit: int, parted: int, every: int) -> list[int]:
+def ends_to_keep(prefix: PrefixMatch, stop: int, hit: int, parted: int, every: int) -> list[int]:
     """Numbers of blocks behind which a hit shall be able to end: of `stop` tokens that are stored, behind the
     first `hit` of them. parted: blocks that were there of the layers that need all; every: blocks between two
     states, 0: there are none."""
-    blocks = sum(start <= stop for start in one.starts) - 1
+    blocks = sum(start <= stop for start in prefix.starts) - 1
     ends = {blocks, min(parted, blocks)}
     if every:
         ends.update(range(every, blocks + 1, every))
-        if one.starts[blocks] == len(one.group.tokens):
+        if prefix.starts[blocks] == len(prefix.group.tokens):
             ends.add(blocks - 1)  # the last token of the same prompt is computed again
-    return sorted(end for end in ends if end > 0 and one.starts[end] > hit)
+    return sorted(end for end in ends if end > 0 and prefix.starts[end] > hit)
 
 
-def _covered(one: PrefixMatch, stop: int) -> bool:
-    return all(group.covers(stop) for group in one.groups) and (one.states is None or one.states.covers(stop))
+def _covered(prefix: PrefixMatch, stop: int) -> bool:
+    of_states = prefix.states is None or prefix.states.covers(stop)
+    return of_states and all(group.covers(stop) for group in prefix.groups)
 
 
 def _taken(
-    client: Any, one: PrefixMatch, stop: int, follow: bool, patience: Callable[[int, int], float],
+    client: Any, prefix: PrefixMatch, stop: int, follow: bool, patience: Callable[[int, int], float],
     stall_s: float,
 ) -> bool:  # fmt: skip
-    if not all(group.take(client, stop, follow, patience) for group in one.groups):
+    if not all(group.take(client, stop, follow, patience) for group in prefix.groups):
         return False
-    return one.states is None or one.states.take(client, stop, follow, patience, stall_s)
+    return prefix.states is None or prefix.states.take(client, stop, follow, patience, stall_s)
 
 
-def _released(one: PrefixMatch) -> None:
-    for group in one.groups:
+def _released(prefix: PrefixMatch) -> None:
+    for group in prefix.groups:
         group.release()
-    if one.states is not None:
-        one.states.tensors = None
+    if prefix.states is not None:
+        prefix.states.tensors = None

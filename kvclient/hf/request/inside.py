@@ -17,16 +17,16 @@ from kvclient.hf.reuse.blend import MOST_MASK_BYTES, NonPrefixReuse, mask_bytes
 
 
 def search(
-    client: Any, identity: bytes, non_prefix: NonPrefixReuse, chunker: Chunker, one: PrefixMatch,
+    client: Any, identity: bytes, non_prefix: NonPrefixReuse, chunker: Chunker, prefix: PrefixMatch,
     patience: Callable[[int, int], float],
 ) -> tuple[Plan, list[Segment]]:  # fmt: skip
     """(what to release, what is behind the prefix that was found of this text)."""
-    last = len(one.group.tokens) - 1
-    exact = min(one.tokens, last)
+    last = len(prefix.group.tokens) - 1
+    exact = min(prefix.tokens, last)
     found = plan(
         client,
         identity,
-        one.group.tokens[:last],
+        prefix.group.tokens[:last],
         exact_tokens=exact,
         min_tokens=non_prefix.repair.min_tokens,
         chunker=chunker,
@@ -36,9 +36,9 @@ def search(
         segment
         for segment in found
         if segment.kind == APPROXIMATE
-        and all(one.form.fits(p.view, p.view.tokens, one.layers - 1) for p in segment.pieces)
+        and all(prefix.form.fits(p.view, p.view.tokens, prefix.layers - 1) for p in segment.pieces)
     ]
-    size = mask_bytes(non_prefix, inside, exact, last + 1, one.form.dtype.itemsize) if inside else 0
+    size = mask_bytes(non_prefix, inside, exact, last + 1, prefix.form.dtype.itemsize) if inside else 0
     if size > MOST_MASK_BYTES:
         needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"
         warnings.warn(

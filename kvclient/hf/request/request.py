@@ -243,21 +243,21 @@ class Request:
             follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()
         inside: list[Segment] = []
-        for one in found:
+        for prefix in found:
             if read:
-                one.extend(self._client, len(one.chain), follow)
-                one.extend_from_below(self._client, follow, self._worth_waiting_s)
+                prefix.extend(self._client, len(prefix.chain), follow)
+                prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and served.keeps_tails(options.tails):
-                one.extend_part(self._client)
-            inside = self._inside = self._search(one, config) if read else []
+                prefix.extend_part(self._client)
+            inside = self._inside = self._search(prefix, config) if read else []
             if self._write and not grouped:
-                claim_text(claims, served, options, one, inside, claimed, read, follow, len(found) > 1)
+                claim_text(claims, served, options, prefix, inside, claimed, read, follow, len(found) > 1)
             if claims.sinks is not None:
-                claims.sinks.take(one)
+                claims.sinks.take(prefix)
         if len(found) > 1 and claims.publisher.claimed:
-            for one in found:
-                one.drop_pending()  # two batches that wait for blocks of each other would wait for ever
-        columns = min(self._prompt.length - 1, *(one.group.pad + one.tokens for one in found))
+            for prefix in found:
+                prefix.drop_pending()  # two batches that wait for blocks of each other would wait for ever
+        columns = min(self._prompt.length - 1, *(prefix.group.pad + prefix.tokens for prefix in found))
         if grouped:
             columns = self._hit_end(columns, follow)
         self._hit = columns
@@ -278,10 +278,10 @@ class Request:
         assert self._claims is not None and self._prompt is not None
         found, served, options = self._found, self._served_model, self._options
         column = hit_end(self._client, found, most, follow, self._worth_waiting_s, options.follow_timeout_s)
-        for one in found if self._write else ():
-            claim_ends(self._claims, served, options, one, found, column, self._prompt.length - 1)
-        for one in found:
-            one.ends_at(column - one.group.pad)
+        for prefix in found if self._write else ():
+            claim_ends(self._claims, served, options, prefix, found, column, self._prompt.length - 1)
+        for prefix in found:
+            prefix.ends_at(column - prefix.group.pad)
         return column
 
     def _same(self) -> bool:
@@ -294,15 +294,15 @@ class Request:
     def _block_bytes(self) -> int:
         return self._served_model.form.layout(self._options.chunker.most).block_bytes()
 
-    def _search(self, one: PrefixMatch, config: Any) -> list[Segment]:
+    def _search(self, prefix: PrefixMatch, config: Any) -> list[Segment]:
         """Stretches behind the prefix that are stored, but were computed behind other tokens."""
         served, options = self._served_model, self._options
-        alone = self._prompt is not None and len(self._prompt.groups) == 1 and not one.group.pad
+        alone = self._prompt is not None and len(self._prompt.groups) == 1 and not prefix.group.pad
         wanted = alone and options.search and config.prefill_chunk_size is None
         if served.non_prefix is None or not wanted:
             return []
         self._plan, inside = search(
-            self._client, served.identity, served.non_prefix, options.chunker, one, self._worth_waiting_s
+            self._client, served.identity, served.non_prefix, options.chunker, prefix, self._worth_waiting_s
         )
         return inside
 
@@ -324,7 +324,7 @@ class Request:
         replace_layers(cache, self._layers)
         states = self._served_model.states
         if states is not None and self._hit:
-            rows = {row: one.states.tensors for one in self._found for row in one.group.rows}
+            rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}
             restore(cache, states.states, [rows[row] for row in sorted(rows)], device)
 
     def _told(self) -> Callable[..., None] | None:
@@ -385,7 +385,7 @@ class Request:
     def _let_go(self) -> None:
         """Of all that was pinned to be read."""
         with contextlib.ExitStack() as every:  # each, whatever becomes of the others
-            for step in (self._close_staged, self._release_plan, *(one.release for one in self._found)):
+            for step in (self._close_staged, self._release_plan, *(prefix.release for prefix in self._found)):
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:

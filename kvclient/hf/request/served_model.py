@@ -66,7 +66,7 @@ class ServedModel:
     def beside(self, chunker: Chunker, ids: Sequence[int]) -> list[Any]:
         """The chains of a text's blocks of groups and states, whichever of them are stored."""
         stored = [*self.groups, *([self.states] if self.states is not None else [])]
-        return [chain for one in stored if len(chain := chunker.chain(one.identity, list(ids)))]
+        return [chain for part in stored if len(chain := chunker.chain(part.identity, list(ids)))]
 
     def elsewhere(self, client: Any, tokens: int) -> ServedModel:
         """The same in another store, with blocks of so many tokens at most."""

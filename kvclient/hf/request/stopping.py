@@ -35,7 +35,7 @@ class Listener(StoppingCriteria):
         self._limits, self._tokenizer, self._ends = limits, tokenizer, ends
         special = _special(tokenizer) if stops else ()
         # Of the stop strings, those that hold a special token: the text that is shown does not.
-        self._marks = [stop for stop in stops if any(one in stop for one in special)]
+        self._marks = [stop for stop in stops if any(token in stop for token in special)]
         self._stops = [stop for stop in stops if stop not in self._marks]
         self._on_token, self._soft_stop = on_token, soft_stop
         self.first_at = began
@@ -113,14 +113,14 @@ class Listener(StoppingCriteria):
 def end_tokens(eos: Any) -> list[int]:
     """What a generation's eos_token_id says: None, a number, some in a list, a tuple or a tensor."""
     eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-    return [] if eos is None else [int(one) for one in eos] if isinstance(eos, (list, tuple)) else [int(eos)]
+    return [] if eos is None else [int(end) for end in eos] if isinstance(eos, (list, tuple)) else [int(eos)]
 
 
 def _special(tokenizer: Any) -> set[str]:
     """The texts that decode() leaves out of what is shown."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    own = {str(one) for one in added if one.special} | set(getattr(tokenizer, "all_special_tokens", ()))
-    return own - {""}
+    names = {str(t) for t in added if t.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+    return names - {""}
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -45,8 +45,9 @@ class AttentionScores:
     def _tell(self, values: torch.Tensor, keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
         key, value, rows = keys[0].float(), values[0].float(), self._rows
         heads, _, head_dim = key.shape
-        own = query[0, :, -rows:].float().reshape(heads, -1, head_dim)  # the query heads of each, row by row
-        score = (own @ (key * scale).transpose(1, 2)).view(heads, -1, rows, self._length)
+        # The query heads of each, row by row.
+        asking = query[0, :, -rows:].float().reshape(heads, -1, head_dim)
+        score = (asking @ (key * scale).transpose(1, 2)).view(heads, -1, rows, self._length)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=key.device).triu(1)
         score[..., -rows:].masked_fill_(behind, -torch.inf)
         weight = score.softmax(-1).view(heads, -1, self._length)

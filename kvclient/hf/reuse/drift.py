@@ -42,7 +42,7 @@ class Drift:
             computed = torch.nonzero(chosen[inside]).squeeze(1)
             count = inside.stop - inside.start
             if max(1, LEAST * count) <= len(computed) < count:
-                stored = [one[0, :, inside] for one in values]
+                stored = [tensor[0, :, inside] for tensor in values]
                 computed = computed.to(stored[0].device)
                 self._told.append((inside, computed, _weights(computed, stored)))
 
@@ -52,8 +52,8 @@ class Drift:
         """
         for inside, computed, weights in self._told:
             stretch = storage[..., inside, :]
-            own = torch.searchsorted(columns, computed + inside.start)
-            off = fresh.index_select(3, own).float() - stretch.index_select(3, computed)
+            places = torch.searchsorted(columns, computed + inside.start)
+            off = fresh.index_select(3, places).float() - stretch.index_select(3, computed)
             self._rope.turn_each(layer, off[0], inside.start + computed, -1)
             told = weights @ off
             self._rope.turn_each(layer, told[0], torch.arange(inside.start, inside.stop), 1)
@@ -71,8 +71,8 @@ def _weights(computed: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Te
     tokens = torch.arange(values[0].shape[1], device=computed.device)
     distance = (tokens[:, None] - computed).abs()
     common = torch.stack([torch.exp(distance / -reach) for reach in REACHES]).sum(0)
-    for one in values:
-        like = one.transpose(0, 1).flatten(1).float()
+    for tensor in values:
+        like = tensor.transpose(0, 1).flatten(1).float()
         like = like - like.mean(0)
         share = ALIKE / len(values) / like.square().sum(1).mean().clamp_min(1e-30)
         common += share * (like @ like[computed].T)

@@ -160,7 +160,7 @@ def verify(
     exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])
     limits = {name: exact if name == PREFIX else MAX_MEAN_KL for name in seen}
     partial.end()
-    return Verification(tuple(own.outcome(name, codec, limits[name]) for name, own in seen.items()))
+    return Verification(tuple(sums.outcome(name, codec, limits[name]) for name, sums in seen.items()))
 
 
 class _Cold(NamedTuple):
@@ -206,8 +206,8 @@ def _read(found: dict[str, Any] | None, positions: int) -> dict[str, Any] | None
         return None
     lists = [found[name] for name in ("kl", "same")]
     numbers = [found[name] for name in ("found", "ttft_s", "cold_s")]
-    whole = all(isinstance(one, list) and len(one) == positions for one in lists)
-    return found if whole and all(isinstance(one, float) for one in [*numbers, *found["kl"]]) else None
+    whole = all(isinstance(value, list) and len(value) == positions for value in lists)
+    return found if whole and all(isinstance(value, float) for value in [*numbers, *found["kl"]]) else None
 
 
 def block_tokens_for(questions: Sequence[Question], block_tokens: int) -> int:

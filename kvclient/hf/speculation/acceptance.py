@@ -80,8 +80,8 @@ def reject(
         found = None
         for child in draft.children[node]:
             token = draft.tokens[child - 1]
-            own = 1.0 if q is None else float(q[token])
-            if own > 0 and chance.happens(min(1.0, float(p[token]) / own)):
+            chance_drafted = 1.0 if q is None else float(q[token])
+            if chance_drafted > 0 and chance.happens(min(1.0, float(p[token]) / chance_drafted)):
                 found = child
                 break
             p, q = _refused(p, q, token)

@@ -39,18 +39,18 @@ def score(model: torch.nn.Module, cache: Any, token: int, draft: Draft, pad: int
     cache then holds; it held everything before the newest. pad: columns of padding at its left. One row.
     """
     past, device = cache.get_seq_length(), model.device
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
-        given["position_ids"] = past - pad + torch.tensor([draft.depths], device=device)
+        inputs["position_ids"] = past - pad + torch.tensor([draft.depths], device=device)
     if not draft.is_chain:
-        given["attention_mask"] = _mask(model, past, draft, pad)
+        inputs["attention_mask"] = _mask(model, past, draft, pad)
     elif pad:
-        given["attention_mask"] = torch.ones(
+        inputs["attention_mask"] = torch.ones(
             (1, past + 1 + len(draft.tokens)), dtype=torch.int64, device=device
         )
-        given["attention_mask"][:, :pad] = 0
+        inputs["attention_mask"][:, :pad] = 0
     ids = torch.tensor([[token, *draft.tokens]], device=device)
-    out = model(input_ids=ids, use_cache=True, return_dict=True, **given, **passing(cache))
+    out = model(input_ids=ids, use_cache=True, return_dict=True, **inputs, **passing(cache))
     return out.logits[0]
 
 

@@ -94,29 +94,29 @@ class Speculation:
         if max(generation_config.num_beams or 1, 1) > 1:
             raise InvalidArgument(f"num_beams={generation_config.num_beams}; drafts have no beams")
         report = self._local.last = SpeculationReport()
-        given = {
+        options = {
             "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
             "generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer,
         }  # fmt: skip
         report.off = _off(model, input_ids, generation_config, model_kwargs)
         if report.off is not None:
-            return model._sample(input_ids, **given, **model_kwargs)
+            return model._sample(input_ids, **options, **model_kwargs)
         answer = _Answer(
             self, model, input_ids, logits_processor, stopping_criteria, generation_config, report
         )
         return answer.run(model_kwargs, streamer)
 
 
-def _off(model: torch.nn.Module, ids: torch.Tensor, config: Any, given: dict[str, Any]) -> str | None:
+def _off(model: torch.nn.Module, ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> str | None:
     if ids.shape[0] != 1:
         return "rows"
-    if not given.get("use_cache", True):
+    if not inputs.get("use_cache", True):
         return "no_cache"
     if config.output_attentions or config.output_hidden_states:
         return "outputs"
-    if given.get("inputs_embeds") is not None:
+    if inputs.get("inputs_embeds") is not None:
         return "inputs"
-    mask = given.get("attention_mask")
+    mask = inputs.get("attention_mask")
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         return "attention_mask"
     return None
@@ -126,20 +126,20 @@ class _Answer:
     """One call."""
 
     def __init__(
-        self, own: Speculation, model: torch.nn.Module, ids: torch.Tensor, processor: Any, criteria: Any,
+        self, owner: Speculation, model: torch.nn.Module, ids: torch.Tensor, processor: Any, criteria: Any,
         config: Any, report: SpeculationReport,
     ) -> None:  # fmt: skip
-        self._own, self._model, self._ids = own, model, ids
+        self._own, self._model, self._ids = owner, model, ids
         self._processor, self._criteria, self._config, self.report = processor, criteria, config, report
         told = config.return_dict_in_generate
         self._scores: list[torch.Tensor] | None = [] if told and config.output_scores else None
         self._logits: list[torch.Tensor] | None = [] if told and config.output_logits else None
         self._sample = float(config.temperature or 1.0) if config.do_sample else None
 
-    def run(self, given: dict[str, Any], streamer: Any) -> Any:
-        mask = given.get("attention_mask")
+    def run(self, inputs: dict[str, Any], streamer: Any) -> Any:
+        mask = inputs.get("attention_mask")
         pad = 0 if mask is None else int((mask == 0).sum())
-        out = self._model._prefill(self._ids, self._config, given)
+        out = self._model._prefill(self._ids, self._config, inputs)
         cache = cache_of(out)
         stopped = self._take(self._choose(NOTHING, out.logits[:, -1]), streamer)
         self.report.off = unfit(self._model, cache)

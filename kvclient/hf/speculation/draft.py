@@ -30,7 +30,7 @@ class Draft:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
             raise InvalidArgument(f"{len(self.tokens)} tokens with {len(self.parents)} parents")
-        if wrong := [own for i, own in enumerate(self.parents) if not 0 <= own <= i]:
+        if wrong := [parent for i, parent in enumerate(self.parents) if not 0 <= parent <= i]:
             raise InvalidArgument(f"parent {wrong[0]} does not stand before its child")
 
     @classmethod
@@ -58,7 +58,7 @@ class Draft:
         return tuple(map(tuple, found))
 
     def child(self, node: int, token: int) -> int | None:
-        return next((one for one in self.children[node] if self.tokens[one - 1] == token), None)
+        return next((child for child in self.children[node] if self.tokens[child - 1] == token), None)
 
     def seen(self) -> torch.Tensor:
         """bool [nodes, nodes]: which nodes each one stands behind, itself included."""

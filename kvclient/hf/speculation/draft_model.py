@@ -36,10 +36,10 @@ class DraftModel:
         self._model, self._branches = model, branches
 
     def begin(self, vocabulary: int) -> _Text:
-        own = self._model.config.vocab_size
-        if abs(own - vocabulary) > SLACK:
-            raise InvalidArgument(f"the draft model has {own} tokens, the model {vocabulary}: not the same")
-        return _Text(self._model, self._branches, min(own, vocabulary), vocabulary)
+        size = self._model.config.vocab_size
+        if abs(size - vocabulary) > SLACK:
+            raise InvalidArgument(f"the draft model has {size} tokens, the model {vocabulary}: not the same")
+        return _Text(self._model, self._branches, min(size, vocabulary), vocabulary)
 
 
 class _Text:
@@ -78,7 +78,7 @@ class _Text:
     def _ahead(self, tree: _Growth, front: list[int]) -> torch.Tensor:
         """The logits behind those nodes, which the cache then holds."""
         past, device = self._held, self._model.device
-        given = {}
+        inputs = {}
         if self._branches > 1:
             held = self._cache.get_seq_length() - past
             tree.columns.update((node, held + i) for i, node in enumerate(front))
@@ -88,11 +88,11 @@ class _Text:
                 while node:
                     seen[row, past + tree.columns[node]] = True
                     node = tree.parents[node - 1]
-            given["attention_mask"] = self._added(seen)[None, None].to(device)
+            inputs["attention_mask"] = self._added(seen)[None, None].to(device)
             depth = past + tree.depth - 1
-            given["position_ids"] = torch.full((1, len(front)), depth, device=device)
+            inputs["position_ids"] = torch.full((1, len(front)), depth, device=device)
         ids = torch.tensor([[tree.tokens[node - 1] for node in front]], device=device)
-        out = self._model(input_ids=ids, use_cache=True, **given, **passing(self._cache))
+        out = self._model(input_ids=ids, use_cache=True, **inputs, **passing(self._cache))
         return out.logits[0, :, : self._shared]
 
     def _added(self, seen: torch.Tensor) -> torch.Tensor:
@@ -128,18 +128,18 @@ class _Growth:
         self._last = []
         scaled = logits.float() / (self._sample or 1.0)
         logs = scaled.log_softmax(-1)
-        for node, own in zip(front, logs, strict=True):
-            count = min(self._branches, self._nodes - len(self.tokens), int((own > -torch.inf).sum()))
+        for node, log_shares in zip(front, logs, strict=True):
+            count = min(self._branches, self._nodes - len(self.tokens), int((log_shares > -torch.inf).sum()))
             if count <= 0:
                 return
             if self._sample is None:
-                chosen = own.topk(count).indices
+                chosen = log_shares.topk(count).indices
             else:  # the largest of logs with Gumbel noise are drawn without replacement, in this order
-                noise = -torch.empty_like(own).exponential_().log()
-                chosen = (own + noise).topk(count).indices
-                self.shares[node] = own.exp().cpu()
+                noise = -torch.empty_like(log_shares).exponential_().log()
+                chosen = (log_shares + noise).topk(count).indices
+                self.shares[node] = log_shares.exp().cpu()
             for token in chosen.tolist():
                 self.tokens.append(token)
                 self.parents.append(node)
-                self._chances.append(self._chances[node] + float(own[token]))
+                self._chances.append(self._chances[node] + float(log_shares[token]))
                 self._last.append(len(self.tokens))

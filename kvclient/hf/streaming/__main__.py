@@ -84,10 +84,10 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     print(f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token", file=sys.stderr)
     inputs = tokenizer(asked.prompt, return_tensors="pt")
     speculation = drafts(asked.draft)
-    given = {"custom_generate": speculation} if speculation is not None else {}
+    options = {"custom_generate": speculation} if speculation is not None else {}
     began = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **given)
+        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **options)
     took_s, stats = time.perf_counter() - began, streaming_stats(model)
     tokens = out.shape[1] - inputs["input_ids"].shape[1]
     rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None

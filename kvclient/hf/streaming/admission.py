@@ -142,7 +142,7 @@ class _Shape:
         # words are multiplied.
         wide = [module.out_features for module in model.modules() if hasattr(module, "out_features")]
         head = model.get_output_embeddings()
-        wide = max([own for own in wide if head is None or own != head.out_features], default=4 * width)
+        wide = max([out for out in wide if head is None or out != head.out_features], default=4 * width)
         packed = [module for module in model.modules() if isinstance(module, AwqLinear)]
         item_in_layer = max(item, 4) if packed else item
         hidden = HIDDEN_COPIES * width * max(item, 4) + FFN_COPIES * wide * item_in_layer

@@ -60,8 +60,8 @@ class StreamingCausalLM:
         tables = {role: arranged.tables[name] for role, name in names.items()}
         others = {name: source for name, source in found.items() if split(name) is None}
         outside = sum(
-            math.prod(own.shape) * model.dtype.itemsize
-            for name, own in others.items()
+            math.prod(tensor.shape) * model.dtype.itemsize
+            for name, tensor in others.items()
             if name not in names.values()
         )
         chosen = plan(config, sizes, outside, _sizes(tables))
@@ -75,7 +75,7 @@ class StreamingCausalLM:
         for layer, parts in zip(layers, arranged.layers, strict=True):
             _pack(layer, parts, group, model.dtype)
         _fill_outside(model, rest, arranged.prefix, home.name, streamed)
-        moved = (mover or (lambda own: DiskMover(own.path)))(arranged)
+        moved = (mover or (lambda files: DiskMover(files.path)))(arranged)
         tables = {role: tables[role] for role in chosen.vocabulary}
         _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved)
         if (home / "generation_config.json").exists():
@@ -127,8 +127,8 @@ class Streams:
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
-            own = model.get_input_embeddings()
-            self.embedding = StreamedEmbedding(own, tables["embedding"], mover, len(layers))
+            embedding = model.get_input_embeddings()
+            self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
         pieces = {n: tuple(part.piece for part in parts) for n, parts in self._streamed.items()}
         if "head" in tables:
             self._head = StreamedHead(model.get_output_embeddings(), tables["head"], len(layers))
@@ -301,26 +301,26 @@ def _pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dty
             packed.qzeros = torch.full(packed.qzeros.shape, MIDDLE, dtype=packed.qzeros.dtype)
         owner, _, attribute = name.rpartition(".")
         setattr(layer.get_submodule(owner), attribute, packed)
-    own = layer.state_dict()
-    made = {name for name in own if name.endswith(".qzeros") and name not in stored}
-    wrong = [n for n, t in stored.items() if n not in own or tuple(own[n].shape) != t.shape]
-    if lost := sorted(set(own) - set(stored) - made) + sorted(wrong):
+    state = layer.state_dict()
+    made = {name for name in state if name.endswith(".qzeros") and name not in stored}
+    wrong = [n for n, t in stored.items() if n not in state or tuple(state[n].shape) != t.shape]
+    if lost := sorted(set(state) - set(stored) - made) + sorted(wrong):
         raise InvalidArgument(f"tensors without a counterpart, or of another shape: {', '.join(lost[:5])}")
 
 
 def _name_of(model: Any, module: torch.nn.Module) -> str:
-    return next(name for name, own in model.named_modules() if own is module)
+    return next(name for name, named in model.named_modules() if named is module)
 
 
 def _vocabulary(model: Any, found: dict[str, Source]) -> dict[str, str]:
     """The tensors that hold the embedding and the head, by role; none if not both can be streamed: as
     ordinary modules, in the type that they are computed in.
     """
-    own, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(own) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
         return {}
-    names = {"embedding": f"{_name_of(model, own)}.weight", "head": f"{_name_of(model, head)}.weight"}
-    if own.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
+    names = {"embedding": f"{_name_of(model, embedding)}.weight", "head": f"{_name_of(model, head)}.weight"}
+    if embedding.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
         names["head"] = names["embedding"]
     for name in names.values():
         if name not in found or getattr(torch, found[name].dtype) != model.dtype:
@@ -331,9 +331,9 @@ def _vocabulary(model: Any, found: dict[str, Source]) -> dict[str, str]:
 def _sizes(tables: dict[str, Table]) -> Vocabulary:
     if not tables:
         return NO_VOCABULARY
-    own, head = tables["embedding"], tables["head"]
+    embedding, head = tables["embedding"], tables["head"]
     piece = max(piece.length for piece in head.pieces)
-    return Vocabulary(own.length, head.length, own is head, piece, ROWS_BYTES + BLOCK_BYTES)
+    return Vocabulary(embedding.length, head.length, embedding is head, piece, ROWS_BYTES + BLOCK_BYTES)
 
 
 def _read(source: Source) -> torch.Tensor:
@@ -347,8 +347,8 @@ def _read(source: Source) -> torch.Tensor:
 def _fill_outside(
     model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str, streamed: set[str]
 ) -> None:
-    own = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
-    if lost := sorted(key for key, value in rest.items() if key not in own or own[key].shape != value.shape):
+    held = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
+    if lost := sorted(k for k, value in rest.items() if k not in held or held[k].shape != value.shape):
         raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")
     for key, value in rest.items():
         owner, _, attribute = key.rpartition(".")

@@ -105,10 +105,10 @@ def plan(
             for way in vocabulary.ways()
             for first in range(count, -1, -1)
         ]
-        fit = [one for one in found if one.bytes + WORKING_BYTES <= memory]
+        fit = [plan for plan in found if plan.bytes + WORKING_BYTES <= memory]
         if fit:
-            return min(fit, key=lambda one: one.moved)  # the first of equals: what is streamed the least
-        least = min(found, key=lambda one: one.bytes)
+            return min(fit, key=lambda plan: plan.moved)  # the first of equals: what is streamed the least
+        least = min(found, key=lambda plan: plan.bytes)
         raise InvalidArgument(
             f"memory={memory}; with every layer streamed the model needs {least.bytes + WORKING_BYTES} "
             f"bytes: {least.bytes} for what is held and {config.n_staging_slots} slots, {WORKING_BYTES} to "
@@ -116,10 +116,10 @@ def plan(
         )
     ways = vocabulary.ways()[: 1 if config.residency == "full_resident" else None]
     found = [_plan(config, layers, outside, _parts(config, count), vocabulary, way) for way in ways]
-    for one in found:
-        if memory is None or one.bytes <= memory:
-            return one
-    least = min(one.bytes for one in found)
+    for choice in found:
+        if memory is None or choice.bytes <= memory:
+            return choice
+    least = min(choice.bytes for choice in found)
     raise InvalidArgument(f"memory={memory}; {config.residency} needs {least} bytes for weights")
 
 
@@ -140,7 +140,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     moved = [sum(layer[part] for part in parts) for layer, parts in zip(layers, streamed, strict=True)]
     kept = sum(sum(layer.values()) for layer in layers) - sum(moved)
-    units = [one for one in moved if one]
+    units = [unit for unit in moved if unit]
     if "head" in way:
         units += [vocabulary.piece] * -(-vocabulary.head // max(1, vocabulary.piece))
     slots = min(config.n_staging_slots, len(units)) * max(units, default=0)
@@ -155,7 +155,7 @@ def free_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
-    left = [one for one in (_left_of(Path("/proc/self/cgroup").read_text())) if one is not None]
+    left = [room for room in (_left_of(Path("/proc/self/cgroup").read_text())) if room is not None]
     return max(0, min([free, *left]))
 
 
@@ -163,11 +163,11 @@ def _left_of(groups: str) -> list[int | None]:
     """What each memory controller of a process leaves it. groups: /proc/self/cgroup."""
     found: list[int | None] = []
     for line in groups.splitlines():
-        _, kinds, own = line.split(":", 2)
+        _, kinds, group = line.split(":", 2)
         if kinds == "":
-            found.append(_left(Path(f"/sys/fs/cgroup{own}"), "memory.max", "memory.current"))
+            found.append(_left(Path(f"/sys/fs/cgroup{group}"), "memory.max", "memory.current"))
         elif "memory" in kinds.split(","):
-            home = Path(f"/sys/fs/cgroup/memory{own}")
+            home = Path(f"/sys/fs/cgroup/memory{group}")
             home = home if home.is_dir() else Path("/sys/fs/cgroup/memory")  # a container sees its own there
             found.append(_left(home, "memory.limit_in_bytes", "memory.usage_in_bytes"))
     return found

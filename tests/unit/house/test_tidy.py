@@ -287,3 +287,20 @@ def test_a_folder_has_few_rooms():
             if folder not in KERNELS_AND_TESTS and len(stems) > TOO_MANY.get(folder, ROOMS)
         ]
     )
+
+
+SAY_NOTHING = {"own", "one", "given"}  # as names of locals and arguments: a thing is called what it is
+SPOKEN = ("kvclient/hf",)
+
+
+def test_names_say_what_they_hold():
+    problems = []
+    for path in PYTHON:
+        if not name(path).startswith(SPOKEN):
+            continue
+        for node in ast.walk(ast.parse(text(path))):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            called = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if called in SAY_NOTHING:
+                problems.append(f"{name(path)}:{node.lineno}: a local called {called}")
+    fail_if(problems)

@@ -81,19 +81,21 @@ def header(path: Path) -> dict[str, Source]:
     if not isinstance(said, dict):
         raise InvalidArgument(f"{path.name} has a header that is no object")
     found = {
-        key: _source(path, key, own, 8 + length, size) for key, own in said.items() if key != "__metadata__"
+        key: _source(path, key, entry, 8 + length, size)
+        for key, entry in said.items()
+        if key != "__metadata__"
     }
     end = 8 + length
-    for key, own in sorted(found.items(), key=lambda item: (item[1].offset, item[1].length)):
-        if own.offset < end and own.length:
+    for key, source in sorted(found.items(), key=lambda item: (item[1].offset, item[1].length)):
+        if source.offset < end and source.length:
             raise InvalidArgument(f"{path.name}: {key} lies inside of another tensor")
-        end = max(end, own.offset + own.length)
+        end = max(end, source.offset + source.length)
     return found
 
 
 def _source(path: Path, key: str, said: Any, begin: int, size: int) -> Source:
-    own = said if isinstance(said, dict) else {}
-    kind, shape, offsets = own.get("dtype"), own.get("shape"), own.get("data_offsets")
+    entry = said if isinstance(said, dict) else {}
+    kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(kind, str) or kind not in TYPES:
         raise InvalidArgument(f"{path.name}: {key} has dtype {kind!s:.40}; known are {', '.join(TYPES)}")
     if not _counts(shape, MOST_DIMENSIONS):
@@ -111,5 +113,5 @@ def _counts(value: Any, most: int) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= most
-        and all(type(one) is int and 0 <= one <= MOST_SIZE for one in value)
+        and all(type(count) is int and 0 <= count <= MOST_SIZE for count in value)
     )

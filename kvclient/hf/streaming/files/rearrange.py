@@ -81,22 +81,22 @@ def _rewrite(
     found = tensors(home, sources)
     prefix, layers = _layers(home, found)
     stretches = [
-        _Stretch(["layer", number, part], number, *_part(own, part))
-        for number, own in enumerate(layers)
+        _Stretch(["layer", number, part], number, *_part(tensors, part))
+        for number, tensors in enumerate(layers)
         for part in PARTS
     ]
     if lost := [name for name in tables if name not in found or len(found[name].shape) != 2]:
         raise InvalidArgument(f"{home.name} has no {lost[0]}, or it is no matrix")
-    most = min(PIECE_BYTES, max(sum(source.length for source in own.values()) for own in layers))
+    most = min(PIECE_BYTES, max(sum(source.length for source in tensors.values()) for tensors in layers))
     rows = {name: _rows(found[name], most) for name in tables}
     for name in tables:
         stretches += _pieces(name, found[name], rows[name], len(layers))
     said = []
     with _Unfinished(home, sources) as out:
-        done, whole = 0, sum(one.bytes for one in stretches)
-        for one in stretches:
-            said.append(out.kept(one) or out.write(one))
-            done += one.bytes
+        done, whole = 0, sum(stretch.bytes for stretch in stretches)
+        for stretch in stretches:
+            said.append(out.kept(stretch) or out.write(stretch))
+            done += stretch.bytes
             if progress is not None:
                 progress(done, whole)
         out.finish()
@@ -125,11 +125,11 @@ def _layers(home: Path, found: Mapping[str, Source]) -> tuple[str, list[dict[str
 
 
 def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tuple[bytearray, Any]]]:
-    own = sorted(name for name in layer if part_of(name) == part)
+    names = sorted(name for name in layer if part_of(name) == part)
 
     def made() -> tuple[bytearray, Any]:
         data, said = bytearray(), []
-        for name in own:
+        for name in names:
             source = layer[name]
             held = source.read()
             if name.endswith(".scales"):
@@ -140,7 +140,7 @@ def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tup
         data.extend(bytes(-len(data) % PAGE or (0 if data else PAGE)))
         return data, said
 
-    return sum(layer[name].length for name in own), made
+    return sum(layer[name].length for name in names), made
 
 
 def _check_finite(source: Source, held: bytearray) -> None:
