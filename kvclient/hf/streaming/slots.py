@@ -68,11 +68,11 @@ class SlotTable:
 
     def begin(self) -> tuple[int, Slot] | None:
         """What to read now, and into which slot: what is waited for first. Until filled() it is nobody's."""
-        asked = [one for one in self._asked if self._holder(one) is None and one not in self._failed]
-        soon = [one for one in self._soon if self._holder(one) is None and one not in self._failed]
+        asked = [layer for layer in self._asked if self._holder(layer) is None and layer not in self._failed]
+        soon = [layer for layer in self._soon if self._holder(layer) is None and layer not in self._failed]
         for layer in [*asked, *soon]:
             kept = set(self._asked) | (set() if layer in asked else set(self._soon))
-            slot = next((one for one in self.slots if one.free() and one.layer not in kept), None)
+            slot = next((slot for slot in self.slots if slot.free() and slot.layer not in kept), None)
             if slot is not None:
                 slot.layer, slot.ready = layer, False
                 return layer, slot

@@ -33,14 +33,14 @@ class Trace:
         with self._lock:
             spans = list(self._spans)
         lines = {track: i for i, track in enumerate(sorted({track for track, *_ in spans}), 1)}
-        own: dict[str, object] = {"pid": os.getpid(), "cat": "streaming"}
+        each: dict[str, object] = {"pid": os.getpid(), "cat": "streaming"}
         found = [
             {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": track}}
             for track, i in lines.items()
         ]
         for track, name, started, ended in sorted(spans, key=lambda span: span[2]):
             at = {"ts": (started - self._began) * 1e6, "dur": (ended - started) * 1e6, "tid": lines[track]}
-            found.append({"name": name, "ph": "X", **own, **at})
+            found.append({"name": name, "ph": "X", **each, **at})
         return found
 
     def write(self, path: str | Path) -> None:
