@@ -30,7 +30,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     layers = list(cache.layers)
     if served is None or served.states is not None:
         return 0
-    if any(not isinstance(one, StoreLayer) or one.storage is None for one in layers):
+    if any(not isinstance(kept, StoreLayer) or kept.storage is None for kept in layers):
         return 0
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
