@@ -1,4 +1,4 @@
-// A few rows times the packed words of an AWQ layer, for AVX2 and what has more: codes become fp32 in registers.
+// A few rows times the packed words of an AWQ layer, for AVX2 and AVX-512: codes become fp32 in registers.
 //
 // Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: a column's sum is taken in one
 // order, whatever the rows, the threads and the cut into tasks, so a call's bits depend on nothing but the path; and all
@@ -16,25 +16,48 @@
 namespace kvk {
 namespace {
 
-constexpr uint32_t kLane = 8;                        // words at once, of eight columns each
-constexpr uint32_t kPanels = kAwqTaskWords / kLane;  // of a task
 constexpr int kNibbleColumn[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-using AwqSums = float[KVK_CPU_AWQ_ROWS][kPanels][8][kLane];  // [row][panel][nibble][word]
+// Words at once, of eight columns each: as many as there are floats in a register. `count` of them are there. nibble<n>() is the
+// n-th of each word times kNibbleUnit[n]: left where it is in the word, which saves a shift for each of them. The top one would
+// be a sign there and is moved.
+#if defined(__AVX512F__)
+using AwqWords = __m512i;
 
-inline __m256i awq_words(const uint32_t* words, uint32_t count) {
-  if (count >= kLane) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+inline AwqWords awq_words(const uint32_t* words, uint32_t count) {
+  if (count >= 16) return _mm512_loadu_si512(words);
+  return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), words);
+}
+
+inline AwqWords awq_all(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+
+inline __m512 awq_nibble(AwqWords words, int n) {
+  if (n == 7) return _mm512_cvtepi32_ps(_mm512_srli_epi32(words, 28));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15 << 4 * n)));
+}
+#else
+using AwqWords = __m256i;
+
+inline AwqWords awq_words(const uint32_t* words, uint32_t count) {
+  if (count >= 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_maskload_epi32(reinterpret_cast<const int*>(words),
                                _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane));
 }
 
-// Nibble `n` of each word times kNibbleUnit[n]: left where it is in the word, which saves a shift for each of them. The top one
-// would be a sign there and is moved.
-inline __m256 awq_nibble(__m256i words, int n) {
+inline AwqWords awq_all(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+
+inline __m256 awq_nibble(AwqWords words, int n) {
   if (n == 7) return _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
   return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15 << 4 * n)));
 }
+#endif
+
+using AwqFloats = Vector::T;
+constexpr uint32_t kLane = Vector::kLanes;
+constexpr uint32_t kPanels = kAwqTaskWords / kLane;  // of a task
+
+using AwqSums = float[KVK_CPU_AWQ_ROWS][kPanels][8][kLane];  // [row][panel][nibble][word]
 
 // Powers of two: dividing by them rounds nothing.
 constexpr float kNibbleUnit[8] = {1, 16, 256, 4096, 65536, 1048576, 16777216, 1};
@@ -58,23 +81,37 @@ inline void awq_turn(__m256 (&a)[8]) {
   }
 }
 
+// The scales of eight words, by column; of those behind `count` they are zero.
+inline void awq_scales(const uint16_t* scales, uint32_t count, __m256 (&column)[8]) {
+  for (uint32_t j = 0; j < 8; ++j)
+    column[j] =
+        j < count ? _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8 * j))) : _mm256_setzero_ps();
+  awq_turn(column);
+}
+
 // The panel's scales and zeros of one group, by nibble.
 struct AwqGroup {
-  __m256 scale[8], zero[8];
+  AwqFloats scale[8], zero[8];
 
   AwqGroup(const kvk_awq& a, uint32_t group, uint32_t word, uint32_t count) {
     const uint16_t* scales = a.scales + uint64_t{group} * a.outputs + 8 * word;
     __m256 column[8];
-    for (uint32_t j = 0; j < kLane; ++j)
-      column[j] =
-          j < count ? _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8 * j))) : _mm256_setzero_ps();
-    awq_turn(column);
-    const __m256i zeros = a.zeros == nullptr ? _mm256_set1_epi32(static_cast<int>(0x88888888u))
-                                             : awq_words(a.zeros + uint64_t{group} * (a.outputs / 8) + word, count);
+    awq_scales(scales, count, column);
+#if defined(__AVX512F__)
+    __m256 more[8];
+    awq_scales(scales + 64, count > 8 ? count - 8 : 0, more);
+#endif
+    const AwqWords zeros =
+        a.zeros == nullptr ? awq_all(0x88888888u) : awq_words(a.zeros + uint64_t{group} * (a.outputs / 8) + word, count);
 #pragma GCC unroll 8
     for (int n = 0; n < 8; ++n) {
-      const __m256 unit = _mm256_set1_ps(1 / kNibbleUnit[n]);
-      scale[n] = _mm256_mul_ps(column[kNibbleColumn[n]], unit);
+      const AwqFloats unit = Vector::all(1 / kNibbleUnit[n]);
+#if defined(__AVX512F__)
+      const int c = kNibbleColumn[n];
+      scale[n] = Vector::mul(_mm512_insertf32x8(_mm512_castps256_ps512(column[c]), more[c], 1), unit);
+#else
+      scale[n] = Vector::mul(column[kNibbleColumn[n]], unit);
+#endif
       zero[n] = awq_nibble(zeros, n);
     }
   }
@@ -84,29 +121,29 @@ struct AwqGroup {
 template <uint32_t R, int N, int B>
 inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, const float* const* x,
                      const float* sums, float (*total)[kPanels][8][kLane]) {
-  __m256 dot[R][N];
+  AwqFloats dot[R][N];
   for (uint32_t r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) dot[r][n] = _mm256_setzero_ps();
+    for (int n = 0; n < N; ++n) dot[r][n] = Vector::zero();
   const uint64_t stride = a.outputs / 8;
   for (uint32_t k = 0; k < a.group; ++k) {
-    const __m256i packed = awq_words(words + k * stride, count);
+    const AwqWords packed = awq_words(words + k * stride, count);
     if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(words + k * stride + 2 * kLane), _MM_HINT_T0);
-    __m256 code[N];
+    AwqFloats code[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) code[n] = awq_nibble(packed, B + n);
 #pragma GCC unroll 8
     for (uint32_t r = 0; r < R; ++r) {
-      const __m256 factor = _mm256_broadcast_ss(x[r] + k);
+      const AwqFloats factor = Vector::all(x[r][k]);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) dot[r][n] = _mm256_fmadd_ps(factor, code[n], dot[r][n]);
+      for (int n = 0; n < N; ++n) dot[r][n] = Vector::fma(factor, code[n], dot[r][n]);
     }
   }
   for (uint32_t r = 0; r < R; ++r) {
-    const __m256 sum = _mm256_set1_ps(sums[r]);
+    const AwqFloats sum = Vector::all(-sums[r]);
     for (int n = 0; n < N; ++n) {
       float* place = total[r][0][B + n];
-      const __m256 found = _mm256_fnmadd_ps(g.zero[B + n], sum, dot[r][n]);
-      _mm256_storeu_ps(place, _mm256_fmadd_ps(g.scale[B + n], found, _mm256_loadu_ps(place)));
+      const AwqFloats found = Vector::fma(g.zero[B + n], sum, dot[r][n]);
+      Vector::store(place, Vector::fma(g.scale[B + n], found, Vector::load(place)));
     }
   }
   if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, words, count, x, sums, total);

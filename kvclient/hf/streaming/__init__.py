@@ -8,7 +8,7 @@ logits have the same bits for every residency.
 """
 
 from kvclient.hf.streaming.admission import Admission, Estimate, RequestTooLarge
-from kvclient.hf.streaming.model import StreamingCausalLM, streaming_stats
+from kvclient.hf.streaming.model import StreamingCausalLM, streaming_stats, write_trace
 from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed
 from kvclient.hf.streaming.residency import StreamingConfig
 
@@ -22,4 +22,5 @@ __all__ = [
     "StreamingConfig",
     "StreamingFailed",
     "streaming_stats",
+    "write_trace",
 ]

@@ -17,7 +17,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.speculation import Speculation
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats, write_trace
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
     asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
+    asked.add_argument("--no-rearrange", action="store_true", help="read the safetensors where they lie")
+    asked.add_argument("--trace", type=Path, help="a file for Perfetto: what was read and computed when")
     asked.add_argument("--draft", help="several tokens a pass: `lookup`, or a directory of a small model")
     asked.add_argument("--json", action="store_true", help="one object on standard output, nothing else")
     return asked
@@ -74,7 +76,10 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         line += f"{done / 2**20 / took_s:.0f} MiB/s, {left_s:.0f} s left "
         print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
 
-    config = StreamingConfig(residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots)
+    config = StreamingConfig(
+        residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
+        rearrange=not asked.no_rearrange, trace=asked.trace is not None,
+    )  # fmt: skip
     model = StreamingCausalLM.from_pretrained(
         asked.directory, config, progress=None if asked.json else told
     )
@@ -91,6 +96,8 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     took_s, stats = time.perf_counter() - began, streaming_stats(model)
     tokens = out.shape[1] - inputs["input_ids"].shape[1]
     rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
+    if asked.trace is not None:
+        write_trace(model, asked.trace)
     streams_of(model).close()
     return {
         "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
@@ -114,6 +121,11 @@ def main() -> int:
     most = f"; the reads alone would allow {ceiling:.2f}" if ceiling else "; nothing is read"
     print(found["text"])
     print(f"{found['tokens']} tokens, {found['tokens_per_s']:.2f} a second{most}", file=sys.stderr)
+    stats = found["stats"]
+    if "link_share" in stats:
+        computed, waited = sum(stats["computed_s"].values()), sum(stats["waited_s"].values())
+        line = f"the disk was busy for {stats['link_share']:.0%} of the time; layers took {computed:.1f} s"
+        print(f"{line} and were waited for {waited:.1f} s", file=sys.stderr)
     if "speculation" in found:
         told = found["speculation"]
         rate = f"{told['tokens_per_pass']:.2f} tokens a pass, {told['acceptance']:.0%} of the drafts right"

@@ -97,8 +97,10 @@ class DiskMover:
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
         """The pieces one behind the other. Raises StreamingFailed, and Closed."""
-        asked = [(self._fds[part.file], part.offset, part.length, part.there) for part in pieces]
-        length = sum(part.length for part in pieces)
+        if not pieces:
+            return
+        asked = [(self._fds[one.file], one.offset, one.length, one.there) for one in pieces]
+        length = sum(one.length for one in pieces)
         found = self._reader.read(asked, slot[:length], length <= URGENT_BYTES)
         if isinstance(found, tuple):
             number, offset, error = found

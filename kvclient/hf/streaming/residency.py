@@ -23,7 +23,9 @@ class StreamingConfig:
     """residency: "auto" keeps as many layers as `memory` holds. memory: bytes for weights, slots and the work
     of a pass; None: what the cgroup or the host has free. keep_first_k, keep_last_k: of "partial_resident".
     n_staging_slots: layers in memory at one time of those that are streamed. prefetch_layers_ahead: read
-    before they are asked for, round the end; None: all slots but one.
+    before they are asked for, round the end; None: all slots but one. rearrange: the checkpoint is written
+    once more, as it is read the fastest; else it is read where it lies. trace: write_trace() has what was
+    read and computed when.
     """
 
     residency: str = "auto"
@@ -32,6 +34,8 @@ class StreamingConfig:
     keep_last_k: int = 4
     n_staging_slots: int = 2
     prefetch_layers_ahead: int | None = None
+    rearrange: bool = True
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:

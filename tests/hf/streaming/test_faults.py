@@ -52,7 +52,7 @@ def want(home):
 
 
 def faulty(home, schedule):
-    return opened(home, mover=lambda own: DiskMover(own.path, faults=schedule))
+    return opened(home, mover=lambda own: DiskMover(*own.paths, faults=schedule))
 
 
 @pytest.mark.parametrize("fault", ["eio", "flip"])
@@ -108,7 +108,7 @@ def test_a_slow_disk_is_waited_for(home, want):
             assert gate.acquire(timeout=60)
             slot[:] = slot_bytes
 
-    model = opened(home, mover=lambda own: Slow(own.path))
+    model = opened(home, mover=lambda own: Slow(*own.paths))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(logits(model)))
     thread.start()
@@ -137,7 +137,7 @@ def test_close_ends_reads_and_who_waits(home):
             super().close()
 
     closing, errors = threading.Event(), []
-    model = opened(home, mover=lambda own: Held(own.path) if entered.clear() is None else None)
+    model = opened(home, mover=lambda own: Held(*own.paths) if entered.clear() is None else None)
 
     def run():
         try:

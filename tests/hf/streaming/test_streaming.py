@@ -229,10 +229,19 @@ def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
         (tmp_path / file.name).symlink_to(file)  # what is rearranged lies beside these
     command = [sys.executable, "-m", "kvclient.hf.streaming"]
     asked = ["--residency", "full_stream", "--max-new-tokens", "4", "--json"]
+    asked += ["--trace", str(tmp_path / "trace.json")]
     done = subprocess.run([*command, str(tmp_path), *asked], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens"] == 4 and "Paris" in found["text"] and found["ceiling_tokens_per_s"] > 0
+    assert 0 < found["stats"]["link_share"] <= 1 and sum(found["stats"]["computed_s"].values()) > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    lines = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    assert {"compute", "wait", "read 0"} <= set(lines)
+    assert all(span["dur"] >= 0 and span["ts"] >= 0 and span["tid"] in lines.values() for span in spans)
+    computed = [span for span in spans if span["tid"] == lines["compute"]]
+    assert len(computed) == 4 * len(found["stats"]["computed_s"])  # four passes
 
 
 def test_the_command_names_a_directory_that_is_none():

@@ -214,7 +214,7 @@ def test_a_vocabulary_larger_than_the_memory(tmp_path, tie, dtype, monkeypatch):
     stock = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_resident"))
     ids = PROMPT * 801
     monkeypatch.setattr(vocabulary, "ROWS_BYTES", 256 << 10)
-    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 256 << 10)
+    monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 256 << 10)
     whole = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_stream"))
     need = streams_of(whole).plan.bytes
     streams_of(whole).close()
@@ -242,7 +242,7 @@ def test_a_vocabulary_larger_than_the_memory(tmp_path, tie, dtype, monkeypatch):
 
 def test_a_damaged_row_is_never_computed_with(tmp_path, monkeypatch):
     tiny(vocab=20_000).save_pretrained(tmp_path)
-    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 0)
+    monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
     config = StreamingConfig(residency="full_stream", memory=6_000_000)
     model = StreamingCausalLM.from_pretrained(tmp_path, config)
     assert "embedding" in streams_of(model).plan.vocabulary
@@ -264,7 +264,7 @@ def test_a_damaged_row_is_never_computed_with(tmp_path, monkeypatch):
 def test_the_identity_is_that_of_the_model_in_memory(tmp_path, monkeypatch):
     from kvclient.hf.model.identity import digest_weights
 
-    monkeypatch.setattr("kvclient.hf.streaming.model.ROWS_BYTES", 0)
+    monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
     for tie in (False, True):
         tiny(vocab=20_000, tie=tie).save_pretrained(tmp_path)
         stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()

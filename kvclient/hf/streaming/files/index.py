@@ -20,6 +20,7 @@ from kvclient.hf.streaming.residency import PARTS
 
 NAME = "kvstored-streaming"
 VERSION = 2
+ALIGNMENT = 64  # of a tensor in its stretch
 BLOCK_BYTES = 64 << 10  # of an embedding, with a checksum each: what is read for one token
 _LAYER = re.compile(r"^(?P<list>.*?\.?(?:layers|h|blocks))\.(?P<number>\d+)\.(?P<rest>.+)$")
 _FFN = re.compile(r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe)\.")
@@ -35,11 +36,23 @@ class Stored:
     offset: int
     length: int
 
+    @property
+    def unaligned(self) -> bool:
+        """A product's last bits depend on where a matrix begins; packed words are read as they lie."""
+        packed = self.name.endswith((".qweight", ".qzeros")) and self.offset % 4 == 0
+        return self.offset % ALIGNMENT != 0 and not packed
+
 
 @dataclass(frozen=True)
 class Part:
-    piece: Piece
+    """pieces: read one behind the other; the tensors' offsets are in what was read."""
+
+    pieces: tuple[Piece, ...]
     tensors: tuple[Stored, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(piece.length for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -60,12 +73,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """path: the weights' file; layers: their parts by name; tables: by the name of their tensor."""
+    """paths: the weights' files; layers: their parts by name; tables: by the name of their tensor. in_place:
+    the files are the checkpoint's own, and tensors begin where they happen to.
+    """
 
-    path: Path
+    paths: tuple[Path, ...]
     prefix: str
     layers: tuple[dict[str, Part], ...]
     tables: dict[str, Table]
+    in_place: bool = False
 
 
 def split(name: str) -> tuple[str, int, str] | None:
@@ -112,14 +128,14 @@ def read_index(home: Path, sources: Mapping[str, Any], wanted: tuple[str, ...]) 
         if index["version"] != VERSION or index["sources"] != sources:
             return None
         layers = tuple({name: _part(part) for name, part in layer.items()} for layer in index["layers"])
-        tables = {str(name): _table(str(name), entry) for name, entry in index["tables"].items()}
-        pieces = [part.piece for layer in layers for part in layer.values()]
+        tables = {str(name): _table(str(name), own) for name, own in index["tables"].items()}
+        pieces = [piece for layer in layers for part in layer.values() for piece in part.pieces]
         pieces += [piece for table in tables.values() for piece in table.pieces]
         if path.stat().st_size != max(piece.offset + piece.length for piece in pieces):
             return None
         if not set(wanted) <= set(tables) or any(set(layer) != set(PARTS) for layer in layers):
             return None
-        return Arrangement(path, str(index["prefix"]), layers, tables)
+        return Arrangement((path,), str(index["prefix"]), layers, tables)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -137,7 +153,7 @@ def _part(said: dict[str, Any]) -> Part:
     tensors = tuple(stored)
     if not all(t.offset >= 0 and t.length >= 0 and t.offset + t.length <= piece.length for t in tensors):
         raise ValueError("a tensor outside of its stretch")
-    return Part(piece, tensors)
+    return Part((piece,), tensors)
 
 
 def _table(name: str, said: dict[str, Any]) -> Table:

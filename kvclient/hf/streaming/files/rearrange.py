@@ -24,6 +24,7 @@ import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming.files.headers import Source, tensors
 from kvclient.hf.streaming.files.index import (
+    ALIGNMENT,
     BLOCK_BYTES,
     NAME,
     VERSION,
@@ -36,7 +37,6 @@ from kvclient.hf.streaming.files.index import (
 from kvclient.hf.streaming.mover import PAGE, StreamingFailed
 from kvclient.hf.streaming.residency import PARTS
 
-ALIGNMENT = 64  # of a tensor in its stretch
 PIECE_BYTES = 64 << 20  # of a table, at most about
 
 
@@ -61,7 +61,8 @@ def arrangement(
         try:
             lock = stack.enter_context(open(home / f"{NAME}.lock", "w"))
         except OSError as error:
-            raise StreamingFailed(home / f"{NAME}.lock", 0, 0, error.strerror) from error
+            why = f"{error.strerror}; StreamingConfig(rearrange=False) reads the checkpoint where it lies"
+            raise StreamingFailed(home / f"{NAME}.lock", 0, 0, why) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         source_files = sources(home)
         found = read_index(home, source_files, tables)
@@ -79,7 +80,7 @@ def _rewrite(
 ) -> None:  # fmt: skip
     """Raises InvalidArgument, StreamingFailed."""
     found = tensors(home, sources)
-    prefix, layers = _layers(home, found)
+    prefix, layers = layers_of(home, found)
     stretches = [
         _Stretch(["layer", number, part], number, *_part(tensors, part))
         for number, tensors in enumerate(layers)
@@ -112,7 +113,8 @@ def _rewrite(
     _replace(home / f"{NAME}.json", json.dumps(index).encode())
 
 
-def _layers(home: Path, found: Mapping[str, Source]) -> tuple[str, list[dict[str, Source]]]:
+def layers_of(home: Path, found: Mapping[str, Source]) -> tuple[str, list[dict[str, Source]]]:
+    """The list's name, and each layer's tensors by their names in it. Raises InvalidArgument."""
     where: dict[tuple[str, int], dict[str, Source]] = {}
     for key, source in found.items():
         if (name := split(key)) is not None:
@@ -133,7 +135,7 @@ def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tup
             source = layer[name]
             held = source.read()
             if name.endswith(".scales"):
-                _check_finite(source, held)
+                check_finite(source, held)
             data.extend(bytes(-len(data) % ALIGNMENT))
             said.append([name, source.dtype, list(source.shape), len(data), len(held)])
             data += held
@@ -143,7 +145,8 @@ def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tup
     return sum(layer[name].length for name in names), made
 
 
-def _check_finite(source: Source, held: bytearray) -> None:
+def check_finite(source: Source, held: bytearray) -> None:
+    """Raises InvalidArgument that names the tensor and the value."""
     if source.dtype in ("float16", "float32"):
         scales = np.frombuffer(held, source.dtype)
         if not np.isfinite(scales).all():

@@ -1,0 +1,137 @@
+"""The model without its layers' weights: modules without memory, packed layers, what lies outside.
+
+Owns what is made once, before anything is streamed. Never reads a layer. Invariant: a tensor without a place,
+or a place without a tensor, is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
+from kvclient.hf.awq.linear import AwqLinear
+from kvclient.hf.streaming.files.headers import Source
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
+from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
+from kvclient.hf.streaming.vocabulary import ROWS_BYTES
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters that are made here have no memory; buffers, which hold what no checkpoint has, do."""
+    register = torch.nn.Module.register_parameter
+
+    def registered(module: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
+        register(module, name, value)
+        if value is not None:
+            module._parameters[name] = torch.nn.Parameter(value.to("meta"), requires_grad=False)
+
+    torch.nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]:
+    """The model without weights, and the size of AWQ's groups if it is packed."""
+    config = AutoConfig.from_pretrained(home, local_files_only=True)
+    group = None
+    if (quantisation := getattr(config, "quantization_config", None)) is not None:
+        group, _ = _group_of(quantisation)
+        del config.quantization_config
+    with _without_memory():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    if quantisation is not None:
+        model.config.quantization_config = quantisation
+    return model, group
+
+
+def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtype: torch.dtype) -> None:
+    """Linear layers that the checkpoint has packed become AwqLinear; a tensor without a place is an error."""
+    stored = {tensor.name: tensor for part in parts.values() for tensor in part.tensors}
+    for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+        linear = layer.get_submodule(name)
+        if group is None or not isinstance(linear, torch.nn.Linear):
+            raise InvalidArgument(f"the checkpoint quantises {name}, a {type(linear).__name__}")
+        bias = linear.bias is not None
+        with torch.device("meta"):  # all layers' words at one time would be the whole model
+            packed = AwqLinear(linear.in_features, linear.out_features, group, bias, dtype)
+        if f"{name}.qzeros" not in stored:
+            packed.qzeros = torch.full(packed.qzeros.shape, MIDDLE, dtype=packed.qzeros.dtype)
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(owner), attribute, packed)
+    own = layer.state_dict()
+    made = {name for name in own if name.endswith(".qzeros") and name not in stored}
+    wrong = [n for n, t in stored.items() if n not in own or tuple(own[n].shape) != t.shape]
+    if lost := sorted(set(own) - set(stored) - made) + sorted(wrong):
+        raise InvalidArgument(f"tensors without a counterpart, or of another shape: {', '.join(lost[:5])}")
+
+
+def name_of(model: Any, module: torch.nn.Module) -> str:
+    return next(name for name, own in model.named_modules() if own is module)
+
+
+def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
+    """The tensors that hold the embedding and the head, by role; none if not both can be streamed: as
+    ordinary modules, in the type that they are computed in.
+    """
+    own, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(own) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+        return {}
+    names = {"embedding": f"{name_of(model, own)}.weight", "head": f"{name_of(model, head)}.weight"}
+    if own.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
+        names["head"] = names["embedding"]
+    for name in names.values():
+        if name not in found or getattr(torch, found[name].dtype) != model.dtype:
+            return {}
+    return names
+
+
+def sizes(tables: dict[str, Table]) -> Vocabulary:
+    if not tables:
+        return NO_VOCABULARY
+    own, head = tables["embedding"], tables["head"]
+    piece = max(piece.length for piece in head.pieces)
+    return Vocabulary(own.length, head.length, own is head, piece, ROWS_BYTES + BLOCK_BYTES)
+
+
+def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+    """Each tensor in its module's place, as a buffer or a parameter."""
+    for module, attribute, tensor in places:
+        if attribute in module._buffers:
+            module._buffers[attribute] = tensor
+        else:
+            module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def read(source: Source) -> torch.Tensor:
+    """In memory that torch aligned: a product's last bits depend on it."""
+    found = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
+    if source.length:
+        source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
+    return found
+
+
+def fill_outside(
+    model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str, streamed: set[str]
+) -> None:
+    own = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
+    if lost := sorted(key for key, value in rest.items() if key not in own or own[key].shape != value.shape):
+        raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")
+    for key, value in rest.items():
+        owner, _, attribute = key.rpartition(".")
+        put(iter([(model.get_submodule(owner), attribute, value.to(model.dtype))]))
+    model.tie_weights()
+    if lost := [
+        key for key, value in model.named_parameters()
+        if value.is_meta and not key.startswith(f"{prefix}.") and key not in streamed
+    ]:  # fmt: skip
+        raise InvalidArgument(f"{name} has no {', '.join(lost[:5])}")
