@@ -68,26 +68,26 @@ def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtyp
             packed.qzeros = torch.full(packed.qzeros.shape, MIDDLE, dtype=packed.qzeros.dtype)
         owner, _, attribute = name.rpartition(".")
         setattr(layer.get_submodule(owner), attribute, packed)
-    own = layer.state_dict()
-    made = {name for name in own if name.endswith(".qzeros") and name not in stored}
-    wrong = [n for n, t in stored.items() if n not in own or tuple(own[n].shape) != t.shape]
-    if lost := sorted(set(own) - set(stored) - made) + sorted(wrong):
+    state = layer.state_dict()
+    made = {name for name in state if name.endswith(".qzeros") and name not in stored}
+    wrong = [n for n, t in stored.items() if n not in state or tuple(state[n].shape) != t.shape]
+    if lost := sorted(set(state) - set(stored) - made) + sorted(wrong):
         raise InvalidArgument(f"tensors without a counterpart, or of another shape: {', '.join(lost[:5])}")
 
 
 def name_of(model: Any, module: torch.nn.Module) -> str:
-    return next(name for name, own in model.named_modules() if own is module)
+    return next(name for name, named in model.named_modules() if named is module)
 
 
 def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
     """The tensors that hold the embedding and the head, by role; none if not both can be streamed: as
     ordinary modules, in the type that they are computed in.
     """
-    own, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(own) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
         return {}
-    names = {"embedding": f"{name_of(model, own)}.weight", "head": f"{name_of(model, head)}.weight"}
-    if own.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
+    names = {"embedding": f"{name_of(model, embedding)}.weight", "head": f"{name_of(model, head)}.weight"}
+    if embedding.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
         names["head"] = names["embedding"]
     for name in names.values():
         if name not in found or getattr(torch, found[name].dtype) != model.dtype:
@@ -98,9 +98,9 @@ def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
 def sizes(tables: dict[str, Table]) -> Vocabulary:
     if not tables:
         return NO_VOCABULARY
-    own, head = tables["embedding"], tables["head"]
+    embedding, head = tables["embedding"], tables["head"]
     piece = max(piece.length for piece in head.pieces)
-    return Vocabulary(own.length, head.length, own is head, piece, ROWS_BYTES + BLOCK_BYTES)
+    return Vocabulary(embedding.length, head.length, embedding is head, piece, ROWS_BYTES + BLOCK_BYTES)
 
 
 def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
@@ -123,8 +123,8 @@ def read(source: Source) -> torch.Tensor:
 def fill_outside(
     model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str, streamed: set[str]
 ) -> None:
-    own = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
-    if lost := sorted(key for key, value in rest.items() if key not in own or own[key].shape != value.shape):
+    held = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
+    if lost := sorted(k for k, value in rest.items() if k not in held or held[k].shape != value.shape):
         raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")
     for key, value in rest.items():
         owner, _, attribute = key.rpartition(".")

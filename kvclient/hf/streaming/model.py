@@ -81,7 +81,7 @@ class StreamingCausalLM:
         for layer, parts in zip(layers, arranged.layers, strict=True):
             frame.pack(layer, parts, group, model.dtype)
         frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
-        moved = (mover or (lambda own: DiskMover(*own.paths)))(arranged)
+        moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
         tables = {role: tables[role] for role in chosen.vocabulary}
         _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved)
         if (home / "generation_config.json").exists():
@@ -149,8 +149,8 @@ class Streams:
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
-            own = model.get_input_embeddings()
-            self.embedding = StreamedEmbedding(own, tables["embedding"], mover, len(layers))
+            embedding = model.get_input_embeddings()
+            self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
         pieces = {
             number: tuple(piece for part in parts for piece in part.pieces)
             for number, parts in self._streamed.items()
@@ -219,8 +219,8 @@ class Streams:
                         self._point(number, layer, slot)
                     self._users[number] = self._users.get(number, 0) + 1
                 held = self._holding.__dict__.setdefault("stacks", {})
-                own = held.setdefault(number, [])
-                own.append((stack.pop_all(), time.monotonic()))  # else: the slot is free again
+                holds = held.setdefault(number, [])
+                holds.append((stack.pop_all(), time.monotonic()))  # else: the slot is free again
 
         return before
 

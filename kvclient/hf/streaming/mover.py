@@ -99,8 +99,8 @@ class DiskMover:
         """The pieces one behind the other. Raises StreamingFailed, and Closed."""
         if not pieces:
             return
-        asked = [(self._fds[one.file], one.offset, one.length, one.there) for one in pieces]
-        length = sum(one.length for one in pieces)
+        asked = [(self._fds[part.file], part.offset, part.length, part.there) for part in pieces]
+        length = sum(part.length for part in pieces)
         found = self._reader.read(asked, slot[:length], length <= URGENT_BYTES)
         if isinstance(found, tuple):
             number, offset, error = found

@@ -38,12 +38,12 @@ def _of(layer: Mapping[str, Source], part: str) -> dict[str, Source]:
     return {name: source for name, source in layer.items() if part_of(name) == part}
 
 
-def _part(own: Mapping[str, Source], numbers: Mapping[Path, int]) -> Part:
-    names = sorted(own, key=lambda name: (numbers[own[name].path], own[name].offset))
+def _part(held: Mapping[str, Source], numbers: Mapping[Path, int]) -> Part:
+    names = sorted(held, key=lambda name: (numbers[held[name].path], held[name].offset))
     pieces: list[Piece] = []
     stored: list[Stored] = []
     at = 0
-    for group in _groups([own[name] for name in names]):
+    for group in _groups([held[name] for name in names]):
         begin = group[0].offset // PAGE * PAGE
         end = max(source.offset + source.length for source in group)
         piece = Piece(begin, -(-(end - begin) // PAGE) * PAGE, None, numbers[group[0].path], end - begin)
@@ -56,10 +56,10 @@ def _part(own: Mapping[str, Source], numbers: Mapping[Path, int]) -> Part:
     return Part(tuple(pieces), tuple(stored))
 
 
-def _groups(own: Sequence[Source]) -> list[list[Source]]:
+def _groups(held: Sequence[Source]) -> list[list[Source]]:
     """Neighbours in a file, in order."""
     found: list[list[Source]] = []
-    for source in own:
+    for source in held:
         if found and found[-1][-1].path == source.path:
             last = found[-1][-1]
             if source.offset - (last.offset + last.length) <= GAP_BYTES:

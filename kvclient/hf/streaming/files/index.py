@@ -128,7 +128,7 @@ def read_index(home: Path, sources: Mapping[str, Any], wanted: tuple[str, ...]) 
         if index["version"] != VERSION or index["sources"] != sources:
             return None
         layers = tuple({name: _part(part) for name, part in layer.items()} for layer in index["layers"])
-        tables = {str(name): _table(str(name), own) for name, own in index["tables"].items()}
+        tables = {str(name): _table(str(name), entry) for name, entry in index["tables"].items()}
         pieces = [piece for layer in layers for part in layer.values() for piece in part.pieces]
         pieces += [piece for table in tables.values() for piece in table.pieces]
         if path.stat().st_size != max(piece.offset + piece.length for piece in pieces):
