@@ -115,8 +115,9 @@ serve: model ## a daemon, a server and its page on the example model, on loopbac
 page: model $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
-# Files side by side, as many as JOBS; what is marked `alone` waits for the others (tests/turns.py).
-BESIDE := -n $(JOBS) --dist loadfile
+# Files side by side, one more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
+# `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py).
+BESIDE = -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
 
 test: model native-tests ## build and pass the tests
 	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure

@@ -25,7 +25,7 @@ import pytest
 
 from tests.turns import turn
 
-pytest_plugins = ["tests.processors"]
+pytest_plugins = ["tests.processors", "tests.order"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0

@@ -151,6 +151,7 @@ def test_in_place_the_tail_does_not_move(name, paged, client, steps):
     assert steps["recorded"] == 0
 
 
+@pytest.mark.slow  # torch.compile alone takes 15 s of processor
 @pytest.mark.parametrize("in_place", [None, False])
 def test_a_forward_that_was_compiled_is_there_again(in_place, client, steps):
     """Also where nothing is recorded. It computes what is no step."""

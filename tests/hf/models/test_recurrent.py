@@ -164,7 +164,7 @@ with kvclient.connect(dir={dir!r}) as client, kvclient.hf.attach(
 """
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_two_processes_on_one_daemon_with_different_distances(name, daemon):
     served = daemon(memory="16MiB")
     said = []

@@ -192,7 +192,6 @@ def test_generated_text_is_found_by_the_next_turn(daemon, fp32, tokens):
 # ---------------------------------------------------------------- several processes
 
 
-@pytest.mark.slow  # `make demo`, below, goes the same way
 def test_one_computes_another_finds_a_third_survives(daemon, processes, model_dir, wait_until):
     """The issue's sentence, and the death of a writer half-way with a follower behind it."""
     server = daemon(memory="256MiB")
@@ -245,6 +244,7 @@ def test_two_that_start_at_once_compute_it_once(daemon, processes):
         assert client.stats()["blocks"] == one["published"] + other["published"]
 
 
+@pytest.mark.slow  # 69 s of processor; the test of three processes, above, goes the same way
 def test_the_demo_is_as_it_expects(model_dir):
     """`make demo`, as a user runs it: one follows another, and survives the death of a third."""
     done = subprocess.run(
