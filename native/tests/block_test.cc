@@ -1,6 +1,6 @@
-// Goal: the transition table is the picture of design §4, words survive packing at their limits, and a block costs at most 160
-// bytes of index. Method: exhaustive over states and events; limits packed and unpacked; a store filled to its last record and
-// counted.
+// Goal: the transition table is the picture of docs/design.md §3, words survive packing at their limits, and a block costs at
+// most 160 bytes of index. Method: exhaustive over states and events; limits packed and unpacked; a store filled to its last
+// record and counted.
 #include "core/format/block.h"
 
 #include <set>

@@ -55,7 +55,7 @@ void step(std::atomic<uint64_t>& mine, const std::atomic<uint64_t>& other) {
   for (int i = 0; i < 100 && other.load(std::memory_order_relaxed) < at; ++i) asm volatile("" ::: "memory");
 }
 
-// The reader of design §3.1: pin, fence, look again.
+// The reader of docs/design.md §5: pin, fence, look again.
 template <class Take, class Fence>
 void read_rounds(Shared& shared, std::atomic<uint64_t>* pins, Take take, Fence fence) {
   for (uint64_t round = 1; !shared.stop.load(std::memory_order_relaxed); ++round) {

@@ -1,4 +1,4 @@
-// Chains: the keys, fingerprints and tokens of a prompt's chunks (design §4.1).
+// Chains: the keys, fingerprints and tokens of a prompt's chunks (docs/formats.md §4).
 //
 //   root           = SHA-256("kvr1" | identity)                       never a block's key
 //   prefix_key(i)  = SHA-256("kvp1" | prefix_key(i-1) or root | u32 n | u8 has_extra | n int32 | extra ids)

@@ -304,3 +304,17 @@ def test_names_say_what_they_hold():
             if called in SAY_NOTHING:
                 problems.append(f"{name(path)}:{node.lineno}: a local called {called}")
     fail_if(problems)
+
+
+def test_cited_sections_exist():
+    """`docs/design.md §5`: a page of this repository, and a heading of it."""
+    problems = []
+    for path in [*SOURCES, *PAGES]:
+        for number, line in enumerate(text(path).splitlines(), 1):
+            for page, section in re.findall(r"docs/(\w+)\.md §(\d+)", line):
+                cited = ROOT / "docs" / f"{page}.md"
+                if not cited.is_file() or f"\n## {section}. " not in text(cited):
+                    problems.append(f"{name(path)}:{number}: docs/{page}.md has no section {section}")
+            if re.search(r"(?<!docs/)(?<!\[)\bdesign §", line):
+                problems.append(f"{name(path)}:{number}: which design? docs/design.md has sections")
+    fail_if(problems)
