@@ -142,7 +142,7 @@ class Store {
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
-  void check_reader(uint32_t protocol);                          // throws IncompatibleVersion
+  void check_reader(uint32_t protocol) const;  // throws IncompatibleVersion; waits for no lock
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins

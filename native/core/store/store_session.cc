@@ -57,7 +57,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   return {id, std::move(locked)};
 }
 
-void Store::check_reader(uint32_t protocol) {
+void Store::check_reader(uint32_t protocol) const {
   if (protocol >= protocol::kVersionLayouts || !layouts_.newer()) return;
   throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(protocol) +
                                              " of the session protocol; namespace " + options_.name +

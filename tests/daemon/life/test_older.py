@@ -22,7 +22,7 @@ from kvclient import Layout
 from tests.conftest import ROOT
 from tests.fault.children import eventually
 
-OLDER = "8f3183f01fd2"  # protocols 2 and 3, tables of version 3 with 48 layouts
+OLDER = "8f3183f45522"  # protocols 2 and 3, tables of version 3 with 48 layouts
 PARTS = ("CMakeLists.txt", "native", "proto", "kvstored", "kvclient", "pyproject.toml")
 LAYOUT = Layout(2, 1, 32, "float16", 16)
 # Puts blocks of its own and gets what it and others put, as long as it is told keys; a line of answer each.
