@@ -16,7 +16,7 @@ using namespace kv::test;
 
 namespace {
 
-constexpr int kPuts = 400;
+constexpr int kPuts = 2000;
 
 double cpu_us() {
   timespec now;

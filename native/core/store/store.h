@@ -142,7 +142,7 @@ class Store {
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
-  void check_reader(uint32_t protocol) const;  // throws IncompatibleVersion; waits for no lock
+  void check_reader(uint32_t protocol) const;                    // throws IncompatibleVersion; waits for no lock
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins
@@ -202,8 +202,8 @@ class Store {
   };
 
   using Lock = std::unique_lock<SlicedMutex>;
-  static constexpr size_t kSlice = 256, kReapSlice = 16;  // blocks that one hold of the lock deletes, sessions: some 100 us
-  static constexpr double kDueWorth = 0x1p200;            // ranks lie within 2^600 of each other (kRebaseExponent)
+  static constexpr size_t kSlice = 256, kReapSlice = 4;  // blocks that one hold of the lock deletes, sessions: some 100 us
+  static constexpr double kDueWorth = 0x1p200;           // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
   void list_contents();

@@ -22,7 +22,8 @@ constexpr uint64_t kPinsPerBlock = 128;   // a scan of so many pins makes room f
 constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside its pins, in pins
 constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
-constexpr uint64_t kSnapshotWorth = 16;   // a snapshot serves so many times as long as it took
+constexpr size_t kUnparkedAtOnce = 8192;
+constexpr uint64_t kSnapshotWorth = 16;  // a snapshot serves so many times as long as it took
 
 }  // namespace
 
@@ -68,8 +69,16 @@ void Store::scan_zombies(bool all) {
   for (const uint32_t record : freed) free_zombie(record);
 }
 
-// Of these sealed records the ones whose block is pinned at this moment.
+// Of these sealed records the ones whose block is pinned at this moment; of few among very many pins, those that were lately.
 std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
+  if (records.empty()) return {};
+  if (records.size() < scanned_pins_ / kPinsPerBlock) {  // so few are not worth a pass: the snapshot, and the last scan decides
+    const RecordSet& poor = poor_victims();
+    std::vector<uint32_t> held;
+    for (const uint32_t record : records)
+      if (poor.contains(record)) held.push_back(record);
+    return held;
+  }
   for (const uint32_t record : records) asked_.add(record);
   std::vector<uint32_t> held;
   uint64_t pins = 0;
@@ -129,23 +138,26 @@ void Store::leave_parking(uint32_t record) {
   parked_.pop_back();
 }
 
-// Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`.
+// Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`. In slices.
 void Store::unpark(bool all) {
   if (parked_.empty()) return;
   const uint64_t gone = releases();
   if (!all && !worth_a_scan(parked_scanned_at_, gone)) return;
   parked_scanned_at_ = gone;
-  const std::vector<uint32_t> held = held_among(parked_);
-  for (const uint32_t record : held) asked_.add(record);
-  std::vector<uint32_t> free;
-  for (size_t place = 0; place < parked_.size();) {
+  RecordSet held;
+  held.resize(index_.max_blocks());
+  for (const uint32_t record : held_among(parked_)) held.add(record);
+  size_t looked_at = 0;
+  for (size_t place = 0; place < parked_.size(); ++looked_at) {
+    // What is parked meanwhile comes back to the queue, and is parked again when it is tried.
+    if (looked_at % kUnparkedAtOnce == kUnparkedAtOnce - 1) mutex_.give_way();
+    if (place >= parked_.size()) break;
     const uint32_t record = parked_[place];
-    if (asked_.contains(record))
+    if (held.contains(record))
       ++place;
     else
       leave_parking(record), policy_.insert(class_of(record), record, worth(record));
   }
-  for (const uint32_t record : held) asked_.remove(record);
 }
 
 // Where there are many pins, a scan makes room for more than was asked for: what it costs is shared by the creates that follow.

@@ -106,9 +106,11 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   const uint64_t slab = arena_.slab_bytes_for(length);
   const auto own = policy_.least(size_class);
   const auto any = policy_.least();
+  // Neither a block may go nor a run be free: no need to look at all of the pool.
+  auto hopeless = [&] { return policy_.size() == 0 && used_bytes_ + length > pool_.frontier(); };
   bool taken = false;
   if (own.record == policy_.kNone) {
-    taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY).has_value();
+    if (!hopeless()) taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY).has_value();
   } else if (any.score < own.score) {
     // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
     // slabs.
@@ -119,7 +121,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   if (!taken) evict_least(size_class, count + room_for_more(length));
   scan_zombies();
   if (arena_.has_room(length)) return;
-  reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY);
+  if (!hopeless()) reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY);
   scan_zombies();
   if (reserved_) return;
   if (!fresh_.empty() || !last_look) {  // better than no room; and a snapshot of pins may be out of date

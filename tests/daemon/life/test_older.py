@@ -58,6 +58,8 @@ for line in sys.stdin:
         print(type(error).__name__, error, flush=True)
 """
 HIT = "[True, True]"
+# Detached is a kind of Unavailable: a writer's, whose daemon went between its create and its seal.
+EXPECTED = ("granted", HIT, "miss", "Unavailable", "Detached", "BlockLost")
 
 
 @pytest.fixture(scope="session")
@@ -218,8 +220,8 @@ def test_a_new_client_on_an_old_daemon(old_daemon, client):
 
 @pytest.mark.slow
 def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
-    """A pool of the earlier daemon serves on: its blocks are hits in both directions, nobody hears an error
-    and no byte is wrong, while the daemon is replaced, by a signal and by a kill."""
+    """A pool of the earlier daemon serves on, in both directions, while the daemon is replaced, by a signal
+    and by a kill. While there is none, clients hear so and nothing else; no byte is ever wrong."""
     clients = [client(name, old_daemon) for name in ("old", "new", "old", "new")]
     stop, wrong, counts = threading.Event(), [], [0] * len(clients)
 
@@ -230,8 +232,11 @@ def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
             answers = [clients[number].ask("put", key)]
             keys = [*keys[-20:], key]
             answers += [clients[number].ask("get", each) for each in keys]
-            wrong.extend(each for each in answers if each not in ("granted", HIT))
-            counts[number] += 1
+            wrong.extend(each for each in answers if not each.startswith(EXPECTED))
+            if answers[0] == "granted" and HIT in answers:
+                counts[number] += 1
+            else:
+                stop.wait(0.01)  # between two daemons
 
     threads = [threading.Thread(target=load, args=(number,)) for number in range(len(clients))]
     for thread in threads:
@@ -246,6 +251,7 @@ def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
         for thread in threads:
             thread.join(120)
     assert wrong == []
+    assert old_daemon.log().count("adopted=True") == 5
 
 
 def _grew(now: list[int], before: list[int]) -> bool:
