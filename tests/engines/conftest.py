@@ -125,6 +125,11 @@ class VllmProcess:
         self.send({"do": "generate", "prompts": list(prompts), **options})
         return self.answer()
 
+    def ask(self, **command) -> None:
+        """What vllm_process.py answers with true."""
+        self.send(command)
+        assert self.answer() is True
+
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

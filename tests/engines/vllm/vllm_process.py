@@ -2,12 +2,18 @@
 not imported.
 
 Each answer is one line that begins with ANSWER. `fault` puts a connector between vLLM and ours that breaks
-something: "zero" zeroes what was loaded, "drop" deletes the blocks between look-up and load.
+something: "zero" zeroes what was loaded, "drop" deletes the blocks between look-up and load; a command
+{"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process `pid` at the third layer of
+the next load or store, "pause" writes a file `paused` there and waits for a file `go`, "note" writes `file`
+when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start.
 """
 
 import json
 import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 from vllm import LLM, SamplingParams
@@ -16,12 +22,39 @@ from kvclient.integrations.vllm import KvstoredConnector
 
 ANSWER = "ANSWER "
 FAULT = os.environ.get("KVSTORED_TEST_FAULT", "")
+ARMED = {}  # a command's
+AT_LAYER = 2
 
 
 class FaultyConnector(KvstoredConnector):
     """Ours with one fault."""
 
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is None and ARMED.get("fault") == "note":
+            Path(ARMED["file"]).touch()
+        return found
+
+    def _at(self, layer_name, fault, busy):
+        if ARMED.get("fault") != fault or not busy or self._worker._index[layer_name] != AT_LAYER:
+            return
+        if fault == "pause":
+            home = Path(ARMED["dir"])
+            (home / "paused").touch()
+            deadline = time.monotonic() + 300
+            while not (home / "go").exists() and time.monotonic() < deadline:
+                os.sched_yield()
+        else:
+            os.kill(ARMED["pid"], signal.SIGKILL)
+        ARMED.clear()
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        self._at(layer_name, "kill-store", self._worker._writers)
+        self._at(layer_name, "pause", self._worker._writers)
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
     def wait_for_layer_load(self, layer_name):
+        self._at(layer_name, "kill-load", self._worker._loading)
         super().wait_for_layer_load(layer_name)
         if FAULT == "zero" and self._worker._loading:
             tensor = self._worker._tensors[self._worker._index[layer_name]]
@@ -96,6 +129,9 @@ def main():
         command = json.loads(line)
         if command["do"] == "reset":
             answer = llm.reset_prefix_cache()
+        elif command["do"] == "fault":
+            ARMED.update(command)
+            answer = True
         else:
             answer = generate(llm, command)
         print(ANSWER + json.dumps(answer), flush=True)

@@ -1,7 +1,7 @@
 """What the connector's scheduler half says of requests, with vLLM's own configurations, hashes, events and
 metrics, and without an engine: run with the engines' Python.
 
-    python -m tests.engines.vllm_keys_scene DIRECTORY MODEL SCRATCH
+    python -m tests.engines.vllm.vllm_keys_scene DIRECTORY MODEL SCRATCH
 
 Asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
 """

@@ -19,4 +19,5 @@ def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     env.pop("PYTHONHASHSEED", None)
-    run_scene(one, ["tests.engines.vllm_keys_scene", str(one.dir), tiny_model(0), str(tmp_path)], env, 600.0)
+    scene = "tests.engines.vllm.vllm_keys_scene"
+    run_scene(one, [scene, str(one.dir), tiny_model(0), str(tmp_path)], env, 600.0)

@@ -1,0 +1,98 @@
+"""Goal: a vLLM engine answers right and goes on when its daemon dies in the middle of a load or a store, or
+comes back without its memory; a prompt that two engines want at once is computed once.
+
+Method: as test_vllm.py. The engine's own connector, with a fault that a test arms, kills the daemon at the
+third of four layers, or stands still there while the other engine asks.
+"""
+
+import pytest
+
+from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, daemon_blocks, same
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+ARMED = {"KVSTORED_TEST_FAULT": "armed"}
+THIRD = [(13 * i + 1) % 500 for i in range(200)]
+
+
+def until_it_is_back(engine, plain, times):
+    """Steps of the engine, each right, until its breaker has closed for the n-th time."""
+    for attempt in range(200):  # the backoff is at most 5 s
+        prompt = [*THIRD, attempt, times]
+        same(engine.generate(prompt)[0], plain.generate(prompt)[0])
+        if engine.log().count("is back after") >= times:
+            return
+    raise AssertionError(f"it did not take the new daemon up:\n{engine.log()[-4000:]}")
+
+
+def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
+    one, model = daemon(), tiny_model(0)
+    store = {"dir": str(one.dir), "timeout_s": 1.0}
+    (engine,) = vllm({"model": model, "store": store}, env=ARMED)
+    (plain,) = vllm({"model": model, "store": None})
+    truths = {tuple(prompt): plain.generate(prompt)[0] for prompt in (PROMPT, OTHER)}
+    same(engine.generate(PROMPT)[0], truths[tuple(PROMPT)])
+    for times, (fault, prompt) in enumerate((("kill-load", PROMPT), ("kill-store", OTHER)), 1):
+        engine.ask(do="reset")
+        engine.ask(do="fault", fault=fault, pid=one.process.pid)
+        (answer,) = engine.generate(prompt)
+        assert one.process.wait(60) == -9, "the fault did not happen"
+        assert answer["cached"] == (FULL_BLOCKS if fault == "kill-load" else 0)
+        same(answer, truths[tuple(prompt)])
+        one._note_segments()
+        until_it_noticed(engine, plain, times)
+        one.start()
+        until_it_is_back(engine, plain, times)
+    engine.ask(do="reset")
+    same(engine.generate(OTHER)[0], truths[tuple(OTHER)])  # what was half stored is not found
+
+
+def until_it_noticed(engine, plain, times):
+    for attempt in range(200):
+        prompt = [*THIRD, 100 + attempt, times]
+        same(engine.generate(prompt)[0], plain.generate(prompt)[0])
+        if engine.log().count("goes on without the store") >= times:
+            return
+    raise AssertionError(engine.log()[-4000:])
+
+
+def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_path, wait_until):
+    disk = ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
+    one, blocks = daemon(*disk), FULL_BLOCKS // 32
+    (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(one.dir)}})
+    (truth,) = engine.generate(PROMPT)
+    assert truth["cached"] == 0
+    with one.connect() as client:
+        wait_until(lambda: client.stats()["disk_files"] >= blocks, "all is on disk")
+    for fresh in (False, True):
+        one.stop()
+        if fresh:
+            one.args = [*one.args, "--fresh"]  # without its memory
+        one.start()
+        engine.ask(do="reset")
+        for _ in range(200):  # until its breaker has closed, which asks at steps only
+            (again,) = engine.generate(PROMPT)
+            same(again, truth)
+            if again["cached"] == FULL_BLOCKS:
+                break
+            engine.ask(do="reset")
+        assert again["cached"] == FULL_BLOCKS
+        with one.connect() as client:
+            assert (client.stats()["disk_loaded"] > 0) is fresh
+
+
+def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
+    daemon, vllm, tiny_model, tmp_path, wait_until
+):
+    store, model = {"dir": str(daemon().dir), "wait_pending_s": 300}, tiny_model(0)
+    first, second = vllm(*[{"model": model, "store": store}] * 2, env=ARMED)
+    first.ask(do="fault", fault="pause", dir=str(tmp_path))
+    second.ask(do="fault", fault="note", file=str(tmp_path / "waits"))
+    first.send({"do": "generate", "prompts": [PROMPT]})
+    wait_until(lambda: (tmp_path / "paused").exists(), "the first is in the middle of it", timeout_s=300)
+    second.send({"do": "generate", "prompts": [PROMPT]})
+    wait_until(lambda: (tmp_path / "waits").exists(), "the second waits for it", timeout_s=300)
+    (tmp_path / "go").touch()
+    (computed,), (loaded,) = first.answer(), second.answer()
+    assert (computed["cached"], loaded["cached"]) == (0, FULL_BLOCKS)
+    same(loaded, computed)
+    assert daemon_blocks(store) == FULL_BLOCKS // 32
