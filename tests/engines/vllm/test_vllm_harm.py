@@ -57,7 +57,7 @@ def until_it_noticed(engine, plain, times):
 
 def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_path, wait_until):
     disk = ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
-    one, blocks = daemon(*disk), FULL_BLOCKS // 32
+    one, blocks = daemon(args=disk), FULL_BLOCKS // 32
     (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(one.dir)}})
     (truth,) = engine.generate(PROMPT)
     assert truth["cached"] == 0

@@ -10,6 +10,7 @@ when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -43,15 +44,21 @@ class FaultyConnector(KvstoredConnector):
             (home / "paused").touch()
             deadline = time.monotonic() + 300
             while not (home / "go").exists() and time.monotonic() < deadline:
-                os.sched_yield()
+                select.select([], [], [], 0.01)
         else:
             os.kill(ARMED["pid"], signal.SIGKILL)
         ARMED.clear()
 
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
-        self._at(layer_name, "kill-store", self._worker._writers)
-        self._at(layer_name, "pause", self._worker._writers)
-        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        own = self._worker.save_layer
+
+        def save_layer(layer_name):
+            self._at(layer_name, "kill-store", self._worker._writers)
+            self._at(layer_name, "pause", self._worker._writers)
+            own(layer_name)
+
+        self._worker.save_layer = save_layer
 
     def wait_for_layer_load(self, layer_name):
         self._at(layer_name, "kill-load", self._worker._loading)
