@@ -22,7 +22,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.testing.in_memory_blocks import Lookup, split_keys
 
 BUILT = Path(__file__).resolve().parents[2] / "build/dev/capi/libkvstored_client.so"
-LIBRARY = Path(os.environ.get("KVSTORED_C_LIBRARY", BUILT))  # or one under a sanitizer: docs/c-api.md
+LIBRARY = Path(os.environ.get("KV_C_LIBRARY", BUILT))  # or one under a sanitizer: docs/c-api.md
 RAISED = {
     1: errors.InvalidArgument, 2: errors.NoSpace, 3: errors.NotPermitted, 4: errors.PinsExhausted,
     5: errors.DeadlineExceeded, 6: errors.BlockLost, 7: errors.Closed, 8: errors.IncompatibleVersion,

@@ -125,6 +125,8 @@ def generate(llm, command):
 
 
 def main():
+    from tests.engines.vllm.vllm_process import ARMED as armed  # vLLM's copy of this module, not __main__
+
     torch.set_num_threads(1)
     try:
         llm = engine(json.loads(sys.stdin.readline()))
@@ -137,7 +139,7 @@ def main():
         if command["do"] == "reset":
             answer = llm.reset_prefix_cache()
         elif command["do"] == "fault":
-            ARMED.update(command)
+            armed.update(command)
             answer = True
         else:
             answer = generate(llm, command)
