@@ -1,7 +1,8 @@
 """One measurement of bench.streaming in a process of its own, so that a limit holds for it alone.
 
-`python -m bench.streaming.run ours|llama DIR ...` prints one JSON object. Owns nothing. Invariant: what is
-timed is decoding, token by token, behind a first answer that is not counted.
+`python -m bench.streaming.run ours|llama|reads DIR ...` prints one JSON object. Owns nothing. Invariant: what
+is timed is decoding, token by token, behind a first answer that is not counted; of `reads`, layers that are
+read into slots in turn with nothing computed, `fio` on the same file before each round and after the last.
 """
 
 from __future__ import annotations
@@ -81,9 +82,41 @@ def llama(args: argparse.Namespace) -> dict:
     return {"tokens_per_s": told.get("predicted_per_second"), "prompt_per_s": told.get("prompt_per_second")}
 
 
+def reads(args: argparse.Namespace) -> dict:
+    from statistics import median
+
+    from bench.streaming.__main__ import Fio
+    from kvclient.hf.streaming.files.index import read_index, sources
+    from kvclient.hf.streaming.mover import DiskMover
+    from kvclient.hf.streaming.scheduler import Scheduler
+
+    found = read_index(args.path, sources(args.path), ())
+    if found is None:
+        raise SystemExit(f"{args.path} is not rearranged")
+    layers = {
+        number: tuple(piece for part in layer.values() for piece in part.pieces)
+        for number, layer in enumerate(found.layers)
+    }
+    fio, disk, rates, cores = Fio(), [], [], []
+    for _ in range(args.tokens):
+        disk.append(fio.rate(found.paths[0]))
+        scheduler = Scheduler(DiskMover(*found.paths), layers, args.slots, args.slots - 1)
+        began, cpu = time.perf_counter(), time.process_time()
+        for _ in range(2):
+            for number in layers:
+                with scheduler.holding(number):
+                    pass
+        took = time.perf_counter() - began
+        rates.append(scheduler.bytes / took)
+        cores.append((time.process_time() - cpu) / took)
+        scheduler.close()
+    disk.append(fio.rate(found.paths[0]))
+    return {"bytes_per_s": rates, "cores": cores, "fio": disk, "share": median(rates) / median(disk)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.streaming.run")
-    parser.add_argument("who", choices=("ours", "llama"))
+    parser.add_argument("who", choices=("ours", "llama", "reads"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--memory", type=int, help="bytes; default: what is free")
     parser.add_argument("--most", type=int, help="bytes, where that is less")
@@ -93,7 +126,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draft", action="store_true")
     args = parser.parse_args()
-    print(json.dumps({"ours": ours, "llama": llama}[args.who](args)))
+    print(json.dumps({"ours": ours, "llama": llama, "reads": reads}[args.who](args)))
     return 0
 
 

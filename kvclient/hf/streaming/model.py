@@ -96,7 +96,7 @@ def streams_of(model: torch.nn.Module) -> Streams | None:
 
 def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     """So far: bytes and loads, how often a layer was there already, per layer seconds waited for it and
-    computed, and where; the share of the time in which the link had something to do. Bytes a pass.
+    computed; the share of the time in which the link had something to do. Bytes a pass.
     """
     streams = _streams[model]
     found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
@@ -108,7 +108,6 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
         "retries": scheduler.retries, "filling_s": link["busy_s"], "waited_s": dict(scheduler.waited_s),
         "computed_s": dict(streams.computed_s), "elapsed_s": link["since_s"],
         "link_share": link["busy_s"] / link["since_s"] if link["since_s"] else 0.0,
-        "computed_on": dict(streams.computed_on),
     }  # fmt: skip
 
 
@@ -135,7 +134,6 @@ class Streams:
         self._streamed: dict[int, list[Part]] = {}
         self.trace = Trace() if config.trace else None
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
-        self.computed_on = {"host": 0, "device": 0}  # layers' calls
         self.scheduler: Scheduler | None = None
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             for name in PARTS:
@@ -237,7 +235,6 @@ class Streams:
                 self.trace.span("compute", number, started, ended)
             with self._lock:
                 self.computed_s[number] += ended - started
-                self.computed_on["host"] += 1
                 self._users[number] -= 1
                 if not self._users[number]:
                     for part in self._streamed[number]:
