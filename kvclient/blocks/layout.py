@@ -204,8 +204,8 @@ class Layout:
             try:
                 object.__setattr__(self, "layer_bytes_per_token", tuple(self.layer_bytes_per_token))
             except TypeError:
-                given = f"layer_bytes_per_token={self.layer_bytes_per_token!r}"
-                raise InvalidArgument(f"{given}; it must be one size for each layer") from None
+                sizes = f"layer_bytes_per_token={self.layer_bytes_per_token!r}"
+                raise InvalidArgument(f"{sizes}; it must be one size for each layer") from None
         if not isinstance(self.name, str):
             raise InvalidArgument(f"name={self.name!r}; it must be a str")
         for field, high in (

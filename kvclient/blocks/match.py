@@ -302,8 +302,8 @@ class Widest:
         self._starts[low:high], self._stops[low:high] = [start], [stop]
 
 
-def common_length(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(ids: np.ndarray, other: np.ndarray) -> int:
     """How many leading items are equal."""
-    count = min(len(one), len(other))
-    different = np.flatnonzero(one[:count] != other[:count])
+    count = min(len(ids), len(other))
+    different = np.flatnonzero(ids[:count] != other[:count])
     return int(different[0]) if len(different) else count

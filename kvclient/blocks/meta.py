@@ -39,8 +39,8 @@ def put(area: memoryview, meta: Meta) -> None:
     """Packs it into the area, without the identity where that has no room left; nothing where it has none for
     the rest: blocks of such a layout are found as prefixes only.
     """
-    for own in (meta, meta._replace(identity=b"")):
-        packed = pack(own)
+    for variant in (meta, meta._replace(identity=b"")):
+        packed = pack(variant)
         if len(packed) <= len(area):
             area[: len(packed)] = packed
             return

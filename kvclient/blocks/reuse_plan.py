@@ -134,12 +134,12 @@ def plan(
 
 def _ids(token_ids: Sequence[int] | Any) -> np.ndarray:
     """As blocks have them. A token that is no such number would stand for another."""
-    given = np.asarray(token_ids)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        shown = f"{given.dtype}{list(given.shape)}"
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        shown = f"{array.dtype}{list(array.shape)}"
         raise InvalidArgument(f"token_ids of {shown}; it must be whole numbers in a row")
-    ids = np.ascontiguousarray(given, dtype=np.int32)
-    if given.dtype != np.int32 and (wrong := given[ids != given][:1].tolist()):
+    ids = np.ascontiguousarray(array, dtype=np.int32)
+    if array.dtype != np.int32 and (wrong := array[ids != array][:1].tolist()):
         raise InvalidArgument(f"token {wrong[0]}; it must fit 32 bits")
     return ids
 

@@ -249,23 +249,23 @@ def _in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:
     if sorted(axes) != sorted(AXES):
         raise InvalidArgument(f"axes={tuple(axes)!r}; it must be an order of {', '.join(AXES)}")
     try:
-        given = np.asarray(buffers)
+        places = np.asarray(buffers)
     except ValueError as error:
         raise InvalidArgument(f"buffers are of no one shape: {error}") from None
-    if given.ndim != 5 or given.shape[0] != count or given.shape[-1] != 2 or 0 in given.shape[1:]:
-        raise InvalidArgument(f"buffers of shape {given.shape}; it must be [{count} keys, …, …, …, 2]")
-    if given.dtype.kind not in "iu":
-        raise InvalidArgument(f"buffers of {given.dtype}; they must be integers")
-    if given.dtype == np.uint64:
-        given = np.minimum(given, np.uint64(np.iinfo(np.int64).max))  # out of every region either way
-    return given.astype(np.int64).transpose(0, *(1 + list(axes).index(axis) for axis in AXES), 4)
+    if places.ndim != 5 or places.shape[0] != count or places.shape[-1] != 2 or 0 in places.shape[1:]:
+        raise InvalidArgument(f"buffers of shape {places.shape}; it must be [{count} keys, …, …, …, 2]")
+    if places.dtype.kind not in "iu":
+        raise InvalidArgument(f"buffers of {places.dtype}; they must be integers")
+    if places.dtype == np.uint64:
+        places = np.minimum(places, np.uint64(np.iinfo(np.int64).max))  # out of every region either way
+    return places.astype(np.int64).transpose(0, *(1 + list(axes).index(axis) for axis in AXES), 4)
 
 
-def _counts(given: Sequence[int] | None, geometry: Geometry, count: int) -> list[int]:
-    if given is None:
+def _counts(token_counts: Sequence[int] | None, geometry: Geometry, count: int) -> list[int]:
+    if token_counts is None:
         return [geometry.block_tokens] * count
-    if len(given) != count:
-        raise InvalidArgument(f"{len(given)} token counts for {count} keys")
-    for tokens in given:
+    if len(token_counts) != count:
+        raise InvalidArgument(f"{len(token_counts)} token counts for {count} keys")
+    for tokens in token_counts:
         check_bounds("token_counts", tokens, 1, geometry.block_tokens)
-    return list(given)
+    return list(token_counts)

@@ -68,8 +68,8 @@ def segment(
         raise InvalidArgument("keys and values must both be quantised, or neither")
     k, v = (keys.codes, values.codes) if quantised else (keys, values)
     if quantised:
-        for own in (keys, values):
-            check_quantised(own, own.codes.shape[0], own.tokens, own.head_dim)
+        for coded in (keys, values):
+            check_quantised(coded, coded.codes.shape[0], coded.tokens, coded.head_dim)
     else:
         elements_shape(keys), elements_shape(values)
     head_dim = keys.head_dim if quantised else keys.shape[2]

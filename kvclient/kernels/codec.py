@@ -172,13 +172,13 @@ def rope_number(rope: str) -> int:
     return ROPES[rope]
 
 
-def check_quantised(own: Quantised, heads: int, tokens: int, head_dim: int) -> None:
+def check_quantised(coded: Quantised, heads: int, tokens: int, head_dim: int) -> None:
     """Raises InvalidArgument if the kernels would read or write anything but its own arrays."""
-    codes, scale, zero = own.codes, own.scale, own.zero
-    groups = (-(-tokens // own.group), head_dim) if own.group else (tokens,)
+    codes, scale, zero = coded.codes, coded.scale, coded.zero
+    groups = (-(-tokens // coded.group), head_dim) if coded.group else (tokens,)
     fits = (
-        own.bits in CODECS
-        and codes.shape == (heads, tokens, head_dim * own.bits // 8)
+        coded.bits in CODECS
+        and codes.shape == (heads, tokens, head_dim * coded.bits // 8)
         and codes.dtype == np.uint8
         and (not codes.size or codes.strides[2] == 1)
         and scale.shape == zero.shape == (heads, *groups)
@@ -187,9 +187,9 @@ def check_quantised(own: Quantised, heads: int, tokens: int, head_dim: int) -> N
         and (not heads or (scale[0].flags.c_contiguous and zero[0].flags.c_contiguous))
     )
     if not fits:
-        given = f"codes {codes.dtype}{list(codes.shape)}, scale {scale.dtype}{list(scale.shape)}"
-        room = f"{[heads, tokens, head_dim]} in {own.bits} bits, group {own.group}"
-        raise InvalidArgument(f"{given}, zero {list(zero.shape)} do not hold {room}")
+        shapes = f"codes {codes.dtype}{list(codes.shape)}, scale {scale.dtype}{list(scale.shape)}"
+        room = f"{[heads, tokens, head_dim]} in {coded.bits} bits, group {coded.group}"
+        raise InvalidArgument(f"{shapes}, zero {list(zero.shape)} do not hold {room}")
 
 
 def _conversion(elements: np.ndarray, quantised: Quantised, path: str) -> contract.Conversion:

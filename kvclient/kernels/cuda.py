@@ -72,10 +72,10 @@ def _scales(heads: int, tokens: int, head_dim: int, group: int) -> tuple[int, ..
     return (heads, -(-tokens // group), head_dim) if group else (heads, tokens)
 
 
-def _check_scales(given: Sequence[torch.Tensor], shape: tuple[int, ...]) -> None:
-    for own in given:
-        if own.dtype != torch.float16 or own.shape != shape or not own.is_contiguous():
-            found = f"{own.dtype}{list(own.shape)}, strides {own.stride()}"
+def _check_scales(scales: Sequence[torch.Tensor], shape: tuple[int, ...]) -> None:
+    for tensor in scales:
+        if tensor.dtype != torch.float16 or tensor.shape != shape or not tensor.is_contiguous():
+            found = f"{tensor.dtype}{list(tensor.shape)}, strides {tensor.stride()}"
             raise InvalidArgument(f"scale or zero {found}; expected contiguous float16{list(shape)}")
 
 
@@ -110,11 +110,11 @@ def quantise_into(elements: torch.Tensor, parts: Sequence[Any]) -> None:
     """K and V [2, heads, tokens, head_dim], quantised where they lie, into two kernels.Quantised of host
     memory: what crosses the bus is the codes. Raises NotQuantisable.
     """
-    made = [quantise(side, own.bits, own.group) for side, own in zip(elements, parts, strict=True)]
+    made = [quantise(side, part.bits, part.group) for side, part in zip(elements, parts, strict=True)]
     if any(int(unfit) for *_, unfit in made):
         raise contract.NotQuantisable("a value that is not finite or beyond 65504, which fp16 cannot hold")
-    for (codes, scale, zero, _), own in zip(made, parts, strict=True):
-        for tensor, array in ((codes, own.codes), (scale, own.scale), (zero, own.zero)):
+    for (codes, scale, zero, _), part in zip(made, parts, strict=True):
+        for tensor, array in ((codes, part.codes), (scale, part.scale), (zero, part.zero)):
             torch.from_numpy(array).copy_(tensor)
 
 
@@ -174,8 +174,8 @@ def segment(
     )  # fmt: skip
     if bits:
         heads, held, width = k.shape
-        for (_, *scales), own in ((keys, group), (values, 0)):
-            _check_scales(scales, _scales(heads, held, width * 8 // bits, own))
+        for (_, *scales), tokens_a_scale in ((keys, group), (values, 0)):
+            _check_scales(scales, _scales(heads, held, width * 8 // bits, tokens_a_scale))
         struct.k_scale, struct.k_zero = keys[1].data_ptr(), keys[2].data_ptr()
         struct.v_scale, struct.v_zero = values[1].data_ptr(), values[2].data_ptr()
         struct.k_scale_head_stride = keys[1].stride(0) * 2

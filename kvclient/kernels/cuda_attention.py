@@ -97,16 +97,16 @@ def arguments(
     are lse and sinks, float32.
     """
     batch, heads, tokens, head_dim = q.shape
-    for name, own, dtype, shape in (
+    for name, tensor, dtype, shape in (
         ("out", out, q.dtype, q.shape),
         ("lse", lse, torch.float32, q.shape[:3]),
         ("sinks", sinks, torch.float32, (heads,)),
     ):
-        if own is None:
+        if tensor is None:
             continue
-        together = own.stride(3) == 1 if own is out and own.ndim == 4 else own.is_contiguous()
-        if own.dtype != dtype or own.shape != shape or not together:
-            found = f"{own.dtype}{list(own.shape)}, strides {own.stride()}"
+        together = tensor.stride(3) == 1 if tensor is out and tensor.ndim == 4 else tensor.is_contiguous()
+        if tensor.dtype != dtype or tensor.shape != shape or not together:
+            found = f"{tensor.dtype}{list(tensor.shape)}, strides {tensor.stride()}"
             raise InvalidArgument(f"{name} is {found}; expected {dtype}{list(shape)}")
     if position.shape != (batch, tokens) or position.dtype != torch.int64:
         raise InvalidArgument(f"positions {position.dtype}{list(position.shape)} for {list(q.shape)}")

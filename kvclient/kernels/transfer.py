@@ -87,7 +87,7 @@ class HostMemory:
         """
         start, length = extent(source)
         with self._lock:
-            index = bisect_right(self._maps, start, key=lambda own: own.low) - 1
+            index = bisect_right(self._maps, start, key=lambda mapped: mapped.low) - 1
             if index < 0 or start + length > self._maps[index].high or self._maps[index] in self._refused:
                 return None
             pieces: list[Piece] = []
@@ -225,11 +225,11 @@ class Transfer:
             self._bounce_from(copies, 0, None)
             return
         for layer in range(len(self._events)):
-            own = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
-            if any(pieces is None for *_, pieces in own):
-                self._bounce_from(copies, layer, own)
+            taken = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
+            if any(pieces is None for *_, pieces in taken):
+                self._bounce_from(copies, layer, taken)
                 return
-            self._queue(layer, own)
+            self._queue(layer, taken)
 
     def wait(self, layer: int, stream: int) -> None:
         """The later work of `stream` waits for that layer. Raises what its copies raised."""
@@ -261,16 +261,16 @@ class Transfer:
         self._thread.start()
 
     def _bounce(
-        self, copies: Callable[[int], Sequence[Copy]], first: int, own: list[Any] | None
+        self, copies: Callable[[int], Sequence[Copy]], first: int, taken: list[Any] | None
     ) -> None:
         layer = first
         try:
             for layer in range(first, len(self._events)):
                 if self._stopped:
                     raise Closed("the transfer was closed before this layer's turn")
-                if own is None or layer > first:
-                    own = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
-                self._queue(layer, own)
+                if taken is None or layer > first:
+                    taken = [(target, source, self._memory.take(source)) for target, source in copies(layer)]
+                self._queue(layer, taken)
         except BaseException as error:
             self._failed = (layer, error)
             for left in self._queued[layer:]:

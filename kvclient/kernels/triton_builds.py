@@ -54,8 +54,8 @@ def build(name: str, constants: dict[str, Any], capability: int) -> dict[str, An
 def scalars(kernel: Any) -> dict[str, str]:
     """The types of a kernel's run-time arguments."""
     found = {}
-    for name, own in inspect.signature(kernel.fn).parameters.items():
-        if own.annotation is inspect.Parameter.empty:
+    for name, parameter in inspect.signature(kernel.fn).parameters.items():
+        if parameter.annotation is inspect.Parameter.empty:
             found[name] = "fp32" if name in FLOATS else "i32" if name in SMALL else "i64"
     return found
 

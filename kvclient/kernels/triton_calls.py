@@ -127,34 +127,35 @@ def _check(args: contract.Attention) -> None:
 
 def _check_version(args: Any) -> None:
     if (args.size, args.abi) != (ctypes.sizeof(args), contract.ABI):
-        own = f"this one is of {ctypes.sizeof(args)}, ABI {contract.ABI}"
-        raise contract.InvalidArgument(f"a struct of {args.size} bytes, ABI {args.abi}; {own}")
+        here = f"this one is of {ctypes.sizeof(args)}, ABI {contract.ABI}"
+        raise contract.InvalidArgument(f"a struct of {args.size} bytes, ABI {args.abi}; {here}")
 
 
-def _check_segment(own: contract.Segment, args: contract.Attention) -> None:
-    if own.codec > contract.INT4:
-        raise contract.InvalidArgument(f"codec={own.codec}; the last known is {contract.INT4}")
-    if own.codec <= contract.BF16 and own.codec != args.dtype:
-        raise Unsupported(f"a segment of codec {own.codec} under queries of dtype {args.dtype}")
-    if own.codec > contract.BF16 and own.k_group not in contract.GROUPS:
-        raise contract.InvalidArgument(f"k_group={own.k_group}; it must be one of {contract.GROUPS}")
-    if not own.k or not own.v:
-        raise contract.InvalidArgument(f"a segment of {own.tokens} tokens without K or V")
+def _check_segment(segment: contract.Segment, args: contract.Attention) -> None:
+    if segment.codec > contract.INT4:
+        raise contract.InvalidArgument(f"codec={segment.codec}; the last known is {contract.INT4}")
+    if segment.codec <= contract.BF16 and segment.codec != args.dtype:
+        raise Unsupported(f"a segment of codec {segment.codec} under queries of dtype {args.dtype}")
+    if segment.codec > contract.BF16 and segment.k_group not in contract.GROUPS:
+        raise contract.InvalidArgument(f"k_group={segment.k_group}; it must be one of {contract.GROUPS}")
+    if not segment.k or not segment.v:
+        raise contract.InvalidArgument(f"a segment of {segment.tokens} tokens without K or V")
 
 
 def _table(args: contract.Attention) -> tuple[torch.Tensor, int, bool]:
     """(the segments of every row and its tail, padded to equal numbers; how many; whether any is turned)."""
     rows: list[bytes] = []
     sequences = (contract.Sequence * args.batch).from_address(args.sequences)
-    for own in sequences:
-        listed = ctypes.string_at(own.segments, own.count * SEGMENT_BYTES) if own.count else b""
-        rows.append(listed + bytes(own.tail))
+    for sequence in sequences:
+        size = sequence.count * SEGMENT_BYTES
+        listed = ctypes.string_at(sequence.segments, size) if size else b""
+        rows.append(listed + bytes(sequence.tail))
     most = max(map(len, rows)) // SEGMENT_BYTES
     words = bytearray(b"".join(row.ljust(most * SEGMENT_BYTES, b"\0") for row in rows))
     turned = False
-    for own in (contract.Segment * (len(words) // SEGMENT_BYTES)).from_buffer(words):
-        if own.tokens:
-            _check_segment(own, args)
-        turned |= bool(own.tokens and own.turn)
+    for segment in (contract.Segment * (len(words) // SEGMENT_BYTES)).from_buffer(words):
+        if segment.tokens:
+            _check_segment(segment, args)
+        turned |= bool(segment.tokens and segment.turn)
     table = torch.frombuffer(words, dtype=torch.int64)
     return table.to(device()), most, turned

@@ -175,20 +175,20 @@ def attend_tile(
             if TURNED:
                 turned = _turned_back(segment, query, partner, dims, rotary_dim, INTERLEAVED)
             for at in range(begin, stop, BLOCK_N):
-                own = at + tl.arange(0, BLOCK_N).to(tl.int64)
-                there = own < stop
-                keys = _keys(segment, kv_head, start + own, dims, there, D, QUERY)
+                lanes = at + tl.arange(0, BLOCK_N).to(tl.int64)
+                there = lanes < stop
+                keys = _keys(segment, kv_head, start + lanes, dims, there, D, QUERY)
                 scores = tl.dot(turned, tl.trans(keys), input_precision=PRECISION) * scale
                 if softcap > 0:
                     scores = softcap * (1 - 2 / (1 + tl.exp(tl.minimum(2 * scores / softcap, 80.0))))
-                seen = _seen(place, key_at + own, there[None] & real[:, None], window, CAUSAL)
+                seen = _seen(place, key_at + lanes, there[None] & real[:, None], window, CAUSAL)
                 scores = tl.where(seen, scores * LOG2E, float("-inf"))
                 now = tl.maximum(most, tl.max(scores, 1))
                 against = tl.where(now == float("-inf"), 0.0, now)
                 weights = tl.exp2(scores - against[:, None])
                 down = tl.exp2(most - against)
                 total = total * down + tl.sum(weights, 1)
-                values = _values(segment, kv_head, start + own, dims, there, D, QUERY)
+                values = _values(segment, kv_head, start + lanes, dims, there, D, QUERY)
                 sums = sums * down[:, None] + tl.dot(weights, values, input_precision=PRECISION)
                 most = now
     if splits > 1:
@@ -243,10 +243,10 @@ def merge_tile(
     for split in range(splits):
         index = (split * tl.num_programs(1) + tl.program_id(1)) * tokens * group + tl.program_id(0) * BLOCK_M
         at = (partial + 4 * (index + tl.arange(0, BLOCK_M)) * (BLOCK_D + 2)).to(tl.pointer_type(tl.float32))
-        own = tl.load(at + BLOCK_D, mask=real, other=float("-inf"))
-        now = tl.maximum(most, own)
+        share = tl.load(at + BLOCK_D, mask=real, other=float("-inf"))
+        now = tl.maximum(most, share)
         against = tl.where(now == float("-inf"), 0.0, now)
-        down, up = tl.exp2(most - against), tl.exp2(own - against)
+        down, up = tl.exp2(most - against), tl.exp2(share - against)
         total = total * down + tl.load(at + BLOCK_D + 1, mask=real, other=0.0) * up
         own_sums = tl.load(at[:, None] + dims[None], mask=real[:, None], other=0.0)
         sums = sums * down[:, None] + own_sums * up[:, None]

@@ -36,8 +36,8 @@ def split_keys(keys: Any) -> list[bytes]:
     if isinstance(packed, (list, tuple)):
         for index, key in enumerate(packed):
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                given = f"{len(key)} bytes" if isinstance(key, bytes) else f"of type {type(key).__name__}"
-                raise InvalidArgument(f"a key is {KEY_BYTES} bytes; key {index} is {given}")
+                found = f"{len(key)} bytes" if isinstance(key, bytes) else f"of type {type(key).__name__}"
+                raise InvalidArgument(f"a key is {KEY_BYTES} bytes; key {index} is {found}")
         return list(packed)
     try:
         packed = bytes(memoryview(packed))
@@ -198,11 +198,11 @@ class BlockView:
         self._span = None
 
 
-def row_of(given: memoryview, offset: int, length: int) -> memoryview:
+def row_of(memory: memoryview, offset: int, length: int) -> memoryview:
     """Raises InvalidArgument for a row outside."""
-    if offset < 0 or offset + length > len(given):
-        raise InvalidArgument(f"a row of {length} bytes at {offset} in memory of {len(given)}")
-    return given[offset : offset + length]
+    if offset < 0 or offset + length > len(memory):
+        raise InvalidArgument(f"a row of {length} bytes at {offset} in memory of {len(memory)}")
+    return memory[offset : offset + length]
 
 
 class Blocks(Sequence):
@@ -245,12 +245,12 @@ class Blocks(Sequence):
 
     def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
         """Copies that layer of those blocks into a buffer, each to its offset in bytes."""
-        given = memoryview(target).cast("B")
+        memory = memoryview(target).cast("B")
         for index, offset in zip(indices, offsets, strict=True):
             if not 0 <= index < len(self) or not isinstance(block := self._items[index], BlockView):
                 raise InvalidArgument(f"block {index} is not one that was found")
             content = bytes(block.layer(layer).tobytes())
-            row_of(given, int(offset), len(content))[:] = content
+            row_of(memory, int(offset), len(content))[:] = content
 
     def release(self) -> None:
         """Gives back what no export holds. Idempotent."""

@@ -144,12 +144,12 @@ class Writer:
         return self._granted[self._place(index)]
 
     def _place(self, index: int) -> int:
-        given = index = operator.index(index)
+        asked = index = operator.index(index)
         index += len(self.results) if index < 0 else 0
         if index in self._granted:
             return index
         if not 0 <= index < len(self.results):
-            raise IndexError(f"index {given} of {len(self.results)} keys")
+            raise IndexError(f"index {asked} of {len(self.results)} keys")
         if self.results[index] == "no_space":
             raise NoSpace(
                 f"no unpinned run for this block in a pool of {self.client.store.capacity_bytes} bytes"
@@ -158,12 +158,12 @@ class Writer:
 
     def copy_layer(self, layer: int, source: Any, indices: Any, offsets: Any) -> None:
         """Copies that layer of those granted blocks out of a buffer, each from its offset in bytes."""
-        given = memoryview(source).cast("B")
+        memory = memoryview(source).cast("B")
         for index, offset in zip(indices, offsets, strict=True):
             block = self[index]
             check_bounds("layer", layer, 0, block._record.geometry.num_layers - 1)
             length = block._record.geometry.layer_length(layer, block._record.tokens)
-            block.copy_layer(layer, row_of(given, int(offset), length))
+            block.copy_layer(layer, row_of(memory, int(offset), length))
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """Publishes one granted block, or all. With zero_rest, layers nobody asked for are zeros. Raises

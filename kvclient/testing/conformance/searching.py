@@ -52,8 +52,8 @@ class SearchingCases(Case):
         assert offsets == sorted(offsets) and max(map(offsets.count, offsets)) <= 8
         assert set(offsets) >= {i * size for i in range(20)}
         for key in made.keys:
-            own = [offset for offset, other in places if other == key]
-            assert all(later - sooner >= size for sooner, later in pairwise(own))
+            starts = [offset for offset, other in places if other == key]
+            assert all(later - sooner >= size for sooner, later in pairwise(starts))
 
     def test_children_are_those_of_that_block(self):
         self.needs("search")
