@@ -28,6 +28,7 @@ _HOME = {
     "KVClient": "kvclient.client.client",
     "KVClientError": "kvclient.errors",
     "Layout": "kvclient.blocks.layout",
+    "LayoutLost": "kvclient.errors",
     "NoSpace": "kvclient.errors",
     "NotPermitted": "kvclient.errors",
     "PagesExhausted": "kvclient.errors",

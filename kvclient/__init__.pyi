@@ -17,6 +17,7 @@ from kvclient.errors import DeadlineExceeded as DeadlineExceeded
 from kvclient.errors import IncompatibleVersion as IncompatibleVersion
 from kvclient.errors import InvalidArgument as InvalidArgument
 from kvclient.errors import KVClientError as KVClientError
+from kvclient.errors import LayoutLost as LayoutLost
 from kvclient.errors import NoSpace as NoSpace
 from kvclient.errors import NotPermitted as NotPermitted
 from kvclient.errors import PagesExhausted as PagesExhausted

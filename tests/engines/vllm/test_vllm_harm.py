@@ -17,7 +17,7 @@ THIRD = [(13 * i + 1) % 500 for i in range(200)]
 def until_it_is_back(engine, plain, times):
     """Steps of the engine, each right, until its breaker has closed for the n-th time."""
     for attempt in range(200):  # the backoff is at most 5 s
-        prompt = [*THIRD, attempt, times]
+        prompt = [attempt, times, *THIRD]  # of blocks that nobody has
         same(engine.generate(prompt)[0], plain.generate(prompt)[0])
         if engine.log().count("is back after") >= times:
             return
@@ -48,7 +48,7 @@ def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
 
 def until_it_noticed(engine, plain, times):
     for attempt in range(200):
-        prompt = [*THIRD, 100 + attempt, times]
+        prompt = [200 + attempt, times, *THIRD]
         same(engine.generate(prompt)[0], plain.generate(prompt)[0])
         if engine.log().count("goes on without the store") >= times:
             return
