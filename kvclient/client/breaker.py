@@ -76,7 +76,7 @@ class Breaker:
 class NoLookup:
     """What look-up answers without a store: nothing is there."""
 
-    resident = pending = on_disk = 0
+    resident = pending = on_disk = on_peers = 0
 
     def __init__(self, count: int) -> None:
         self.states = bytes(count)

@@ -66,9 +66,11 @@ class KVClient:
 
     def lookup(self, keys: Any) -> Lookup:
         """How far the keys are present: .resident leading blocks in memory, how many right behind them are
-        .pending (being written) or .on_disk, and .states, a byte per key (0 missing, 1 pending, 2 resident,
-        3 on disk). It reads the block table and asks nobody: a block that lies on disk and has no record
-        there, as all are in use, is missing here; get() with wait_s and prefetch() find it.
+        .pending (being written), .on_disk or .on_peers, and .states, a byte per key (0 missing, 1 pending,
+        2 resident, 3 on disk, 4 on another host). It reads the block table and asks nobody: a block that
+        lies on disk and has no record there, as all are in use, is missing here; get() with wait_s and
+        prefetch() find it. What is missing here while the daemon has peers costs one message to the daemon,
+        which knows by what they told a few milliseconds ago.
         `keys` here and below: a Chain, a list of 32-byte keys, or their bytes in one piece.
         """
         try:
@@ -156,9 +158,15 @@ class KVClient:
         seconds = self._call(lambda native: native.load_estimate_s(length_bytes))
         return None if seconds < 0 else seconds
 
+    def peer_estimate_s(self, length_bytes: int) -> float | None:
+        """As load_estimate_s, from another host. None: nothing came from one yet."""
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
+        seconds = self._call(lambda native: native.peer_estimate_s(length_bytes))
+        return None if seconds < 0 else seconds
+
     def peers_up(self) -> int:
         """How many other hosts the daemon can ask now, a shared directory counted as one: get() with wait_s
-        finds what lies there, look-ups do not know of it."""
+        finds what lies there."""
         return self._call(lambda native: native.peers_up())
 
     def register_layout(self, layout: Any) -> int:

@@ -78,6 +78,11 @@ class TolerantClient(KVClient):
         seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)
         return None if seconds < 0 else seconds
 
+    def peer_estimate_s(self, length_bytes: int) -> float | None:
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
+        seconds = self._tolerate(lambda native: native.peer_estimate_s(length_bytes), lambda: -1.0)
+        return None if seconds < 0 else seconds
+
     def peers_up(self) -> int:
         return self._tolerate(lambda native: native.peers_up(), lambda: 0)
 

@@ -102,6 +102,11 @@ class InMemoryClient:
         check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         return None
 
+    def peer_estimate_s(self, length_bytes: int) -> float | None:
+        """None: there is no other host."""
+        check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
+        return None
+
     def peers_up(self) -> int:
         """0: there is no other host."""
         return 0

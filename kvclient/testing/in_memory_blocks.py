@@ -66,6 +66,7 @@ class Lookup:
         self.resident = _leading(states, 0, RESIDENT)
         self.pending = _leading(states, self.resident, PENDING)
         self.on_disk = _leading(states, self.resident, DISK)
+        self.on_peers = 0
 
     def __repr__(self) -> str:
         counts = f"{self.resident} resident, {self.pending} pending, {self.on_disk} on disk"

@@ -131,6 +131,8 @@ PEER_METRICS: dict[str, About] = {
     "fetched": ("kvstored_peer_fetches_total", "counter", "Blocks fetched from it."),
     "fetch_bytes": ("kvstored_peer_fetch_bytes_total", "counter", "Bytes of them."),
     "missing": ("kvstored_peer_misses_total", "counter", "Blocks that it did not have."),
+    "busy": ("kvstored_peer_busy_total", "counter", "Blocks it was sending to as many as may have it."),
+    "held": ("kvstored_peer_blocks_known", "gauge", "Blocks it is known to have."),
     "corrupt": ("kvstored_peer_corrupt_total", "counter", "Connections ended by bytes that did not match."),
     "malformed": ("kvstored_peer_malformed_total", "counter", "Connections ended by what was no answer."),
     "stalled": ("kvstored_peer_stalls_total", "counter", "Connections ended for want of progress."),
@@ -142,6 +144,7 @@ SERVER_METRICS: dict[str, About] = {
     "refused": ("kvstored_peer_strangers_total", "counter", "Connections of others, refused."),
     "served_blocks": ("kvstored_peer_served_blocks_total", "counter", "Blocks read by peers."),
     "served_bytes": ("kvstored_peer_served_bytes_total", "counter", "Bytes of them."),
+    "turned_away": ("kvstored_peer_turned_away_total", "counter", "Fetches sent on to another that has it."),
 }
 OWN_METRICS: dict[str, About] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),

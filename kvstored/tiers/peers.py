@@ -70,9 +70,9 @@ class Peers:
             for name in config.shared:
                 self._server.share(stores[name], salt_of[name])
         if config.peer or config.cluster:
-            addresses = [(one.node, one.at.host, one.at.port) for one in config.peer]
+            addresses = [(one.node, one.at.host, one.at.port, True) for one in config.peer]
             if config.cluster:
-                addresses.append((POOL, "127.0.0.1", self.pool_port))
+                addresses.append((POOL, "127.0.0.1", self.pool_port, False))  # asked: it does not tell
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(
                     stores[name], config.node, salt_of[name], addresses, self._tls

@@ -56,9 +56,15 @@ const char* class_name(Code code) {
 
 Lookup lookup(Client& client, nb::handle source) {
   const KeysArgument keys(source);
-  if (client.door() == Client::Door::SharedMemory) return {client.lookup(keys.keys())};
+  Lookup out;
+  if (client.door() == Client::Door::SharedMemory) {
+    out.states = client.lookup(keys.keys());
+    if (!std::count(out.states.begin(), out.states.end(), 0) || !client.peers_up()) return out;
+  }
   const WithoutGil released;
-  return {client.lookup(keys.keys())};
+  if (out.states.empty()) out.states = client.lookup(keys.keys());
+  client.look_elsewhere(keys.keys(), out.states);
+  return out;
 }
 
 nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bool verify) {
@@ -165,7 +171,8 @@ std::string stats(Client& client) {
 std::string told(const Lookup& l) {
   const auto behind = [&](Presence kind) { return std::to_string(l.leading(l.resident(), kind)); };
   return "<Lookup of " + std::to_string(l.states.size()) + " blocks: " + std::to_string(l.resident()) + " resident, " +
-         behind(Presence::Pending) + " pending, " + behind(Presence::OnDisk) + " on disk>";
+         behind(Presence::Pending) + " pending, " + behind(Presence::OnDisk) + " on disk, " + behind(Presence::OnPeer) +
+         " on peers>";
 }
 
 }  // namespace
@@ -189,8 +196,11 @@ void bind_client(nb::module_& m) {
           "on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); },
           "How many right behind those lie only on disk.")
       .def_prop_ro(
+          "on_peers", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnPeer); },
+          "How many right behind those are known to lie on other hosts.")
+      .def_prop_ro(
           "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
-          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk.")
+          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk, 4 on another host.")
       .def("__repr__", told);
 
   nb::class_<Client>(m, "Client", "A session with the store: reads in shared memory, one message for the rest. Thread-safe.")
@@ -211,6 +221,7 @@ void bind_client(nb::module_& m) {
       .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
       .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
+      .def("peer_estimate_s", &Client::peer_estimate_s, nb::arg("length_bytes"))
       .def("peers_up", &Client::peers_up)
       .def("create", create, nb::arg("keys").none(), nb::arg("layout_id"), nb::arg("priority") = kDefaultPriority,
            nb::arg("ttl_s") = 0, nb::arg("token_counts") = nb::none(), nb::arg("sealing") = nb::none(),

@@ -37,7 +37,7 @@ nb::list peer_stats(kv::peer::Tier& tier) {
     about["node"] = one.node, about["address"] = one.address, about["state"] = one.state, about["why"] = one.why;
 #define X(name) about[#name] = one.name;
     // clang-format off
-    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects)
+    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete)
     KV_PEER_COUNTERS(X)
     // clang-format on
 #undef X
@@ -50,7 +50,7 @@ nb::dict server_stats(kv::peer::Server& server) {
   const kv::peer::Server::Stats s = server.stats();
   nb::dict out;
 #define X(name) out[#name] = s.name;
-  X(connections) X(accepted) X(refused) X(served_blocks) X(served_bytes);
+  X(connections) X(accepted) X(refused) X(served_blocks) X(served_bytes) X(turned_away);
 #undef X
   return out;
 }
@@ -107,9 +107,9 @@ void bind_peers(nb::module_& m) {
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
-             const std::vector<std::tuple<std::string, std::string, uint16_t>>& peers, std::shared_ptr<TlsIdentity> tls) {
+             const std::vector<std::tuple<std::string, std::string, uint16_t, bool>>& peers, std::shared_ptr<TlsIdentity> tls) {
             std::vector<Tier::Address> addresses;
-            for (const auto& [name, host, port] : peers) addresses.push_back({name, host, port});
+            for (const auto& [name, host, port, tells] : peers) addresses.push_back({name, host, port, tells});
             new (self) Tier(store, node, secret(salt), addresses, std::move(tls));
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"),

@@ -46,6 +46,8 @@ constexpr Field kFields[] = {
     FIELD(TableHeader, load_latency_us),
     FIELD(TableHeader, score_ns),
     FIELD(TableHeader, peers_up),
+    FIELD(TableHeader, peer_bytes_per_s),
+    FIELD(TableHeader, peer_latency_us),
     FIELD(Record, control),
     FIELD(Record, sequence),
     FIELD(Record, expiry_s),

@@ -58,10 +58,11 @@ class Hosts:
         return {one["node"]: one for one in said["peers"]} | {"server": said["server"]}
 
     def wait_up(self, wait_until) -> "Hosts":
-        """Each has a connection to each."""
+        """Each has a connection to each, and was told what it has."""
 
         def up(i: int) -> bool:
-            return all(one["state"] == "up" for node, one in self.peers(i).items() if node != "server")
+            seen = self.peers(i)
+            return all(one["state"] == "up" and one["complete"] for node, one in seen.items() if node != "server")
 
         for i in range(len(self.made)):
             wait_until(lambda i=i: up(i))

@@ -21,7 +21,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.groups import LayerGroup
 
 WINDOWS_APART = 4  # a window of tokens is stored of every four, at least
-MISSING, PENDING, RESIDENT, ON_DISK = range(4)  # a look-up's states
+MISSING, PENDING, RESIDENT, ON_DISK, ON_PEER = range(5)  # a look-up's states
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,18 @@ class GroupMatch:
         )
 
     def take(
-        self, client: Any, stop: int, follow: bool, patience: Callable[[int, int], float]
+        self, client: Any, stop: int, follow: bool, patience: Callable[[int, int, int], float]
     ) -> bool:
         """Pins what a hit that ends behind token `stop` needs. False if it is not there, or not worth the
         wait."""
         blocks = self.stored.needed(self.starts, stop)
         if not len(blocks):
             return True
-        on_disk, wait_s = self._states[blocks.start : blocks.stop].count(ON_DISK), 0.0
-        if on_disk:
+        states, wait_s = self._states[blocks.start : blocks.stop], 0.0
+        on_disk, on_peers = states.count(ON_DISK), states.count(ON_PEER)
+        if on_disk or on_peers:
             tokens = self.starts[blocks.stop] - self.starts[blocks.start]
-            if (wait_s := patience(tokens, on_disk)) == 0:
+            if (wait_s := patience(tokens, on_disk + on_peers, on_peers)) == 0:
                 return False
         keys = self.chain[blocks.start : blocks.stop]
         got = client.get(keys, follow=follow, wait_s=wait_s) if wait_s else client.get(keys, follow=follow)

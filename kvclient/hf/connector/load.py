@@ -24,7 +24,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
 from kvclient.hf.connector.snapshots import StateMatch
 
-MISSING, RESIDENT, ON_DISK = 0, 2, 3  # a look-up's states
+MISSING, RESIDENT, ON_DISK, ON_PEER = 0, 2, 3, 4  # a look-up's states
 
 
 class BlockSpan(NamedTuple):
@@ -73,27 +73,30 @@ class PrefixMatch:
             return
         self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
 
-    def extend_from_below(self, client: Any, follow: bool, patience: Callable[[int, int], float]) -> None:
+    def extend_from_below(
+        self, client: Any, follow: bool, patience: Callable[[int, int, int], float]
+    ) -> None:
         """Has what lies behind the last block on disk or on other hosts brought here, and takes it if that is
-        worth the wait for so many tokens in so many blocks."""
+        worth the wait for so many tokens in so many blocks, of which so many are not on this host."""
         start = len(self.views)
         if self.pending or start == len(self.chain):
             return
         states = client.lookup(self.chain[start:]).states
-        hopeful = (MISSING, RESIDENT, ON_DISK) if client.peers_up() else (RESIDENT, ON_DISK)
+        elsewhere = (MISSING, ON_PEER) if client.peers_up() else (ON_PEER,)
+        hopeful = (RESIDENT, ON_DISK, *elsewhere)
         count = next((i for i, state in enumerate(states) if state not in hopeful), len(states))
         absent = count - states[:count].count(RESIDENT)
         if not absent:
             return
         stop = start + count
         tokens = self.starts[stop] - self.starts[start]
-        wait_s = patience(tokens, absent)
+        wait_s = patience(tokens, absent, absent - states[:count].count(ON_DISK))
         if wait_s == 0:
             return
         self._take(client.get(self.chain[start:stop], follow=follow, wait_s=wait_s), start, stop)
         taken = self.chain.token_counts[start : len(self.views)]
         self.disk_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == ON_DISK)
-        self.peer_tokens += sum(n for n, state in zip(taken, states, strict=False) if state == MISSING)
+        self.peer_tokens += sum(n for n, state in zip(taken, states, strict=False) if state in elsewhere)
 
     def _take(self, blocks: Any, start: int, stop: int) -> None:
         self.part, self.part_tokens = None, 0

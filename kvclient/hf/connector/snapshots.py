@@ -21,7 +21,7 @@ from kvclient.blocks.bfloat16 import bits
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.blocks.layout import Layout, round_up
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, NotPermitted, PinsExhausted
-from kvclient.hf.connector.layer_groups import MISSING, ON_DISK, PENDING
+from kvclient.hf.connector.layer_groups import MISSING, ON_DISK, ON_PEER, PENDING
 from kvclient.hf.model.states import StateTensor, capture
 
 ALIGN = 16  # bytes of a tensor in a layer
@@ -128,14 +128,15 @@ class StateMatch:
         return rest == 0 and (stop == 0 or (known and self._states[index - 1] != MISSING))
 
     def take(
-        self, client: Any, stop: int, follow: bool, patience: Callable[[int, int], float], stall_s: float
+        self, client: Any, stop: int, follow: bool, patience: Callable[[int, int, int], float], stall_s: float
     ) -> bool:
         """Copies the one behind token `stop`. False if it is not there, or not worth the wait."""
         self.tensors = None
         if stop <= 0:
             return True
         index, wait_s = stop // self.stored.block_tokens - 1, 0.0
-        if self._states[index] == ON_DISK and (wait_s := patience(stop, 1)) == 0:
+        below = self._states[index]
+        if below in (ON_DISK, ON_PEER) and (wait_s := patience(stop, 1, int(below == ON_PEER))) == 0:
             return False
         keys = self.chain[index : index + 1]
         got = client.get(keys, follow=follow, wait_s=wait_s) if wait_s else client.get(keys, follow=follow)

@@ -21,7 +21,7 @@ TRIES = 4  # blocks that were there at the look and are gone
 
 def hit_end(
     client: Any, found: Sequence[PrefixMatch], most: int, follow: bool,
-    patience: Callable[[int, int], float], stall_s: float,
+    patience: Callable[[int, int, int], float], stall_s: float,
 ) -> int:  # fmt: skip
     """The column, at most `most`. What that needs is pinned, or copied; without an end nothing is: 0."""
     most = min(most, *(prefix.group.pad + prefix.tokens for prefix in found))
@@ -70,7 +70,8 @@ def _covered(prefix: PrefixMatch, stop: int) -> bool:
 
 
 def _taken(
-    client: Any, prefix: PrefixMatch, stop: int, follow: bool, patience: Callable[[int, int], float],
+    client: Any, prefix: PrefixMatch, stop: int, follow: bool,
+    patience: Callable[[int, int, int], float],
     stall_s: float,
 ) -> bool:  # fmt: skip
     if not all(group.take(client, stop, follow, patience) for group in prefix.groups):

@@ -1,5 +1,5 @@
-"""Whether to wait for the disk or to compute: what prefill takes here, against what the daemon says a load
-would take.
+"""Whether to wait for the disk and other hosts or to compute: what prefill takes here, against what the
+daemon measured of loads and fetches.
 
 Owns the measured speed of prefill, one number per attachment, shared by its threads. Never loads anything.
 Invariant: what was never measured is no reason to refuse; the first load and the first prefill measure both.
@@ -35,28 +35,30 @@ class PrefillSpeed:
         """What computing so many tokens would take; None: nothing was computed yet."""
         return None if self._token_s is None else self._token_s * tokens
 
-    def patience_s(self, client: Any, tokens: int, length_bytes: int) -> float:
-        """How long to wait for blocks of so many tokens and bytes to come from disk. 0: computing them is
-        sooner."""
+    def patience_s(self, client: Any, tokens: int, disk_bytes: int, peer_bytes: int = 0) -> float:
+        """How long to wait for blocks of so many tokens to come, so many bytes from disk and so many from
+        other hosts, which go beside each other. 0: computing them is sooner."""
         compute_s = self.prefill_s(tokens)
-        load_s = client.load_estimate_s(length_bytes)
         if compute_s is None:
             return UNMEASURED_WAIT_S
-        return 0.0 if load_s is not None and load_s >= compute_s else compute_s
+        load_s = client.load_estimate_s(disk_bytes) if disk_bytes or not peer_bytes else None
+        fetch_s = client.peer_estimate_s(peer_bytes) if peer_bytes else None
+        return 0.0 if max(load_s or 0.0, fetch_s or 0.0) >= compute_s else compute_s
 
 
 class WaitBudget:
-    """How long one request waits for the disk: for a stretch no longer than it is worth, for all of them
-    together no longer than computing the whole prompt would take, however many a disk that hangs holds up.
+    """How long one request waits for what lies below: for a stretch no longer than it is worth, for all of
+    them together no longer than computing the whole prompt would take, however many a disk or a peer that
+    hangs holds up.
     """
 
     def __init__(self, pace: PrefillSpeed, client: Any, prompt_tokens: int) -> None:
         self._pace, self._client, self._prompt_tokens = pace, client, prompt_tokens
         self._ends_s: float | None = None  # of the clock; from the first wait on
 
-    def wait_s(self, tokens: int, length_bytes: int) -> float:
-        """How long to wait for so many tokens and bytes. 0: computing them is sooner."""
-        wait_s = self._pace.patience_s(self._client, tokens, length_bytes)
+    def wait_s(self, tokens: int, disk_bytes: int, peer_bytes: int = 0) -> float:
+        """How long to wait for so many tokens, and bytes of either. 0: computing them is sooner."""
+        wait_s = self._pace.patience_s(self._client, tokens, disk_bytes, peer_bytes)
         if wait_s == 0:
             return 0.0
         now_s = monotonic()

@@ -306,10 +306,11 @@ class Request:
         )
         return inside
 
-    def _worth_waiting_s(self, tokens: int, blocks: int) -> float:
-        """How long so many blocks on disk are worth waiting for."""
+    def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
+        """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""
         assert self._patience is not None
-        wait_s = self._patience.wait_s(tokens, blocks * self._block_bytes)
+        size = self._block_bytes
+        wait_s = self._patience.wait_s(tokens, (blocks - on_peers) * size, on_peers * size)
         self.report.disk_refused += wait_s == 0
         return wait_s
 

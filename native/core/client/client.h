@@ -167,6 +167,10 @@ class Client {
   void verify(BlockBatch& batch, std::span<const Key> keys);
   // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
   double load_estimate_s(uint64_t bytes) const;
+  // Asks the daemon, in one message, which of the missing are known to lie on another host, and says so in the states; it asks
+  // nobody in turn. Nothing is sent if nothing is missing or there is no other host.
+  void look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& states);
+  double peer_estimate_s(uint64_t bytes) const;  // as load_estimate_s
   uint64_t peers_up() const;  // other hosts that get() with a wait would ask
   std::shared_ptr<BlockWriter> create(const Create& request);
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }

@@ -1,5 +1,7 @@
 // Waiting for blocks that lie below memory: asking the daemon to load them, and sleeping until it has.
 
+#include <algorithm>
+
 #include "core/base/error.h"
 #include "core/base/futex.h"
 #include "core/client/client.h"
@@ -76,6 +78,35 @@ double Client::load_estimate_s(uint64_t bytes) const {
   const auto waiting = static_cast<double>(header.load_waiting_bytes.load(std::memory_order_relaxed) + bytes);
   if (speed == 0) return -1;
   return static_cast<double>(header.load_latency_us.load(std::memory_order_relaxed)) * 1e-6 + waiting / speed;
+}
+
+double Client::peer_estimate_s(uint64_t bytes) const {
+  const TableHeader& header = usable()->index.header();
+  const auto speed = static_cast<double>(header.peer_bytes_per_s.load(std::memory_order_relaxed));
+  if (speed == 0) return -1;
+  return static_cast<double>(header.peer_latency_us.load(std::memory_order_relaxed)) * 1e-6 + static_cast<double>(bytes) / speed;
+}
+
+void Client::look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& states) {
+  const std::shared_ptr<Attachment> at = usable();
+  if (at->index.header().peers_up.load(std::memory_order_relaxed) == 0) return;
+  std::vector<uint32_t> missing;
+  for (size_t i = 0; i < keys.size(); ++i)
+    if (states[i] == static_cast<uint8_t>(Presence::Missing)) missing.push_back(static_cast<uint32_t>(i));
+  for (size_t first = 0; first < missing.size(); first += kMaxKeysPerMessage) {
+    const auto part = std::span(missing).subspan(first, std::min<size_t>(kMaxKeysPerMessage, missing.size() - first));
+    std::vector<uint8_t> body;
+    for (const uint32_t i : part) protocol::append(body, keys[i]);
+    std::vector<uint8_t> answer;
+    try {
+      answer = at->ask(protocol::Op::Elsewhere, static_cast<uint32_t>(part.size()), body);
+    } catch (const Error&) {
+      return;  // a daemon that does not know the question, or does not answer: what this host has stays found
+    }
+    if (answer.size() != part.size()) throw Error(Code::Detached, "the daemon's answer to a look-up cannot be read");
+    for (size_t k = 0; k < part.size(); ++k)
+      if (answer[k]) states[part[k]] = static_cast<uint8_t>(Presence::OnPeer);
+  }
 }
 
 uint64_t Client::peers_up() const { return usable()->index.header().peers_up.load(std::memory_order_relaxed); }

@@ -38,10 +38,12 @@ enum class Op : uint16_t {
   Suspect,
   Keep,
   AllowPins,
-  kLast = AllowPins
+  Elsewhere,
+  kLast = Elsewhere
 };
-inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create", "seal",    "abort",   "lookup", "delete",
-                                           "touch",  "stats",           "token",  "promote", "suspect", "keep",   "allow_pins"};
+inline constexpr const char* kOpNames[] = {"attach",  "register_layout", "create", "seal",       "abort",
+                                           "lookup",  "delete",          "touch",  "stats",      "token",
+                                           "promote", "suspect",         "keep",   "allow_pins", "elsewhere"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -152,6 +154,9 @@ struct PinsWanted {
   uint32_t slots;  // in use and wanted
   uint32_t pages;  // of the longest block
 };
+
+// Elsewhere: count keys; a byte each, 1 if another host is known to have the block. Nobody is asked. A daemon that does not know
+// the operation refuses it.
 
 static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8 && sizeof(PinsWanted) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);

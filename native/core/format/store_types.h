@@ -49,7 +49,7 @@ struct CreateRequest {
 
 enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block
 
-enum class Presence : uint8_t { Missing = 0, Pending = 1, Resident = 2, OnDisk = 3 };
+enum class Presence : uint8_t { Missing = 0, Pending = 1, Resident = 2, OnDisk = 3, OnPeer = 4 };
 
 struct Found {
   Presence presence = Presence::Missing;

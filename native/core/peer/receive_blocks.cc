@@ -6,6 +6,7 @@
 #include "core/base/error.h"
 #include "core/base/polling.h"
 #include "core/disk/block_file.h"
+#include "core/peer/policy.h"
 
 namespace kv::peer {
 namespace {
@@ -65,6 +66,7 @@ void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
     case Kind::Head: return take_head(head, landing);
     case Kind::Meta: return take_meta(head, landing);
     case Kind::Layer: return take_layer(head, landing);
+    case Kind::Busy: return take_busy(head, landing);
     default: break;
   }
   if (head.bytes) malformed("a frame that does not belong here");
@@ -125,6 +127,19 @@ void BlockReceiver::take_bytes(const Frame& head, Landing& landing, uint64_t off
   std::byte* to = window_.at(landing.extent.offset + offset);
   if (channel_.take_summed(to, bytes) != head.payload_crc) throw Broken(Broken::Why::Corrupt, "a layer's checksum differs");
   std::memset(to + bytes, 0, padded - bytes);
+}
+
+void BlockReceiver::take_busy(const Frame& head, Landing& landing) {
+  constexpr size_t kName = kMaxName + 1;
+  if (landing.headed || head.bytes % kName || head.bytes > kMostReferrals * kName) malformed("a referral that is none");
+  std::vector<std::byte> names(head.bytes);
+  channel_.take_checked(head, names.data());
+  instead_.clear();
+  for (size_t at = 0; at < names.size(); at += kName) {
+    const char* name = reinterpret_cast<const char*>(names.data() + at);
+    instead_.emplace_back(name, ::strnlen(name, kMaxName));
+  }
+  give_up(landing, Outcome::Busy);
 }
 
 void BlockReceiver::take_meta(const Frame& head, Landing& landing) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <list>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/peer/channel.h"
@@ -13,7 +14,7 @@
 
 namespace kv::peer {
 
-enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed };
+enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed, Busy };
 
 class BlockReceiver {
  public:
@@ -26,6 +27,9 @@ class BlockReceiver {
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
   // Throws Broken, with every key ended: those open as Failed, their memory given back.
   Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended);
+
+  // Of the key that has just ended as Busy: nodes that it was sent to.
+  const std::vector<std::string>& instead() const { return instead_; }
 
  private:
   struct Landing {
@@ -43,6 +47,7 @@ class BlockReceiver {
   void take_frame(const Frame& head, Landing& landing);
   void take_layout(const Frame& head);
   void take_head(const Frame& head, Landing& landing);
+  void take_busy(const Frame& head, Landing& landing);
   void take_meta(const Frame& head, Landing& landing);
   void take_layer(const Frame& head, Landing& landing);
   void take_whole(Landing& landing);
@@ -53,6 +58,7 @@ class BlockReceiver {
   const Window& window_;
   Channel& channel_;
   const uint32_t owner_;
+  std::vector<std::string> instead_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
   bool to_tell_ = false;  // something became visible that nobody has been woken for

@@ -14,17 +14,25 @@ namespace {
 constexpr uint32_t kSliceMs = 20;         // between two looks whether the other end is still there
 constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
 constexpr uint64_t kLongestMs = 120'000;  // for which a block that nobody finishes is followed
+constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk is waited for
+constexpr timespec kLoadLook{0, 500'000};
 }  // namespace
 
 struct BlockSender::Block {
-  explicit Block(Store& store, uint16_t item) : store(store), item(item) {}
-  ~Block() {
-    if (job) store.end_read(job->handle);
-  }
+  Block(BlockSender& sender, uint16_t item, const Key& key) : sender(sender), item(item), key(key) {}
+  ~Block() { end(); }
   Block(const Block&) = delete;
+  void end() {
+    if (job) sender.store_.end_read(job->handle);
+    if (std::exchange(admitted, false)) sender.admission_.end(key);
+    job.reset();
+  }
 
-  Store& store;
+  BlockSender& sender;
   const uint16_t item;
+  const Key key;
+  uint64_t loading_until_ms = 0;  // it lies on disk, and is being loaded
+  bool admitted = false;
   std::optional<ReadJob> job;
   const Layout* layout = nullptr;
   std::vector<uint32_t> sums;  // of the layers, where they are known
@@ -39,7 +47,7 @@ Frame BlockSender::frame(Kind kind, const Block& block) const {
 BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys) {
   request_ = request, sent_ = {};
   std::list<Block> blocks;
-  for (const Key& key : keys) begin(blocks.emplace_back(store_, static_cast<uint16_t>(blocks.size())), key);
+  for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
   const uint64_t began_ms = monotonic_ns() / 1'000'000;
   for (uint64_t told_ms = began_ms;;) {
     Block* first = nullptr;
@@ -51,21 +59,51 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
     if (!first) return sent_;
     if (channel_.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
     if (now_ms - began_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
-    try {
-      store_.wait_layers(first->job->handle, first->layers_sent + 1, kSliceMs);
-    } catch (const Error&) {
-      // advance() says so.
-    }
+    wait_for(store_, *first);
   }
 }
 
-void BlockSender::begin(Block& block, const Key& key) {
+void BlockSender::wait_for(Store& store, const Block& block) {
+  if (!block.job) {  // it is being loaded
+    ::nanosleep(&kLoadLook, nullptr);
+    return;
+  }
+  try {
+    store.wait_layers(block.job->handle, block.layers_sent + 1, kSliceMs);
+  } catch (const Error&) {
+    // advance() says so.
+  }
+}
+
+// Whether a block that lies on disk is on its way into memory. From other hosts nothing is fetched for another one.
+bool BlockSender::load(Block& block) {
+  LowerTier* below = store_.lower();
+  if (!below || store_.lookup(block.key).presence != Presence::OnDisk) return false;
+  const uint64_t now_ms = monotonic_ns() / 1'000'000;
+  if (!block.loading_until_ms) block.loading_until_ms = now_ms + kLoadMs;
+  return now_ms < block.loading_until_ms && below->promote(block.key, kDefaultPriority) != Presence::Missing;
+}
+
+void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
+  std::vector<std::byte> names(instead.size() * (kMaxName + 1));
+  for (size_t i = 0; i < instead.size(); ++i)
+    std::memcpy(names.data() + i * (kMaxName + 1), instead[i].data(), std::min(instead[i].size(), kMaxName));
+  channel_.put(frame(Kind::Busy, block), names);
+  block.end();
+  block.done = true;
+}
+
+void BlockSender::begin(Block& block) {
+  const Key& key = block.key;
   block.job = store_.begin_read(key);
   if (!block.job) {
+    if (load(block)) return;
     channel_.put(frame(Kind::Missing, block), {});
     block.done = true;
     return;
   }
+  std::vector<std::string> instead;
+  if (!(block.admitted = admission_.begin(key, node_, instead))) return refer(block, instead);
   const ReadJob& job = *block.job;
   block.layout = &job.layout->layout;
   if (told_.insert(job.layout->digest.words).second)
@@ -84,6 +122,10 @@ void BlockSender::begin(Block& block, const Key& key) {
 
 // Sends what is ready. True if that was the last of the block.
 bool BlockSender::advance(Block& block) {
+  if (!block.job) {
+    begin(block);
+    if (block.done || !block.job) return block.done;
+  }
   const uint32_t layers = block.layout->num_layers();
   bool sealed = block.job->sealed;
   uint32_t ready = layers;
@@ -103,6 +145,7 @@ bool BlockSender::advance(Block& block) {
   if (!block.job->sealed) send_meta(block);  // its writer may have changed it until the seal
   channel_.put(frame(Kind::Whole, block), {});
   sent_.blocks += 1;
+  if (std::exchange(block.admitted, false)) admission_.end(block.key);
   return block.done = true;
 }
 

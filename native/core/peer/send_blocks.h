@@ -1,5 +1,6 @@
 // The answer to one Fetch: each block's head, then its layers as they become ready, in order. Blocks of one answer take turns, so
-// that one whose writer still computes holds up no other. Holds the blocks against reuse while it sends.
+// that one whose writer still computes holds up no other; what lies on this host's disk is loaded first. Holds the blocks against
+// reuse while it sends.
 #pragma once
 
 #include <array>
@@ -8,13 +9,16 @@
 #include <vector>
 
 #include "core/peer/channel.h"
+#include "core/peer/policy.h"
 #include "core/peer/window.h"
 
 namespace kv::peer {
 
 class BlockSender {
  public:
-  BlockSender(Store& store, const Window& window, Channel& channel) : store_(store), window_(window), channel_(channel) {}
+  // `node`: who is at the other end.
+  BlockSender(Store& store, const Window& window, Admission& admission, Channel& channel, std::string node)
+      : store_(store), window_(window), admission_(admission), channel_(channel), node_(std::move(node)) {}
 
   struct Sent {
     uint64_t blocks = 0, bytes = 0;
@@ -25,7 +29,10 @@ class BlockSender {
  private:
   struct Block;
 
-  void begin(Block& block, const Key& key);
+  void begin(Block& block);
+  bool load(Block& block);
+  void refer(Block& block, const std::vector<std::string>& instead);
+  static void wait_for(Store& store, const Block& block);
   bool advance(Block& block);
   void send_meta(Block& block);
   void send_layer(Block& block, uint32_t layer);
@@ -33,7 +40,9 @@ class BlockSender {
 
   Store& store_;
   const Window& window_;
+  Admission& admission_;
   Channel& channel_;
+  const std::string node_;
   uint32_t request_ = 0;
   Sent sent_;
   std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection

@@ -11,11 +11,12 @@
 #include <system_error>
 
 #include "core/base/error.h"
+#include "core/peer/announce.h"
 #include "core/peer/send_blocks.h"
 
 namespace kv::peer {
 namespace {
-constexpr size_t kMaxVisits = 256;
+constexpr size_t kMaxVisits = 2048;   // of a peer: its streams, and one that is told what there is, for each namespace
 constexpr size_t kMaxStrangers = 32;  // that have not proved who they are
 constexpr uint32_t kLoopback = 127u << 24, kLoopbackMask = 0xff000000u;
 }  // namespace
@@ -58,13 +59,20 @@ void Server::renew() {
     visit.outdated = true;
     if (visit.idle) visit.channel.cut();
   }
+  wake_watchers();
+}
+
+void Server::wake_watchers() {
+  for (auto& [name, space] : spaces_) space->store->journal().wake();
 }
 
 Server::Stats Server::stats() const {
   std::lock_guard lock(mutex_);
   const auto open =
       static_cast<uint64_t>(std::count_if(visits_.begin(), visits_.end(), [](const Visit& visit) { return !visit.over; }));
-  return {open, accepted_.load(), refused_.load(), served_blocks_.load(), served_bytes_.load()};
+  uint64_t turned_away = 0;
+  for (const auto& [name, space] : spaces_) turned_away += space->admission.turned_away();
+  return {open, accepted_.load(), refused_.load(), served_blocks_.load(), served_bytes_.load(), turned_away};
 }
 
 void Server::accept_loop() {
@@ -112,12 +120,35 @@ void Server::reap(bool all) {
     std::lock_guard lock(mutex_);
     for (auto visit = visits_.begin(); visit != visits_.end();) {
       const auto next = std::next(visit);
-      if (all) visit->channel.cut();
+      if (all) visit->channel.cut(), visit->outdated = true;
       if (all || visit->over) over.splice(over.end(), visits_, visit);
       visit = next;
     }
   }
+  if (all) wake_watchers();
   for (Visit& visit : over) visit.thread.join();
+}
+
+// False: the connection has served its purpose.
+bool Server::answer(Visit& visit, const Frame& head, Space& space, BlockSender& sender) {
+  Channel& channel = visit.channel;
+  if (head.kind == static_cast<uint16_t>(Kind::Ping)) {
+    Channel::expect(head, Kind::Ping, 0);
+    channel.put({.kind = static_cast<uint16_t>(Kind::Pong), .request = head.request}, {});
+    channel.flush();
+    return true;
+  }
+  if (head.kind == static_cast<uint16_t>(Kind::Watch)) {
+    Channel::expect(head, Kind::Watch, 0);
+    announce(*space.store, channel, head.request, visit.outdated);
+    return false;
+  }
+  std::vector<Key> keys(std::min<uint64_t>(head.bytes / sizeof(Key), kMaxKeysPerFetch));
+  Channel::expect(head, Kind::Fetch, keys.size() * sizeof(Key));
+  channel.take_checked(head, reinterpret_cast<std::byte*>(keys.data()));
+  const BlockSender::Sent sent = sender.answer(head.request, keys);
+  served_blocks_ += sent.blocks, served_bytes_ += sent.bytes;
+  return true;
 }
 
 void Server::serve(Visit& visit) {
@@ -125,7 +156,9 @@ void Server::serve(Visit& visit) {
   try {
     Channel& channel = visit.channel;
     if (options_.tls) channel.secure(*options_.tls, "", kHandshakeMs);
+    std::string visitor;
     const std::string space = admit(channel, options_.node, [&](const std::string& name, const std::string& node) {
+      visitor = node;
       const auto found = spaces_.find(name);
       const bool shared =
           found != spaces_.end() && channel.certified(node) && std::count(options_.peers.begin(), options_.peers.end(), node);
@@ -133,24 +166,14 @@ void Server::serve(Visit& visit) {
     });
     visit.known = true;
     accepted_ += 1;
-    const Space& shared = *spaces_.at(space);
-    BlockSender sender(*shared.store, shared.window, channel);
+    Space& shared = *spaces_.at(space);
+    BlockSender sender(*shared.store, shared.window, shared.admission, channel, visitor);
     for (;;) {
       visit.idle = true;
       if (visit.outdated) break;
       const Frame head = channel.take_head(-1);
       visit.idle = false;
-      if (head.kind == static_cast<uint16_t>(Kind::Ping)) {
-        Channel::expect(head, Kind::Ping, 0);
-        channel.put({.kind = static_cast<uint16_t>(Kind::Pong), .request = head.request}, {});
-        channel.flush();
-        continue;
-      }
-      std::vector<Key> keys(std::min<uint64_t>(head.bytes / sizeof(Key), kMaxKeysPerFetch));
-      Channel::expect(head, Kind::Fetch, keys.size() * sizeof(Key));
-      channel.take_checked(head, reinterpret_cast<std::byte*>(keys.data()));
-      const BlockSender::Sent sent = sender.answer(head.request, keys);
-      served_blocks_ += sent.blocks, served_bytes_ += sent.bytes;
+      if (!answer(visit, head, shared, sender)) break;
     }
   } catch (const Broken&) {
     if (!visit.known) refused_ += 1;

@@ -12,9 +12,12 @@
 #include <vector>
 
 #include "core/peer/handshake.h"
+#include "core/peer/policy.h"
 #include "core/peer/window.h"
 
 namespace kv::peer {
+
+class BlockSender;
 
 class Server {
  public:
@@ -26,7 +29,7 @@ class Server {
     std::shared_ptr<TlsIdentity> tls{};  // then anybody may who has a certificate
   };
   struct Stats {
-    uint64_t connections, accepted, refused, served_blocks, served_bytes;
+    uint64_t connections, accepted, refused, served_blocks, served_bytes, turned_away;
   };
 
   explicit Server(Options options);
@@ -44,6 +47,7 @@ class Server {
     Store* store;
     Secret salt;
     Window window;
+    Admission admission{};
   };
   struct Visit {
     explicit Visit(Fd socket) : channel(std::move(socket)) {}
@@ -55,7 +59,9 @@ class Server {
   void accept_loop();
   void accept_one();
   void reap(bool all);
+  void wake_watchers();
   void serve(Visit& visit);
+  bool answer(Visit& visit, const Frame& head, Space& space, BlockSender& sender);
   bool allowed(uint32_t address) const;
 
   const Options options_;

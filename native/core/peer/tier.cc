@@ -1,7 +1,5 @@
 #include "core/peer/tier.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -11,17 +9,13 @@
 namespace kv::peer {
 namespace {
 
-constexpr size_t kStreams = 4;                    // to each peer
-constexpr size_t kFewKeys = 16;                   // of one request in any case: a prompt's blocks are followed together
-constexpr uint64_t kSmallBlockBytes = 16 << 10;   // of such ones all that wait go in one request: a stream is not the limit
-constexpr std::chrono::microseconds kLinger{50};  // who asks for one key asks for more: they go in one request
-constexpr size_t kMaxPeers = 64;                  // a bit each in Flight::asked
+constexpr size_t kStreams = 4, kMostStreams = 16;  // to each peer: at first, and where prompts that are followed hold all of them
+constexpr uint64_t kCrowdedMs = 20;                // for which a key waits while no stream is free, until there is one more
 constexpr size_t kMaxFlights = 4096;
 constexpr size_t kMaxInVain = 4096;
-constexpr uint64_t kInVainMs = 100;  // nobody has it: not asked again at once
-constexpr uint64_t kPingMs = 5000;
-constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
-constexpr int kConnectMs = 1000;
+constexpr uint64_t kInVainMs = 100;    // nobody had it: not asked again at once
+constexpr uint64_t kNoWordMs = 1000;   // nobody said that he has it, and who gets it says so
+constexpr double kUnmeasuredS = 1e-3;  // of a block, for a peer that has sent none yet
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -33,17 +27,28 @@ Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector
   if (peers.size() > kMaxPeers)
     throw Error(Code::InvalidArgument, std::to_string(peers.size()) + " peers, the limit is " + std::to_string(kMaxPeers));
   for (const Address& at : peers) {
+    usable_ |= Directory::Mask{1} << peers_.size();
+    numbers_[at.node] = peers_.size();
     peers_.push_back(std::make_unique<Peer>());
     peers_.back()->at = at;
-    peers_.back()->streams.resize(kStreams);
+    peers_.back()->streams.resize(kMostStreams);
   }
 }
 
 void Tier::start() {
   owner_ = store_.open_owner();
-  for (size_t p = 0; p < peers_.size(); ++p)
-    for (size_t s = 0; s < kStreams; ++s) peers_[p]->streams[s].thread = std::thread([this, p, s] { run(p, s); });
+  Lock lock(mutex_);
+  for (size_t p = 0; p < peers_.size(); ++p) {
+    for (size_t s = 0; s < kStreams; ++s) start_stream(p);
+    if (peers_[p]->at.tells) peers_[p]->watch.thread = std::thread([this, p] { watch(p); });
+  }
+  care_thread_ = std::thread([this] { care(); });
   store_.attach_peers(this);
+}
+
+void Tier::start_stream(size_t p) {
+  const size_t s = peers_[p]->started++;
+  peers_[p]->streams[s].thread = std::thread([this, p, s] { run(p, s); });
 }
 
 void Tier::stop() {
@@ -51,15 +56,22 @@ void Tier::stop() {
   store_.attach_peers(nullptr);
   {
     Lock lock(mutex_);
-    for (auto& peer : peers_) {
-      become(*peer, State::Down);
-      for (Stream& stream : peer->streams)
+    for (size_t p = 0; p < peers_.size(); ++p) {
+      Peer& peer = *peers_[p];
+      become(p, State::Down);
+      for (Stream& stream : peer.streams)
         if (stream.channel) stream.channel->cut();
-      peer->work.notify_all();
+      if (peer.watch.channel) peer.watch.channel->cut();
+      peer.work.notify_all(), peer.up.notify_all();
     }
+    care_.notify_all();
   }
-  for (auto& peer : peers_)
-    for (Stream& stream : peer->streams) stream.thread.join();
+  for (auto& peer : peers_) {
+    for (Stream& stream : peer->streams)
+      if (stream.thread.joinable()) stream.thread.join();
+    if (peer->watch.thread.joinable()) peer->watch.thread.join();
+  }
+  care_thread_.join();
   store_.end_session(owner_);
 }
 
@@ -78,158 +90,75 @@ Presence Tier::fetch(const Key& key, uint32_t priority) {
     }
     return Presence::Pending;
   }
-  if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
+  if (const auto vain = in_vain_.find(mark_of(key, false)); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;
     in_vain_.erase(vain);
   }
-  if (flights_.size() >= kMaxFlights || !next_peer(key, 0)) return Presence::Missing;
+  if (flights_.size() >= kMaxFlights || !usable_.load()) return Presence::Missing;
   Flight& flight = flights_[key];
   flight.place = {~priority, ++arrivals_};
-  send_on(key, flight);
-  return Presence::Pending;
+  if (send_on(key, flight)) return Presence::Pending;
+  flights_.erase(key);
+  return Presence::Missing;
 }
 
-// Of the peers that were not asked and can be, the first in the key's own order.
-std::optional<size_t> Tier::next_peer(const Key& key, uint64_t asked) const {
-  std::optional<size_t> best;
-  uint64_t best_rank = 0;
-  for (size_t p = 0; p < peers_.size(); ++p) {
-    if (asked >> p & 1 || peers_[p]->state == State::Down) continue;
-    uint64_t rank = (key.words[1] ^ (p + 1) * 0x9e3779b97f4a7c15ull) * 0xff51afd7ed558ccdull;
-    rank ^= rank >> 33;
-    if (!best || rank > best_rank) best = p, best_rank = rank;
-  }
-  return best;
+bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
+
+double Tier::estimate_s(uint64_t bytes) const {
+  const uint64_t rate = best_bytes_per_s_.load(std::memory_order_relaxed);
+  if (rate == 0) return -1;
+  return static_cast<double>(best_rtt_us_.load(std::memory_order_relaxed)) * 1e-6 +
+         static_cast<double>(bytes) / static_cast<double>(rate);
 }
 
-// To the next peer's queue. False if there is none.
+// ---------------------------------------------------------------- where a key goes
+
+// Seconds until a peer would have sent it, by what is known here.
+double Tier::cost_s(size_t p) const {
+  const Peer& peer = *peers_[p];
+  const auto blocks = static_cast<double>(peer.queue.size() + peer.in_flight);
+  const uint64_t rate = peer.bytes_per_s, bytes = peer.block_bytes;
+  const double each_s = rate ? static_cast<double>(bytes) / static_cast<double>(rate) : kUnmeasuredS;
+  return static_cast<double>(peer.rtt_us) * 1e-6 + blocks * each_s;
+}
+
+// To the next peer's queue, or where it waits for one. False if there is nothing to hope for.
 bool Tier::send_on(const Key& key, Flight& flight) {
-  const std::optional<size_t> next = next_peer(key, flight.asked);
-  if (!next) return false;
-  flight.peer = *next;
-  flight.asked |= uint64_t{1} << *next;
-  peers_[*next]->queue.emplace(flight.place, key);
-  peers_[*next]->work.notify_one();
+  const uint64_t turn = key.words[1] ^ ++turns_ * 0xff51afd7ed558ccdull;
+  const Next next = next_step(directory_, usable_.load(), key, flight.route, turn, [this](size_t p) { return cost_s(p); });
+  flight.waits = next.step;
+  if (next.step == Step::WaitForTurn || next.step == Step::WaitForWord) wait_for(key, flight, next.wait_ms);
+  if (next.step != Step::Ask) return next.step != Step::GiveUp;
+  Peer& peer = *peers_[flight.peer = next.peer];
+  peer.queue.emplace(flight.place, key);
+  peer.work.notify_one();
+  if (!peer.idle && peer.started < kMostStreams && !std::exchange(peer.crowded, true)) {
+    crowded_.emplace(now_ms() + kCrowdedMs, next.peer);
+    care_.notify_one();
+  }
   return true;
 }
 
+void Tier::wait_for(const Key& key, Flight& flight, uint64_t for_ms) {
+  flight.until_ms = now_ms() + for_ms;
+  waits_.emplace(flight.until_ms, key);
+  if (flight.waits == Step::WaitForWord) hoped_for_[mark_of(key, false)] = key;
+  care_.notify_one();
+}
+
 void Tier::end_flight(const Key& key, bool in_vain) {
-  flights_.erase(key);
+  const auto flight = flights_.find(key);
+  const bool asked = flight->second.route.asked != 0;
+  if (flight->second.waits == Step::WaitForWord) hoped_for_.erase(mark_of(key, false));
+  flights_.erase(flight);
   if (!in_vain) return;
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
-  in_vain_[key] = now_ms() + kInVainMs;
+  in_vain_[mark_of(key, false)] = now_ms() + (asked ? kInVainMs : kNoWordMs);
 }
 
-// ---------------------------------------------------------------- a stream's thread
-
-void Tier::run(size_t p, size_t s) {
-  ::pthread_setname_np(::pthread_self(), "kv-fetch");
+void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<std::string>& instead) {
   Peer& peer = *peers_[p];
-  Stream& stream = peer.streams[s];
-  Lock lock(mutex_);
-  while (!stop_) {
-    if (!work_or_care(lock, peer, s)) continue;
-    try {
-      if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
-      if (!stream.channel) connect(lock, peer, stream);
-      if (!peer.queue.empty()) {
-        lock.unlock();
-        std::this_thread::sleep_for(kLinger);
-        lock.lock();
-      }
-      const std::vector<Key> keys = take_batch(peer);
-      if (!keys.empty()) {
-        peer.in_flight += keys.size();
-        fetch_batch(lock, peer, stream, keys);
-      } else if (s == 0) {
-        lock.unlock();
-        ping(peer, stream);
-        lock.lock();
-      }
-    } catch (const Broken& error) {
-      if (!lock.owns_lock()) lock.lock();
-      went_wrong(peer, stream, error);
-      lock.unlock();
-      store_.load_ended();
-      lock.lock();
-    }
-  }
-}
-
-// Waits. True if there are keys to fetch, or it is time for the first stream to see how the peer is.
-bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
-  const bool first = s == 0;
-  if (peer.state == State::New && first) return true;
-  if (!peer.queue.empty() && peer.state == State::Up) return true;
-  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, now_ms() + 1) - now_ms() : kPingMs;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
-  return peer.work.wait_until(lock, until) == std::cv_status::timeout && first && !stop_;
-}
-
-bool Tier::of_no_use(const Peer& peer, const Stream& stream) const {
-  return peer.state == State::Down || stream.channel->hung_up() ||
-         (tls_ && stream.channel->generation() != tls_->generation());  // the certificates are others now
-}
-
-// Lets go of the lock meanwhile.
-void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
-  lock.unlock();
-  auto made = std::make_unique<Channel>(Channel::connect(peer.at.host, peer.at.port, kConnectMs));
-  lock.lock();
-  if (stop_) throw Broken(Broken::Why::Gone, "stopping");
-  Channel& channel = *(stream.channel = std::move(made));  // from here on stop() can cut it
-  lock.unlock();
-  if (tls_) channel.secure(*tls_, peer.at.node, kHandshakeMs);
-  introduce(channel, node_, store_.name(), salt_, peer.at.node);
-  stream.receiver = std::make_unique<BlockReceiver>(store_, window_, channel, owner_);
-  lock.lock();
-  peer.connects += 1, peer.failures = 0;
-  become(peer, State::Up);
-  peer.work.notify_all();
-}
-
-void Tier::ping(Peer& peer, Stream& stream) {
-  const uint64_t began_ns = monotonic_ns();
-  const uint32_t request = ++requests_;
-  stream.channel->put({.kind = static_cast<uint16_t>(Kind::Ping), .request = request}, {});
-  stream.channel->flush();
-  const Frame pong = stream.channel->take_head();
-  Channel::expect(pong, Kind::Pong, 0);
-  if (pong.request != request) throw Broken(Broken::Why::Malformed, "another ping's answer");
-  peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
-}
-
-// What waits, or of much a fair part, so that the other streams have work too.
-std::vector<Key> Tier::take_batch(Peer& peer) const {
-  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
-  const size_t fair =
-      small ? peer.queue.size() : std::max((peer.queue.size() + kStreams - 1) / kStreams, std::min(kFewKeys, peer.queue.size()));
-  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
-  std::vector<Key> keys;
-  while (keys.size() < most) {
-    keys.push_back(peer.queue.begin()->second);
-    peer.queue.erase(peer.queue.begin());
-  }
-  return keys;
-}
-
-void Tier::fetch_batch(Lock& lock, Peer& peer, Stream& stream, const std::vector<Key>& keys) {
-  lock.unlock();
-  const uint64_t began_ns = monotonic_ns();
-  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
-    Lock inner(mutex_);
-    ended(peer, keys[i], outcome);
-  });
-  if (const uint64_t took_us = (monotonic_ns() - began_ns) / 1000; received.bytes && took_us) {
-    peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
-    const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
-    peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
-    if (!store_.lower()) store_.tell_load_speed(peer.bytes_per_s, 0, peer.rtt_us);
-  }
-  lock.lock();
-}
-
-void Tier::ended(Peer& peer, const Key& key, Outcome outcome) {
+  Flight& flight = flights_.at(key);
   peer.in_flight -= 1;
   switch (outcome) {
     case Outcome::Fetched: peer.fetched += 1; break;
@@ -237,49 +166,82 @@ void Tier::ended(Peer& peer, const Key& key, Outcome outcome) {
     case Outcome::Lost: peer.lost += 1; break;
     case Outcome::NoSpace: peer.no_space += 1; break;
     case Outcome::Needless: peer.needless += 1; break;
+    case Outcome::Busy:
+      peer.busy += 1, flight.route.busy = true;
+      for (const std::string& node : instead)
+        if (const auto other = numbers_.find(node); other != numbers_.end())
+          flight.route.referred |= Directory::Mask{1} << other->second;
+      break;
     default: peer.failed += 1; break;
   }
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
   if (here || outcome == Outcome::NoSpace) return end_flight(key, !here);
-  if (stop_ || !send_on(key, flights_.at(key))) end_flight(key, true);
+  if (stop_ || !send_on(key, flight)) end_flight(key, true);
 }
 
-void Tier::become(Peer& peer, State state) {
-  store_.tell_peers((state == State::Up) - (peer.state == State::Up));
-  peer.state = state;
-}
+// ---------------------------------------------------------------- what waits for a time
 
-// It is left alone until a connection stands again; what waited for it is asked of others.
-void Tier::went_wrong(Peer& peer, Stream& stream, const Broken& error) {
-  stream.receiver.reset(), stream.channel.reset();
-  if (stop_) return;
-  switch (error.why) {
-    case Broken::Why::Gone: peer.gone += 1; break;
-    case Broken::Why::Stalled: peer.stalled += 1; break;
-    case Broken::Why::Malformed: peer.malformed += 1; break;
-    case Broken::Why::Corrupt: peer.corrupt += 1; break;
-    case Broken::Why::Refused: peer.refused += 1; break;
+// A flight's wait, and what is crowded. Ends with the tier.
+void Tier::care() {
+  Lock lock(mutex_);
+  while (!stop_) {
+    uint64_t next = ~uint64_t{0};
+    if (!waits_.empty()) next = waits_.begin()->first;
+    if (!crowded_.empty()) next = std::min(next, crowded_.begin()->first);
+    const uint64_t now = now_ms();
+    if (next > now) {
+      if (next == ~uint64_t{0})
+        care_.wait(lock);
+      else
+        care_.wait_for(lock, std::chrono::milliseconds(next - now));
+      continue;
+    }
+    bool in_vain = false;
+    while (!waits_.empty() && waits_.begin()->first <= now) {
+      const auto [until_ms, key] = *waits_.begin();
+      waits_.erase(waits_.begin());
+      const auto flight = flights_.find(key);
+      if (flight != flights_.end() && flight->second.waits != Step::Ask && flight->second.until_ms == until_ms)
+        in_vain |= !goes_on(key, flight->second);
+    }
+    while (!crowded_.empty() && crowded_.begin()->first <= now) {
+      const size_t p = crowded_.begin()->second;
+      crowded_.erase(crowded_.begin());
+      Peer& peer = *peers_[p];
+      peer.crowded = false;
+      if (peer.queue.empty() || peer.idle || peer.started >= kMostStreams || peer.state != State::Up) continue;
+      start_stream(p);
+      crowded_.emplace(now + kCrowdedMs, p), peer.crowded = true;
+    }
+    if (!in_vain) continue;
+    lock.unlock();
+    store_.load_ended();
+    lock.lock();
   }
-  const uint64_t pause_ms = std::min(kFirstPauseMs << std::min(peer.failures, 5u), kLongestPauseMs);
-  peer.failures += 1, peer.retry_ms = now_ms() + pause_ms;
-  become(peer, State::Down);
-  peer.why = error.what();
-  for (const auto& [place, key] : std::exchange(peer.queue, {}))
-    if (!send_on(key, flights_.at(key))) end_flight(key, true);
-  peer.work.notify_all();
+}
+
+bool Tier::goes_on(const Key& key, Flight& flight) {
+  if (flight.waits == Step::WaitForTurn) {
+    ask_again(flight.route);
+    if (send_on(key, flight)) return true;
+  }
+  end_flight(key, true);
+  return false;
 }
 
 std::vector<Tier::PeerStats> Tier::stats() {
   Lock lock(mutex_);
   std::vector<PeerStats> out;
-  for (const auto& peer : peers_) {
+  for (size_t p = 0; p < peers_.size(); ++p) {
     static constexpr const char* kStates[] = {"new", "up", "down"};
+    const Peer& peer = *peers_[p];
     PeerStats one{};
-    one.node = peer->at.node, one.address = peer->at.host + ":" + std::to_string(peer->at.port);
-    one.state = kStates[static_cast<int>(peer->state)], one.why = peer->why;
-    one.queued = peer->queue.size(), one.in_flight = peer->in_flight;
-    one.rtt_us = peer->rtt_us, one.bytes_per_s = peer->bytes_per_s, one.connects = peer->connects;
-#define X(name) one.name = peer->name;
+    one.node = peer.at.node, one.address = peer.at.host + ":" + std::to_string(peer.at.port);
+    one.state = kStates[static_cast<int>(peer.state)], one.why = peer.why;
+    one.queued = peer.queue.size(), one.in_flight = peer.in_flight;
+    one.rtt_us = peer.rtt_us, one.bytes_per_s = peer.bytes_per_s, one.connects = peer.connects;
+    one.streams = peer.started, one.held = directory_.held(p), one.complete = directory_.complete() >> p & 1;
+#define X(name) one.name = peer.name;
     KV_PEER_COUNTERS(X)
 #undef X
     out.push_back(std::move(one));

@@ -1,10 +1,13 @@
-// The other hosts as a tier of one namespace: which blocks are asked of which peer, how often, and when one is left alone. Each
-// peer has a few connections with a thread each; a key is asked for once at a time, of one peer after another, in an order of
-// its own, so that a block that all want is not asked of the same host by all. Nobody waits for these threads: who asks is told
-// that it is on its way, and the block appears.
+// The other hosts as a tier of one namespace: which blocks are asked of which peer, how often, and when one is left alone. Peers
+// tell what they have (core/peer/directory.h), so a block is asked of one that has it (core/peer/policy.h), and one that nobody
+// has costs no message. Each peer has a few connections with a thread each, and one more on which it tells. Nobody waits for
+// these threads: who asks is told that it is on its way, and the block appears.
 //
 // Invariants: a key has one flight at most; flights, the queue and the bytes of a message are bounded; a peer that failed is not
 // asked again before a connection to it stands.
+//
+// tier.cc: what the doors call, where a key goes, and what waits. tier_streams.cc: the threads that fetch. tier_watch.cc: those
+// that hear what peers have.
 #pragma once
 
 #include <array>
@@ -18,7 +21,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/peer/directory.h"
 #include "core/peer/handshake.h"
+#include "core/peer/policy.h"
 #include "core/peer/receive_blocks.h"
 #include "core/peer/window.h"
 #include "core/store/store.h"
@@ -27,17 +32,19 @@ namespace kv::peer {
 
 #define KV_PEER_COUNTERS(X) \
   X(fetched)                \
-  X(fetch_bytes) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused)
+  X(fetch_bytes)            \
+  X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
  public:
   struct Address {
     std::string node, host;  // numeric
     uint16_t port = 0;
+    bool tells = true;  // what it has; who does not is asked
   };
   struct PeerStats {
     std::string node, address, state, why;  // state: "new", "up", "down"
-    uint64_t queued, in_flight, rtt_us, bytes_per_s, connects;
+    uint64_t queued, in_flight, rtt_us, bytes_per_s, connects, streams, held, complete;
 #define X(name) uint64_t name;
     KV_PEER_COUNTERS(X)
 #undef X
@@ -51,6 +58,8 @@ class Tier final : public Fetcher {
   void stop();
 
   Presence fetch(const Key& key, uint32_t priority) override;
+  bool known(const Key& key) const override;
+  double estimate_s(uint64_t bytes) const override;
   std::vector<PeerStats> stats();
 
  private:
@@ -64,8 +73,11 @@ class Tier final : public Fetcher {
   struct Peer {
     Address at;
     std::vector<Stream> streams;
+    size_t started = 0, idle = 0;  // streams that have a thread, and that wait for work
+    bool crowded = false;          // it is looked at again whether it needs one more
+    Stream watch;
     std::map<Place, Key> queue;
-    std::condition_variable work;
+    std::condition_variable work, up;
     State state = State::New;
     std::string why;  // it was down last
     uint32_t failures = 0;
@@ -77,8 +89,10 @@ class Tier final : public Fetcher {
   };
   struct Flight {
     Place place;
-    uint64_t asked = 0;  // peers that were asked: a bit each
+    Route route{};
     size_t peer = 0;
+    Step waits = Step::Ask;  // Ask: it is in a queue, or was asked for
+    uint64_t until_ms = 0;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -87,14 +101,23 @@ class Tier final : public Fetcher {
   bool of_no_use(const Peer& peer, const Stream& stream) const;
   void connect(Lock& lock, Peer& peer, Stream& stream);
   void ping(Peer& peer, Stream& stream);
-  void fetch_batch(Lock& lock, Peer& peer, Stream& stream, const std::vector<Key>& keys);
+  void fetch_batch(Lock& lock, size_t peer, Stream& stream, const std::vector<Key>& keys);
   std::vector<Key> take_batch(Peer& peer) const;
-  void become(Peer& peer, State state);
-  void went_wrong(Peer& peer, Stream& stream, const Broken& error);
-  void ended(Peer& peer, const Key& key, Outcome outcome);
+  void tell_speed();
+  void become(size_t peer, State state);
+  void went_wrong(size_t peer, Stream& stream, const Broken& error);
+  void ended(size_t peer, const Key& key, Outcome outcome, const std::vector<std::string>& instead);
   bool send_on(const Key& key, Flight& flight);
-  std::optional<size_t> next_peer(const Key& key, uint64_t asked) const;
+  double cost_s(size_t peer) const;
+  void wait_for(const Key& key, Flight& flight, uint64_t for_ms);
   void end_flight(const Key& key, bool in_vain);
+  void start_stream(size_t peer);
+  void care();
+  bool goes_on(const Key& key, Flight& flight);
+
+  void watch(size_t peer);
+  void listen(size_t peer, Channel& channel);
+  void hear(const std::vector<uint64_t>& marks);
 
   Store& store_;
   const std::string node_;
@@ -104,13 +127,23 @@ class Tier final : public Fetcher {
   uint32_t owner_ = 0;
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> requests_{0};
+  std::atomic<uint64_t> best_bytes_per_s_{0}, best_rtt_us_{0};
+  std::atomic<Directory::Mask> usable_{0};  // peers that are not down; changed under mutex_
 
-  std::mutex
-      mutex_;  // guards what follows, and the peers' fields that are no atomics; never held over I/O or a call of the store
+  Directory directory_;  // has locks of its own
+
+  // Guards what follows, and the peers' fields that are no atomics; never held over I/O or a call of the store.
+  mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::unordered_map<Key, Flight, KeyHash> flights_;
-  std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again asks no peer (ms)
-  uint64_t arrivals_ = 0;
+  std::unordered_map<uint64_t, uint64_t> in_vain_;   // mark -> until when asking again asks no peer (ms)
+  std::unordered_map<uint64_t, Key> hoped_for_;      // mark -> a key that waits for a peer's word
+  std::multimap<uint64_t, Key> waits_;               // when the wait of a flight ends (ms)
+  std::multimap<uint64_t, size_t> crowded_;          // when a peer is looked at (ms)
+  std::unordered_map<std::string, size_t> numbers_;  // of the peers, by node
+  std::condition_variable care_;
+  std::thread care_thread_;
+  uint64_t arrivals_ = 0, turns_ = 0;
 };
 
 }  // namespace kv::peer

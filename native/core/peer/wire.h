@@ -9,7 +9,7 @@
 namespace kv::peer {
 
 inline constexpr uint32_t kMagic = 0x3150564b;  // "KVP1"
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kMaxName = 63;
 inline constexpr uint32_t kMaxKeysPerFetch = 64;
 inline constexpr uint64_t kMaxControlBytes = 16 << 10;  // payload of every frame but Meta and Layer, whose size the layout says
@@ -31,6 +31,9 @@ enum class Kind : uint16_t {
   Waiting,  // somebody still computes; says that this daemon lives
   Ping,
   Pong,
+  Busy,   // it is sent to as many as may have it at once; the payload has names of nodes that get it, kMaxName + 1 bytes each
+  Watch,  // from here on this connection is for Holds alone
+  Holds,  // marks of keys (core/store/journal.h) that came and went, in order; `layer` is 1 once all that there is was told
 };
 
 struct Frame {

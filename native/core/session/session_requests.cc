@@ -71,7 +71,8 @@ bool reader_may(Op op) {
     case Op::Token:
     case Op::Promote:
     case Op::Suspect:
-    case Op::AllowPins: return true;
+    case Op::AllowPins:
+    case Op::Elsewhere: return true;
     default: return false;
   }
 }
@@ -117,10 +118,16 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
     case Op::LookUp:
     case Op::Delete:
     case Op::Touch:
+    case Op::Elsewhere:
     case Op::Suspect: {
       const auto keys = body.take<Key>(request.count);
       need_end(body);
       if (op == Op::LookUp) return look_up(store, keys);
+      if (op == Op::Elsewhere) {
+        std::vector<uint8_t> out;
+        for (const Key& key : keys) out.push_back(store.known_elsewhere(key));
+        return out;
+      }
       if (op == Op::Touch) {
         const std::vector<bool> touched = store.touch(keys);
         return {touched.begin(), touched.end()};

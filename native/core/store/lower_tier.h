@@ -28,6 +28,10 @@ class Fetcher {
   virtual ~Fetcher() = default;
   // Pending: it is being fetched, or asked for. Missing: no peer has it, or none can be reached.
   virtual Presence fetch(const Key& key, uint32_t priority) = 0;
+  // Whether one is known to have it now, by what it told; asks nobody.
+  virtual bool known(const Key& key) const = 0;
+  // Seconds until so many bytes would be here, by what was measured. Below 0: nothing was measured.
+  virtual double estimate_s(uint64_t bytes) const = 0;
 };
 
 }  // namespace kv

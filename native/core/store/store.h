@@ -36,6 +36,7 @@
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
 #include "core/store/eviction.h"
+#include "core/store/journal.h"
 #include "core/store/layout_table.h"
 #include "core/store/left_sessions.h"
 #include "core/store/lower_tier.h"
@@ -119,11 +120,15 @@ class Store {
 
   // ---- other hosts' daemons: blocks read by them, and fetched from them
   void tell_peers(int more) { index_.header().peers_up.fetch_add(static_cast<uint64_t>(more), std::memory_order_relaxed); }
+  void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
   Presence promote(const Key& key, uint32_t priority);  // has it brought into memory by what lies below, or from a peer
   std::optional<ReadJob> begin_read(const Key& key);    // sealed or being written; its memory stays until end_read
   void end_read(Handle handle);
+  bool known_elsewhere(const Key& key) const;  // by what other hosts told; nobody is asked
   bool is_sealed(Handle handle) const;
+  Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
+  std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
   // ---- sessions
   struct SessionInfo {
@@ -210,6 +215,7 @@ class Store {
   Lock enter();  // takes the lock; throws Fenced
   void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out);
   bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
+  static bool servable(State state, uint8_t flags);
   void transition(uint32_t record, Event event, State to, uint8_t flags);
   void publish_progress(uint32_t record, Phase phase);
   bool anybody_waits() const;
@@ -322,6 +328,9 @@ class Store {
   void check_memory();
   void check_pool();
 
+  // store_peers.cc
+  bool peer_is_sooner(const Fetcher& peers, const Key& key) const;
+
   // store_bytes.cc
   class Reading;
   struct Verdict {
@@ -380,6 +389,7 @@ class Store {
   int wake_disk_ = -1;
   std::atomic<LowerTier*> lower_{nullptr};
   std::atomic<Fetcher*> peers_{nullptr};
+  Journal journal_;                                      // has a lock of its own
   std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
   std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
   std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks

@@ -111,6 +111,7 @@ Store::Store(const Options& options)
   else
     lay_out_new_table();
   index_.header().peers_up.store(0, std::memory_order_relaxed);  // of this daemon there are none yet
+  index_.header().peer_bytes_per_s.store(0, std::memory_order_relaxed);
   pool_.start(
       [this](uint64_t frontier) {
         Lock lock(mutex_);

@@ -8,14 +8,39 @@
 
 namespace kv {
 
-// Memory, disk, then the other hosts.
+namespace {
+constexpr double kMuchSooner = 4;            // than this host's disk another one's memory must be
+constexpr uint64_t kCompareBytes = 1 << 20;  // what the two are compared by
+}  // namespace
+
+// Memory, disk, then the other hosts; another host that has it before the disk, if the disk is known to be much slower.
 Presence Store::promote(const Key& key, uint32_t priority) {
   const Presence here = lookup(key).presence;
   if (here == Presence::Resident || here == Presence::Pending) return here;
   LowerTier* below = lower();
-  if (const Presence there = below ? below->promote(key, priority) : here; there != Presence::Missing) return there;
   Fetcher* peers = peers_.load(std::memory_order_acquire);
+  if (below && peers && here == Presence::OnDisk && peer_is_sooner(*peers, key))
+    if (const Presence there = peers->fetch(key, priority); there != Presence::Missing) return there;
+  if (const Presence there = below ? below->promote(key, priority) : here; there != Presence::Missing) return there;
   return peers ? peers->fetch(key, priority) : Presence::Missing;
+}
+
+bool Store::peer_is_sooner(const Fetcher& peers, const Key& key) const {
+  const TableHeader& header = index_.header();
+  const uint64_t rate = header.load_bytes_per_s.load(std::memory_order_relaxed);
+  if (rate == 0 || !peers.known(key)) return false;
+  const uint64_t bytes = header.load_waiting_bytes.load(std::memory_order_relaxed) + kCompareBytes;
+  const double disk_s = static_cast<double>(header.load_latency_us.load(std::memory_order_relaxed)) * 1e-6 +
+                        static_cast<double>(bytes) / static_cast<double>(rate);
+  const double peer_s = peers.estimate_s(kCompareBytes);
+  return peer_s >= 0 && kMuchSooner * peer_s < disk_s;
+}
+
+// How soon a block of another host would be here, for clients that weigh it against computing.
+void Store::tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us) {
+  TableHeader& header = index_.header();
+  header.peer_bytes_per_s.store(bytes_per_s, std::memory_order_relaxed);
+  header.peer_latency_us.store(latency_us, std::memory_order_relaxed);
 }
 
 std::optional<ReadJob> Store::begin_read(const Key& key) {
@@ -47,6 +72,19 @@ void Store::end_read(Handle handle) {
   pins_gone_ += 1;
   if (--pin->second.count == 0) io_pins_.erase(pin);
   scan_zombies(control(handle.record).state() == State::Zombie);
+}
+
+std::vector<uint64_t> Store::held_marks(uint32_t& record, uint32_t limit) {
+  Lock lock(mutex_);
+  std::vector<uint64_t> out;
+  for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked)
+    if (const Control now = control(record); servable(now.state(), now.flags())) out.push_back(mark_of(key_of(record), true));
+  return out;
+}
+
+bool Store::known_elsewhere(const Key& key) const {
+  const Fetcher* peers = peers_.load(std::memory_order_acquire);
+  return peers && peers->known(key);
 }
 
 bool Store::is_sealed(Handle handle) const {

@@ -31,7 +31,7 @@ def served(daemon, tmp_path):
 @pytest.fixture
 def patient(monkeypatch):
     """A tiny model computes its prompt in a millisecond: nobody would wait for a disk on a busy machine."""
-    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, length_bytes: 30.0)
+    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, *length_bytes: 30.0)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def crowd_out(client, kv, keys):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_document_evicted_to_disk_is_found(served, model, wait_until, monkeypatch, tmp_path, waits):
     """Its records still say what a search goes by."""
-    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, length_bytes: 30.0 * waits)
+    monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, *length_bytes: 30.0 * waits)
     document, options = prompt(100, seed=5), {"block_tokens": BLOCK, "repair": "auto", "self_test": False}
     computed = torch.cat([prompt(21, seed=2), document, prompt(20, seed=3)], 1)
     with served.connect() as client, kvclient.hf.attach(model, client, **options) as kv:

@@ -1,0 +1,58 @@
+#include "core/peer/announce.h"
+
+#include <chrono>
+#include <thread>
+
+#include "core/base/polling.h"
+
+namespace kv::peer {
+namespace {
+
+constexpr uint32_t kRecordsAtOnce = 4096;  // of one hold of the store's lock
+constexpr size_t kMarksPerFrame = kMaxControlBytes / sizeof(uint64_t);
+constexpr std::chrono::milliseconds kLinger{3};    // after what was told, so that changes in a burst go together
+constexpr std::chrono::milliseconds kSlice{1000};  // between two looks whether the other end is there
+
+struct Listening {
+  explicit Listening(Journal& journal) : journal(journal) { journal.listen(1); }
+  ~Listening() { journal.listen(-1); }
+  Journal& journal;
+};
+
+void put_marks(Channel& channel, uint32_t request, std::span<const uint64_t> marks, bool complete) {
+  do {
+    const auto part = marks.first(std::min(marks.size(), kMarksPerFrame));
+    marks = marks.subspan(part.size());
+    const Frame head{.kind = static_cast<uint16_t>(Kind::Holds), .request = request, .layer = complete && marks.empty()};
+    channel.put(head, std::as_bytes(part));
+  } while (!marks.empty());
+  channel.flush();
+}
+
+}  // namespace
+
+void announce(Store& store, Channel& channel, uint32_t request, const std::atomic<bool>& over) {
+  Journal& journal = store.journal();
+  const Listening listening(journal);
+  std::vector<uint64_t> changes;
+  uint64_t from = journal.head();
+  bool whole = false;  // all was told once
+  for (uint64_t told_ns = monotonic_ns(); !over.load();) {
+    if (!whole) {
+      from = journal.head();  // what changes while the table is read is told behind it
+      for (uint32_t record = 0; record < store.options().max_blocks && !over.load();)
+        put_marks(channel, request, store.held_marks(record, kRecordsAtOnce), false);
+    }
+    changes.clear();
+    if (!journal.read(from, changes)) throw Broken(Broken::Why::Gone, "more changed than can be told: it connects anew");
+    if (!whole || !changes.empty() || monotonic_ns() - told_ns > uint64_t{kHoldsMs} * 1'000'000) {
+      put_marks(channel, request, changes, true);
+      told_ns = monotonic_ns(), whole = true;
+      if (!changes.empty()) std::this_thread::sleep_for(kLinger);
+    }
+    if (channel.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
+    journal.wait(from, kSlice, over);
+  }
+}
+
+}  // namespace kv::peer

@@ -1,0 +1,183 @@
+// The threads that fetch: one for each connection to a peer.
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/base/error.h"
+#include "core/base/polling.h"
+#include "core/peer/tier.h"
+
+namespace kv::peer {
+namespace {
+
+constexpr size_t kFairShare = 4;                  // streams that share what waits
+constexpr size_t kFewKeys = 16;                   // of one request in any case: a prompt's blocks are followed together
+constexpr uint64_t kSmallBlockBytes = 16 << 10;   // of such ones all that wait go in one request: a stream is not the limit
+constexpr std::chrono::microseconds kLinger{50};  // who asks for one key asks for more: they go in one request
+constexpr uint64_t kPingMs = 5000;
+constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
+constexpr int kConnectMs = 1000;
+
+uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
+
+}  // namespace
+
+void Tier::run(size_t p, size_t s) {
+  ::pthread_setname_np(::pthread_self(), "kv-fetch");
+  Peer& peer = *peers_[p];
+  Stream& stream = peer.streams[s];
+  Lock lock(mutex_);
+  while (!stop_) {
+    if (!work_or_care(lock, peer, s)) continue;
+    try {
+      if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
+      if (!stream.channel) {
+        connect(lock, peer, stream);
+        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_);
+        peer.failures = 0;
+        become(p, State::Up);
+        peer.work.notify_all();
+      }
+      if (!peer.queue.empty()) {
+        lock.unlock();
+        std::this_thread::sleep_for(kLinger);
+        lock.lock();
+      }
+      const std::vector<Key> keys = take_batch(peer);
+      if (!keys.empty()) {
+        peer.in_flight += keys.size();
+        fetch_batch(lock, p, stream, keys);
+      } else if (s == 0) {
+        lock.unlock();
+        ping(peer, stream);
+        lock.lock();
+      }
+    } catch (const Broken& error) {
+      if (!lock.owns_lock()) lock.lock();
+      went_wrong(p, stream, error);
+      lock.unlock();
+      store_.load_ended();
+      lock.lock();
+    }
+  }
+}
+
+// Waits. True if there are keys to fetch, or it is time for the first stream to see how the peer is.
+bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
+  const bool first = s == 0;
+  if (peer.state == State::New && first) return true;
+  if (!peer.queue.empty() && peer.state == State::Up) return true;
+  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, now_ms() + 1) - now_ms() : kPingMs;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
+  peer.idle += 1;
+  const bool timeout = peer.work.wait_until(lock, until) == std::cv_status::timeout;
+  peer.idle -= 1;
+  return timeout && first && !stop_;
+}
+
+bool Tier::of_no_use(const Peer& peer, const Stream& stream) const {
+  return peer.state == State::Down || stream.channel->hung_up() ||
+         (tls_ && stream.channel->generation() != tls_->generation());  // the certificates are others now
+}
+
+// Lets go of the lock meanwhile.
+void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
+  lock.unlock();
+  auto made = std::make_unique<Channel>(Channel::connect(peer.at.host, peer.at.port, kConnectMs));
+  lock.lock();
+  if (stop_) throw Broken(Broken::Why::Gone, "stopping");
+  Channel& channel = *(stream.channel = std::move(made));  // from here on stop() can cut it
+  lock.unlock();
+  if (tls_) channel.secure(*tls_, peer.at.node, kHandshakeMs);
+  introduce(channel, node_, store_.name(), salt_, peer.at.node);
+  lock.lock();
+  peer.connects += 1;
+}
+
+void Tier::ping(Peer& peer, Stream& stream) {
+  const uint64_t began_ns = monotonic_ns();
+  const uint32_t request = ++requests_;
+  stream.channel->put({.kind = static_cast<uint16_t>(Kind::Ping), .request = request}, {});
+  stream.channel->flush();
+  const Frame pong = stream.channel->take_head();
+  Channel::expect(pong, Kind::Pong, 0);
+  if (pong.request != request) throw Broken(Broken::Why::Malformed, "another ping's answer");
+  peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
+}
+
+// What waits, or of much a fair part, so that the other streams have work too.
+std::vector<Key> Tier::take_batch(Peer& peer) const {
+  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
+  const size_t fair = small ? peer.queue.size()
+                            : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
+  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
+  std::vector<Key> keys;
+  while (keys.size() < most) {
+    keys.push_back(peer.queue.begin()->second);
+    peer.queue.erase(peer.queue.begin());
+  }
+  return keys;
+}
+
+void Tier::fetch_batch(Lock& lock, size_t p, Stream& stream, const std::vector<Key>& keys) {
+  Peer& peer = *peers_[p];
+  lock.unlock();
+  const uint64_t began_ns = monotonic_ns();
+  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
+    Lock inner(mutex_);
+    ended(p, keys[i], outcome, stream.receiver->instead());
+  });
+  const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
+  lock.lock();
+  if (!received.bytes || !took_us) return;
+  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
+  const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
+  peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
+  tell_speed();
+}
+
+// Of the fastest that can be asked: what a client weighs against computing, and this daemon against its disk.
+void Tier::tell_speed() {
+  const Peer* best = nullptr;
+  for (const auto& peer : peers_)
+    if (peer->state == State::Up && (!best || peer->bytes_per_s > best->bytes_per_s)) best = peer.get();
+  if (!best) return;
+  best_bytes_per_s_ = best->bytes_per_s.load(), best_rtt_us_ = best->rtt_us.load();
+  store_.tell_peer_speed(best->bytes_per_s, best->rtt_us);
+}
+
+void Tier::become(size_t p, State state) {
+  Peer& peer = *peers_[p];
+  store_.tell_peers((state == State::Up) - (peer.state == State::Up));
+  peer.state = state;
+  const Directory::Mask bit = Directory::Mask{1} << p;
+  if (state == State::Down)
+    usable_ &= ~bit;
+  else
+    usable_ |= bit;
+  if (state == State::Up) peer.up.notify_all();
+}
+
+// It is left alone until a connection stands again; what waited for it is asked of others.
+void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
+  Peer& peer = *peers_[p];
+  stream.receiver.reset(), stream.channel.reset();
+  if (stop_) return;
+  switch (error.why) {
+    case Broken::Why::Gone: peer.gone += 1; break;
+    case Broken::Why::Stalled: peer.stalled += 1; break;
+    case Broken::Why::Malformed: peer.malformed += 1; break;
+    case Broken::Why::Corrupt: peer.corrupt += 1; break;
+    case Broken::Why::Refused: peer.refused += 1; break;
+  }
+  const uint64_t pause_ms = std::min(kFirstPauseMs << std::min(peer.failures, 5u), kLongestPauseMs);
+  peer.failures += 1, peer.retry_ms = now_ms() + pause_ms;
+  become(p, State::Down);
+  peer.why = error.what();
+  for (const auto& [place, key] : std::exchange(peer.queue, {}))
+    if (!send_on(key, flights_.at(key))) end_flight(key, true);
+  peer.work.notify_all();
+}
+
+}  // namespace kv::peer
