@@ -64,19 +64,19 @@ class KVClient:
     # ---------------------------------------------------------------- the calls of every prompt
     # (No lambda over their arguments: each argument that one names costs every call a cell of 30 ns.)
 
-    def lookup(self, keys: Any) -> Lookup:
+    def lookup(self, keys: Any, peers: bool = False) -> Lookup:
         """How far the keys are present: .resident leading blocks in memory, how many right behind them are
-        .pending (being written), .on_disk or .on_peers, and .states, a byte per key (0 missing, 1 pending,
-        2 resident, 3 on disk, 4 on another host). It reads the block table and asks nobody: a block that
-        lies on disk and has no record there, as all are in use, is missing here; get() with wait_s and
-        prefetch() find it. What is missing here while the daemon has peers costs one message to the daemon,
-        which knows by what they told a few milliseconds ago.
+        .pending (being written) or .on_disk, and .states, a byte per key (0 missing, 1 pending, 2 resident,
+        3 on disk). It reads the block table and asks nobody: a block that lies on disk and has no record
+        there, as all are in use, is missing here; get() with wait_s and prefetch() find it. With peers, what
+        is missing and lies on another host is 4, and .on_peers counts it: one message to the daemon, if
+        anything is missing and it has peers; it knows by what they told some milliseconds ago.
         `keys` here and below: a Chain, a list of 32-byte keys, or their bytes in one piece.
         """
         try:
-            return self._lookup(keys)
+            return self._lookup(keys, True) if peers else self._lookup(keys)
         except Detached:
-            return self._again(methodcaller("lookup", keys))
+            return self._again(methodcaller("lookup", keys, True) if peers else methodcaller("lookup", keys))
 
     def get(self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False) -> Blocks:
         """Pins the blocks: per key a BlockView or None. With follow also those still being written.

@@ -52,12 +52,13 @@ class TolerantClient(KVClient):
     def _no_memory(*_args: object) -> Any:
         raise Detached("not attached yet")
 
-    def lookup(self, keys: Any) -> Any:
+    def lookup(self, keys: Any, peers: bool = False) -> Any:
         try:
-            return self._lookup(keys)
+            return self._lookup(keys, True) if peers else self._lookup(keys)
         except UNREACHABLE as error:
             self._heed(error)
-            return self._tolerate(lambda native: native.lookup(keys), lambda: NoLookup(_count(keys)))
+            asked = (keys, True) if peers else (keys,)
+            return self._tolerate(lambda native: native.lookup(*asked), lambda: NoLookup(_count(keys)))
 
     def get(self, keys: Any, follow: bool = False, wait_s: float = 0.0, verify: bool = False) -> Any:
         try:

@@ -68,8 +68,9 @@ class InMemoryClient:
         with self._locked():
             return self.store.register_layout(layout_blob(layout))
 
-    def lookup(self, keys: Any) -> Lookup:
-        """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states."""
+    def lookup(self, keys: Any, peers: bool = False) -> Lookup:
+        """How far the keys are present: .resident leading blocks, .pending, .on_disk, .states. There is no
+        other host."""
         with self._locked():
             return Lookup(bytes(self.store.state(key) for key in split_keys(keys)))
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from kvstored import _core
 
-MAGIC, VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 1, 64, 32
+MAGIC, VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 2, 64, 32
 MOST_KEYS = 64
 MOST_PAYLOAD = 1 << 30  # of a layer
 HEAD = struct.Struct("<IHHIIQII")
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSED, FETCH, LAYOUT, BLOCK_HEAD = range(1, 9)
-META, LAYER, WHOLE, MISSING, LOST, WAITING, PING, PONG = range(9, 17)
+META, LAYER, WHOLE, MISSING, LOST, WAITING, PING, PONG, BUSY = range(9, 18)
 STEP_S, STALL_S = 1.0, 5.0
 
 
@@ -164,6 +164,6 @@ def fetch(stream: Stream, keys: list[bytes], request: int) -> dict[bytes, list[F
             raise Broken("an answer that nobody asked for")
         if one.kind != WAITING:
             found[one.item].append(one)
-        if one.kind in (WHOLE, MISSING, LOST):
+        if one.kind in (WHOLE, MISSING, LOST, BUSY):
             open_items.discard(one.item)
     return {key: all for key, all in zip(keys, found, strict=True) if all[-1].kind == WHOLE}

@@ -54,16 +54,16 @@ const char* class_name(Code code) {
   return "Unavailable";
 }
 
-Lookup lookup(Client& client, nb::handle source) {
+Lookup lookup(Client& client, nb::handle source, bool peers) {
   const KeysArgument keys(source);
   Lookup out;
   if (client.door() == Client::Door::SharedMemory) {
     out.states = client.lookup(keys.keys());
-    if (!std::count(out.states.begin(), out.states.end(), 0) || !client.peers_up()) return out;
+    if (!peers || !client.peers_up() || !std::count(out.states.begin(), out.states.end(), 0)) return out;
   }
   const WithoutGil released;
   if (out.states.empty()) out.states = client.lookup(keys.keys());
-  client.look_elsewhere(keys.keys(), out.states);
+  if (peers) client.look_elsewhere(keys.keys(), out.states);
   return out;
 }
 
@@ -171,8 +171,26 @@ std::string stats(Client& client) {
 std::string told(const Lookup& l) {
   const auto behind = [&](Presence kind) { return std::to_string(l.leading(l.resident(), kind)); };
   return "<Lookup of " + std::to_string(l.states.size()) + " blocks: " + std::to_string(l.resident()) + " resident, " +
-         behind(Presence::Pending) + " pending, " + behind(Presence::OnDisk) + " on disk, " + behind(Presence::OnPeer) +
-         " on peers>";
+         behind(Presence::Pending) + " pending, " + behind(Presence::OnDisk) + " on disk" +
+         (l.leading(l.resident(), Presence::OnPeer) ? ", " + behind(Presence::OnPeer) + " on peers>" : ">");
+}
+
+void bind_lookup(nb::module_& m) {
+  nb::class_<Lookup>(m, "Lookup", "How far a list of keys is present.")
+      .def_prop_ro("resident", &Lookup::resident, "How many leading blocks are in memory.")
+      .def_prop_ro(
+          "pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); },
+          "How many right behind those are being written.")
+      .def_prop_ro(
+          "on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); },
+          "How many right behind those lie only on disk.")
+      .def_prop_ro(
+          "on_peers", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnPeer); },
+          "How many right behind those are known to lie on other hosts; of a look-up that asked for them.")
+      .def_prop_ro(
+          "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
+          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk, 4 on another host.")
+      .def("__repr__", told);
 }
 
 }  // namespace
@@ -187,21 +205,7 @@ void bind_client(nb::module_& m) {
     }
   });
 
-  nb::class_<Lookup>(m, "Lookup", "How far a list of keys is present.")
-      .def_prop_ro("resident", &Lookup::resident, "How many leading blocks are in memory.")
-      .def_prop_ro(
-          "pending", [](const Lookup& l) { return l.leading(l.resident(), Presence::Pending); },
-          "How many right behind those are being written.")
-      .def_prop_ro(
-          "on_disk", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnDisk); },
-          "How many right behind those lie only on disk.")
-      .def_prop_ro(
-          "on_peers", [](const Lookup& l) { return l.leading(l.resident(), Presence::OnPeer); },
-          "How many right behind those are known to lie on other hosts.")
-      .def_prop_ro(
-          "states", [](const Lookup& l) { return nb::bytes(l.states.data(), l.states.size()); },
-          "A byte per key: 0 missing, 1 pending, 2 resident, 3 on disk, 4 on another host.")
-      .def("__repr__", told);
+  bind_lookup(m);
 
   nb::class_<Client>(m, "Client", "A session with the store: reads in shared memory, one message for the rest. Thread-safe.")
       .def(
@@ -217,7 +221,7 @@ void bind_client(nb::module_& m) {
       .def("reattach", &Client::reattach, nb::call_guard<WithoutGil>())
       .def("close", &Client::close, nb::call_guard<WithoutGil>())
       .def("renew_lock", &Client::renew_lock)
-      .def("lookup", lookup, nb::arg("keys").none())
+      .def("lookup", lookup, nb::arg("keys").none(), nb::arg("peers") = false)
       .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
       .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))

@@ -1,6 +1,7 @@
-// Hosts that look for blocks at each other, as events in time: the real directory, choice and admission (core/peer/policy.h), no
-// socket, no thread, no clock. Each host knows up to 64 others. A host sends layer by layer, all its transfers in turns, at the
-// speed of its link; who receives a block can send on what has arrived of it. What nobody has is computed.
+// Hosts that look for blocks at each other, as events in time: the real directory, choice and admission
+// (core/placement/policy.h), no socket, no thread, no clock. Each host knows up to 64 others. A host sends layer by layer, all
+// its transfers in turns, at the speed of its link; who receives a block can send on what has arrived of it. What nobody has is
+// computed.
 //
 // Invariant: the same options give the same run.
 #pragma once
@@ -12,7 +13,7 @@
 #include <random>
 #include <unordered_map>
 
-#include "core/peer/policy.h"
+#include "core/placement/policy.h"
 #include "core/store/journal.h"
 
 namespace kv::test {

@@ -1,7 +1,7 @@
 // Goal: a block that all want never makes a queue of all at one host, a look-up costs no more messages the more hosts there are,
 // and one of a block that nobody has costs none. Method: the real policy in a simulation (hosts_simulation.h), and the parts of
 // it by themselves.
-#include "core/peer/policy.h"
+#include "core/placement/policy.h"
 
 #include <set>
 

@@ -1,6 +1,6 @@
 // Goal: the functions of OpenSSL that are found at run time have the types that its headers give them. Method: where this host
 // has the headers the compiler compares; otherwise the test says that it did not.
-#include "core/peer/openssl.h"
+#include "core/tls/openssl.h"
 #include "tests/check.h"
 
 #if __has_include(<openssl/ssl.h>) && __has_include(<openssl/x509v3.h>)

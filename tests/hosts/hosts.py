@@ -61,8 +61,8 @@ class Hosts:
         """Each has a connection to each, and was told what it has."""
 
         def up(i: int) -> bool:
-            seen = self.peers(i)
-            return all(one["state"] == "up" and one["complete"] for node, one in seen.items() if node != "server")
+            peers = [peer for node, peer in self.peers(i).items() if node != "server"]
+            return all(peer["state"] == "up" and peer["complete"] for peer in peers)
 
         for i in range(len(self.made)):
             wait_until(lambda i=i: up(i))

@@ -131,7 +131,7 @@ def test_a_byte_flipped_on_the_way_is_a_miss_that_is_counted(daemon, tmp_path, w
     try:
         with hosts[0].connect() as writer, hosts[1].connect() as reader:
             put(writer, keys)
-            wait_until(lambda: reader.lookup(keys).on_peers == 1, "word came")
+            wait_until(lambda: reader.lookup(keys, peers=True).on_peers == 1, "word came")
             proxy.change, spoiling = flip, True
             got = reader.get(keys, wait_s=30)[0]
             assert passed > after, "the byte was on the way"

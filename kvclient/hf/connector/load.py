@@ -81,7 +81,7 @@ class PrefixMatch:
         start = len(self.views)
         if self.pending or start == len(self.chain):
             return
-        states = client.lookup(self.chain[start:]).states
+        states = client.lookup(self.chain[start:], peers=True).states
         elsewhere = (MISSING, ON_PEER) if client.peers_up() else (ON_PEER,)
         hopeful = (RESIDENT, ON_DISK, *elsewhere)
         count = next((i for i, state in enumerate(states) if state not in hopeful), len(states))

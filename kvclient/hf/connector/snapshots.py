@@ -118,7 +118,7 @@ class StateMatch:
 
     def look(self, client: Any, blocks: int, follow: bool) -> None:
         """Asks which of the first so many blocks have one."""
-        states = bytes(client.lookup(self.chain[:blocks]).states) if blocks else b""
+        states = bytes(client.lookup(self.chain[:blocks], peers=True).states) if blocks else b""
         self._states = states if follow else states.replace(bytes([PENDING]), bytes([MISSING]))
 
     def covers(self, stop: int) -> bool:

@@ -171,7 +171,7 @@ class Client {
   // nobody in turn. Nothing is sent if nothing is missing or there is no other host.
   void look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& states);
   double peer_estimate_s(uint64_t bytes) const;  // as load_estimate_s
-  uint64_t peers_up() const;  // other hosts that get() with a wait would ask
+  uint64_t peers_up() const;                     // other hosts that get() with a wait would ask
   std::shared_ptr<BlockWriter> create(const Create& request);
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }

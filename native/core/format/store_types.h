@@ -18,6 +18,16 @@ struct Handle {
   friend bool operator==(const Handle&, const Handle&) = default;
 };
 
+struct IoPin {  // of one record: reads of the daemon's own
+  uint64_t generation = 0;
+  uint32_t count = 0;
+};
+
+struct Fresh {  // a block just loaded
+  Handle block;
+  uint64_t bytes, since_ns;
+};
+
 struct Seal {
   Handle handle;
   bool checksummed = false;  // the writer left the layers' checksums behind them

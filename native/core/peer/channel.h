@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "core/format/segment.h"
-#include "core/peer/tls.h"
 #include "core/peer/wire.h"
+#include "core/tls/tls.h"
 
 namespace kv::peer {
 

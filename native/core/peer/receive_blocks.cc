@@ -6,7 +6,7 @@
 #include "core/base/error.h"
 #include "core/base/polling.h"
 #include "core/disk/block_file.h"
-#include "core/peer/policy.h"
+#include "core/placement/policy.h"
 
 namespace kv::peer {
 namespace {

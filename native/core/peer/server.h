@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/peer/handshake.h"
-#include "core/peer/policy.h"
 #include "core/peer/window.h"
+#include "core/placement/policy.h"
 
 namespace kv::peer {
 

@@ -1,7 +1,7 @@
 // The other hosts as a tier of one namespace: which blocks are asked of which peer, how often, and when one is left alone. Peers
-// tell what they have (core/peer/directory.h), so a block is asked of one that has it (core/peer/policy.h), and one that nobody
-// has costs no message. Each peer has a few connections with a thread each, and one more on which it tells. Nobody waits for
-// these threads: who asks is told that it is on its way, and the block appears.
+// tell what they have (core/placement/directory.h), so a block is asked of one that has it (core/placement/policy.h), and one
+// that nobody has costs no message. Each peer has a few connections with a thread each, and one more on which it tells. Nobody
+// waits for these threads: who asks is told that it is on its way, and the block appears.
 //
 // Invariants: a key has one flight at most; flights, the queue and the bytes of a message are bounded; a peer that failed is not
 // asked again before a connection to it stands.
@@ -21,11 +21,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/peer/directory.h"
 #include "core/peer/handshake.h"
-#include "core/peer/policy.h"
 #include "core/peer/receive_blocks.h"
 #include "core/peer/window.h"
+#include "core/placement/directory.h"
+#include "core/placement/policy.h"
 #include "core/store/store.h"
 
 namespace kv::peer {

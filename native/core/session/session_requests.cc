@@ -124,8 +124,9 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
       need_end(body);
       if (op == Op::LookUp) return look_up(store, keys);
       if (op == Op::Elsewhere) {
+        const Fetcher* peers = store.peers();
         std::vector<uint8_t> out;
-        for (const Key& key : keys) out.push_back(store.known_elsewhere(key));
+        for (const Key& key : keys) out.push_back(peers && peers->known(key));
         return out;
       }
       if (op == Op::Touch) {

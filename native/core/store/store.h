@@ -122,10 +122,10 @@ class Store {
   void tell_peers(int more) { index_.header().peers_up.fetch_add(static_cast<uint64_t>(more), std::memory_order_relaxed); }
   void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
+  const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }
   Presence promote(const Key& key, uint32_t priority);  // has it brought into memory by what lies below, or from a peer
   std::optional<ReadJob> begin_read(const Key& key);    // sealed or being written; its memory stays until end_read
   void end_read(Handle handle);
-  bool known_elsewhere(const Key& key) const;  // by what other hosts told; nobody is asked
   bool is_sealed(Handle handle) const;
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
@@ -192,11 +192,6 @@ class Store {
     uint32_t protocol = 0;                                 // that its client speaks; 0: not known
     LayoutTable::Held layouts;                             // that it has registered
     std::vector<uint32_t> unsealed;                        // records; Upkeep::link of each says where it stands here
-  };
-
-  struct IoPin {
-    uint64_t generation = 0;
-    uint32_t count = 0;
   };
 
   // Where a record stands in its eviction queue: beside each other, because every step of a queue moves a dozen.
@@ -271,10 +266,6 @@ class Store {
   void leave_queue(uint32_t record);
   void to_zombie(uint32_t record, Event event);
   void free_zombie(uint32_t record);
-  struct Fresh {
-    Handle block;
-    uint64_t bytes, since_ns;
-  };
   template <class F>  // f(record, generation, most pages); what a client wrote is bounded here and believed nowhere
   void each_pin(F&& f) {
     const uint32_t records = index_.max_blocks();
@@ -328,9 +319,7 @@ class Store {
   void check_memory();
   void check_pool();
 
-  // store_peers.cc
-  bool peer_is_sooner(const Fetcher& peers, const Key& key) const;
-
+  bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc
   class Reading;
   struct Verdict {

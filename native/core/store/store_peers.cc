@@ -82,11 +82,6 @@ std::vector<uint64_t> Store::held_marks(uint32_t& record, uint32_t limit) {
   return out;
 }
 
-bool Store::known_elsewhere(const Key& key) const {
-  const Fetcher* peers = peers_.load(std::memory_order_acquire);
-  return peers && peers->known(key);
-}
-
 bool Store::is_sealed(Handle handle) const {
   const Control now = control(handle.record);
   return now.generation() == handle.generation && now.state() == State::Sealed;

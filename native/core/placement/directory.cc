@@ -1,4 +1,4 @@
-#include "core/peer/directory.h"
+#include "core/placement/directory.h"
 
 #include "core/store/journal.h"
 

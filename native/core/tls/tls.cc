@@ -1,4 +1,4 @@
-#include "core/peer/tls.h"
+#include "core/tls/tls.h"
 
 #include <sys/socket.h>
 
@@ -7,7 +7,7 @@
 
 #include "core/base/error.h"
 #include "core/peer/channel.h"
-#include "core/peer/openssl.h"
+#include "core/tls/openssl.h"
 
 namespace kv::peer {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/peer/openssl.h"
+#include "core/tls/openssl.h"
 
 #include <dlfcn.h>
 

@@ -17,7 +17,7 @@
 
 #include "core/format/block.h"
 #include "core/format/store_types.h"
-#include "core/peer/directory.h"
+#include "core/placement/directory.h"
 
 namespace kv::peer {
 
