@@ -17,6 +17,7 @@ namespace kv {
 class DiskTierTest {
  public:
   static bool stopping(DiskTier& tier) { return tier.stop_.load(); }
+  static void patience(DiskTier& tier, uint64_t ms) { tier.patience_ms_ = ms; }
   static void hangs_after(DiskTier& tier, uint64_t ms) { tier.hangs_after_ms_ = ms; }
 };
 
@@ -24,7 +25,7 @@ namespace test {
 
 // Each may answer in the file system's place (-errno), or let the call go on (0).
 struct Hooks {
-  std::function<int(const std::string& path)> open, create, remove;
+  std::function<int(const std::string& path)> open, create, publish, remove;
   std::function<void()> make_directories;
   std::function<int()> keep_flushed;
 };
@@ -43,7 +44,10 @@ class HookedFiles final : public Files {
   int take_over(const std::string& path, uint64_t bytes, std::string* temp) override {
     return real_->take_over(path, bytes, temp);
   }
-  int publish(const std::string& temp, const std::string& path) override { return real_->publish(temp, path); }
+  int publish(const std::string& temp, const std::string& path) override {
+    const int error = hooks_.publish ? hooks_.publish(path) : 0;
+    return error != 0 ? error : real_->publish(temp, path);
+  }
   void make_directories(Fanout fanout) override {
     real_->make_directories(fanout);
     if (hooks_.make_directories) hooks_.make_directories();

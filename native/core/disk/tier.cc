@@ -47,8 +47,21 @@ DiskTier::DiskTier(Store& store, Options options)
     throw Error(Code::InvalidArgument,
                 "a disk tier has 1 to 64 directories, " + std::to_string(options.directories.size()) + " were given");
   watch(epoll_.get(), wake_.get());
-  for (Directory& directory : options.directories) places_.push_back({.at = std::move(directory), .staging = Staging(kBuffers)});
+  places_.reserve(options.directories.size());
+  for (Directory& directory : options.directories)
+    places_.push_back({.at = {.path = directory.path}, .staging = Staging(kBuffers)});
+  for (size_t d = 0; d < places_.size(); ++d)
+    if (options.directories[d].files) take_directory(places_[d], std::move(options.directories[d]));
   queues_.resize(places_.size());
+}
+
+// The path stays: others read it meanwhile.
+void DiskTier::take_directory(Place& place, Directory opened) {
+  place.at.files = std::move(opened.files), place.at.engine = std::move(opened.engine), place.at.problem = opened.problem;
+  if (places_.size() == 1) return;  // nobody to be held up
+  auto patient = std::make_unique<PatientFiles>(std::move(place.at.files), patience_ms_);
+  place.patient = patient.get();
+  place.at.files = std::move(patient);
 }
 
 DiskTier::~DiskTier() { stop(); }
@@ -65,8 +78,7 @@ void DiskTier::attach() {
 }
 
 void DiskTier::open(uint8_t directory, Directory opened) {
-  Directory& at = places_[directory].at;  // the path stays: others read it meanwhile
-  at.files = std::move(opened.files), at.engine = std::move(opened.engine), at.problem = opened.problem;
+  take_directory(places_[directory], std::move(opened));
   read_notes(directory);
 }
 
@@ -212,7 +224,7 @@ std::vector<DiskTier::Condition> DiskTier::conditions() {
   std::vector<Condition> out;
   std::lock_guard lock(mutex_);
   for (const auto& [of, condition] : conditions_) out.push_back(condition);
-  if (std::optional<Condition> hangs = hanging()) out.push_back(std::move(*hangs));
+  add_hanging(out);
   return out;
 }
 

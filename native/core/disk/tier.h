@@ -1,6 +1,7 @@
 // The disk tier of one namespace: which blocks are written, loaded and removed, in what order, and how much of each at a time. It
-// has one thread for all I/O and one that lists the directories at start. Owns the files of its directories and the index of
-// them; changes blocks only through the store's own operations.
+// has one thread for all that it decides and one that lists the directories at start. Each directory has an engine that moves the
+// bytes, and, where there are several, a thread that makes its calls (patient_files.h). Owns the files of its directories and the
+// index of them; changes blocks only through the store's own operations.
 //
 // tier.cc: the thread, what the doors call. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block into a file.
 // tier_remove.cc: files that go, for the quota too. tier_scan.cc: what lay there at start. tier_places.cc: how the directories
@@ -28,6 +29,7 @@
 #include "core/disk/engine.h"
 #include "core/disk/file_index.h"
 #include "core/disk/files.h"
+#include "core/disk/patient_files.h"
 #include "core/disk/scan.h"
 #include "core/disk/speed.h"
 #include "core/disk/staging.h"
@@ -108,6 +110,7 @@ class DiskTier final : public LowerTier {
   };
   struct Place {  // a directory and how it fares
     Directory at;
+    PatientFiles* patient = nullptr;  // at.files, where there are several directories
     Fares reading{}, writing{};
     uint64_t probe_bytes = kPageBytes;  // what it last had no room for
     uint64_t written_today = 0;
@@ -142,6 +145,7 @@ class DiskTier final : public LowerTier {
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
 
   // tier.cc
+  void take_directory(Place& place, Directory opened);
   void read_notes(uint8_t directory);
   Presence raise(Queued& queued, uint32_t priority);
   void run();
@@ -217,6 +221,7 @@ class DiskTier final : public LowerTier {
   void end_write(Write& write, bool written);
 
   // tier_places.cc
+  bool answers(uint8_t directory) const;
   bool well(uint8_t directory) const;
   void went_wrong(uint8_t directory, int error, bool writing, const char* doing);
   void went_well(uint8_t directory, bool writing);
@@ -224,7 +229,7 @@ class DiskTier final : public LowerTier {
   void probe();
   void look_whether_in_place(uint8_t directory);
   void look_whether_it_answers(uint8_t directory);
-  std::optional<Condition> hanging() const;
+  void add_hanging(std::vector<Condition>& out) const;
 
   // tier_pages.cc
   void fault_in(const Extent& extent);
@@ -256,6 +261,7 @@ class DiskTier final : public LowerTier {
   std::atomic<uint64_t> listing_ms_{0};  // when the listing last came upon a name; 0: it is not under way
   std::atomic<uint8_t> listing_{0};      // the directory
   std::atomic<uint64_t> hangs_after_ms_{10'000};
+  std::atomic<uint64_t> patience_ms_{1'000};  // with a call of one directory while there are others
   std::thread thread_, scanner_;
   friend class DiskTierTest;
 

@@ -44,7 +44,7 @@ bool DiskTier::take_load(uint8_t directory, Load& load) {
 
 void DiskTier::start_loads(uint8_t directory) {
   const Place& place = places_[directory];
-  while (place.reads.empty() && !stop_.load() &&
+  while (place.reads.empty() && !stop_.load() && answers(directory) &&
          (place.loads < kFewLoads || (place.loads < kManyLoads && place.load_bytes < kBytesInFlight))) {
     auto load = std::make_unique<Load>();
     if (!take_load(directory, *load)) return;

@@ -19,9 +19,15 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
 
+// No call there is overdue.
+bool DiskTier::answers(uint8_t directory) const {
+  const PatientFiles* patient = places_[directory].patient;
+  return !patient || !patient->overdue_since_ms();
+}
+
 bool DiskTier::well(uint8_t directory) const {
   const Place& place = places_[directory];
-  return now_ms() >= std::max(place.reading.paused_until_ms, place.writing.paused_until_ms);
+  return answers(directory) && now_ms() >= std::max(place.reading.paused_until_ms, place.writing.paused_until_ms);
 }
 
 // A directory that fails again and again is left alone for a while, then probed.
@@ -61,7 +67,7 @@ void DiskTier::probe() {
     Place& place = places_[d];
     if (now_ms() >= place.looked_ms + kLookMs) {
       place.looked_ms = now_ms();
-      look_whether_in_place(d);
+      if (answers(d)) look_whether_in_place(d);
       look_whether_it_answers(d);
     }
     if (!place.writing.ill || !well(d)) continue;
@@ -114,17 +120,21 @@ void DiskTier::look_whether_it_answers(uint8_t directory) {
     conditions_.erase({directory, Doing::Answering});
 }
 
-// A file system that does not return from a call holds this tier's threads, so others have to notice.
-std::optional<DiskTier::Condition> DiskTier::hanging() const {
+// A file system that does not return from a call holds one of this tier's threads, so others have to notice.
+void DiskTier::add_hanging(std::vector<Condition>& out) const {
   const auto long_ago = [&](uint64_t ms) { return ms && now_ms() >= ms + hangs_after_ms_; };
   if (long_ago(listing_ms_)) {
     const std::string& path = places_[listing_].at.path;
-    return Condition{path, "failed", "listing " + path + " does not return: nothing is written"};
+    return out.push_back({path, "failed", "listing " + path + " does not return: nothing is written"});
   }
-  if (!long_ago(turned_ms_)) return std::nullopt;
+  if (!begun_.load()) return;
+  for (const Place& place : places_)
+    if (place.patient && long_ago(place.patient->overdue_since_ms()))
+      out.push_back({place.at.path, "failed", "a call to the file system does not return in " + place.at.path});
+  if (!long_ago(turned_ms_)) return;
   std::string paths;
   for (const Place& place : places_) paths += (paths.empty() ? "" : ", ") + place.at.path;
-  return Condition{paths, "failed", "a call to the file system does not return, in one of " + paths};
+  out.push_back({paths, "failed", "a call to the file system does not return, in one of " + paths});
 }
 
 }  // namespace kv

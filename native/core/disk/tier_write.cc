@@ -243,7 +243,8 @@ void DiskTier::write_done(Write& write) {
     newest_s_ = std::max(newest_s_, written_s);
   }
   if (const int error = places_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
-    if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");  // that name only is taken
+    if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");     // that name only is taken
+    if (error == -ETIMEDOUT) places_[write.directory].stubborn.push_back(write.job.key);  // until it is known to have no name
     write_errors_ += 1;
     return end_write(write, false);
   }

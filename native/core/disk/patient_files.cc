@@ -1,0 +1,149 @@
+#include "core/disk/patient_files.h"
+
+#include <pthread.h>
+
+#include <cerrno>
+#include <chrono>
+
+#include "core/base/polling.h"
+
+namespace kv {
+namespace {
+
+// A file that was made, or lost its block's name, for somebody who has gone on without it.
+void drop_temp(Files& files, int fd, const std::string& temp) {
+  files.close(fd);
+  files.remove(temp);
+}
+
+}  // namespace
+
+PatientFiles::PatientFiles(std::unique_ptr<Files> files, const std::atomic<uint64_t>& patience_ms)
+    : files_(std::move(files)), patience_ms_(patience_ms), thread_([this] { work(); }) {}
+
+PatientFiles::~PatientFiles() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  more_.notify_all();
+  thread_.join();
+}
+
+void PatientFiles::work() {
+  ::pthread_setname_np(::pthread_self(), "kv-directory");
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    more_.wait(lock, [this] { return stopping_ || !calls_.empty(); });
+    if (calls_.empty()) return;
+    const std::shared_ptr<Call> call = calls_.front();
+    if (!call->given_up) {
+      lock.unlock();
+      const int result = call->make(*files_, *call);
+      lock.lock();
+      call->result = result;
+      if (call->given_up && call->undo && result >= 0) {
+        lock.unlock();
+        call->undo(*files_, *call);
+        lock.lock();
+      }
+    }
+    call->done = true;
+    calls_.pop_front();
+    if (calls_.empty()) overdue_since_ms_.store(0);
+    done_.notify_all();
+  }
+}
+
+int PatientFiles::call(const std::shared_ptr<Call>& call) {
+  const uint64_t began_ms = monotonic_ns() / 1'000'000;
+  std::unique_lock lock(mutex_);
+  if (overdue_since_ms_.load() != 0) return -ETIMEDOUT;
+  calls_.push_back(call);
+  more_.notify_one();
+  if (done_.wait_for(lock, std::chrono::milliseconds(patience_ms_.load()), [&] { return call->done; })) return call->result;
+  call->given_up = true;
+  overdue_since_ms_.store(began_ms);
+  return -ETIMEDOUT;
+}
+
+int PatientFiles::open_read(const std::string& path, uint64_t* bytes) {
+  const auto made = std::make_shared<Call>();
+  made->make = [path](Files& files, Call& one) { return files.open_read(path, &one.bytes); };
+  made->undo = [](Files& files, Call& one) { files.close(one.result); };
+  const int result = call(made);
+  if (result >= 0) *bytes = made->bytes;
+  return result;
+}
+
+int PatientFiles::create_temp(uint64_t bytes, std::string* temp) {
+  const auto made = std::make_shared<Call>();
+  made->make = [bytes](Files& files, Call& one) { return files.create_temp(bytes, &one.temp); };
+  made->undo = [](Files& files, Call& one) { drop_temp(files, one.result, one.temp); };
+  const int result = call(made);
+  if (result >= 0) *temp = made->temp;
+  return result;
+}
+
+int PatientFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
+  const auto made = std::make_shared<Call>();
+  made->make = [path, bytes](Files& files, Call& one) { return files.take_over(path, bytes, &one.temp); };
+  made->undo = [](Files& files, Call& one) { drop_temp(files, one.result, one.temp); };
+  const int result = call(made);
+  if (result >= 0) *temp = made->temp;
+  return result;
+}
+
+int PatientFiles::publish(const std::string& temp, const std::string& path) {
+  const auto made = std::make_shared<Call>();
+  made->make = [temp, path](Files& files, Call&) { return files.publish(temp, path); };
+  made->undo = [path](Files& files, Call&) { files.remove(path); };
+  return call(made);
+}
+
+int PatientFiles::remove(const std::string& path) {
+  const auto made = std::make_shared<Call>();
+  made->make = [path](Files& files, Call&) { return files.remove(path); };
+  return call(made);
+}
+
+int PatientFiles::aside(const std::string& path) {
+  const auto made = std::make_shared<Call>();
+  made->make = [path](Files& files, Call&) { return files.aside(path); };
+  return call(made);
+}
+
+// Nobody waits for it, and it cannot be refused: as many wait here as files are open.
+void PatientFiles::close(int fd) {
+  const auto made = std::make_shared<Call>();
+  made->make = [fd](Files& files, Call&) { return files.close(fd), 0; };
+  std::lock_guard lock(mutex_);
+  calls_.push_back(made);
+  more_.notify_one();
+}
+
+int PatientFiles::keep_deleted(std::span<const Key> keys) {
+  const auto made = std::make_shared<Call>();
+  made->make = [kept = std::vector<Key>(keys.begin(), keys.end())](Files& files, Call&) { return files.keep_deleted(kept); };
+  return call(made);
+}
+
+uint32_t PatientFiles::written_s(int fd, uint32_t after_s) {
+  const auto made = std::make_shared<Call>();
+  made->make = [fd, after_s](Files& files, Call& one) { return one.bytes = files.written_s(fd, after_s), 0; };
+  return call(made) < 0 ? 0 : static_cast<uint32_t>(made->bytes);
+}
+
+int PatientFiles::count_written(const Written& written) {
+  const auto made = std::make_shared<Call>();
+  made->make = [written](Files& files, Call&) { return files.count_written(written); };
+  return call(made);
+}
+
+int PatientFiles::in_place() {
+  const auto made = std::make_shared<Call>();
+  made->make = [](Files& files, Call&) { return files.in_place(); };
+  return call(made);
+}
+
+}  // namespace kv

@@ -1,0 +1,134 @@
+// Goal: a directory whose file system does not return from a call holds up no other directory of its tier, is named, and nothing
+// of what it did too late stays. Method: two directories; the calls of one end when the test says so, and a moment is all that is
+// waited for them.
+#include <filesystem>
+
+#include "check.h"
+#include "disk_hooks.h"
+
+namespace kv {
+namespace {
+
+namespace fs = std::filesystem;
+using test::DiskRig;
+using test::eventually;
+using test::HookedFiles;
+using test::Hooks;
+using test::key;
+
+// The first directory's calls are hooked; a block's home is by its key, so there are blocks of either.
+struct TwoDirectories {
+  TwoDirectories() {
+    rig.also = [this](DiskTier::Options& options) {
+      options.directories[0].files = std::make_unique<HookedFiles>(std::move(options.directories[0].files), hooks);
+      Choice choice = choose_engine(other.directory, 8);
+      options.directories.push_back(
+          {other.directory, std::make_unique<RealFiles>(other.directory, choice.direct), std::move(choice.engine)});
+    };
+    other.stop();  // only its directory is wanted
+    rig.restart(true);
+    for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.put_on_disk(i));
+    rig.fill(1000);
+    DiskTierTest::patience(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
+  }
+  ~TwoDirectories() { open = true, rig.stop(); }
+  int hold() {
+    return eventually([&] { return open.load(); }) ? 0 : -EIO;
+  }
+  void go_on() {
+    DiskTierTest::patience(*rig.tier, 60'000), DiskTierTest::hangs_after(*rig.tier, 60'000);
+    open = true;
+  }
+  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
+  uint64_t one_of(bool other_directory) {
+    uint64_t i = 0;
+    while (in_other(i) != other_directory) ++i;
+    return i;
+  }
+  bool tells() {
+    for (const auto& condition : rig.tier->conditions())
+      if (condition.path == rig.directory && condition.text.find("does not return in " + rig.directory) != std::string::npos)
+        return true;
+    return false;
+  }
+  // Writes a block until one goes to the other directory, as all do while the first does not answer.
+  bool writes(uint64_t from) {
+    for (uint64_t i = from; i < from + 4; ++i)
+      if (!rig.put_on_disk(i) || !in_other(i)) return false;
+    return true;
+  }
+
+  static constexpr uint64_t kBlocks = 24;
+  std::atomic<bool> open{false};
+  Hooks hooks;
+  DiskRig other, rig;
+};
+
+TEST(an_open_that_does_not_return_holds_up_no_other_directory) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  two.hooks.open = [&](const std::string&) { return two.hold(); };
+  const uint64_t stuck = two.one_of(false), read = two.one_of(true);
+  CHECK_EQ(rig.tier->promote(key(stuck), 35), Presence::Pending);
+  CHECK(eventually([&] { return two.tells(); }));
+  for (uint64_t i = 0; i < two.kBlocks; ++i)
+    if (i != stuck && !two.in_other(i)) CHECK_EQ(rig.tier->promote(key(i), 35), Presence::Pending);
+  CHECK_EQ(rig.tier->promote(key(read), 35), Presence::Pending);
+  CHECK(eventually([&] { return rig.presence(read) == Presence::Resident; }) && rig.right(read));
+  CHECK(two.writes(5000));
+  CHECK(rig.store->remove(key(read)));
+  CHECK(eventually([&] { return !two.in_other(read); }));
+  two.go_on();
+  for (uint64_t i = 0; i < two.kBlocks; ++i)  // what waited comes
+    if (i != stuck && !two.in_other(i) && i != read) CHECK(eventually([&] { return rig.presence(i) == Presence::Resident; }));
+  CHECK(eventually([&] { return !rig.busy() && rig.tier->conditions().empty(); }));
+  CHECK(eventually([&] { return rig.tier->promote(key(stuck), 35) == Presence::Pending; }));  // a moment after it failed
+  CHECK(eventually([&] { return rig.presence(stuck) == Presence::Resident; }) && rig.right(stuck));
+}
+
+TEST(a_file_that_is_made_too_late_goes) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  two.hooks.create = [&](const std::string&) { return two.hold(); };
+  uint64_t next = 5000;
+  while (!two.tells()) CHECK(rig.put(next++, kMaxPriority));  // until one has its home there
+  CHECK(two.writes(9000));
+  two.go_on();
+  CHECK(eventually([&] { return !rig.busy() && rig.tier->conditions().empty(); }));
+  CHECK(eventually([&] { return fs::is_empty(fs::path(rig.directory) / kTempDirectory); }));
+  CHECK(rig.put_on_disk(12000));
+}
+
+TEST(a_name_that_is_given_too_late_is_taken_back) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  const size_t before = rig.files().size();
+  std::atomic<uint64_t> names{0};
+  two.hooks.publish = [&](const std::string&) { return ++names, two.hold(); };
+  uint64_t next = 5000;
+  while (names.load() == 0) CHECK(rig.put(next++, kMaxPriority));
+  CHECK(eventually([&] { return two.tells(); }));
+  CHECK(two.writes(9000));
+  two.go_on();
+  CHECK(eventually([&] { return !rig.busy() && rig.tier->conditions().empty(); }));
+  CHECK(eventually([&] { return fs::is_empty(fs::path(rig.directory) / kTempDirectory); }));
+  CHECK_EQ(rig.files().size(), before + names.load() - 1);  // those that came after it have theirs
+  CHECK(eventually([&] { return rig.tier->stats().bytes == rig.bytes_on_disk() + two.other.bytes_on_disk(); }));
+}
+
+TEST(a_removal_that_does_not_return_is_made_once_it_does) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  two.hooks.remove = [&](const std::string&) { return two.hold(); };
+  const uint64_t stuck = two.one_of(false), other = two.one_of(true);
+  CHECK(rig.store->remove(key(stuck)) && rig.store->remove(key(other)));
+  CHECK(eventually([&] { return two.tells() && !two.in_other(other); }));
+  CHECK_EQ(rig.presence(stuck), Presence::Missing);
+  CHECK(two.writes(9000));
+  two.go_on();
+  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(stuck), {})); }));
+  CHECK(eventually([&] { return rig.tier->conditions().empty() && rig.presence(stuck) == Presence::Missing; }));
+}
+
+}  // namespace
+}  // namespace kv
