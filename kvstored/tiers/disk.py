@@ -20,7 +20,7 @@ from kvstored.errors import StartupError, StoreError
 from kvstored.telemetry.problems import Degraded
 from kvstored.tiers.disk_directories import Directories, left_over
 
-# A schedule of failures for the file system below the tier (native/core/disk/faults.h): for tests only.
+# A schedule of failures for the file system below the tier (native/core/files/faults.h): for tests only.
 FAULTS = "KVSTORED_FAULTS"
 STATES = {"full": "disk_full", "read_only": "disk_read_only", "failed": "disk_failed"}
 ANSWER_S = 2.0  # a disk that has not answered by then is done without, until it does

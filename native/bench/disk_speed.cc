@@ -20,9 +20,9 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/block_file.h"
-#include "core/disk/engine.h"
-#include "core/disk/files.h"
+#include "core/files/block_file.h"
+#include "core/files/engine.h"
+#include "core/files/files.h"
 
 using namespace kv;
 

@@ -8,8 +8,8 @@
 #include <cstring>
 
 #include "bindings/daemon_errors.h"
-#include "core/disk/faults.h"
 #include "core/disk/tier.h"
+#include "core/files/faults.h"
 
 namespace nb = nanobind;
 

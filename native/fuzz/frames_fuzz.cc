@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "core/base/checksum.h"
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/peer/receive_blocks.h"
 #include "tests/store_fixture.h"
 

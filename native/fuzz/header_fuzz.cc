@@ -5,7 +5,7 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/format/layout.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

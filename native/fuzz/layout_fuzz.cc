@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "core/base/error.h"
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/format/layout.h"
 
 namespace {

@@ -1,6 +1,6 @@
 // Goal: a block file's header is believed only if every byte of it is right, and the names of files and keys match one to one.
 // Method: one good header is damaged field by field, with and without a checksum that fits the damage.
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 
 #include <set>
 

@@ -13,8 +13,8 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/block_file.h"
-#include "core/disk/engine.h"
+#include "core/files/block_file.h"
+#include "core/files/engine.h"
 #include "core/format/layout.h"
 
 namespace kv::test {

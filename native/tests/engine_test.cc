@@ -1,7 +1,7 @@
 // Goal: what an engine writes, it reads back; it never takes more than its depth, reports each transfer once, with its error
 // where there is one, and rings its eventfd until all is taken.
 // Method: real files with direct I/O on the disk of the build; where that refuses direct I/O, the test says so and is skipped.
-#include "core/disk/engine.h"
+#include "core/files/engine.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 #include <set>
 
-#include "core/disk/files.h"
+#include "core/files/files.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 

@@ -1,7 +1,7 @@
 // Goal: the schedule of failures fails what it says, when it says, the same way for the same seed; without a fault nothing
 // differs; a power loss leaves damaged files and no process. Method: small schedules over a real directory; kills in a forked
 // child.
-#include "core/disk/faults.h"
+#include "core/files/faults.h"
 
 #include <signal.h>
 #include <sys/wait.h>

@@ -1,7 +1,7 @@
 // Goal: a file has a block's name only when it is published, no call leaves the directory or follows a link, and nothing that is
 // no regular file is opened or waited for.
 // Method: a real directory, what an attacker or an accident could leave in it, and the calls' answers.
-#include "core/disk/files.h"
+#include "core/files/files.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -3,7 +3,7 @@
 // alone it checks that no structure has a hole: a compiler that put one there would make another format.
 #include <cstdio>
 
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/format/block.h"
 #include "core/format/protocol.h"
 

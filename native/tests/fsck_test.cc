@@ -11,7 +11,7 @@
 #include <functional>
 #include <map>
 
-#include "core/disk/files.h"
+#include "core/files/files.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 

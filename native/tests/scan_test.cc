@@ -8,7 +8,7 @@
 #include <map>
 #include <set>
 
-#include "core/disk/files.h"
+#include "core/files/files.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 

@@ -12,7 +12,7 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/faults.h"
+#include "core/files/faults.h"
 #include "tests/check.h"
 #include "tests/disk_fixture.h"
 

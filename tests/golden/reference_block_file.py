@@ -1,4 +1,4 @@
-"""A block's file in plain Python, slow and obvious: a second opinion on native/core/disk/block_file.cc.
+"""A block's file in plain Python, slow and obvious: a second opinion on native/core/files/block_file.cc.
 
 Goal: someone who wants to read a block from a disk without this project can see here how (docs/formats.md,
 sections 2, 3 and 6). `python -m tests.golden.reference_block_file` writes tests/golden/block_file.bin anew.

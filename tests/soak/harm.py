@@ -90,7 +90,7 @@ def clear_away(below: Path) -> None:
 
 
 def a_schedule(choose: random.Random) -> str:
-    """Failures for the next daemon (native/core/disk/faults.h), often none."""
+    """Failures for the next daemon (native/core/files/faults.h), often none."""
     seed = f"seed={choose.randrange(1 << 30)}"
     steps = ["open", "create", "publish", "remove", "read", "write", "done"]
     errors = ["create_eio", "create_enospc", "create_enomem", "write_eio", "write_short", "publish_eio"]

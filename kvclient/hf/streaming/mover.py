@@ -60,7 +60,7 @@ class DiskMover:
     """From a rearranged checkpoint, or the files of one. O_DIRECT where the file system has it, so that no
     page is held twice; else reads whose pages are given back at once. Several reads are under way at one
     time; who waits for a layer computes its checksums meanwhile. faults: a schedule of what goes wrong
-    (native/core/disk/faults.h), for tests.
+    (native/core/files/faults.h), for tests.
     """
 
     def __init__(self, *paths: str | os.PathLike[str], depth: int = DEPTH, faults: str = "") -> None:

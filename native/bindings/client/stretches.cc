@@ -9,7 +9,7 @@
 #include "bindings/client_errors.h"
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
-#include "core/disk/faults.h"
+#include "core/files/faults.h"
 #include "core/weights/stretch_reader.h"
 
 namespace nb = nanobind;

@@ -12,8 +12,8 @@
 #include <optional>
 
 #include "core/base/error.h"
-#include "core/disk/engine.h"
-#include "core/disk/files.h"
+#include "core/files/engine.h"
+#include "core/files/files.h"
 #include "core/format/block.h"
 
 namespace kv {

@@ -15,9 +15,9 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/block_file.h"
-#include "core/disk/files.h"
 #include "core/disk/scan.h"
+#include "core/files/block_file.h"
+#include "core/files/files.h"
 
 namespace kv {
 namespace {

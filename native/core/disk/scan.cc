@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/base/error.h"
-#include "core/disk/files.h"
+#include "core/files/files.h"
 #include "core/format/segment.h"
 
 namespace kv {

@@ -10,7 +10,7 @@
 #include <span>
 #include <string>
 
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 
 namespace kv {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 
 namespace kv {
 

@@ -5,7 +5,7 @@
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/placement/policy.h"
 
 namespace kv::peer {

@@ -7,7 +7,7 @@
 #include "core/base/checksum.h"
 #include "core/base/error.h"
 #include "core/base/polling.h"
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 
 namespace kv::peer {
 namespace {

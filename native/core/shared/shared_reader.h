@@ -18,8 +18,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "core/disk/block_file.h"
-#include "core/disk/files.h"
+#include "core/files/block_file.h"
+#include "core/files/files.h"
 #include "core/peer/window.h"
 #include "core/store/store.h"
 

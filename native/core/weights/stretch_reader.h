@@ -14,7 +14,7 @@
 #include <span>
 #include <thread>
 
-#include "core/disk/engine.h"
+#include "core/files/engine.h"
 
 namespace kv {
 

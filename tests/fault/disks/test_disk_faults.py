@@ -1,6 +1,6 @@
 """Goal: whatever call to the file system fails, and whichever time it is called, no wrong byte is handed out,
 nothing leaks, the quota holds and the daemon serves (docs/design.md §12). Method: a real daemon whose calls
-fail on a schedule (native/core/disk/faults.h), blocks whose bytes follow from their keys, then the whole list
+fail on a schedule (native/core/files/faults.h), blocks whose bytes follow from their keys, then the list
 of tests/fault/disks/rig.py.
 """
 

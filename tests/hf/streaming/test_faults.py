@@ -1,7 +1,7 @@
 """Proves that a disk that fails, is slow or returns other bytes gives the right token or a typed error, never
 another token; and what happens to a checkpoint under the hands of others.
 
-Method: a tiny llama read through the schedule of faults of native/core/disk/faults.h, bit for bit against the
+Method: a tiny llama read through the schedule of faults of native/core/files/faults.h, bit for bit beside the
 model in memory; files truncated, replaced and rearranged by two processes while a model runs; a file system
 of 1 MiB; a hub id with no network.
 """

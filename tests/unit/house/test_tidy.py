@@ -270,7 +270,7 @@ TOO_MANY = {  # to become two folders each; none of them may grow
     "kvclient/hf/attachment": 14,
     "kvclient/hf/request": 14,
     "native/bindings": 17,
-    "native/core/disk": 20,
+    "native/core/disk": 14,
 }
 
 

@@ -1,4 +1,4 @@
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 
 #include <algorithm>
 #include <bit>

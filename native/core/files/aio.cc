@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "core/base/error.h"
-#include "core/disk/engine.h"
+#include "core/files/engine.h"
 
 namespace kv {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/disk/patient_files.h"
+#include "core/files/patient_files.h"
 
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-#include "core/disk/faults.h"
+#include "core/files/faults.h"
 
 #include <fcntl.h>
 #include <signal.h>

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "core/base/error.h"
-#include "core/disk/engine.h"
+#include "core/files/engine.h"
 
 namespace kv {
 namespace {

@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/disk/files.h"
+#include "core/files/files.h"
 
 namespace kv {
 

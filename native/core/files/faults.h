@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-#include "core/disk/engine.h"
-#include "core/disk/files.h"
+#include "core/files/engine.h"
+#include "core/files/files.h"
 
 namespace kv {
 

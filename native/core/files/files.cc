@@ -1,4 +1,4 @@
-#include "core/disk/files.h"
+#include "core/files/files.h"
 
 #include <fcntl.h>
 #include <linux/openat2.h>

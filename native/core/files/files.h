@@ -18,7 +18,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/disk/block_file.h"
+#include "core/files/block_file.h"
 #include "core/format/segment.h"
 
 namespace kv {
