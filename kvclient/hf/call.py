@@ -173,6 +173,7 @@ class Report:
     approximate_tokens: int = 0  # found inside the prompt, computed behind other tokens; not in reused_tokens
     approximate_from_disk: int = 0  # of the approximate ones: what this call had loaded
     recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
+    estimated_kl: float | None = None  # of the answer, in nats, where repair="auto" promises max_kl
     followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
     published_blocks: int = 0
     lookup_s: float = 0.0  # keys, look-up, pins, claims

@@ -103,7 +103,8 @@ class Claims:
         for match, (stored, publisher) in zip(prefix.groups, self.groups, strict=True):
             regular = stored.regular(prefix.starts, max(ends, default=0))
             also = [end for end in regular if prefix.starts[end] > hit]
-            for run in stored.kept(prefix.starts, {*ends, *also}, common if common > hit else 0):
+            end = common if common > hit else 0
+            for run in stored.kept(prefix.starts, {*ends, *also}, end, max(hit, 0)):
                 publisher.claim(match.chain[: run.stop], run.start, row, pad)
         if self.snapshots is not None and prefix.states is not None:
             for end in ends:

@@ -20,7 +20,10 @@ from kvclient.errors import NotPermitted, PinsExhausted
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.groups import LayerGroup
 
-WINDOWS_APART = 4  # a window of tokens is stored of every four, at least
+WINDOWS_APART = 8  # a window of tokens is stored of every eight, at least
+# Behind what prompts share stands a question. A quarter of a window more than the last one is stored, at
+# least a block, so that another question finds it: hits can end so many tokens before the end.
+SLACK, MOST_SLACK = 1 / 4, 256  # of a window; tokens
 MISSING, PENDING, RESIDENT, ON_DISK, ON_PEER = range(5)  # a look-up's states
 
 
@@ -63,13 +66,18 @@ class StoredGroup:
         step = WINDOWS_APART * self.group.window
         return [n for n in range(1, blocks + 1) if step and starts[n] // step > starts[n - 1] // step]
 
-    def kept(self, starts: list[int], ends: Iterable[int], stop: int = 0) -> list[range]:
-        """The blocks to store so that hits can end behind these blocks, or a token before, or behind token
-        `stop`."""
-        wanted = set(self.needed(starts, stop))
+    def kept(self, starts: list[int], ends: Iterable[int], stop: int = 0, hit: int = 0) -> list[range]:
+        """The blocks to store so that hits can end behind these blocks, or behind token `stop`; and anywhere
+        in the slack before the last, as far as there is what a hit that ended at token `hit` had."""
+        wanted, last = set(self.needed(starts, stop)), 0
         for end in ends:
-            if end > 0:
-                wanted.update(self.needed(starts, starts[end]), self.needed(starts, starts[end] - 1))
+            wanted.update(self.needed(starts, starts[end]))
+            last = max(last, end)
+        if last:
+            slack = min(MOST_SLACK, int(SLACK * self.group.window))
+            earliest = max(0, min(starts[last] - slack, starts[last - 1]))
+            first = self.needed(starts, earliest).start if earliest else 0
+            wanted.update(range(max(first, self.needed(starts, hit).start if hit else 0), last))
         runs: list[range] = []
         for index in sorted(wanted):
             if runs and runs[-1].stop == index:

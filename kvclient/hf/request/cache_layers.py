@@ -27,7 +27,8 @@ from kvclient.hf.call import Prompt, Report
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.request.options import Options
 from kvclient.hf.request.served_model import ServedModel
-from kvclient.hf.reuse.blend import Blend, BlendLayer
+from kvclient.hf.reuse.blend import Blend
+from kvclient.hf.reuse.blend_layer import BlendLayer
 
 SPARE_TOKENS = 1024  # room for new tokens taken at once; a longer generation grows its memory
 

@@ -42,6 +42,7 @@ from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.stopping import end_tokens
 from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
 from kvclient.hf.reuse.blend import Blend
+from kvclient.hf.reuse.passes import run_passes
 
 
 class Request:
@@ -109,9 +110,7 @@ class Request:
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
-                    if self._blend is not None and self._blend.asked is not None:
-                        self._blend.ask(run)
-                    outputs = self._run(run, input_ids, model_kwargs)
+                    outputs = self._run(model, run, input_ids, model_kwargs)
                 break
             except Lost:
                 self.report.followed_lost += 1
@@ -136,8 +135,10 @@ class Request:
         self.report.bypass_detail = bypassed.detail or None
         return run()
 
-    def _run(self, run: Callable[..., Any], ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+    def _run(self, model: Any, run: Callable[..., Any], ids: torch.Tensor, model_kwargs: Any) -> Any:
         """The model's own pass over the rest of the prompt; cut where states are stored."""
+        if self._blend is not None:
+            return run_passes(model, self._blend, run)
         claims = self._claims
         if not self._served_model.grouped or claims is None:
             return run()
@@ -267,9 +268,8 @@ class Request:
             self._prefix = None
         if inside:
             assert served.non_prefix is not None
-            self._blend = Blend(
-                served.non_prefix, inside, columns, self._prompt.length, self._clock, served.form
-            )
+            length = self._prompt.length
+            self._blend = Blend(served.non_prefix, inside, columns, length, self._clock, served.form)
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
@@ -358,6 +358,7 @@ class Request:
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
+            report.estimated_kl = self._blend.estimated_kl
             report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)

@@ -1,6 +1,6 @@
 """One forward pass over a prompt of which some stretches are reused: in the first layers the tokens that may
 be chosen, in the rest those that were; the last layer is computed for the prompt's last token only, but for K
-and V. Where the question chooses, a pass of the live tokens comes first.
+and V. Where the question chooses, or the error is estimated, a pass of the live tokens comes first.
 
 Owns the hooks that cut the rows and the layers that put fresh K and V among reused ones; both work on the
 model as it is, of any architecture whose decoder layers stand in one list. Never touches the model's code,
@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from kvclient.blocks.reuse_plan import Segment
-from kvclient.errors import Closed, InvalidArgument
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import NAMES
 from kvclient.hf.attention.registered import PREFIX, at
-from kvclient.hf.cache.layer import Shape, StoreLayer, as_array
-from kvclient.hf.call import Clock, Lost
+from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
-from kvclient.hf.model.rope import Rope, turned_tensor
+from kvclient.hf.model.rope import Rope
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.reuse.attention_scores import AttentionScores
+from kvclient.hf.reuse.blend_layer import BlendLayer, Seen, compared, place
 from kvclient.hf.reuse.drift import Drift
+from kvclient.hf.reuse.estimate import Gauge
 from kvclient.hf.reuse.repair import Repair
-from kvclient.kernels import contract, cuda
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
 MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
@@ -104,17 +104,35 @@ class Blend:
         # Where that pass ended: what stands before all that is reused waits there for the other rows.
         self._joined, self._waiting = -1, torch.empty(0)
         self.drift: Drift | None = None
+        # Where the error is estimated, passes follow each other until one is the last.
+        self.gauge = Gauge.of(non_prefix.repair, segments, length)
+        self.stored, self.last, self.adds = self.gauge is not None, self.gauge is None, False
+        self.estimated_kl: float | None = None  # of the answer, behind the last pass
+        self._score: torch.Tensor | None = None  # what the question owes a column, once it was asked
+        self._computed = self._fresh  # columns of the passes so far
+        self.waiting: list[BlendLayer] = []  # layers whose columns wait for the last pass
         asks = non_prefix.repair.asks(segments, exact)
-        if asks and non_prefix.repair.attended_ratio == 1:
+        if asks and non_prefix.repair.computes_all:
             self._choose(torch.ones(length, dtype=torch.bool))
+            self.estimated_kl = 0.0 if non_prefix.repair.promises else None
         elif asks and non_prefix.shows:
             self.asked = AttentionScores(length, length - segments[-1].stop, len(non_prefix.decoder))
             live = torch.ones(length, dtype=torch.bool)
             for segment in segments:
                 live[segment.start : segment.stop] = False
-            self._choose(live)
-        elif not checks:
+            self._choose(live if self.gauge is None else self._fresh)
+        elif not checks or self.gauge is not None:
             self._choose(self._fresh)
+
+    @property
+    def repair(self) -> Repair:
+        """Its own rules."""
+        return self._non_prefix.repair
+
+    @property
+    def scored(self) -> bool:
+        """Whether the question chose."""
+        return self._score is not None
 
     @property
     def whole(self) -> bool:
@@ -134,7 +152,7 @@ class Blend:
         for segment in self._segments:
             at = segment.start - low
             for piece in segment.pieces:
-                _place(self._non_prefix.rope, self._form, layer, piece, segment.shift, storage, at)
+                place(self._non_prefix.rope, self._form, layer, piece, segment.shift, storage, at)
                 at += piece.count
         self._clock.load_s += time.perf_counter() - began
 
@@ -158,21 +176,47 @@ class Blend:
         self.recomputed = len(rows) - (self.length - self.exact - self.found)
         self._rows, self.chosen, self._mask = rows[rows >= done], True, None
 
-    def ask(self, run: Callable[[], Any]) -> None:
-        """run: the pass of live rows over what is stored. The one that follows counts."""
-        assert self.asked is not None
-        with contextlib.suppress(_Seen):
-            run()
-        asked, self.asked = self.asked, None
+    def ask(self, run: Callable[[], Any]) -> Any:
+        """run: the pass of live rows over what is stored; what it gives where it goes to its end. The one
+        that follows counts."""
+        outputs = None
+        with contextlib.suppress(Seen):
+            outputs = run()
+        asked, self.asked, self.stored = self.asked, None, False
         repair, segments = self._non_prefix.repair, self._segments
-        if (attention := asked.of()) is None:  # a compiled graph, which tells nothing
+        if asked is None or (attention := asked.of()) is None:  # not ours, or a compiled graph: tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
-            self.chosen, self._mask = False, None
-            return
-        chosen = repair.attended(attention, self._fresh)
-        self.drift, self._joined = Drift(self._non_prefix.rope, segments, chosen, asked.values), asked.stop
+            self.chosen, self._mask = not repair.checks, None
+            return outputs
+        self._score, self._computed = attention, repair.attended(attention, self._fresh)
+        self.drift = Drift(self._non_prefix.rope, segments, self._computed, asked.values)
+        self._joined = asked.stop if self.gauge is None else -1
         # What stands before all that is reused is as it must be, as far as the first pass went.
-        self._choose(chosen, segments[0].start - self.exact)
+        self._choose(self._computed, segments[0].start - self.exact)
+        return outputs
+
+    def more(self, share: float) -> None:
+        """Another pass follows, that computes as many more of the reused tokens as make up this share; 1:
+        all, as if nothing were reused inside."""
+        self.adds, self.drift, self.chosen = share < 1, None, True
+        if share >= 1:
+            self._choose(torch.ones(self.length, dtype=torch.bool))
+            return
+        assert self._score is not None
+        before = self._computed
+        self._computed = self._non_prefix.repair.attended(self._score, self._fresh, share)
+        self._choose(self._computed | before)
+        new = (self._computed & ~before) | self._fresh
+        new[: self._segments[0].start] = False
+        self._rows = torch.nonzero(new[self.exact :]).squeeze(1)
+
+    def end(self) -> None:
+        """The pass that ended was the last: its columns are the prompt's."""
+        self.last = True
+        waiting, self.waiting = self.waiting, []
+        for layer in waiting:
+            if not self.whole:
+                layer.commit(self)
 
     # ---------------------------------------------------------------- the model's side
 
@@ -197,10 +241,10 @@ class Blend:
     ) -> Any:
         if self.looking:
             return None
-        if self.asked is not None and index == self.asked.stop:
+        if self.asked is not None and index == self.asked.stop and self.gauge is None:
             hidden = args[0] if args else kwargs["hidden_states"]
             self._waiting = hidden[:, : self._segments[0].start - self.exact].clone()
-            raise _Seen
+            raise Seen
         if index == self._joined:
             args, kwargs = self._join(args, kwargs)
         before = self._rows
@@ -208,10 +252,11 @@ class Blend:
             self._look(module, *self._cut(args, kwargs, before, before))
         if self.whole:
             return None
-        if index == len(self._non_prefix.decoder) - 1 and self.asked is None:
+        if index == len(self._non_prefix.decoder) - 1 and self.asked is None and not self.stored:
             # The next token is told from the last row; of the others nobody wants more than K and V.
             self._look(module, *self._cut(args, kwargs, before, self._rows))
-            self._rows, self._mask = self._rows[-1:], None
+            told = 1 if self.gauge is None else self.gauge.rows
+            self._rows, self._mask = self._rows[-told:], None
         return self._cut(args, kwargs, before, self._rows)
 
     def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -251,7 +296,7 @@ class Blend:
         self.looking = True
         try:
             module(*args, **kwargs)
-        except _Seen:
+        except Seen:
             return
         finally:
             self.looking = False
@@ -273,10 +318,6 @@ class Blend:
         return self._mask
 
 
-class _Seen(Exception):
-    """K and V of all rows of a layer are there. Internal: ends the look, or the pass that asks."""
-
-
 class _Hook:
     """Cuts the inputs of one layer, in the thread that runs the pass."""
 
@@ -291,99 +332,3 @@ class _Hook:
         if kwargs is None or threading.get_ident() != self._thread:
             return None  # another request on the same model
         return self._blend.cut_inputs(self._index, module, args, kwargs)
-
-
-class BlendLayer(StoreLayer):
-    """A StoreLayer whose first update is part of a pass."""
-
-    def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
-        super().__init__(index, shape, *args, **kwargs)
-        self._blend: Blend | None = blend
-        self._asked = False  # and so holds what is stored
-        self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
-        self._complete = False  # and the last row comes once more
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        blend = self._blend
-        if self._complete:
-            self._complete = False
-            return self.keys, self.values
-        if blend is not None and blend.looking and not blend.chosen:
-            storage = self._room(blend.length, key_states)
-            columns = blend.columns().to(storage.device)
-            storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
-            self._seen = columns, key_states, value_states
-            blend.check(self.index, storage)
-            raise _Seen
-        if blend is not None and blend.asked is not None:
-            return self._ask(blend, blend.asked, key_states, value_states)
-        self._blend = None
-        if blend is None or blend.whole:
-            return super().update(key_states, value_states, *args, **kwargs)
-        storage = self._room(blend.length, key_states)
-        columns = blend.columns().to(storage.device)
-        if not self._asked or blend.drift is None:
-            blend.load(self.index, storage)
-        if blend.drift is not None:
-            blend.drift.add(self.index, storage, columns, torch.stack([key_states, value_states]))
-        if self._seen is not None:
-            looked, *fresh = self._seen
-            storage[0][:, :, looked], storage[1][:, :, looked] = fresh
-            self._seen = None
-        storage[0][:, :, columns] = key_states
-        storage[1][:, :, columns] = value_states
-        self._show(blend.length)
-        if self.written is not None:
-            self.written(self.index, blend.exact, blend.length, storage, self.origin)
-        if blend.looking:
-            self._complete = True
-            raise _Seen
-        return self.keys, self.values
-
-    def _ask(
-        self, blend: Blend, asked: AttentionScores, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = self._length
-        storage = self._room(blend.length, key_states)
-        columns = blend.columns().to(storage.device)
-        blend.load(self.index, storage)
-        storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
-        self._asked = True
-        self._show(blend.length)
-        keys, values = asked.handed(self.index, self.keys, self.values), self.values
-        self._show(before)  # the pass that follows begins where this one did
-        return keys, values
-
-
-def compared(
-    stored: torch.Tensor, fresh: torch.Tensor, columns: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[2, columns] of K and V [2, heads, tokens, head_dim]: (stored - fresh)^2 and fresh^2, summed."""
-    if fresh.device.type in cuda.DEVICES and contract.cuda_lacks(fresh.device.index or 0) is None:
-        whole = cuda.table([cuda.segment((stored[0],), (stored[1],))], fresh.device)
-        first = torch.zeros(1, dtype=torch.int64, device=fresh.device)
-        square, norm = cuda.score(fresh[0], fresh[1], whole, first, fresh.shape[2], 0, False)
-        return square[:, columns], norm[:, columns]
-    fresh = fresh[:, :, columns].float()
-    return (stored[:, :, columns].float() - fresh).pow_(2).sum(dim=(1, 3)), fresh.pow(2).sum(dim=(1, 3))
-
-
-def _place(
-    rope: Rope, form: BlockFormat, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
-) -> None:
-    """Copies one piece of a block to columns at.., its keys turned."""
-    part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
-    try:
-        if storage.device.type == "cpu":
-            block, target = form.read(piece.view, layer)[:, :, part], as_array(storage)
-            rope.turn(layer, block[0], shift, target[0, 0, :, where])
-            target[1, 0, :, where] = block[1]
-            target[:, 1:, :, where] = target[:, :1, :, where]
-        else:
-            block = form.read_tensor(piece.view, layer)[:, :, part]
-            storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
-            storage[1, :, :, where] = block[1].to(storage.device)
-    except Closed as error:
-        raise Lost(str(error)) from error

@@ -24,7 +24,8 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope, rotated
 from kvclient.hf.model.structure import KVShape, Refused, widest_window
 from kvclient.hf.release import passing
-from kvclient.hf.reuse.blend import Blend, BlendLayer, NonPrefixReuse, decoder_layers
+from kvclient.hf.reuse.blend import Blend, NonPrefixReuse, decoder_layers
+from kvclient.hf.reuse.blend_layer import BlendLayer
 from kvclient.hf.reuse.repair import Repair
 
 LENGTH = 40  # tokens of the proof's prompt

@@ -10,8 +10,12 @@ computed; at ratio 1.0 every token is.
                 that deviate most, are computed from there on
     attention   the fraction `attended_ratio` that the live question owes most to, in a pass of the live
                 tokens over what is stored; what is not computed is moved by what those like it were off by
-    auto        attention where an approximate chunk stands behind `behind_tokens` that it may not have been
-                computed behind, else cacheblend; exact ones stay untouched under every strategy
+    auto        attention, as far as the model tells what it attends to; then the KL of the answer is
+                estimated (kvclient.hf.reuse.estimate), and where that is more than `max_kl` more is computed,
+                up to all. Without max_kl: attention where an approximate chunk stands behind `behind_tokens`
+                that it may not have been computed behind, else cacheblend
+
+Exact ones stay untouched under every strategy.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
     attended_ratio: float = 0.18  # of the approximate tokens (attention)
-    behind_tokens: int = 256  # before a chunk, inexact: so many are worth asking the question (auto)
+    max_kl: float | None = 5e-3  # nats, mean over answers: what is promised (auto). None: nothing is
+    behind_tokens: int = 256  # before a chunk, inexact: worth asking the question (auto without max_kl)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
     check_layer: int | None = None
@@ -51,6 +56,8 @@ class Repair:
             raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
         for name in ("ratio", "attended_ratio"):
             check_real(name, getattr(self, name), 0, 1)
+        if self.max_kl is not None:
+            check_real("max_kl", self.max_kl, 0, math.inf)
         if self.check_layer is not None:
             check_bounds("check_layer", self.check_layer, 0, MAX_LAYERS)
         for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
@@ -62,8 +69,26 @@ class Repair:
         """Whether tokens are chosen by their deviation, where the question is not asked."""
         return self.method in ("cacheblend", "attention", "auto")
 
+    @property
+    def promises(self) -> bool:
+        """Whether the error of every prompt is estimated and kept below max_kl."""
+        return self.method == "auto" and self.max_kl is not None
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether nothing of what is found is good enough, where the question would choose."""
+        return self.attended_ratio == 1 or (self.promises and self.max_kl == 0)
+
+    @property
+    def promised(self) -> float:
+        """Nats."""
+        assert self.max_kl is not None
+        return self.max_kl
+
     def asks(self, segments: Sequence[Segment], exact: int) -> bool:
         """Whether tokens are chosen by the question's attention. exact: where the exact prefix ends."""
+        if self.promises:
+            return True
         if self.method == "auto":
             far = any(segment.start - exact >= self.behind_tokens for segment in segments)
             return far and self.attended_ratio > self.ratio
@@ -101,10 +126,14 @@ class Repair:
         candidates = torch.nonzero(scanned & ~fresh).squeeze(1)
         return _most(deviation, candidates, self.ratio * int((~fresh).sum()), fresh)
 
-    def attended(self, attention: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-        """`fresh` with those of the other tokens added that are attended to most. All over all columns."""
+    def attended(
+        self, attention: torch.Tensor, fresh: torch.Tensor, share: float | None = None
+    ) -> torch.Tensor:
+        """`fresh` with those of the other tokens added that are attended to most. All over all columns.
+        share: of the others; None: attended_ratio."""
         candidates = torch.nonzero(~fresh).squeeze(1)
-        return _most(attention, candidates, self.attended_ratio * len(candidates), fresh)
+        share = self.attended_ratio if share is None else share
+        return _most(attention, candidates, share * len(candidates), fresh)
 
 
 def _most(score: torch.Tensor, candidates: torch.Tensor, count: float, fresh: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_a_prompt_with_windows_needs_a_part_of_what_full_attention_does(client):
         assert kv.last.reused_tokens == 4095
     print(f"bytes stored of those of full attention: {shares}")
     assert shares[4096] <= 0.4
-    assert shares[1024] <= 0.62
+    assert shares[1024] <= 0.7
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])

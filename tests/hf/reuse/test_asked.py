@@ -214,7 +214,7 @@ def test_another_attention_is_not_asked(client, chosen, ratio, count):
 
 @pytest.mark.parametrize(("behind", "asks"), [(40, False), (39, True)])
 def test_auto_asks_where_much_stands_before(attach, model, chosen, behind, asks):
-    kv = attach(Repair("auto", behind_tokens=behind + 1, attended_ratio=0.3, **BARE))
+    kv = attach(Repair("auto", max_kl=None, behind_tokens=behind + 1, attended_ratio=0.3, **BARE))
     chosen.clear()
     with kv.bypass(read=False):
         generate(model, asked(40), 1)

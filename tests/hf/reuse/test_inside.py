@@ -294,7 +294,7 @@ class Broken(Exception):
 
 
 def test_a_pass_that_fails_leaves_no_hook_and_no_pin(attach, model, client, monkeypatch):
-    kv = attach("auto")
+    kv = attach("cacheblend")
 
     def fail(*_args):
         raise Broken
@@ -309,7 +309,7 @@ def test_a_pass_that_fails_leaves_no_hook_and_no_pin(attach, model, client, monk
 
 
 def test_another_threads_forward_pass_is_left_alone(attach, model):
-    attach("auto")
+    attach("cacheblend")
     plain = model(asked(5)).logits
     seen = []
     original = Blend.check

@@ -71,24 +71,26 @@ def test_a_document_behind_another_preamble_stays_near(loaded, client, alone):
     model, text, other = loaded
     document, behind = text[300 : 300 + DOCUMENT], text[300 + DOCUMENT :]
     source = document if alone else other[:40] + document + other[100:160]
-    kls, unmoved = [], []
+    kls = []
     with kvclient.hf.attach(model, client, repair="auto", self_test=False) as kv:
         first(model, source)
         for shift in (29, 100):
             prompt = other[500 : 500 + shift] + document + behind[:QUESTION]
             kl, report = divergence(model, kv, prompt, behind[QUESTION : QUESTION + POSITIONS])
             assert report.approximate_tokens >= 0.95 * DOCUMENT
-            assert report.recomputed_tokens <= 0.15 * DOCUMENT
+            assert report.estimated_kl <= 5e-3
             kls.append(kl)
         turn = kvclient.hf.model.rope.Rope.turn
         try:
             rope = kvclient.hf.model.rope.Rope
             rope.turn = lambda self, layer, keys, shift, out: out.__setitem__(..., keys)
-            unmoved.append(divergence(model, kv, prompt, behind[QUESTION : QUESTION + POSITIONS])[0])
+            kl, worse = divergence(model, kv, prompt, behind[QUESTION : QUESTION + POSITIONS])
         finally:
             kvclient.hf.model.rope.Rope.turn = turn
     assert sum(kls) / len(kls) <= 5e-3, kls
-    assert unmoved[0] > 1.2 * kls[-1], (unmoved, kls)  # the measure sees keys at the wrong place
+    # Keys at the wrong place are seen, and paid for: more is computed, and the promise is kept.
+    assert worse.recomputed_tokens > report.recomputed_tokens
+    assert kl <= 5e-3
 
 
 @pytest.mark.parametrize(("codec", "most"), [("int8", 1e-3), ("int4", 3e-2)])

@@ -224,7 +224,7 @@ with kvclient.connect(dir=sys.argv[1]) as client:
     subprocess.run([sys.executable, "-c", there, str(server.dir)], check=True, cwd=ROOT, timeout=120)
     ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
     with server.connect() as client:
-        for repair, recomputed in (("auto", 5), (kvclient.hf.Repair(ratio=1.0), 100)):
+        for repair, recomputed in (("cacheblend", 5), (kvclient.hf.Repair(max_kl=0.0), 100)):
             with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair, self_test=False) as kv:
                 tokens, logits, _ = generate(model, ids)
                 assert kv.last.approximate_tokens == 100

@@ -1,0 +1,104 @@
+"""How far the answer to a repaired prompt will be from a full prefill's, told from the prompt itself.
+
+Owns the estimate and its constants; never chooses tokens and never runs a pass. Invariant: it hangs on this
+prompt's own distributions alone, and is infinite where there are none to compare.
+
+Compared are the next-token distributions at the prompt's last rows, which every pass computes: over what is
+stored as it is, over what was repaired, over what was repaired more. How far a pass moves them is what the
+tokens that it computed meant to the question; those it left out mean less, the less the more there were. So
+the KL of the answer is taken for a constant times the mean KL that a pass moved the question by. The
+constants were found on the tuning half of bench.quality's texts; docs/reuse.md has what they gave on the other half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvclient.blocks.reuse_plan import Segment
+from kvclient.hf.reuse.repair import Repair
+
+MOST_ROWS, FEWEST_ROWS = 64, 8
+# KL of the answer behind a pass, for each nat that it moved the question by: where the question chose, and
+# where deviation did. A prompt that moves little is near; of one that moves more than that it cannot be told,
+# as single positions of an answer decide: 9 of 45 such were beyond twice a limit.
+LEFT, LEFT_UNASKED = 1.1, 8.0
+# Of the reused tokens: computed by a second pass, where the first was not enough. Enough of them, unless the
+# first pass moved the question by more than MOST_MOVED limits: then all are computed.
+SECOND_SHARE, MOST_MOVED = 0.6, 2.4
+
+
+class Gauge:
+    """Of one prompt. rows: of its end, so many, are compared."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._before: torch.Tensor | None = None  # [rows, vocabulary], log-probabilities
+        self._now: torch.Tensor | None = None
+        self._moved: list[float] = []  # by each pass but the first
+
+    @classmethod
+    def of(cls, repair: Repair, segments: Sequence[Segment], length: int) -> Gauge | None:
+        """None where nothing is promised, or everything computed anyhow."""
+        if not repair.promises or repair.computes_all:
+            return None
+        last = segments[-1]
+        return cls(min(MOST_ROWS, length - last.stop + min(repair.recency_tokens, len(last))))
+
+    def passed(self) -> None:
+        """A pass has ended, whose logits were seen; without any, or of few rows, nothing can be said."""
+        now, self._now = self._now, None
+        if now is not None:
+            now = now.float().log_softmax(-1)
+        if self._before is not None:
+            known = self.rows >= FEWEST_ROWS and now is not None and now.shape == self._before.shape
+            self._moved.append(_mean_kl(now, self._before) if known else math.inf)
+        self._before = now if now is not None else torch.empty(0)
+
+    def left(self, asked: bool) -> float:
+        """KL of the answer, in nats, that the first pass of repair leaves. asked: whether the question chose
+        what it computed."""
+        return (LEFT if asked else LEFT_UNASKED) * self._moved[0]
+
+    def left_by_second(self) -> float:
+        """The same, of the pass that computes SECOND_SHARE; before it as behind it."""
+        return self._moved[0] / MOST_MOVED
+
+    @contextlib.contextmanager
+    def reading(self, model: torch.nn.Module) -> Iterator[Gauge]:
+        """Within it, the model's passes give the logits of these rows to the gauge, and that of the last row
+        to whoever called it, as asked for."""
+        wanted: list[Any] = []
+        ours = threading.get_ident()  # others may ask the same model meanwhile
+
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if threading.get_ident() != ours:
+                return None
+            wanted[:] = [kwargs.get("logits_to_keep")]
+            return (args, {**kwargs, "logits_to_keep": self.rows}) if wanted == [1] else None
+
+        def behind(_module: Any, _args: Any, outputs: Any) -> Any:
+            logits = getattr(outputs, "logits", None) if threading.get_ident() == ours else None
+            if not isinstance(logits, torch.Tensor) or logits.shape[0] != 1 or logits.shape[1] < self.rows:
+                return None
+            self._now = logits[0, -self.rows :].detach()
+            if wanted == [1]:
+                outputs.logits = logits[:, -1:]
+            return outputs
+
+        hooks = [model.register_forward_pre_hook(before, with_kwargs=True)]
+        hooks.append(model.register_forward_hook(behind))
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _mean_kl(now: torch.Tensor, before: torch.Tensor) -> float:
+    return float((now.exp() * (now - before)).sum(-1).clamp_min(0).mean())
