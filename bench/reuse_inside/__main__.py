@@ -348,7 +348,7 @@ def main() -> None:
     import kvclient
     import kvclient.hf
 
-    repairs = {name: kvclient.hf.Repair(name) for name in ("auto", "selective", "none")}
+    repairs = {name: kvclient.hf.Repair(name, max_kl=None) for name in ("auto", "selective", "none")}
     for ratio in chosen.attended_ratio:
         repairs[f"attention {ratio:g}"] = kvclient.hf.Repair("attention", attended_ratio=ratio)
     rows = []

@@ -144,8 +144,7 @@ class Request:
             return run()
         at = functools.partial(self._tolerance.tried, claims.computed, self._cache)
         if claims.snapshots is None:
-            outputs = run()
-            at(ids.shape[1])
+            outputs, _ = run(), at(ids.shape[1])
             return outputs
         how = {"whole": bool(self._layers), "stepwise": self._served_model.stepwise}
         return run_in_pieces(run, ids, model_kwargs, self._hit, claims.snapshots.columns, at, **how)

@@ -7,7 +7,8 @@ Compared are the next-token distributions at the prompt's last rows, which every
 stored as it is, over what was repaired, over what was repaired more. How far a pass moves them is what the
 tokens that it computed meant to the question; those it left out mean less, the less the more there were. So
 the KL of the answer is taken for a constant times the mean KL that a pass moved the question by. The
-constants were found on the tuning half of bench.quality's texts; docs/reuse.md has what they gave on the other half.
+constants were found on the tuning half of bench.quality's texts; docs/reuse.md has what they gave on the
+other half.
 """
 
 from __future__ import annotations
