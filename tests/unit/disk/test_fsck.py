@@ -105,7 +105,8 @@ def test_progress_is_for_terminals_only(tmp_path):
     assert b"\x1b[K" in os.read(leader, 4096)
     os.close(leader)
     plain = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
-    assert plain.stderr == b""
+    # What may stand there is a word on pools that nobody owns: this host's, not the disk's.
+    assert not any(sign in plain.stderr for sign in (b"\x1b", b"\r", b"checked"))
 
 
 def test_what_a_running_daemon_writes_is_no_leftover(tmp_path, capsys):
