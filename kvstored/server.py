@@ -261,8 +261,11 @@ class Daemon:
             door = GuestsDoor(self._stores, self._sessions)
             self._grpc.add("guarded.sock", door, peer_proxy.bounds(config))
         for name in ("guests.sock", "guarded.sock"):  # also where no other user is configured any more
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(config.in_dir(name))
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(config.in_dir(name))
+            except OSError as error:
+                raise StartupError(f"{config.in_dir(name)}: {error.strerror}") from error
         await self._grpc.start()
         if config.open_to_others:
             path = config.in_dir("guests.sock")

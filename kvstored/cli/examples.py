@@ -81,8 +81,9 @@ is not ours. Exit code 1 if something is wrong and was not repaired.""",
   kvstored layouts
   kvstored layouts --namespace batch --json
 
-A layout says how the bytes of a block are arranged: one for each model, type and block size. It stays while
-a block has it, in memory or being read; a namespace with 512 of those refuses another.""",
+A layout says how the bytes of a block are arranged: one for each model, type and block size. A namespace has
+places for 512. When all are taken, one without blocks in memory gives up its place; where all have blocks,
+those of the one that was used longest ago are evicted.""",
     "peers": """examples:
   kvstored peers                exit code 1 if one is not up""",
     "config": """examples:

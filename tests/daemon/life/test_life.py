@@ -276,7 +276,7 @@ def test_the_log_is_one_line_an_event_and_holds_no_key(daemon):
     assert " info ready " in one.log() and " info flushed namespace=default deleted=1" in one.log()
 
 
-@pytest.mark.parametrize("name", ["kvstored.sock", "grpc.sock"])
+@pytest.mark.parametrize("name", ["kvstored.sock", "grpc.sock", "guests.sock"])
 def test_a_socket_that_cannot_be_made_is_an_error_that_names_it(daemon, name):
     one = daemon(start=False)
     (one.dir / name / "in the way").mkdir(parents=True)
