@@ -43,7 +43,7 @@ STORE_METRICS: dict[str, About] = {
     "expired": ("kvstored_expirations_total", "counter", "Blocks whose time to live ended."),
     "no_space": ("kvstored_no_space_total", "counter", "Creates refused for want of memory."),
     "longest_hold_ns": (
-        "kvstored_store_longest_hold_nanoseconds",
+        "kvstored_store_longest_hold_seconds",
         "gauge",
         "Longest that the store was held without a pause since the daemon began.",
     ),
@@ -229,13 +229,20 @@ class Figures:
     adopted: Mapping[str, bool] = field(default_factory=dict)
 
 
+def _scale(counter: str) -> float:
+    """What makes a counter's unit Prometheus' base unit: seconds."""
+    return {"us": 1e-6, "ns": 1e-9}.get(counter.rpartition("_")[2], 1)
+
+
 def render(figures: Figures) -> str:
     """The exposition text."""
     lines: list[str] = []
     _metric(lines, BUILD, [({"version": figures.version}, 1)])
     for counter, about in (STORE_METRICS | DISK_METRICS).items():
         found = figures.stores.items()
-        _metric(lines, about, [({"namespace": n}, stats[counter]) for n, stats in found if counter in stats])
+        scale = _scale(counter)
+        samples = [({"namespace": n}, stats[counter] * scale) for n, stats in found if counter in stats]
+        _metric(lines, about, samples)
     _metric(lines, SERVING, [({"namespace": name}, int(yes)) for name, yes in figures.serving.items()])
     _metric(lines, ADOPTED, [({"namespace": name}, int(yes)) for name, yes in figures.adopted.items()])
     states = figures.degraded.items()
@@ -244,7 +251,7 @@ def render(figures: Figures) -> str:
         if name in figures.own:
             _metric(lines, about, [({}, figures.own[name])])
     for counter, about in PEER_METRICS.items():
-        scale = 1e-6 if counter.endswith("_us") else 1
+        scale = _scale(counter)
         samples = [
             ({"namespace": n, "peer": str(peer["node"])}, peer[counter] * scale) for n, peer in figures.peers
         ]
