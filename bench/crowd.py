@@ -6,7 +6,8 @@
 `build/dev/crowd` (native/bench/crowd.cc) does the work, in processor time of the one thread that serves
 all: an idle machine is not needed. The ratio is of the means, so it has in it what a scan of the pins
 costs and a put that finds its room does not show. `build/dev/neighbour` measures by the clock what a put
-takes in one namespace while another is crowded; its ratio is of the medians. `--holds` runs
+takes in one namespace while another is crowded, and beside two threads that only count, which is what
+sharing two cores costs whoever shares them; their ratios are of the medians. `--holds` runs
 `build/dev/holds` instead: the longest that the store's lock is held without a pause, for each operation.
 """
 
@@ -22,6 +23,7 @@ TITLES = {
     "one": "one client with 40,000 pins",
     "all": "every block pinned",
     "neighbour": "a crowded namespace, in another one, by the clock",
+    "counting": "two threads that only count, by the clock",
     "stranger": "100 sessions of a reader with 65,536 pins each, which name every block",
 }
 
@@ -33,7 +35,7 @@ def rows(lines: list[str]) -> list[dict]:
         if case["case"] == "alone":
             alone = case
         else:
-            of = "p50_us" if case["case"] == "neighbour" else "mean_us"
+            of = "p50_us" if case["case"] in ("neighbour", "counting") else "mean_us"
             out.append({**case, "alone_us": alone[of], "ratio": case[of] / alone[of]})
     return out
 

@@ -1,9 +1,13 @@
-// neighbour: what a put takes in one namespace while another is under load, beside the same put while it is not. `python -m
-// bench.crowd` runs it.
+// neighbour: what a put takes in one namespace while another is under load, beside the same put while it is not, and while two
+// threads that know nothing of any store take as much of the processor. `python -m bench.crowd` runs it.
 //
 // Two namespaces behind one session socket. In the first 100 sessions of another user have their pages full of pins, every block
 // is pinned by the owner, and a client asks for creates without a pause, each refused. In the second a client puts blocks of
-// 4 KiB. By the clock, in turns with and without: prints a line of JSON for each, p50 and worst in µs.
+// 4 KiB. By the clock, in turns: alone, beside the crowd (two threads: who asks, and who serves), beside two threads that only
+// count. On two cores the last is what sharing the processor costs, whatever shares it. A line of JSON for each, p50 and worst in
+// µs.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -22,6 +26,7 @@ namespace {
 
 constexpr uint64_t kBlocks = 16384;
 constexpr int kTurns = 20, kPuts = 200;
+enum Beside { kNothing, kCrowd, kCounting, kBesides };
 
 std::unique_ptr<Client> client(const std::string& path, const char* name) {
   return std::make_unique<Client>(AttachOptions{.socket_path = path, .name = name, .max_pins = 64}, Client::Door::SharedMemory);
@@ -75,27 +80,32 @@ int main() {
   server.start();
   const auto pages = crowd(loaded);
   const auto asking = client(path, "loaded"), putting = client(path, "quiet");
-  std::atomic<bool> on{false}, over{false};
-  std::atomic<uint64_t> asked{0};
-  std::thread load([&] {
-    for (uint64_t next = 1 << 20; !over.load();) {
-      while (!on.load() && !over.load()) ::sched_yield();
-      if (on.load()) put(*asking, next++), asked.fetch_add(1);
-    }
-  });
-  std::vector<double> alone, beside;
+  std::atomic<int> beside{kNothing};
+  std::atomic<bool> over{false};
+  std::atomic<uint64_t> asked{0}, counted{0};
+  const auto while_it_is = [&](Beside turn, const auto& step) {
+    while (!over.load()) beside.load() == turn ? step() : void(::usleep(100));
+  };
+  std::thread crowding(
+      [&, next = uint64_t{1} << 20]() mutable { while_it_is(kCrowd, [&] { put(*asking, next++), asked.fetch_add(1); }); });
+  const auto count = [&] { while_it_is(kCounting, [&] { counted.fetch_add(1); }); };
+  std::thread counting(count), counting_too(count);
+  std::vector<double> times[kBesides];
   uint64_t number = 0;
-  for (int turn = 0; turn < 2 * kTurns; ++turn) {
-    on.store(turn % 2 == 1);
-    for (const uint64_t before = asked.load(); on.load() && asked.load() < before + 2;) ::sched_yield();
+  for (int turn = 0; turn < kBesides * kTurns; ++turn) {
+    const int now = turn % kBesides;
+    const uint64_t asked_before = asked.load(), counted_before = counted.load();
+    beside.store(now);
+    while (now == kCrowd && asked.load() < asked_before + 2) ::sched_yield();
+    while (now == kCounting && counted.load() < counted_before + 2) ::sched_yield();
     for (int i = 0; i < kPuts; ++i) {
       const uint64_t begin = monotonic_ns();
       KV_INVARIANT(put(*putting, number++));
-      (on.load() ? beside : alone).push_back(static_cast<double>(monotonic_ns() - begin) * 1e-3);
+      times[now].push_back(static_cast<double>(monotonic_ns() - begin) * 1e-3);
     }
   }
   over.store(true);
-  load.join();
-  print("alone", alone), print("neighbour", beside);
+  crowding.join(), counting.join(), counting_too.join();
+  print("alone", times[kNothing]), print("neighbour", times[kCrowd]), print("counting", times[kCounting]);
   return 0;
 }
