@@ -12,10 +12,11 @@
 #include <mutex>
 
 #include "core/base/polling.h"
+#include "core/base/thread_annotations.h"
 
 namespace kv {
 
-class SlicedMutex {
+class CAPABILITY("mutex") SlicedMutex {
  public:
   // Without a pause, since it was made or told to forget.
   struct Holds {
@@ -24,7 +25,7 @@ class SlicedMutex {
   static constexpr uint64_t kLongNs = 500'000;        // what count_over counts
   static inline uint64_t (*clock)() = &monotonic_ns;  // a benchmark's may count a thread's own time
 
-  void lock() {
+  void lock() ACQUIRE() {
     if (!mutex_.try_lock()) {
       waiting_.fetch_add(1, std::memory_order_relaxed);
       mutex_.lock();
@@ -32,19 +33,19 @@ class SlicedMutex {
     }
     began_ns_ = clock();
   }
-  bool try_lock() {
+  bool try_lock() TRY_ACQUIRE(true) {
     if (!mutex_.try_lock()) return false;
     began_ns_ = clock();
     return true;
   }
-  void unlock() {
+  void unlock() RELEASE() {
     note();
     mutex_.unlock();
   }
 
   // By its holder, who must not rely on anything it found before: lets those that wait have it, one after the other, a bounded
   // number of looks long.
-  void give_way() {
+  void give_way() REQUIRES(this) {
     gave_way_ += 1;
     note();
     if (waiting_.load(std::memory_order_relaxed) > 0) {
@@ -55,9 +56,9 @@ class SlicedMutex {
     began_ns_ = clock();
   }
   // Asked by its holder.
-  uint64_t gave_way() const { return gave_way_; }  // how often
-  const Holds& holds() const { return holds_; }
-  void forget_holds() { holds_ = {}; }
+  uint64_t gave_way() const REQUIRES(this) { return gave_way_; }  // how often
+  const Holds& holds() const REQUIRES(this) { return holds_; }
+  void forget_holds() REQUIRES(this) { holds_ = {}; }
 
  private:
   static constexpr int kLooks = 1000;
@@ -70,6 +71,28 @@ class SlicedMutex {
   std::atomic<uint32_t> waiting_{0};
   uint64_t gave_way_ = 0, began_ns_ = 0;
   Holds holds_;
+};
+
+// Holds it while it lives.
+class SCOPED_CAPABILITY SlicedLock {
+ public:
+  explicit SlicedLock(SlicedMutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  ~SlicedLock() RELEASE() { mutex_.unlock(); }
+  SlicedLock(const SlicedLock&) = delete;
+
+ private:
+  SlicedMutex& mutex_;
+};
+
+// Lets go of it while it lives: whoever makes one must not rely on anything it found before.
+class SCOPED_CAPABILITY SlicedUnlock {
+ public:
+  explicit SlicedUnlock(SlicedMutex& mutex) RELEASE(mutex) : mutex_(mutex) { mutex_.unlock(); }
+  ~SlicedUnlock() RELEASE() { mutex_.lock(); }
+  SlicedUnlock(const SlicedUnlock&) = delete;
+
+ private:
+  SlicedMutex& mutex_;
 };
 
 }  // namespace kv

@@ -69,7 +69,7 @@ void BlockWriter::take_grants(std::span<const size_t> which, std::span<const pro
     item.handle = {grants[k].record, grants[k].generation};
     item.extent = {grants[k].offset, grants[k].length};
     item.open = item.status == Grant::Granted;
-    if (item.open) opened.emplace_back(grants[k].record, grants[k].generation);
+    if (item.open) opened.push_back({grants[k].record, grants[k].generation});
   }
   if (!opened.empty()) attachment_->opened(this, opened);
 }

@@ -29,12 +29,10 @@ std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
 
 }  // namespace
 
-Store::Lock Store::enter() {
-  Lock lock(mutex_);
+void Store::begin_operation() {
   list_contents();
   check_memory();
   if (!fence_.empty()) throw Error(Code::Fenced, "namespace " + options_.name + " is fenced: " + fence_);
-  return lock;
 }
 
 // ---------------------------------------------------------------- records
@@ -164,15 +162,21 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
   records_used_ += 1, created_ += 1, used_bytes_ += length;
   longest_pages_ = std::max(longest_pages_, length / kPageBytes);
   counters_.creates += 1;
-  out = {Grant::Granted, {record, control(record).generation()}, extent};
-  unlisted_.emplace_back(record, out.handle.generation);  // not a copy of what was just written in parts: it would wait
+  const uint64_t generation = control(record).generation();
+  out = {Grant::Granted, {record, generation}, extent};
+  unlisted_.push_back({record, generation});  // not a copy of what was just written in parts: it would wait
+}
+
+bool Store::grow_pool() {
+  const SlicedUnlock away(mutex_);
+  return pool_.grow();
 }
 
 std::vector<Granted> Store::create(const CreateRequest& request) {
   if (request.items.size() > kMaxKeysPerMessage)
     throw Error(Code::InvalidArgument, limit_text("the number of keys", request.items.size(), kMaxKeysPerMessage));
   if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
-  Lock lock = enter();
+  const Entry entry(*this);
   check_pool();
   auto owner_of_request = [&]() -> Session& {
     const auto found = sessions_.find(request.owner);
@@ -209,9 +213,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   std::vector<size_t> missing = attempt();
   // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
   while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
-    lock.unlock();
-    const bool more = pool_.grow();
-    lock.lock();
+    const bool more = grow_pool();
     still_there();
     missing = attempt();
     if (!more) break;
@@ -252,7 +254,7 @@ void Store::list_contents() {
 }
 
 void Store::finish_claims() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   list_contents();
 }
 
@@ -275,7 +277,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
 }
 
 std::vector<Done> Store::seal(uint32_t owner, std::span<const Seal> blocks) {
-  Lock lock = enter();
+  const Entry entry(*this);
   std::vector<Done> out;
   out.reserve(blocks.size());
   for (const Seal& block : blocks) out.push_back(seal_one(owner, block));
@@ -287,7 +289,7 @@ std::vector<Done> Store::seal(uint32_t owner, std::span<const Seal> blocks) {
 
 // Also takes a block that was quarantined while its writer could not reach us: the writer says it has stopped.
 Done Store::abort(uint32_t owner, Handle handle) {
-  Lock lock = enter();
+  const Entry entry(*this);
   if (handle.record >= index_.max_blocks()) return Done::Stale;
   const Control now = control(handle.record);
   const bool created = now.state() == State::Created && now.generation() == handle.generation;
@@ -302,7 +304,7 @@ Done Store::abort(uint32_t owner, Handle handle) {
 }
 
 void Store::mark_layer(Handle handle, uint32_t layers) {
-  Lock lock = enter();
+  const Entry entry(*this);
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const Control now = control(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created)

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <bit>
-#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -32,7 +31,6 @@
 #include "core/format/index.h"
 #include "core/format/layout.h"
 #include "core/format/protocol.h"
-#include "core/format/session_file.h"
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
 #include "core/store/eviction.h"
@@ -42,6 +40,7 @@
 #include "core/store/lower_tier.h"
 #include "core/store/pool.h"
 #include "core/store/record_set.h"
+#include "core/store/session_state.h"
 
 namespace kv {
 
@@ -176,23 +175,7 @@ class Store {
   const TableHeader& header() const { return index_.header(); }
 
  private:
-  struct Session {
-    uint32_t id = 0;
-    std::optional<SessionFile> file;  // none: an owner inside this process
-    std::atomic<bool> truncated{false};
-    Guard guard;
-    bool attached = false, ended = false, resumed = false;
-    uint32_t pid = 0, uid = 0;
-    SessionHolder holder;
-    bool budgeted = false, asks = true;  // bounded by its user's budget; may be given more, and less
-    PinAllowance allowance;              // no pin beyond it counts
-    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
-    uint64_t drained = 0;                                  // entries of its ring seen
-    bool is_left() const { return ended && file && pid; }  // counted in left_
-    uint32_t protocol = 0;                                 // that its client speaks; 0: not known
-    LayoutTable::Held layouts;                             // that it has registered
-    std::vector<uint32_t> unsealed;                        // records; Upkeep::link of each says where it stands here
-  };
+  using Session = SessionState;
 
   // Where a record stands in its eviction queue: beside each other, because every step of a queue moves a dozen.
   struct Places {
@@ -201,14 +184,24 @@ class Store {
     void set_place(uint32_t record, uint32_t place) { (*places)[record] = place; }
   };
 
-  using Lock = std::unique_lock<SlicedMutex>;
+  using Lock = SlicedLock;
+  // The lock, and the namespace as an operation may find it. Throws Fenced.
+  class SCOPED_CAPABILITY Entry {
+   public:
+    explicit Entry(Store& store) ACQUIRE(store.mutex_) : lock_(store.mutex_) { store.begin_operation(); }
+    ~Entry() RELEASE() {}
+
+   private:
+    const Lock lock_;
+  };
   static constexpr size_t kSlice = 256, kReapSlice = 4;  // blocks that one hold of the lock deletes, sessions: some 100 us
   static constexpr double kDueWorth = 0x1p200;           // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
   void list_contents();
-  Lock enter();  // takes the lock; throws Fenced
+  void begin_operation() REQUIRES(mutex_);  // throws Fenced
   void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out);
+  bool grow_pool() REQUIRES(mutex_);  // gives the lock away
   bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
   static bool servable(State state, uint8_t flags);
   void transition(uint32_t record, Event event, State to, uint8_t flags);
@@ -326,7 +319,7 @@ class Store {
     uint64_t bytes;
     bool known, corrupt;  // there were checksums to compare with; they did not match
   };
-  Verdict verify_one(Lock& lock, uint32_t record);
+  Verdict verify_one(uint32_t record) REQUIRES(mutex_);
   std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
 
   // store_adopt.cc

@@ -114,7 +114,7 @@ Store::Store(const Options& options)
   index_.header().peer_bytes_per_s.store(0, std::memory_order_relaxed);
   pool_.start(
       [this](uint64_t frontier) {
-        Lock lock(mutex_);
+        const Lock lock(mutex_);
         index_.header().frontier.store(frontier, std::memory_order_release);
         arena_.set_frontier(frontier), chances_ += 1;
       },

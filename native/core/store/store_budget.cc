@@ -80,7 +80,7 @@ void Store::recall(Session& session) {
 }
 
 PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
-  Lock lock = enter();
+  const Entry entry(*this);
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || !found->second->file || found->second->ended) return {};
   Session& session = *found->second;

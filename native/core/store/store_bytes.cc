@@ -18,17 +18,17 @@ constexpr uint64_t kPiece = 1ull << 20;
 constexpr uint64_t kSuspectBytesPerS = 64ull << 20;
 }  // namespace
 
-// Holds a block against reuse while the daemon itself reads it, outside the lock.
-class Store::Reading {
+// Holds a block against reuse while the daemon itself reads it, outside the lock: lets go of it and takes it again.
+class SCOPED_CAPABILITY Store::Reading {
  public:
-  Reading(Store& store, Lock& lock, uint32_t record) : store_(store), lock_(lock), record_(record) {
+  Reading(Store& store, uint32_t record) RELEASE(store.mutex_) : store_(store), record_(record) {
     IoPin& pin = store_.io_pins_[record];
     pin.generation = store_.control(record).generation();
     pin.count += 1;
-    lock_.unlock();
+    store_.mutex_.unlock();
   }
-  ~Reading() {
-    lock_.lock();
+  ~Reading() RELEASE() {
+    store_.mutex_.lock();
     store_.pins_gone_ += 1;
     if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
     store_.scan_zombies(store_.control(record_).state() == State::Zombie);
@@ -37,12 +37,11 @@ class Store::Reading {
 
  private:
   Store& store_;
-  Lock& lock_;
   const uint32_t record_;
 };
 
 std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset, uint64_t length) {
-  Lock lock = enter();
+  const Entry entry(*this);
   Snapshot found;
   if (index_.find(key, found) != Find::Hit || found.control.state() != State::Sealed || expired(found.expiry_s)) {
     counters_.misses += 1;
@@ -57,7 +56,7 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
   std::vector<uint8_t> out;
   bool good;
   {
-    Reading reading(*this, lock, found.record);
+    Reading reading(*this, found.record);
     out.resize(std::min(length, layers - offset));  // zeroed outside the lock
     good = pool_.read(found.extent.offset + offset, out.data(), out.size());
   }
@@ -67,7 +66,7 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
 }
 
 std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offset, uint64_t length) {
-  Lock lock = enter();
+  const Entry entry(*this);
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const Control now = control(handle.record);
   if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
@@ -81,7 +80,7 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
   std::vector<uint8_t> out;
   bool good;
   {
-    Reading reading(*this, lock, handle.record);
+    Reading reading(*this, handle.record);
     out.resize(std::min(length, layers - offset));
     good = pool_.read(at, out.data(), out.size());
   }
@@ -110,7 +109,7 @@ uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms)
     const uint64_t word = progress.load(std::memory_order_acquire);
     uint32_t limit;
     {
-      Lock lock = enter();
+      const Entry entry(*this);
       const Control now = control(handle.record);
       if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
         throw Error(Code::BlockLost, "its writer gave the block up");
@@ -127,7 +126,7 @@ uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms)
 }
 
 void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data) {
-  Lock lock = enter();
+  const Entry entry(*this);
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
   const Control now = control(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created)
@@ -142,7 +141,7 @@ void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data)
   const uint64_t at = extent_of(handle.record).offset + offset;
   bool good;
   {
-    Reading writing(*this, lock, handle.record);
+    Reading writing(*this, handle.record);
     good = pool_.write(at, data.data(), data.size());
   }
   if (!good) check_pool();
@@ -168,7 +167,7 @@ std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent
 
 // Verifies a sealed block, or computes its checksums where the writer did not; drops it if its bytes do not match. The lock is
 // let go meanwhile.
-Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
+Store::Verdict Store::verify_one(uint32_t record) {
   const Control before = control(record);
   const Shape shape = shape_of(record);
   const Extent extent = extent_of(record);
@@ -178,7 +177,7 @@ Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
   bool good = true;
   std::vector<uint32_t> sums;
   {
-    Reading reading(*this, lock, record);
+    Reading reading(*this, record);
     sums = layer_checksums(layout, extent, shape.tokens);
     std::vector<uint32_t> stored(sums.size());
     if (sums.empty())
@@ -202,7 +201,7 @@ Store::Verdict Store::verify_one(Lock& lock, uint32_t record) {
 
 ScrubResult Store::scrub(uint32_t from, uint64_t limit_bytes) {
   ScrubResult result{.next = from};
-  Lock lock = enter();
+  const Entry entry(*this);
   while (result.bytes < limit_bytes) {
     if (result.next >= index_.max_blocks()) {
       result.done = true;
@@ -212,7 +211,7 @@ ScrubResult Store::scrub(uint32_t from, uint64_t limit_bytes) {
     const Control now = control(record);
     // A block on its way to disk is passed over this time: its file says what is behind its layers.
     if (now.state() != State::Sealed || (!(now.flags() & kFlagChecksummed) && now.flags() & kFlagQueued)) continue;
-    const Verdict verdict = verify_one(lock, record);
+    const Verdict verdict = verify_one(record);
     result.bytes += verdict.bytes;
     (verdict.known ? result.verified : result.computed) += 1;
     result.corrupt += verdict.corrupt;
@@ -224,14 +223,14 @@ ScrubResult Store::scrub(uint32_t from, uint64_t limit_bytes) {
 // A client found a block's checksums wrong. It is not believed: this looks itself. At most so many bytes a second, because it is
 // the session thread that looks, and others wait for it; what is more is left to `scrub`.
 bool Store::drop_if_corrupt(const Key& key) {
-  Lock lock = enter();
+  const Entry entry(*this);
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent || control(record).state() != State::Sealed || !(control(record).flags() & kFlagChecksummed))
     return false;
   const auto second = static_cast<uint64_t>(::time(nullptr));
   if (std::exchange(suspects_second_, second) != second) suspects_bytes_ = 0;
   if (suspects_bytes_ > kSuspectBytesPerS) return false;
-  const Verdict verdict = verify_one(lock, record);
+  const Verdict verdict = verify_one(record);
   suspects_bytes_ += verdict.bytes;
   return verdict.corrupt;
 }

@@ -22,14 +22,14 @@ constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
 
 void Store::attach_disk(int wake, LowerTier* tier) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   wake_disk_ = wake;
   lower_.store(tier, std::memory_order_release);
   if (!wishes_.empty() || !deleted_.keys.empty() || deleted_.all) wake_disk();
 }
 
 void Store::detach_disk() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   wake_disk_ = -1;
   lower_.store(nullptr, std::memory_order_release);
 }
@@ -77,7 +77,7 @@ bool Store::forget_wish(uint32_t record) {
 }
 
 std::optional<WriteJob> Store::begin_write() {
-  Lock lock = enter();
+  const Entry entry(*this);
   // What was deleted goes first: told later, the tier would take it for the deletion of a block put since.
   if (wishes_.empty() || !deleted_.keys.empty() || deleted_.all) return std::nullopt;
   const uint32_t record = std::prev(wishes_.end())->second;
@@ -102,7 +102,7 @@ std::optional<WriteJob> Store::begin_write() {
 }
 
 bool Store::end_write(Handle handle, bool written) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
   pins_gone_ += 1;
@@ -136,7 +136,7 @@ void Store::remember_file(uint32_t record, const Key& key) {
 // Of a deleted block whose file the tier knew, or cannot know of yet, and the table did not: it has fewer records than there are
 // files. What there may be no file of takes no other's record.
 void Store::remember_unknown(const Key& key, bool sure) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
   if (!sure && free_head_ == Index::kAbsent) return;
   if (free_head_ == Index::kAbsent && on_disk_.size()) free_spare_record();
@@ -153,7 +153,7 @@ void Store::free_spare_record() {
 }
 
 void Store::file_gone(const Key& key) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto going = going_.find(key);
   if (going == going_.end()) return;
   const uint32_t record = going->second;
@@ -168,14 +168,14 @@ void Store::drop_tombstone(uint32_t record) {
 }
 
 Deleted Store::take_deleted() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   return std::exchange(deleted_, {});
 }
 
 // ---------------------------------------------------------------- blocks that lie only on disk
 
 bool Store::add_disk(const Key& key, uint32_t expiry_s) {
-  Lock lock = enter();
+  const Entry entry(*this);
   if (const uint32_t found = index_.find_exclusive(key); found != Index::kAbsent) {
     if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0), place(found);
     return true;
@@ -213,7 +213,7 @@ uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags
 }
 
 void Store::drop_disk(const Key& key) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   for (const uint32_t zombie : zombies_)  // whose record would outlive the file
     if (control(zombie).flags() & kFlagOnDisk && key_of(zombie) == key) set_flags(zombie, 0, kFlagOnDisk);
   const uint32_t record = index_.find_exclusive(key);
@@ -293,7 +293,7 @@ bool Store::adopt_disk_record(uint32_t record) {
 }
 
 std::vector<Key> Store::disk_keys(uint32_t& record, uint32_t limit) {
-  Lock lock = enter();
+  const Entry entry(*this);
   std::vector<Key> out;
   for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked) {
     const Control now = control(record);
@@ -339,7 +339,7 @@ std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t pri
 // Somebody asked for it and has not pinned it yet. In a pool full of blocks that were used more often each load would push out
 // the one before, over and over.
 void Store::keep_loaded(Handle handle) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   fresh_.push_back({handle, extent_of(handle.record).length, monotonic_ns()});
   fresh_bytes_ += fresh_.back().bytes;
   for (; fresh_.size() > kMostFresh || fresh_bytes_ > options_.capacity_bytes / 2; fresh_.pop_front())

@@ -8,7 +8,7 @@
 namespace kv {
 
 Found Store::lookup(const Key& key) {
-  Lock lock = enter();
+  const Entry entry(*this);
   Found out;
   if (index_.find(key, out.snapshot) != Find::Hit) return out;
   const State state = out.snapshot.control.state();
@@ -33,7 +33,7 @@ bool Store::remove(const Key& key) {
 }
 
 bool Store::remove_here(const Key& key) {
-  Lock lock = enter();
+  const Entry entry(*this);
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent) return false;
   const State state = control(record).state();
@@ -49,7 +49,7 @@ bool Store::remove_here(const Key& key) {
 }
 
 std::vector<bool> Store::touch(std::span<const Key> keys) {
-  Lock lock = enter();
+  const Entry entry(*this);
   const double now = use_now();
   std::vector<bool> out;
   for (const Key& key : keys) {
@@ -67,7 +67,7 @@ uint64_t Store::flush() {
   if (lower) lower->forget_all();
   uint64_t count = 0;
   {
-    Lock lock = enter();
+    const Entry entry(*this);
     const auto deleted = [&] {
       counters_.deletes += 1;
       if (++count % kSlice == 0) scan_zombies(), mutex_.give_way();
@@ -85,12 +85,12 @@ uint64_t Store::flush() {
 }
 
 void Store::settle() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   scan_zombies();
 }
 
 void Store::drain(bool on) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   draining_ = on;
 }
 

@@ -26,7 +26,7 @@ bool Store::older_readers() {
 uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session) {
   Layout layout = Layout::parse(blob);
   const Key digest = layout_digest(layout);
-  Lock lock = enter();
+  const Entry entry(*this);
   auto known = [&]() -> std::optional<uint32_t> {
     const LayoutTable::Known found = layouts_.by_digest(digest);
     if (!found) return std::nullopt;
@@ -83,18 +83,18 @@ void Store::forget_layout_on_disk(uint32_t slot) {
 }
 
 LayoutTable::Known Store::find_layout(const Key& digest) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   return layouts_.by_digest(digest);
 }
 
 LayoutTable::Known Store::layout(uint32_t id) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const uint32_t slot = layout_slot(id);
   return layouts_.is_known(slot) && layouts_.in(slot)->id == id ? layouts_.in(slot) : nullptr;
 }
 
 std::vector<LayoutInfo> Store::layouts() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<LayoutInfo> out;
   for (uint32_t slot = 0; slot < layouts_.size(); ++slot) {
     if (!layouts_.is_known(slot)) continue;

@@ -8,7 +8,7 @@
 namespace kv {
 
 Stats Store::stats() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   reap_sessions();
   scan_zombies(true);
   Stats s = counters_;
@@ -47,12 +47,12 @@ uint64_t Store::credible(const Session& session, const std::atomic<uint64_t>& cl
 }
 
 std::string Store::problem() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   return fence_.empty() ? pool_.problem() : "fenced: " + fence_;
 }
 
 std::optional<Description> Store::describe(const Key& key) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   Snapshot snapshot;
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
   const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
@@ -61,7 +61,7 @@ std::optional<Description> Store::describe(const Key& key) {
 }
 
 std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<Description> out;
   for (uint64_t i = uint64_t{after} + 1; i <= index_.max_blocks() && out.size() < limit; ++i) {
     const auto record = static_cast<uint32_t>(i - 1);
@@ -79,7 +79,7 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
 }
 
 void Store::check_integrity() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   reap_sessions();
   scan_zombies(true);
   arena_.check_integrity();

@@ -44,7 +44,7 @@ void Store::tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us) {
 }
 
 std::optional<ReadJob> Store::begin_read(const Key& key) {
-  Lock lock = enter();
+  const Entry entry(*this);
   Snapshot found;
   if (index_.find(key, found) != Find::Hit || expired(found.expiry_s)) return std::nullopt;
   const Control now = found.control;
@@ -66,7 +66,7 @@ std::optional<ReadJob> Store::begin_read(const Key& key) {
 }
 
 void Store::end_read(Handle handle) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
   pins_gone_ += 1;
@@ -75,7 +75,7 @@ void Store::end_read(Handle handle) {
 }
 
 std::vector<uint64_t> Store::held_marks(uint32_t& record, uint32_t limit) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<uint64_t> out;
   for (uint32_t looked = 0; record < index_.max_blocks() && looked < limit; ++record, ++looked)
     if (const Control now = control(record); servable(now.state(), now.flags())) out.push_back(mark_of(key_of(record), true));

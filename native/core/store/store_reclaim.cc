@@ -134,7 +134,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
 // The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
 // small part of the pool or the table, and nothing as long as they have room of their own.
 void Store::make_room_ahead() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto [length, count] = std::exchange(ahead_, {});
   if (count == 0 || draining_ || !fence_.empty()) return;
   if (const size_t records = index_.max_blocks() - records_used_ + spare_records(); records < count) {
@@ -294,7 +294,7 @@ void Store::check_pool() {
 }
 
 int Store::tick() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   check_memory();
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
   for (auto& [id, session] : sessions_)

@@ -27,7 +27,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   session->budgeted = is_budgeted(uid), session->asks = asks, session->protocol = protocol;
   uint32_t id;
   {
-    Lock lock = enter();
+    const Entry entry(*this);
     check_reader(protocol);
     id = session->id = new_session_id();
     session->allowance = first_allowance(*session, max_pins);
@@ -46,7 +46,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   session->attached = true;
   session->pid = pid, session->uid = uid;
   Fd locked = session->file->take_locked();
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   try {
     check_reader(protocol);  // again: a layout may have come meanwhile
   } catch (...) {
@@ -66,12 +66,12 @@ void Store::check_reader(uint32_t protocol) const {
 }
 
 void Store::reap_left_sessions() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   for (size_t look = 0, count = ended_.size(); look < count; look += kReapSlice) reap_sessions(kReapSlice), mutex_.give_way();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
-  Lock lock = enter();
+  const Entry entry(*this);
   check_reader(protocol);
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return false;
@@ -88,7 +88,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
 }
 
 size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
-  Lock lock = enter();
+  const Entry entry(*this);
   const auto found = sessions_.find(owner);
   const std::vector<uint32_t> none, &unsealed = found == sessions_.end() ? none : found->second->unsealed;
   std::erase_if(open, [&](const Handle& one) {
@@ -104,7 +104,7 @@ size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
 // What a resumed session no longer knows of: nobody writes there any more.
 void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
   std::sort(open.begin(), open.end(), [](const Handle& a, const Handle& b) { return a.record < b.record; });
-  Lock lock = enter();
+  const Entry entry(*this);
   const auto found = sessions_.find(owner);
   if (found == sessions_.end()) return;
   Session& session = *found->second;
@@ -122,7 +122,7 @@ void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
 }
 
 uint32_t Store::open_owner() {
-  Lock lock = enter();
+  const Entry entry(*this);
   const uint32_t id = new_session_id();
   auto session = std::make_unique<Session>();
   session->id = id;
@@ -166,7 +166,7 @@ void Store::end_session_locked(Session& session) {
 }
 
 void Store::end_session(uint32_t id) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second->ended) return;
   end_session_locked(*found->second);
@@ -201,18 +201,18 @@ void Store::reap_sessions(size_t most) {
 }
 
 Mapping Store::session_page_head(uint32_t id) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   return sessions_.at(id)->file->head_again();
 }
 
 uint64_t Store::session_page_bytes(uint32_t id) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto found = sessions_.find(id);
   return found == sessions_.end() || !found->second->file ? 0 : found->second->file->bytes();
 }
 
 std::vector<Store::SessionInfo> Store::sessions() {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<SessionInfo> out;
   for (auto& [id, s] : sessions_) {
     if (!s->file) continue;
