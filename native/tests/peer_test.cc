@@ -56,6 +56,11 @@ std::unique_ptr<peer::Tier> tier_of(Host& host, uint16_t port, const peer::Secre
   return tier;
 }
 
+Presence promote(Host& host, uint64_t number) {
+  const Key wanted = key(number);
+  return host.store->promote({&wanted, 1}, kDefaultPriority)[0];
+}
+
 }  // namespace
 
 TEST(blocks_are_fetched_by_many_threads_while_both_stores_are_used) {
@@ -79,7 +84,7 @@ TEST(blocks_are_fetched_by_many_threads_while_both_stores_are_used) {
   std::vector<std::thread> askers;
   for (uint64_t number = 0; number < 3; ++number)
     askers.emplace_back([&, number] {
-      for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key((i * 7 + number * 50) % kWanted), kDefaultPriority);
+      for (uint64_t i = 0; i < kWanted; ++i) promote(here, (i * 7 + number * 50) % kWanted);
     });
   for (auto& asker : askers) asker.join();
   for (uint64_t i = 0; i < kWanted; ++i) CHECK(eventually([&] { return here.resident(i); }));
@@ -103,14 +108,14 @@ TEST(either_end_may_stop_in_the_middle_and_another_server_is_found_again) {
   auto tier = tier_of(here, port);
   here.store->attach_peers(tier.get());
   for (int round = 0; round < 3; ++round) {
-    for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key(i), kDefaultPriority);
+    for (uint64_t i = 0; i < kWanted; ++i) promote(here, i);
     server->stop();
     server.reset();
     CHECK(eventually([&] { return tier->stats()[0].in_flight == 0 && tier->stats()[0].queued == 0; }));
     server = serve(there, port);
     CHECK(eventually([&] { return tier->stats()[0].state == "up"; }));
   }
-  for (uint64_t i = 0; i < kWanted; ++i) here.store->promote(key(i), kDefaultPriority);
+  for (uint64_t i = 0; i < kWanted; ++i) promote(here, i);
   here.store->attach_peers(nullptr);
   tier->stop();
   for (uint64_t i = 0; i < kWanted; ++i) CHECK(!here.resident(i) || here.right(i));
@@ -124,7 +129,7 @@ TEST(another_salt_gets_nothing) {
   auto server = serve(there);
   auto tier = tier_of(here, server->port(), peer::Secret{8});
   here.store->attach_peers(tier.get());
-  here.store->promote(key(1), kDefaultPriority);
+  promote(here, 1);
   CHECK(eventually([&] { return server->stats().refused > 0; }));
   CHECK(!here.resident(1));
   here.store->attach_peers(nullptr);

@@ -24,8 +24,14 @@ std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, ui
   return out;
 }
 
-// Each key in turn: the others are being loaded meanwhile. A load that ends in vain leaves no record; then the daemon is asked
-// again, and says so.
+namespace {
+// Of so many keys the last is waited for first, as they come in order: who waits is woken once for all of them, and not for each.
+// No more, so that what came first is pinned before it could be evicted again.
+constexpr size_t kWaitedTogether = 32;
+}  // namespace
+
+// A load that ends in vain leaves no record; then the daemon is asked again, and says so. When the time is over, what is there is
+// taken.
 bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline) {
   std::vector<Key> wanted;
   std::vector<size_t> places;
@@ -37,28 +43,31 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
   if (at.get() != &batch.attachment()) throw Error(Code::Detached, "attached anew while a batch of before was waited for");
   const std::atomic<uint64_t>& ended = at->progress(at->index.max_blocks());
   const PinBoard::Waiting waiting(*at->board);
-  for (size_t k = 0; k < wanted.size(); ++k) {
-    bool hopeful = promises[k].presence != static_cast<uint32_t>(Presence::Missing);
-    while (hopeful) {
-      const uint64_t seen = ended.load(std::memory_order_acquire);
-      Snapshot there;
-      const Find found = pin_one(at, batch, keys, places[k], follow, there);
-      if (batch.item(places[k]).state == ItemState::Hit) at->board->touched({&there.record, 1}), at->board->count(1, 0);
-      if (batch.item(places[k]).state != ItemState::Miss) break;
-      if (passed(deadline)) return false;
-      if (found == Find::Hit && there.control.state() == State::Created) {
-        const std::atomic<uint64_t>& word = at->progress(there.record);
-        const uint64_t progress = word.load(std::memory_order_acquire);
-        if (at->index.control(there.record).word == there.control.word)
-          futex_wait(word, static_cast<uint32_t>(progress), deadline);
-        continue;
+  bool over = false;
+  for (size_t first = 0; first < wanted.size(); first += kWaitedTogether) {
+    for (size_t k = std::min(wanted.size(), first + kWaitedTogether); k-- > first;) {
+      bool hopeful = promises[k].presence != static_cast<uint32_t>(Presence::Missing);
+      while (hopeful) {
+        const uint64_t seen = ended.load(std::memory_order_acquire);
+        Snapshot there;
+        const Find found = pin_one(at, batch, keys, places[k], follow, there);
+        if (batch.item(places[k]).state == ItemState::Hit) at->board->touched({&there.record, 1}), at->board->count(1, 0);
+        if (batch.item(places[k]).state != ItemState::Miss) break;
+        if (over |= passed(deadline)) break;
+        if (found == Find::Hit && there.control.state() == State::Created) {
+          const std::atomic<uint64_t>& word = at->progress(there.record);
+          const uint64_t progress = word.load(std::memory_order_acquire);
+          if (at->index.control(there.record).word == there.control.word)
+            futex_wait(word, static_cast<uint32_t>(progress), deadline);
+          continue;
+        }
+        const auto presence = static_cast<Presence>(promote({&wanted[k], 1}, kDefaultPriority)[0].presence);
+        hopeful = presence != Presence::Missing;
+        if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), deadline);
       }
-      const auto presence = static_cast<Presence>(promote({&wanted[k], 1}, kDefaultPriority)[0].presence);
-      hopeful = presence != Presence::Missing;
-      if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), deadline);
     }
   }
-  return true;
+  return !over;
 }
 
 // Compares blocks with their checksums; one that does not match is a miss, and the daemon is told to look at it itself.

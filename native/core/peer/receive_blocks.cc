@@ -13,6 +13,8 @@ namespace {
 
 constexpr uint32_t kMostLearnt = 8;  // layouts that one connection may add to the namespace's table
 constexpr uint64_t kLongestNs = 150'000'000'000;
+constexpr uint32_t kFramesPerLook = 64;  // at the clock
+constexpr uint64_t kMarkBytes = 64 << 10;
 
 [[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
 
@@ -22,7 +24,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
                                              const std::function<void(size_t, Outcome)>& ended) {
   std::vector<Landing> landings;
   for (const Key& key : keys) landings.push_back({.key = key});
-  bytes_ = 0;
+  bytes_ = 0, to_mark_ = nullptr;
   size_t open = landings.size();
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
   const auto fail_all = [&] {
@@ -34,15 +36,19 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
   try {
     channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request}, std::as_bytes(keys));
     channel_.flush();
-    while (open) {
-      if (to_tell_ && !channel_.buffered()) tell();
+    for (uint32_t frames = 0; open; ++frames) {
+      if (!channel_.buffered()) {
+        mark();
+        if (to_tell_) tell();
+      }
+      if (frames % kFramesPerLook == 0 && monotonic_ns() > end_ns)
+        throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
       Landing& landing = landings[head.item];
       if (landing.outcome != Outcome::Open) malformed("more of a block that had ended");
       take_frame(head, landing);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
-      if (monotonic_ns() > end_ns) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
     }
     tell();
   } catch (const Broken&) {
@@ -157,17 +163,28 @@ void BlockReceiver::take_layer(const Frame& head, Landing& landing) {
   take_bytes(head, landing, at, layout.layer_bytes(head.layer, landing.tokens),
              layout.layer_offset(head.layer + 1, landing.tokens) - at);
   landing.sums[landing.layers++] = head.payload_crc;
-  if (!landing.created) return;
+  if (to_mark_ != &landing) mark();
+  to_mark_ = &landing, unmarked_bytes_ += head.bytes;
+  if (unmarked_bytes_ >= kMarkBytes) mark();
+}
+
+// The layers that came since the last time. A block that is gone meanwhile is found out when it is whole.
+void BlockReceiver::mark() {
+  Landing* landing = std::exchange(to_mark_, nullptr);
+  unmarked_bytes_ = 0;
+  if (!landing || !landing->created || landing->outcome != Outcome::Open || landing->marked == landing->layers) return;
+  to_tell_ |= landing->marked == 0;  // who waits for the block can follow it
+  landing->marked = landing->layers;
   try {
-    store_.mark_layer(landing.handle, landing.layers);
+    store_.mark_layer(landing->handle, landing->layers);
   } catch (const Error&) {
-    return give_up(landing, Outcome::Failed);
+    // Taken from under us: its seal is refused.
   }
-  to_tell_ |= landing.layers == 1;  // who waits for the block can follow it
 }
 
 void BlockReceiver::take_whole(Landing& landing) {
   if (!landing.headed || !landing.meta || landing.layers != landing.sums.size()) malformed("a block that is not whole");
+  if (to_mark_ == &landing) to_mark_ = nullptr;  // its seal says more
   if (!landing.created) return give_up(landing, Outcome::Needless);
   const uint64_t at = landing.layout->checksums_offset(landing.tokens);
   std::byte* to = window_.at(landing.extent.offset + at);

@@ -40,7 +40,7 @@ class BlockReceiver {
     const Layout* layout = nullptr;
     Handle handle{0, 0};
     Extent extent{0, 0};
-    uint32_t tokens = 0, layers = 0;
+    uint32_t tokens = 0, layers = 0, marked = 0;  // of the layers that came, those that who follows may read
     std::vector<uint32_t> sums{};
   };
   void tell();
@@ -52,6 +52,7 @@ class BlockReceiver {
   void take_layer(const Frame& head, Landing& landing);
   void take_whole(Landing& landing);
   void take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
+  void mark();
   void give_up(Landing& landing, Outcome outcome);
 
   Store& store_;
@@ -61,6 +62,8 @@ class BlockReceiver {
   std::vector<std::string> instead_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
+  Landing* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
+  uint64_t unmarked_bytes_ = 0;
   bool to_tell_ = false;  // something became visible that nobody has been woken for
 };
 

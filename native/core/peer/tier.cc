@@ -1,7 +1,9 @@
 #include "core/peer/tier.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
@@ -102,6 +104,11 @@ Presence Tier::fetch(const Key& key, uint32_t priority) {
   return Presence::Missing;
 }
 
+void Tier::go() {
+  Lock lock(mutex_);
+  wake_streams();
+}
+
 bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
 
 double Tier::estimate_s(uint64_t bytes) const {
@@ -122,7 +129,7 @@ double Tier::cost_s(size_t p) const {
   return static_cast<double>(peer.rtt_us) * 1e-6 + blocks * each_s;
 }
 
-// To the next peer's queue, or where it waits for one. False if there is nothing to hope for.
+// To the next peer's queue, or where it waits for one; wake_streams() is for the caller. False if there is nothing to hope for.
 bool Tier::send_on(const Key& key, Flight& flight) {
   const uint64_t turn = key.words[1] ^ ++turns_ * 0xff51afd7ed558ccdull;
   const Next next = next_step(directory_, usable_.load(), key, flight.route, turn, [this](size_t p) { return cost_s(p); });
@@ -131,12 +138,18 @@ bool Tier::send_on(const Key& key, Flight& flight) {
   if (next.step != Step::Ask) return next.step != Step::GiveUp;
   Peer& peer = *peers_[flight.peer = next.peer];
   peer.queue.emplace(flight.place, key);
-  peer.work.notify_one();
+  to_wake_ |= Directory::Mask{1} << next.peer;
   if (!peer.idle && peer.started < kMostStreams && !std::exchange(peer.crowded, true)) {
     crowded_.emplace(now_ms() + kCrowdedMs, next.peer);
     care_.notify_one();
   }
   return true;
+}
+
+// One of each peer's: what it leaves in the queue it wakes another for.
+void Tier::wake_streams() {
+  for (Directory::Mask left = std::exchange(to_wake_, 0); left; left &= left - 1)
+    peers_[static_cast<size_t>(std::countr_zero(left))]->work.notify_one();
 }
 
 void Tier::wait_for(const Key& key, Flight& flight, uint64_t for_ms) {
@@ -177,6 +190,7 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
   if (here || outcome == Outcome::NoSpace) return end_flight(key, !here);
   if (stop_ || !send_on(key, flight)) end_flight(key, true);
+  wake_streams();
 }
 
 // ---------------------------------------------------------------- what waits for a time
@@ -223,7 +237,7 @@ void Tier::care() {
 bool Tier::goes_on(const Key& key, Flight& flight) {
   if (flight.waits == Step::WaitForTurn) {
     ask_again(flight.route);
-    if (send_on(key, flight)) return true;
+    if (send_on(key, flight)) return wake_streams(), true;
   }
   end_flight(key, true);
   return false;

@@ -58,6 +58,7 @@ class Tier final : public Fetcher {
   void stop();
 
   Presence fetch(const Key& key, uint32_t priority) override;
+  void go() override;
   bool known(const Key& key) const override;
   double estimate_s(uint64_t bytes) const override;
   std::vector<PeerStats> stats();
@@ -108,6 +109,7 @@ class Tier final : public Fetcher {
   void went_wrong(size_t peer, Stream& stream, const Broken& error);
   void ended(size_t peer, const Key& key, Outcome outcome, const std::vector<std::string>& instead);
   bool send_on(const Key& key, Flight& flight);
+  void wake_streams();
   double cost_s(size_t peer) const;
   void wait_for(const Key& key, Flight& flight, uint64_t for_ms);
   void end_flight(const Key& key, bool in_vain);
@@ -144,6 +146,7 @@ class Tier final : public Fetcher {
   std::condition_variable care_;
   std::thread care_thread_;
   uint64_t arrivals_ = 0, turns_ = 0;
+  Directory::Mask to_wake_ = 0;  // peers whose queues have got keys since a stream of theirs was woken
 };
 
 }  // namespace kv::peer

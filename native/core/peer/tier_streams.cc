@@ -11,10 +11,9 @@
 namespace kv::peer {
 namespace {
 
-constexpr size_t kFairShare = 4;                  // streams that share what waits
-constexpr size_t kFewKeys = 16;                   // of one request in any case: a prompt's blocks are followed together
-constexpr uint64_t kSmallBlockBytes = 16 << 10;   // of such ones all that wait go in one request: a stream is not the limit
-constexpr std::chrono::microseconds kLinger{50};  // who asks for one key asks for more: they go in one request
+constexpr size_t kFairShare = 4;                 // streams that share what waits
+constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
+constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
 constexpr uint64_t kPingMs = 5000;
 constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
 constexpr int kConnectMs = 1000;
@@ -39,12 +38,8 @@ void Tier::run(size_t p, size_t s) {
         become(p, State::Up);
         peer.work.notify_all();
       }
-      if (!peer.queue.empty()) {
-        lock.unlock();
-        std::this_thread::sleep_for(kLinger);
-        lock.lock();
-      }
       const std::vector<Key> keys = take_batch(peer);
+      if (!peer.queue.empty()) peer.work.notify_one();
       if (!keys.empty()) {
         peer.in_flight += keys.size();
         fetch_batch(lock, p, stream, keys);
@@ -177,6 +172,7 @@ void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   peer.why = error.what();
   for (const auto& [place, key] : std::exchange(peer.queue, {}))
     if (!send_on(key, flights_.at(key))) end_flight(key, true);
+  wake_streams();
   peer.work.notify_all();
 }
 

@@ -58,7 +58,7 @@ std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
 
 std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
   std::vector<uint8_t> out;
-  for (const Key& key : keys) append(out, protocol::PromiseItem{static_cast<uint32_t>(store.promote(key, priority)), 0});
+  for (const Presence there : store.promote(keys, priority)) append(out, protocol::PromiseItem{static_cast<uint32_t>(there), 0});
   return out;
 }
 

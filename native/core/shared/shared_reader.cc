@@ -110,7 +110,7 @@ void SharedReader::run() {
     const Outcome outcome = look(wanted.key);
     count(outcome);
     const bool here = outcome == Outcome::Loaded || outcome == Outcome::Needless;
-    if (!here && next_ && !stop_) next_->fetch(wanted.key, wanted.priority);  // before who waits asks again
+    if (!here && next_ && !stop_) next_->fetch(wanted.key, wanted.priority), next_->go();  // before who waits asks again
     lock.lock();
     flights_.erase(wanted.key);
     if (!here) {

@@ -46,6 +46,9 @@ class SharedReader final : public Fetcher {
   void start();
   void stop();
   Presence fetch(const Key& key, uint32_t priority) override;
+  void go() override {
+    if (next_) next_->go();
+  }
   bool known(const Key& key) const override { return next_ && next_->known(key); }  // of files there is no list
   double estimate_s(uint64_t bytes) const override { return next_ ? next_->estimate_s(bytes) : -1; }
   Stats stats();

@@ -26,8 +26,9 @@ class LowerTier {
 class Fetcher {
  public:
   virtual ~Fetcher() = default;
-  // Pending: it is being fetched, or asked for. Missing: no peer has it, or none can be reached.
+  // Pending: it is being fetched, or will be with the next go(). Missing: no peer has it, or none can be reached.
   virtual Presence fetch(const Key& key, uint32_t priority) = 0;
+  virtual void go() = 0;  // behind the last key of many: they are asked for together
   // Whether one is known to have it now, by what it told; asks nobody.
   virtual bool known(const Key& key) const = 0;
   // Seconds until so many bytes would be here, by what was measured. Below 0: nothing was measured.

@@ -312,7 +312,7 @@ void Store::mark_layer(Handle handle, uint32_t layers) {
   const uint32_t limit = layout_of(shape_of(handle.record).layout).num_layers();
   if (layers > limit) throw Error(Code::InvalidArgument, limit_text("layers ready", layers, limit));
   progress_[handle.record].store(progress_word(handle.generation, layers, Phase::Writing), std::memory_order_release);
-  futex_wake_all(progress_[handle.record]);
+  if (anybody_waits()) futex_wake_all(progress_[handle.record]);
 }
 
 }  // namespace kv

@@ -122,8 +122,9 @@ class Store {
   void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
   const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }
-  Presence promote(const Key& key, uint32_t priority);  // has it brought into memory by what lies below, or from a peer
-  std::optional<ReadJob> begin_read(const Key& key);    // sealed or being written; its memory stays until end_read
+  // Has them brought into memory by what lies below, or from a peer.
+  std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);
+  std::optional<ReadJob> begin_read(const Key& key);  // sealed or being written; its memory stays until end_read
   void end_read(Handle handle);
   bool is_sealed(Handle handle) const;
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
@@ -312,6 +313,7 @@ class Store {
   void check_memory();
   void check_pool();
 
+  Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority);
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc
   class Reading;

@@ -13,12 +13,19 @@ constexpr double kMuchSooner = 4;            // than this host's disk another on
 constexpr uint64_t kCompareBytes = 1 << 20;  // what the two are compared by
 }  // namespace
 
+std::vector<Presence> Store::promote(std::span<const Key> keys, uint32_t priority) {
+  Fetcher* peers = peers_.load(std::memory_order_acquire);
+  std::vector<Presence> out;
+  for (const Key& key : keys) out.push_back(promote_one(peers, key, priority));
+  if (peers) peers->go();
+  return out;
+}
+
 // Memory, disk, then the other hosts; another host that has it before the disk, if the disk is known to be much slower.
-Presence Store::promote(const Key& key, uint32_t priority) {
+Presence Store::promote_one(Fetcher* peers, const Key& key, uint32_t priority) {
   const Presence here = lookup(key).presence;
   if (here == Presence::Resident || here == Presence::Pending) return here;
   LowerTier* below = lower();
-  Fetcher* peers = peers_.load(std::memory_order_acquire);
   if (below && peers && here == Presence::OnDisk && peer_is_sooner(*peers, key))
     if (const Presence there = peers->fetch(key, priority); there != Presence::Missing) return there;
   if (const Presence there = below ? below->promote(key, priority) : here; there != Presence::Missing) return there;
