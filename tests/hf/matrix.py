@@ -10,7 +10,7 @@ import transformers
 from kvclient.hf.model.structure import Refused, check_structure
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.zoo import LATENT, RECURRENT, REFUSED, SERVED, WINDOWED, build
+from tests.hf.zoo import LATENT, MOVED, RECURRENT, REFUSED, SERVED, WINDOWED, build
 
 
 def rows() -> list[str]:
@@ -18,7 +18,7 @@ def rows() -> list[str]:
         f"| architecture (transformers {transformers.__version__}) | prefixes | inside prompts |",
         "|---|---|---|",
     ]
-    for name in (*SERVED, *LATENT, *WINDOWED, *RECURRENT, *REFUSED):
+    for name in (*SERVED, *MOVED, *LATENT, *WINDOWED, *RECURRENT, *REFUSED):
         model = build(name)
         if model is not None:
             out.append(f"| {name} | {' | '.join(_row(model))} |")
@@ -34,12 +34,14 @@ def _row(model) -> tuple[str, str]:
         non_prefix = examine_non_prefix(model, kv, Repair())
     except Refused as refused:
         return "exact", f"refused: {_reason(refused, model)}"
-    return "exact", f"approximate; keys turn by {_convention(non_prefix.rope, kv.head_dim)}"
+    return "exact", f"approximate; {_convention(non_prefix.rope, kv.head_dim)}"
 
 
 def _convention(rope, head_dim: int) -> str:
     turned = [layer for layer in rope.layers if layer.inv_freq is not None]
-    words = {"half": "halves", "interleaved": "pairs"}[turned[0].convention]
+    if not turned:
+        return "keys hang on no position"
+    words = "keys turn by " + {"half": "halves", "interleaved": "pairs"}[turned[0].convention]
     if 2 * len(turned[0].inv_freq) < head_dim:
         words += f", {2 * len(turned[0].inv_freq)} of {head_dim} elements"
     if len(turned) < len(rope.layers):

@@ -57,6 +57,21 @@ SERVED = {
     ),
 }  # fmt: skip
 
+# Other positions, or none: for the tests of reuse inside a prompt.
+MOVED = {
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(n_embd=48, n_layer=3, n_head=6, n_positions=512, rotary_dim=4)),
+    "codegen": (
+        "CodeGenConfig", "CodeGenForCausalLM",
+        dict(num_attention_heads=4, n_positions=512, rotary_dim=4, n_embd=48, n_layer=3, n_head=4),
+    ),
+    "cohere2_full": ("Cohere2Config", "Cohere2ForCausalLM", dict(layer_types=["full_attention"] * 3)),
+    "granite_attention": (
+        "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM",
+        dict(layer_types=["attention"] * 3, position_embedding_type=None, num_local_experts=0,
+             shared_intermediate_size=64, mamba_n_heads=6, mamba_d_head=16),
+    ),
+}  # fmt: skip
+
 # Latent attention: what is cached is a latent and a rope key of another width. Prefixes only, and dense.
 LATENT = {
     "deepseek_v2": (
@@ -80,7 +95,7 @@ LATENT = {
 
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {
-    "gpt2": "learned", "opt": "learned", "bloom": "ALiBi", "mpt": "ALiBi", "falcon_alibi": "ALiBi",
+    "gpt2": "learned", "opt": "learned",
     **dict.fromkeys(LATENT, "latent|no known rotation"),
 }  # fmt: skip
 
@@ -204,7 +219,7 @@ def build(
     layers: int = 3,
 ):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
-    config_name, model_name, own, *_ = {**SERVED, **LATENT, **WINDOWED, **RECURRENT, **REFUSED}[name]
+    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})

@@ -107,10 +107,6 @@ def probe_rope(model: torch.nn.Module) -> Rope:
                 f"{name} has positions in what it caches besides K (learned ones): no rotation moves them"
             )
         turnings.append(_turning(name, layer, keys, tables, _tolerance(model)))
-    if all(turning.inv_freq is None for turning in turnings):
-        raise Refused(
-            f"{name} does not turn its keys (ALiBi, or positions elsewhere): no rotation moves them"
-        )
     return Rope(turnings)
 
 
@@ -161,19 +157,29 @@ def rotated(keys: torch.Tensor, inv_freq: np.ndarray, shift: int, convention: st
 
 
 def _tables(model: torch.nn.Module) -> list[np.ndarray]:
-    """Every inv_freq the model has, each once."""
+    """Every inv_freq the model has, each once; of sines and cosines of all positions (GPT-J), those they
+    were made of."""
     found: dict[bytes, np.ndarray] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if (
-                key.endswith("inv_freq")
-                and not key.startswith("original")
-                and buffer is not None
-                and buffer.ndim == 1
-            ):
-                table = buffer.detach().to("cpu", torch.float32).numpy().copy()
-                found.setdefault(table.tobytes(), table)
+            table = None
+            if key.endswith("inv_freq") and not key.startswith("original"):
+                table = buffer
+            elif key == "embed_positions":
+                table = _frequencies(buffer)
+            if table is not None and table.ndim == 1:
+                array = table.detach().to("cpu", torch.float32).numpy().copy()
+                found.setdefault(array.tobytes(), array)
     return list(found.values())
+
+
+def _frequencies(table: torch.Tensor | None) -> torch.Tensor | None:
+    """Of a table [positions, sines and then cosines]: the angles of position 1, none of which is a whole
+    turn."""
+    if table is None or table.ndim != 2 or len(table) < 2 or table.shape[1] % 2:
+        return None
+    sine, cosine = table[1].double().chunk(2)
+    return torch.atan2(sine, cosine)
 
 
 @torch.no_grad()

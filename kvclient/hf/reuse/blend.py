@@ -12,6 +12,7 @@ chose, by its neighbours' drift); a row attends to exactly the columns up to its
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ class NonPrefixReuse:
     decoder: torch.nn.ModuleList
     repair: Repair
     config: Any  # the model's, which says what computes its attention by now
+    refills: bool = False  # behind its last layer the model expects as many rows as tokens (GPT-J)
 
     @property
     def shows(self) -> bool:
@@ -226,6 +228,9 @@ class Blend:
             for index, module in enumerate(self._non_prefix.decoder):
                 hook = _Hook(self, index, thread)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            if self._non_prefix.refills:
+                last = self._non_prefix.decoder[-1]
+                self._hooks.append(last.register_forward_hook(functools.partial(self._refill, thread)))
         except BaseException:  # an interrupt: what is on would cut the rows of this thread's next call
             self.__exit__()
             raise
@@ -258,6 +263,15 @@ class Blend:
             told = 1 if self.gauge is None else self.gauge.rows
             self._rows, self._mask = self._rows[-told:], None
         return self._cut(args, kwargs, before, self._rows)
+
+    def _refill(self, thread: int, _module: torch.nn.Module, _args: Any, outputs: Any) -> Any:
+        """Rows of any content before those that were computed, of which the last are asked for."""
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        missing = self.length - self.exact - hidden.shape[1]
+        if threading.get_ident() != thread or missing <= 0:
+            return None
+        hidden = torch.cat([hidden[:, :1].expand(-1, missing, -1), hidden], dim=1)
+        return (hidden, *outputs[1:]) if isinstance(outputs, tuple) else hidden
 
     def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the layer that the first pass ended at, with the rows that wait there."""

@@ -11,7 +11,7 @@ import kvclient
 import kvclient.hf
 from kvclient.hf import Repair
 from kvclient.hf.release import passing
-from tests.hf.zoo import LATENT, REFUSED, SERVED, UNMOVED, generate, known, prompt
+from tests.hf.zoo import LATENT, MOVED, REFUSED, SERVED, UNMOVED, generate, known, prompt
 
 BLOCK = 16
 WHOLE = (*SERVED, *LATENT)  # all tokens of all layers are stored
@@ -61,7 +61,7 @@ def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
     assert torch.equal(warm_logits, same_logits)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in UNMOVED])
+@pytest.mark.parametrize("name", [name for name in (*SERVED, *MOVED) if name not in UNMOVED])
 def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client, left):
     """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses. What
     attends to cut rows are the kernels, where the model's attention is theirs.

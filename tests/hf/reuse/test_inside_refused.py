@@ -27,9 +27,6 @@ def model():
     [
         ("gpt2", "learned"),
         ("opt", "learned"),
-        ("bloom", "ALiBi"),
-        ("mpt", "ALiBi"),
-        ("falcon_alibi", "ALiBi"),
     ],
 )
 def test_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(client, name, word):
