@@ -23,12 +23,10 @@ from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Group, Report
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.layer_groups import StoredGroup
-from kvclient.hf.connector.load import PrefixMatch
+from kvclient.hf.connector.load import MIN_TAIL, PrefixMatch
 from kvclient.hf.connector.save import Publisher
 from kvclient.hf.connector.snapshots import Snapshots
 from kvclient.hf.model.states import capture
-
-MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
 def approximate_root(identity: bytes) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvclient.blocks import meta
+from kvclient.blocks.keys import chain
 from kvclient.blocks.match import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
@@ -25,6 +26,7 @@ from kvclient.hf.connector.layer_groups import GroupMatch
 from kvclient.hf.connector.snapshots import StateMatch
 
 MISSING, RESIDENT, ON_DISK, ON_PEER = 0, 2, 3, 4  # a look-up's states
+MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
 class BlockSpan(NamedTuple):
@@ -114,28 +116,52 @@ class PrefixMatch:
                 return
             self.views.append(view)
 
-    def extend_part(self, client: Any) -> None:
+    def extend_part(self, client: Any, patience: Callable[[int, int, int], float]) -> None:
         """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it.
+        One that agrees with more, as a whole, is brought here from disk or another host if it is worth the
+        wait.
         """
         if not self.views or self.pending:
             return
         last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
-        keys = client.children(self.chain[last]) if len(rest) else []
-        if not keys:
+        if keys := client.children(self.chain[last]) if len(rest) else []:
+            self._take_part(last, rest, keys, client.get(keys))
+        key, tokens, state = self._longest_below(client, last, rest)
+        if not tokens or (wait_s := patience(tokens, 1, int(state == ON_PEER))) == 0:
             return
-        blocks = client.get(keys)
+        if self._take_part(last, rest, [key], client.get([key], wait_s=wait_s)):
+            self.peer_tokens += tokens if state == ON_PEER else 0
+            self.disk_tokens += tokens if state == ON_DISK else 0
+
+    def _longest_below(self, client: Any, last: int, rest: Any) -> tuple[bytes, int, int]:
+        """Of the blocks that may lie behind the last, shorter than one, the longest that is whole in the
+        prompt and not in memory, its tokens, and where it is. 0 tokens: none has more than was found. What
+        lies on disk is known by its key alone, so all lengths are asked for.
+        """
+        size = self.chain.token_counts[last]
+        lengths = range(min(len(rest), size - 1), max(self.part_tokens, int(MIN_TAIL * size) - 1), -1)
+        where = {"start": self.starts[last + 1], "root": self.chain[last]}
+        keys = [chain(self.chain.identity, rest[:n], n, **where).keys[0] for n in lengths]
+        states = client.lookup(keys, peers=True).states if keys else []
+        found = zip(keys, lengths, states, strict=True)
+        return next((place for place in found if place[2] in (ON_DISK, ON_PEER)), (b"", 0, MISSING))
+
+    def _take_part(self, last: int, rest: Any, keys: list[bytes], blocks: Any) -> bool:
+        """The one of these blocks that agrees most. False: none with more than what was had."""
         self.handles.append(blocks)
-        for index in range(len(keys)):
+        before = self.part_tokens
+        for index, key in enumerate(keys):
             try:
                 view = blocks[index]
             except PinsExhausted:
-                return
-            known = verified(self.chain.identity, keys[index], view)
+                break
+            known = verified(self.chain.identity, key, view)
             if known is None or known.parent_key != self.chain[last]:
                 continue
             count = common_length(known.ids, rest)
             if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
                 self.part, self.part_tokens = view, count
+        return self.part_tokens > before
 
     def group_of(self, layer: int) -> GroupMatch | None:
         """The group that has this layer of the model; None: it is one of those that need all tokens."""

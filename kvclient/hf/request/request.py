@@ -248,7 +248,7 @@ class Request:
                 prefix.extend(self._client, len(prefix.chain), follow)
                 prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and served.keeps_tails(options.tails):
-                prefix.extend_part(self._client)
+                prefix.extend_part(self._client, self._worth_waiting_s)
             inside = self._inside = self._search(prefix, config) if read else []
             if self._write and not grouped:
                 claim_text(claims, served, options, prefix, inside, claimed, read, follow, len(found) > 1)

@@ -61,6 +61,40 @@ def test_a_prompt_comes_back_from_disk_after_a_cold_restart(served, model, patie
         assert kv.last.reused_by_tier == {"shm": 64, "disk": 0, "peer": 0}
 
 
+def test_a_tail_comes_back_from_disk_whole_and_only_where_it_is_worth_it(
+    served, model, patient, wait_until, tmp_path, monkeypatch
+):  # fmt: skip
+    """Also where the prompt goes on behind it; not for one that parts from it: nothing is loaded to see."""
+    ids = prompt(4 * BLOCK + 9)
+    longer = torch.cat([ids, prompt(5, seed=7)], dim=1)
+    parted = torch.cat([ids[:, :-3], prompt(8, seed=8)], dim=1)
+    plain = {text: generate(model, text)[0] for text in (longer, parted)}
+    with (
+        served.connect() as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
+        kv.keeping(tails=True),
+    ):
+        generate(model, ids, 1)
+        wait_until(lambda: len(files(tmp_path)) >= 5, "the blocks are written")
+        for text, found in ((parted, 4 * BLOCK), (longer, ids.shape[1])):
+            served.restart()
+            wait_until(lambda: client.stats()["on_disk"] == 5, "the directory is indexed")
+            with kv.bypass(read=False):
+                assert torch.equal(generate(model, text)[0], plain[text])
+            assert kv.last.reused_tokens == kv.last.reused_by_tier["disk"] == found
+        served.restart()
+        wait_until(lambda: client.stats()["on_disk"] == 5, "the directory is indexed")
+        whole = 4 * BLOCK
+        patience = PrefillSpeed.patience_s
+
+        def few(self, client, tokens, *sizes):
+            return patience(self, client, tokens, *sizes) * (tokens >= whole)
+
+        monkeypatch.setattr(PrefillSpeed, "patience_s", few)
+        assert torch.equal(generate(model, longer)[0], plain[longer])
+        assert kv.last.reused_tokens == whole and kv.last.disk_refused == 1
+
+
 def test_a_load_that_is_slower_than_prefill_is_not_taken(served, model, wait_until, tmp_path, monkeypatch):
     ids = prompt(70)
     with served.connect() as client, kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
