@@ -86,10 +86,13 @@ class Pages:
 
     def _fill(self, writer: Any, sources: list[Any], sealed: set[int]) -> None:
         mine = [i for i in writer.granted if i not in sealed]
-        for i in mine:
-            self._copy_in(writer[i], sources[i])
+        self._copy_all_in(writer, mine, sources)
         if mine and writer.seal() is not False:
             sealed.update(mine)
+
+    def _copy_all_in(self, writer: Any, mine: list[int], sources: Sequence[Any]) -> None:
+        for i in mine:
+            self._copy_in(writer[i], sources[i])
 
     def _copy_in(self, block: Any, buffers: Buffers) -> None:
         for layer, source in enumerate(buffers):
@@ -99,12 +102,15 @@ class Pages:
         """Copies each page into its buffers. What is on disk is loaded first, `wait_s` at most."""
         try:
             with self._client.get(list(keys), wait_s=self._wait_s, verify=True) as blocks:
-                found = [self._copy(blocks, i, buffers) for i, buffers in enumerate(targets)]
+                found = self._copy_all(blocks, targets)
         except KVClientError as error:
             self._health.failed("a load", error)
             found = [False] * len(keys)
         self._health.look()
         return found
+
+    def _copy_all(self, blocks: Any, targets: Sequence[Any]) -> list[bool]:
+        return [self._copy(blocks, i, target) for i, target in enumerate(targets)]
 
     def _copy(self, blocks: Any, index: int, target: Any) -> bool:
         try:

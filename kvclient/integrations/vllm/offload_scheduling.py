@@ -48,10 +48,24 @@ class StoredBlocks(LoadStoreSpec):
 
 
 @dataclass
-class _Held:
-    """A block's pins, one batch for each rank, shared by the requests that found it."""
+class _Pins:
+    """Of the blocks that the same requests asked for in one step: one batch for each rank."""
 
     batches: list[Any]
+    blocks: int  # that are still held
+
+    def release_one(self) -> None:
+        self.blocks -= 1
+        if self.blocks <= 0:
+            for batch in self.batches:
+                batch.release()
+
+
+@dataclass
+class _Held:
+    """A block that is pinned for the requests that found it."""
+
+    pins: _Pins
     requests: set[str]
     until: float
     loads: int = 0
@@ -133,39 +147,52 @@ class KvstoredManager(OffloadingManager):
             wanted, self._wanted = self._wanted, {}
             with self._lock:
                 self._verifying.update(wanted)
-            self._pool.submit(self._verify, list(wanted))
+            together: dict[frozenset[str], list[OffloadKey]] = {}
+            for key, requests in wanted.items():
+                together.setdefault(frozenset(requests), []).append(key)
+            for keys in together.values():
+                self._pool.submit(self._verify, keys)
         self._health.look()
 
     def _verify(self, keys: list[OffloadKey]) -> None:
-        """Pins what is there and right, of all ranks, and drops the rest."""
-        batches: list[Any] = []
+        """Pins what is there and right, of all ranks, and drops the rest.
+
+        One call a rank: vLLM's thread asks again without a pause, and each call between would wait for the
+        interpreter's lock until that thread is made to give it up, 5 ms each time.
+        """
+        pins = _Pins([], len(keys))
         good = [True] * len(keys)
         until = time.monotonic() + self._wait_s
         try:
             whole = self._names.whole(keys)
             for rank in range(self._names.ranks):
                 names = each_of_rank(whole, rank, self._names.ranks)
-                for i, name in enumerate(names):
-                    left_s = max(0.0, until - time.monotonic())
-                    batch = self._client.get([name], wait_s=left_s, verify=True)
-                    batches.append(batch)
-                    good[i] = good[i] and batch.hits == 1
+                left_s = max(0.0, until - time.monotonic())
+                batch = self._client.get(names, wait_s=left_s, verify=True)
+                pins.batches.append(batch)
+                if batch.hits < len(keys):
+                    good = [was and self._is_there(batch, i) for i, was in enumerate(good)]
         except Exception as error:  # an answer must come: vLLM asks again until it does
             self._health.failed("a load", error)
             good = [False] * len(keys)
         with self._lock:
             for i, key in enumerate(keys):
-                mine = batches[i :: len(keys)]
                 requests = {r for r in self._verifying.pop(key, set()) if r in self._requests}
                 if good[i] and requests:
-                    self._held[key] = _Held(mine, requests, time.monotonic() + self._lease_s)
+                    self._held[key] = _Held(pins, requests, time.monotonic() + self._lease_s)
                     for request in requests:
                         self._requests[request].keys.add(key)
                     continue
                 for request in requests:
                     self._requests[request].missed.add(key)
-                for batch in mine:
-                    batch.release()
+                pins.release_one()
+
+    @staticmethod
+    def _is_there(batch: Any, index: int) -> bool:
+        try:
+            return batch[index] is not None
+        except KVClientError:  # no pin was left for it
+            return False
 
     def _expire(self) -> None:
         """Of requests that wait for room longer than a lease lasts; they ask again."""
@@ -178,8 +205,7 @@ class KvstoredManager(OffloadingManager):
                 self._release(key)
 
     def _release(self, key: OffloadKey) -> None:
-        for batch in self._held.pop(key).batches:
-            batch.release()
+        self._held.pop(key).pins.release_one()
 
     def has_pending_work(self) -> bool:
         with self._lock:
