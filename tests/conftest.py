@@ -235,19 +235,20 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
             at_end.callback(one.stop)
 
 
+def wait_for(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 60.0) -> None:
+    """Until it holds. Fails at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not true after {timeout_s} s"
+        select.select([], [], [], pause_s)  # between looks; the verdict never depends on its length
+        pause_s = min(pause_s * 2, 0.05)
+
+
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    """`wait_until(lambda: condition, "what is awaited", timeout_s=10)`: fails at the deadline."""
-
-    def wait(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        pause_s = 0.001
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: not true after {timeout_s} s"
-            select.select([], [], [], pause_s)  # between looks; the verdict never depends on its length
-            pause_s = min(pause_s * 2, 0.05)
-
-    return wait
+    """`wait_until(lambda: condition, "what is awaited", timeout_s=10)`."""
+    return wait_for
 
 
 @pytest.fixture

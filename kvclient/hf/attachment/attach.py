@@ -24,7 +24,6 @@ from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attachment import assisted, decode_graph, measure, running
-from kvclient.hf.attachment.handoff import Handoff, hand_off, resume
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
@@ -35,6 +34,9 @@ from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.page_pool import PagedStats
 from kvclient.hf.call import Report, Totals
 from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.handoff.prefill import hand_off
+from kvclient.hf.handoff.prompts import LEASE_S, Handoff
+from kvclient.hf.handoff.resume import resume
 from kvclient.hf.model.structure import Refused, base_model
 from kvclient.hf.request.load_or_compute import PrefillSpeed
 from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options
@@ -234,12 +236,13 @@ class Attachment:
         """Leaves in the store what a caller's own loop computed; see kvclient.hf.attachment.publish."""
         return publish(self, self._attached_model(), token_ids, cache)
 
-    def handoff(self, **inputs: Any) -> Handoff:
-        """Prefills one prompt in a thread, for resume() elsewhere; see kvclient.hf.attachment.handoff."""
-        return hand_off(self, self._attached_model(), inputs)
+    def handoff(self, *, lease_s: float = LEASE_S, **inputs: Any) -> Handoff:
+        """Prefills prompts in a thread, for resume() elsewhere, and holds their blocks so long without a word
+        of who resumes; see kvclient.hf.handoff."""
+        return hand_off(self, self._attached_model(), lease_s, inputs)
 
     def resume(self, handoff: Handoff, **generate_kwargs: Any) -> Any:
-        """What generate() returns for a handed prompt, with the KV that was, or is being, computed there."""
+        """What generate() returns for handed prompts, with the KV that was, or is being, computed there."""
         return resume(self, self._attached_model(), handoff, generate_kwargs)
 
     @contextlib.contextmanager

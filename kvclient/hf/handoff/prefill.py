@@ -1,0 +1,106 @@
+"""Where prompts that are handed over are computed: a thread of its own, which holds their blocks afterwards
+until the lease ends.
+
+Owns the thread and the pins. Never sends KV: blocks come by the store, layer by layer as they are computed.
+Invariant: what is held is let go when the lease ends, whatever the prefill did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.hf.handoff.lease import outlast
+from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
+
+TOLD = ("bypass", "limits", "keeping", "codec", "salt")  # what a thread tells an attachment for its calls
+CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come before it
+
+
+class Prefill:
+    """A thread that computes prompts, publishes their blocks, and holds them."""
+
+    def __init__(self, compute: Callable[[], Any], hold: Callable[[threading.Event], None]) -> None:
+        self._compute, self._hold = compute, hold
+        self._error: BaseException | None = None
+        self._ended, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._compute()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._ended.set()
+        with contextlib.suppress(KVClientError):  # the store is gone, and with it what was held
+            self._hold(self._over)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    @property
+    def held(self) -> bool:
+        return self._thread.is_alive()
+
+    def release(self) -> None:
+        self._over.set()
+        if self._ended.is_set():
+            self._thread.join()
+
+
+def rows_of(inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The prompts of a batch without their padding, which is on the left. Raises InvalidArgument."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or 0 in ids.shape:
+        raise InvalidArgument("a handoff is of input_ids of shape [prompts, tokens]")
+    if mask is None:
+        return tuple(tuple(row) for row in ids.tolist())
+    kept = mask.bool()
+    if kept.shape != ids.shape or bool((kept[:, :-1] & ~kept[:, 1:]).any()) or not bool(kept[:, -1].all()):
+        raise InvalidArgument("a handoff's prompts are padded on the left: generate() goes on on the right")
+    return tuple(tuple(row[keep].tolist()) for row, keep in zip(ids, kept, strict=True))
+
+
+def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: dict[str, Any]) -> Handoff:
+    """Begins the prefill, and returns once its blocks can be found. Raises InvalidArgument for padding on the
+    right, and what is beyond a handoff's limits."""
+    rows, mark = rows_of(inputs), os.urandom(MARK_BYTES)
+    size = attachment.chunker.block_tokens
+    Handoff(attachment.identity, rows, size, mark, lease_s).check()
+    chains, client = chains_of(attachment, model, rows), attachment.client
+    told = {name: said for name, said in vars(attachment._local).items() if name in TOLD}
+
+    def compute() -> None:  # one more token than is kept: generate() wants to make one
+        vars(attachment._local).update(told)
+        with attachment.keeping(tails=True):
+            model.generate(**{**inputs, "max_new_tokens": 1, "do_sample": False})
+
+    def hold(over: threading.Event) -> None:
+        handles = [client.get(chain) for chain in chains]
+        try:
+            outlast(client, mark, lease_s, over)
+        finally:
+            for handle in handles:
+                handle.release()
+
+    prefill = Prefill(compute, hold)
+    # The last: a decoder that asks for a block before it is claimed is told that there is none.
+    last = [chain[-1:] for chain in chains[: len(rows)]]
+    end = time.monotonic() + CLAIM_S
+    while not all(client.lookup(key).states[0] for key in last) and time.monotonic() < end:
+        if prefill._ended.wait(0.0005):
+            break
+    return Handoff(attachment.identity, rows, size, mark, lease_s, prefill)

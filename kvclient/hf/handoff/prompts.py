@@ -1,0 +1,122 @@
+"""What is said of prompts that are handed over.
+
+Owns the text of it. Never has KV: that comes by the store. Invariant: from_json(to_json()) is equal, and what
+to_json() cannot have said is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvclient.checks import check_bounds, check_real
+from kvclient.errors import InvalidArgument
+from kvclient.hf.connector.claim import tail_tokens
+from kvclient.hf.handoff.lease import Lease
+
+if TYPE_CHECKING:
+    from kvclient.hf.handoff.prefill import Prefill
+
+VERSION = 2
+MOST_TOKENS = 1 << 20
+MOST_ROWS = 1024
+MOST_JSON_BYTES = 32 << 20
+MARK_BYTES = 32
+LEASE_S = 30.0
+LEASE_BOUNDS_S = (3.0, 3600.0)  # blocks live for whole seconds; a lease is some of them
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """Prompts whose KV is, or is being, computed under this identity."""
+
+    identity: bytes  # 32 bytes: what must be the same where they are resumed
+    rows: tuple[tuple[int, ...], ...]  # token ids of each prompt of the batch, without padding
+    block_tokens: int  # of whole blocks
+    mark: bytes  # 32 random bytes: what a host that decodes them says that it does by
+    lease_s: float = LEASE_S  # without a word of who decodes, until the blocks are held no more
+    _prefill: Prefill | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first prompt."""
+        return self.rows[0]
+
+    def to_json(self) -> str:
+        """A text for the other host: the identity, the block size, the mark and the token ids, which name the
+        keys."""
+        said = {"version": VERSION, "identity": self.identity.hex(), "block_tokens": self.block_tokens}
+        said |= {"mark": self.mark.hex(), "lease_s": self.lease_s}
+        return json.dumps({**said, "rows": [list(row) for row in self.rows]})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Handoff:
+        """Raises InvalidArgument for what to_json() cannot have said."""
+        if len(text) > MOST_JSON_BYTES:
+            raise InvalidArgument(f"a handoff of {len(text)} bytes, the limit is {MOST_JSON_BYTES}")
+        try:
+            said = json.loads(text)
+            if said["version"] != VERSION:
+                raise InvalidArgument(f"a handoff of version {said['version']!r}; this is {VERSION}")
+            rows, size = tuple(tuple(row) for row in said["rows"]), said["block_tokens"]
+            identity, mark = bytes.fromhex(said["identity"]), bytes.fromhex(said["mark"])
+            lease_s = said["lease_s"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgument(f"no handoff: {error!r:.200}") from None
+        if len(identity) != 32 or len(mark) != MARK_BYTES or type(size) is not int:
+            raise InvalidArgument("no handoff: an identity and a mark of 32 bytes and a block size are wanted")
+        if type(lease_s) not in (int, float):
+            raise InvalidArgument(f"no handoff: lease_s={lease_s!r:.40}")
+        handoff = cls(identity, rows, size, mark, float(lease_s))
+        handoff.check()
+        return handoff
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what is beyond the limits."""
+        check_bounds("prompts", len(self.rows), 1, MOST_ROWS)
+        check_bounds("block_tokens", self.block_tokens, 1, MOST_TOKENS)
+        check_real("lease_s", self.lease_s, *LEASE_BOUNDS_S)
+        for row in self.rows:
+            check_bounds("token_ids", len(row), 1, MOST_TOKENS)
+            if not all(type(token) is int and 0 <= token < 1 << 31 for token in row):
+                raise InvalidArgument("no handoff: a token id is a whole number of 31 bits")
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the prefill has ended, waited for so long; where it runs. Raises what it raised."""
+        return self._prefill is None or self._prefill.wait(timeout_s)
+
+    @property
+    def held(self) -> bool:
+        """Whether the blocks are held for who decodes them; where the prefill ran."""
+        return self._prefill is not None and self._prefill.held
+
+    def release(self) -> None:
+        """Holds the blocks no more: nobody will decode them. They stay in the store like any others."""
+        if self._prefill is not None:
+            self._prefill.release()
+
+    def lease(self, client: Any) -> Lease:
+        """Says from here on, where it will be decoded, that it is still wanted: while it waits for its turn,
+        say. resume() does so by itself. `with handoff.lease(client): …`, or close() it."""
+        return Lease(client, self.mark, self.lease_s)
+
+
+def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> list[Any]:
+    """The blocks of each prompt, with what is left behind the last whole one where that is stored; behind
+    those of all prompts the blocks of layers that do not need every token, and of states."""
+    served, chunker = attachment._current(model), attachment.chunker
+    if served is None:
+        return []
+    chains = []
+    for row in rows:
+        chain = chunker.chain(served.identity, row)
+        rest = len(row) - chain.num_tokens
+        left = tail_tokens(rest, served.form.step, chunker.block_tokens) if len(chain) else 0
+        if left and served.keeps_tails(True):
+            chain = chunker.chain(served.identity, row[: chain.num_tokens + left], partial=True)
+        chains.append(chain)
+    for row in rows:
+        chains += served.beside(chunker, row)
+    return [chain for chain in chains if len(chain)]
