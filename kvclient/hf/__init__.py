@@ -10,8 +10,8 @@
 
 The only package that imports transformers. Reading order: attachment (the hooks) → request (the steps of one
 call) → connector (look-up, claim, load, save) → cache (the layers) → attention (the kernels); model (what is
-known of a model), reuse (what is no prefix), handoff (to another host), engine (conversations, windows), awq (packed weights). call says
-what one call was asked for and what it did.
+known of a model), reuse (what is no prefix), handoff (to another host), engine (conversations, windows), awq
+(packed weights). call says what one call was asked for and what it did.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-"""Handing over for batches, quantised blocks, pages, repair, and every class of models that is exact: the host
-that decodes answers as one host that found the same blocks does, and computes no block that the other had.
+"""Handing over for batches, quantised blocks, pages, repair, and every class of models that is exact: the
+host that decodes answers as one that found the same blocks does, and computes no block that the other had.
 
 Tiny random models, two daemons that live for all of them: models of other names have other identities.
 """
@@ -115,6 +115,19 @@ def test_quantised_blocks_are_handed_over(attached, codec):
     tokens, wanted = alone("llama", ids, codec=codec, block_tokens=32)
     assert torch.equal(found, tokens) and near(logits, wanted)
     handoff.release()
+
+
+def test_what_is_kept_as_computed_beside_quantised_blocks_comes_along_unasked(clients):
+    ids, options = prompt(100, seed=31), {"codec": "int8", "block_tokens": 32, "self_test": False}
+    models = [build("llama"), build("llama")]
+    pair = [kvclient.hf.attach(m, client, **options) for m, client in zip(models, clients, strict=True)]
+    generate(models[0], ids, 1)
+    tokens, logits, _ = generate(models[1], ids, 6)
+    assert pair[1].last.reused_by_tier["peer"] >= 64
+    wanted_tokens, wanted, _ = generate(models[0], ids, 6)
+    assert torch.equal(tokens, wanted_tokens) and near(logits, wanted)
+    for kv in pair:
+        kv.detach()
 
 
 @pytest.mark.parametrize("options", [{"in_place": True}, {"paged": True, "paged_tokens": 2048}], ids=str)

@@ -1,5 +1,5 @@
-"""A prefiller holds what it computed for who decodes it, and no longer: a lease that nobody takes up ends, one
-that is renewed lasts, and that of a decoder that was killed ends by itself.
+"""A prefiller holds what it computed for who decodes it, and no longer: a lease that nobody takes up ends,
+one that is renewed lasts, and that of a decoder that was killed ends by itself.
 
 Leases of a few seconds; a decoder is a process of its own that says on its standard
 output that it has begun. What is held is seen by the daemon's

@@ -21,6 +21,7 @@ from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.save import Publisher
 
 SINK_TOKENS = 4
+BELOW_S = 1.0  # for a block whose text's others were worth the wait
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,14 @@ class FullPrecisionFormats:
     def elsewhere(self, client: Any) -> FullPrecisionFormats:
         return FullPrecisionFormats(self.first.elsewhere(client), self.last.elsewhere(client))
 
-    def get(self, client: Any, chunker: Chunker, tokens: Any) -> Any:
-        """What there is of the first tokens and of any block of prompts that begin so, pinned."""
+    def keys(self, chunker: Chunker, tokens: Any) -> list[bytes]:
+        """Of the first tokens and of any block of prompts that begin so."""
         first = Chunker("fixed", SINK_TOKENS).chain(self.first.identity, tokens[:SINK_TOKENS])
-        return client.get([*first.keys, *chunker.chain(self.last.identity, tokens).keys])
+        return [*first.keys, *chunker.chain(self.last.identity, tokens).keys]
+
+    def get(self, client: Any, chunker: Chunker, tokens: Any) -> Any:
+        """What there is of them, pinned."""
+        return client.get(self.keys(chunker, tokens))
 
 
 class FullPrecisionBlocks:
@@ -135,7 +140,8 @@ class FullPrecisionBlocks:
         self, prefix: PrefixMatch, chain: Any, kind: FullPrecisionFormat
     ) -> tuple[Any, BlockFormat] | None:
         """The chain's only block, if it holds these tokens as computed."""
-        blocks = self._client.get(chain)
+        below = prefix.disk_tokens + prefix.peer_tokens > 0  # these lie where the others were
+        blocks = self._client.get(chain, wait_s=BELOW_S if below else 0.0)
         prefix.handles.append(blocks)
         try:
             view = blocks[0]

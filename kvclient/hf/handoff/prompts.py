@@ -66,7 +66,7 @@ class Handoff:
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument(f"no handoff: {error!r:.200}") from None
         if len(identity) != 32 or len(mark) != MARK_BYTES or type(size) is not int:
-            raise InvalidArgument("no handoff: an identity and a mark of 32 bytes and a block size are wanted")
+            raise InvalidArgument("no handoff: identity and mark have 32 bytes, and a block a size")
         if type(lease_s) not in (int, float):
             raise InvalidArgument(f"no handoff: lease_s={lease_s!r:.40}")
         handoff = cls(identity, rows, size, mark, float(lease_s))
@@ -105,7 +105,8 @@ class Handoff:
 
 def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> list[Any]:
     """The blocks of each prompt, with what is left behind the last whole one where that is stored; behind
-    those of all prompts the blocks of layers that do not need every token, and of states."""
+    those of all prompts the blocks of layers that do not need every token, of states, and of tokens kept as
+    computed beside quantised ones."""
     served, chunker = attachment._current(model), attachment.chunker
     if served is None:
         return []
@@ -119,4 +120,6 @@ def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> lis
         chains.append(chain)
     for row in rows:
         chains += served.beside(chunker, row)
+        if served.sinks is not None:
+            chains.append(served.sinks.keys(chunker, list(row)))
     return [chain for chain in chains if len(chain)]
