@@ -216,7 +216,8 @@ struct kvk_awq {
   uint32_t columns; /* CPU, dequantise: so many, from where words, zeros and scales point to: multiples of 8 */
 };
 /* On the CPU the words are always the checkpoint's; outputs a multiple of 8, any group that divides inputs; zeros may be NULL:
- * all of them are 8. kvk_awq_multiply(): x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows. kvk_awq_dequantise(): to
+ * all of them are 8. kvk_awq_multiply(): x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows; dtype KVK_BF16 instead of KVK_F32
+ * says that x holds values of bf16, of which a path may keep 14 bits below the largest of 128. kvk_awq_dequantise(): to
  * [inputs][columns] of f32, f16 or bf16, a row every out_row_stride bytes; `outputs` is still the whole layer's, as its rows of
  * words lie. No repack. */
 

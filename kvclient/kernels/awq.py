@@ -1,4 +1,4 @@
-"""A few rows times an AWQ layer's packed words, and a tile of its columns as numbers, on the CPU.
+"""Rows times an AWQ layer's packed words, and a tile of its columns as numbers, on the CPU.
 
 Owns the checks of shapes and types that the native calls cannot do. Never copies an operand. Invariant: a
 row's result has the same bits whatever rows stand beside it and however many threads.
@@ -14,33 +14,34 @@ from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
-ROWS = 16  # of x, at most; native/kernels.h has it as KVK_CPU_AWQ_ROWS
+ROWS = 16  # of x in a call; native/kernels.h has it as KVK_CPU_AWQ_ROWS
 
 
 def multiply(
     x: np.ndarray, words: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray,
-    bias: np.ndarray | None, group: int, threads: int = 1, path: str = "auto",
+    bias: np.ndarray | None, group: int, threads: int = 1, path: str = "auto", bf16: bool = False,
 ) -> np.ndarray:  # fmt: skip
-    """x float32 [rows, inputs], up to 16 rows, times a checkpoint's words: float32 [rows, outputs].
+    """x float32 [rows, inputs] times a checkpoint's words: float32 [rows, outputs].
 
     words: int32 [inputs, outputs / 8]; zeros: int32 [inputs / group, outputs / 8], None: all are 8; scales:
-    float16 [inputs / group, outputs]; bias: float32 [outputs]. Raises InvalidArgument for anything else.
+    float16 [inputs / group, outputs]; bias: float32 [outputs]. bf16: x holds values of that type, and what
+    is computed need not be nearer than it: an element is off by up to 2^-14 of the largest of its 128, else
+    2^-22, where integers are multiplied. Raises InvalidArgument for anything else.
     """
     inputs, outputs = _check_layer(words, zeros, scales, group)
     if bias is not None:
         _check("bias", bias, "float32", (outputs,))
-    rows = len(x)
-    if rows > ROWS:
-        raise InvalidArgument(f"x has {rows} rows; at most {ROWS}")
-    _check("x", x, "float32", (rows, inputs))
-    out = np.empty((rows, outputs), np.float32)
-    args = contract.Awq(
-        sizeof(contract.Awq), contract.ABI, inputs, outputs, group, contract.F32,
-        contract.path_number(path), rows, words.ctypes.data, None if zeros is None else zeros.ctypes.data,
-        scales.ctypes.data, x.ctypes.data, None if bias is None else bias.ctypes.data, out.ctypes.data,
-        4 * inputs, 4 * outputs, None, threads,
-    )  # fmt: skip
-    contract.check(contract.cpu().kvk_awq_multiply(byref(args)))
+    _check("x", x, "float32", (len(x), inputs))
+    out, kind = np.empty((len(x), outputs), np.float32), contract.BF16 if bf16 else contract.F32
+    for start in range(0, len(x), ROWS):
+        rows, at = min(ROWS, len(x) - start), 4 * start
+        args = contract.Awq(
+            sizeof(contract.Awq), contract.ABI, inputs, outputs, group, kind,
+            contract.path_number(path), rows, words.ctypes.data, None if zeros is None else zeros.ctypes.data,
+            scales.ctypes.data, x.ctypes.data + at * inputs, None if bias is None else bias.ctypes.data,
+            out.ctypes.data + at * outputs, 4 * inputs, 4 * outputs, None, threads,
+        )  # fmt: skip
+        contract.check(contract.cpu().kvk_awq_multiply(byref(args)))
     return out
 
 

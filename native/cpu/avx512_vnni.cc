@@ -1,13 +1,13 @@
 // The path for CPUs with AVX-512 VNNI and BF16: int8 and int4 multiplied as integers, bf16 in pairs, the rest as fp32.
-#include "cpu/awq_rows.h"
 #include "cpu/awq_tiles.h"
+#include "cpu/awq_vnni.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"
 
 namespace kvk {
 
-const Path kAvx512VnniPath{"avx512_vnni",     quantise_rows, dequantise_rows, rotate_rows,
-                           attend_rows<Vnni>, multiply_awq,  unpack_awq};
+const Path kAvx512VnniPath{"avx512_vnni",     quantise_rows,     dequantise_rows, rotate_rows,
+                           attend_rows<Vnni>, multiply_awq_vnni, unpack_awq};
 
 }  // namespace kvk

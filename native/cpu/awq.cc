@@ -22,7 +22,8 @@ int check_layer(const kvk_awq* a) {
 
 int check(const kvk_awq* a) {
   if (int status = check_layer(a)) return status;
-  if (a->dtype != KVK_F32) return fail(KVK_UNSUPPORTED, "dtype=%u; the CPU multiplies f32", a->dtype);
+  if (a->dtype != KVK_F32 && a->dtype != KVK_BF16)
+    return fail(KVK_UNSUPPORTED, "dtype=%u; the CPU multiplies f32, or bf16's values as f32", a->dtype);
   if (a->rows > KVK_CPU_AWQ_ROWS) return fail(KVK_INVALID, "rows=%u; at most %u", a->rows, KVK_CPU_AWQ_ROWS);
   const bool nothing = a->rows == 0 || a->outputs == 0 || a->inputs == 0;
   if (!nothing && (a->words == nullptr || a->scales == nullptr || a->x == nullptr || a->out == nullptr))
@@ -48,12 +49,13 @@ int check_tile(const kvk_awq* a) {
 struct Call {
   const kvk_awq& a;
   const Path* path;
+  uint32_t task_words;
 };
 
 void run_task(void* context, uint32_t, uint64_t i) {
   const Call& call = *static_cast<const Call*>(context);
-  const uint32_t start = static_cast<uint32_t>(i) * kAwqTaskWords, all = call.a.outputs / 8;
-  call.path->multiply(call.a, start, all - start < kAwqTaskWords ? all : start + kAwqTaskWords);
+  const uint32_t start = static_cast<uint32_t>(i) * call.task_words, all = call.a.outputs / 8;
+  call.path->multiply(call.a, start, all - start < call.task_words ? all : start + call.task_words);
 }
 
 void run_group(void* context, uint32_t, uint64_t i) {
@@ -66,17 +68,18 @@ void run_group(void* context, uint32_t, uint64_t i) {
 
 extern "C" int kvk_awq_multiply(const kvk_awq* args) {
   if (int status = kvk::check(args)) return status;
-  kvk::Call call{*args, kvk::path_of(args->path)};
+  kvk::Call call{*args, kvk::path_of(args->path), 0};
   if (call.path == nullptr) return KVK_UNSUPPORTED;
   if (args->rows == 0 || args->outputs == 0 || args->inputs == 0) return KVK_OK;
-  const uint64_t tasks = (uint64_t{args->outputs} / 8 + kvk::kAwqTaskWords - 1) / kvk::kAwqTaskWords;
-  kvk::run_on(args->threads < 1 ? 1 : args->threads, tasks, kvk::run_task, &call);
+  const uint32_t threads = args->threads < 1 ? 1 : args->threads, words = args->outputs / 8;
+  call.task_words = kvk::awq_task_words(args->rows, words, threads);
+  kvk::run_on(threads, (words + call.task_words - 1) / call.task_words, kvk::run_task, &call);
   return KVK_OK;
 }
 
 extern "C" int kvk_awq_dequantise(const kvk_awq* args) {
   if (int status = kvk::check_tile(args)) return status;
-  kvk::Call call{*args, kvk::path_of(args->path)};
+  kvk::Call call{*args, kvk::path_of(args->path), 0};
   if (call.path == nullptr) return KVK_UNSUPPORTED;
   if (args->columns == 0 || args->inputs == 0) return KVK_OK;
   kvk::run_on(args->threads < 1 ? 1 : args->threads, args->inputs / args->group, kvk::run_group, &call);

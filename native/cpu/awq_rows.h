@@ -55,9 +55,7 @@ inline __m256 awq_nibble(AwqWords words, int n) {
 
 using AwqFloats = Vector::T;
 constexpr uint32_t kLane = Vector::kLanes;
-constexpr uint32_t kPanels = kAwqTaskWords / kLane;  // of a task
-
-using AwqSums = float[KVK_CPU_AWQ_ROWS][kPanels][8][kLane];  // [row][panel][nibble][word]
+using AwqSums = float[8][kLane];  // of a row and panel: [nibble][word]
 
 // Powers of two: dividing by them rounds nothing.
 constexpr float kNibbleUnit[8] = {1, 16, 256, 4096, 65536, 1048576, 16777216, 1};
@@ -120,14 +118,14 @@ struct AwqGroup {
 // One group's part of R rows, nibbles B to B + N, then those after them.
 template <uint32_t R, int N, int B>
 inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, const float* const* x,
-                     const float* sums, float (*total)[kPanels][8][kLane]) {
+                     const float* sums, const uint32_t* ahead, AwqSums* total, uint64_t total_stride) {
   AwqFloats dot[R][N];
   for (uint32_t r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) dot[r][n] = Vector::zero();
   const uint64_t stride = a.outputs / 8;
   for (uint32_t k = 0; k < a.group; ++k) {
     const AwqWords packed = awq_words(words + k * stride, count);
-    if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(words + k * stride + 2 * kLane), _MM_HINT_T0);
+    if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + k * stride), _MM_HINT_T1);
     AwqFloats code[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) code[n] = awq_nibble(packed, B + n);
@@ -141,26 +139,35 @@ inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words,
   for (uint32_t r = 0; r < R; ++r) {
     const AwqFloats sum = Vector::all(-sums[r]);
     for (int n = 0; n < N; ++n) {
-      float* place = total[r][0][B + n];
+      float* place = total[r * total_stride][B + n];
       const AwqFloats found = Vector::fma(g.zero[B + n], sum, dot[r][n]);
       Vector::store(place, Vector::fma(g.scale[B + n], found, Vector::load(place)));
     }
   }
-  if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, words, count, x, sums, total);
+  if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, words, count, x, sums, ahead, total, total_stride);
 }
 
 // The rows of x from their `start` on, for one group and panel, R at a time as long as there are so many.
 template <uint32_t R>
 inline uint32_t awq_some(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, uint32_t group, uint32_t row,
-                         const float* sums, uint32_t panel, AwqSums& total) {
+                         const float* sums, const uint32_t* ahead, AwqSums* total, uint64_t total_stride) {
   for (; row + R <= a.rows; row += R) {
     const float* x[R];
     for (uint32_t r = 0; r < R; ++r)
       x[r] = at(static_cast<const float*>(a.x), static_cast<int64_t>(row + r) * a.x_row_stride) + uint64_t{group} * a.group;
-    // Of the row's sums only those of this panel are meant: rows lie kPanels apart.
-    awq_part<R, 8 / R, 0>(a, g, words, count, x, sums + row, reinterpret_cast<float (*)[kPanels][8][kLane]>(&total[row][panel]));
+    awq_part<R, 8 / R, 0>(a, g, words, count, x, sums + row, ahead, total + row * total_stride, total_stride);
   }
   return row;
+}
+
+// What to fetch into the second cache while the words from `words` on, of `inputs` rows, are computed: some words on in each row;
+// behind the task's last words its first ones, of the inputs that follow. May lie behind the layer: it is only a hint.
+constexpr uint32_t kAwqAhead = 32;
+
+inline const uint32_t* awq_ahead(const kvk_awq& a, const uint32_t* words, uint32_t inputs, uint32_t start, uint32_t stop,
+                                 uint32_t word) {
+  if (word + kAwqAhead < stop || stop - start < kAwqAhead) return words + kAwqAhead;
+  return words + uint64_t{inputs} * (a.outputs / 8) + kAwqAhead - (stop - start);
 }
 
 inline float awq_sum(const float* x, uint32_t count) {
@@ -170,9 +177,9 @@ inline float awq_sum(const float* x, uint32_t count) {
 }
 
 void multiply_awq(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
-  AwqSums total;
+  alignas(64) AwqSums total[kAwqTaskSums / (8 * kLane)];
   const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
-  for (uint32_t r = 0; r < a.rows; ++r) std::memset(total[r], 0, panels * sizeof total[r][0]);
+  std::memset(total, 0, a.rows * panels * sizeof total[0]);
   float sums[KVK_CPU_AWQ_ROWS];
   for (uint32_t group = 0; group < a.inputs / a.group; ++group) {
     for (uint32_t r = 0; r < a.rows; ++r)
@@ -182,9 +189,10 @@ void multiply_awq(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
       const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
       const AwqGroup g(a, group, word, count);
       const uint32_t* words = a.words + uint64_t{group} * a.group * (a.outputs / 8) + word;
-      uint32_t row = awq_some<4>(a, g, words, count, group, 0, sums, panel, total);
-      row = awq_some<2>(a, g, words, count, group, row, sums, panel, total);
-      awq_some<1>(a, g, words, count, group, row, sums, panel, total);
+      const uint32_t* ahead = awq_ahead(a, words, a.group, word_start, word_stop, word);
+      uint32_t row = awq_some<4>(a, g, words, count, group, 0, sums, ahead, total + panel, panels);
+      row = awq_some<2>(a, g, words, count, group, row, sums, ahead, total + panel, panels);
+      awq_some<1>(a, g, words, count, group, row, sums, ahead, total + panel, panels);
     }
   }
   for (uint32_t r = 0; r < a.rows; ++r) {
@@ -193,7 +201,7 @@ void multiply_awq(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
       for (int n = 0; n < 8; ++n) {
         const uint32_t column = 8 * word + static_cast<uint32_t>(kNibbleColumn[n]), local = word - word_start;
         const float bias = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[column];
-        out[column] = total[r][local / kLane][n][local % kLane] + bias;
+        out[column] = total[r * panels + local / kLane][n][local % kLane] + bias;
       }
   }
 }

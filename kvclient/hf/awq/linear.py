@@ -1,7 +1,8 @@
 """AwqLinear: a linear layer whose weights stay packed in four bits.
 
 On a CUDA device it multiplies with the kernels of native/cuda; fallbacks() counts the calls there that torch
-answered instead, by reason. On the CPU few rows are multiplied by native/cpu, as the words lie. Owns the
+answered instead, by reason. On the CPU rows are multiplied by native/cpu, as the words lie; many rows of bf16
+by torch, of which some columns at a time become numbers. Owns the
 layer and the moment its words change their order. Invariant: a weight is (q - z) * s, whatever computes.
 
 A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
@@ -30,7 +31,7 @@ from kvclient.hf.awq.packing import (
 )
 from kvclient.kernels import awq, contract, cuda
 
-ROWS_PACKED = 32  # of the input: up to it the CPU multiplies packed words, above it tiles of numbers
+ROWS_PACKED = 128  # of a bf16 input: above it torch's product of numbers is faster than that of packed words
 TILE_BYTES = 8 << 20
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
@@ -79,7 +80,8 @@ class AwqLinear(torch.nn.Module):
                 return self._by_kernels(x)
             _fallbacks[reason] += 1
         elif self._fits_cpu(x):
-            return self._by_cpu(x) if x.numel() <= ROWS_PACKED * self.in_features else self._by_tiles(x)
+            many = x.dtype == torch.bfloat16 and x.numel() > ROWS_PACKED * self.in_features
+            return self._by_tiles(x) if many else self._by_cpu(x)
         return self._by_torch(x)
 
     def _fits_cpu(self, x: torch.Tensor) -> bool:
@@ -97,37 +99,32 @@ class AwqLinear(torch.nn.Module):
         )
 
     def _by_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        """In fp32, whatever the type of x. A row's bits do not depend on the rows beside it."""
+        """Out of fp32, whatever the type of x. A row's bits do not depend on the rows beside it."""
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
         rows = x.detach().reshape(-1, self.in_features).float().contiguous().numpy()
         bias = None if self.bias is None else self.bias.detach().float().numpy()
         packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy(), bias)
-        threads = torch.get_num_threads()
-        parts = [
-            torch.from_numpy(awq.multiply(rows[at : at + awq.ROWS], *packed, self.group, threads))
-            for at in range(0, len(rows), awq.ROWS)
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        threads, bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
+        out = torch.from_numpy(awq.multiply(rows, *packed, self.group, threads, bf16=bf16))
         return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
-        """Many rows: some columns at a time become numbers, which torch multiplies. In fp32 but for bf16."""
+        """Many rows of bf16: some columns at a time become numbers, which torch multiplies."""
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
-        kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        rows = x.detach().reshape(-1, self.in_features).to(kind)
+        rows = x.detach().reshape(-1, self.in_features)
         packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy())
-        step = max(8, TILE_BYTES // (kind.itemsize * self.in_features) // 8 * 8)
+        step = max(8, TILE_BYTES // (x.dtype.itemsize * self.in_features) // 8 * 8)
         out = rows.new_empty((len(rows), self.out_features))
         for start in range(0, self.out_features, step):
             width = min(step, self.out_features - start)
-            tile = torch.empty((self.in_features, width), dtype=kind)
-            bits = tile.view(torch.int16).numpy().view("uint16") if kind == torch.bfloat16 else tile.numpy()
+            tile = torch.empty((self.in_features, width), dtype=x.dtype)
+            bits = tile.view(torch.int16).numpy().view("uint16")
             awq.dequantise(bits, start, *packed, self.group, torch.get_num_threads())
             out[:, start : start + width] = rows @ tile
-        out = out if self.bias is None else out + self._bias(kind)
-        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        out = out if self.bias is None else out + self._bias(x.dtype)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // max(1, self.in_features)

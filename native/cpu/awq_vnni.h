@@ -1,0 +1,231 @@
+// Rows times the packed words of an AWQ layer, for CPUs with AVX-512 VNNI: codes stay bytes, and x becomes whole numbers of
+// three bytes each, two if it holds bf16's values, so that every product and sum of a part is exact.
+//
+// Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: an element of x is off by at
+// most 2^-22 (of two bytes 2^-14) of the largest in its part of the row (128 inputs at most), and nothing else is rounded before
+// the part's sum is whole; so a call's bits depend on neither rows, threads nor the cut into tasks, and are those of every path
+// that has this. Local to the including file (cpu/numbers.h says why).
+#pragma once
+
+#include "cpu/awq_rows.h"
+
+namespace kvk {
+namespace {
+
+constexpr uint32_t kAwqPart = 128;  // inputs: 240 * 128 of each is exact in fp32
+
+// Rows of one part of the inputs, an element as D bytes, the lowest first.
+template <uint32_t D>
+struct AwqNumbers {
+  alignas(64) int8_t digit[KVK_CPU_AWQ_ROWS][D][kAwqPart];
+  float sum[KVK_CPU_AWQ_ROWS][D];
+  float unit[KVK_CPU_AWQ_ROWS];  // NaN: an element is none, or infinite
+};
+
+template <uint32_t D>
+inline void awq_digits(const float* x, uint32_t count, AwqNumbers<D>& out, uint32_t row) {
+  constexpr int kBits = 8 * D - 2;  // without the sign: the highest byte keeps one to spare
+  __m512 value[kAwqPart / 16];
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 endless = 0;
+  for (uint32_t i = 0; i < kAwqPart / 16; ++i) {
+    const uint32_t left = count > 16 * i ? count - 16 * i : 0;
+    const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+    value[i] = _mm512_maskz_loadu_ps(here, x + 16 * i);
+    const __m512 size = _mm512_abs_ps(value[i]);
+    endless |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(__builtin_inff()), _CMP_NLT_UQ);
+    most = _mm512_max_ps(most, size);
+  }
+  const uint32_t top = __builtin_bit_cast(uint32_t, _mm512_reduce_max_ps(most)) >> 23;
+  // Powers of two, so that neither multiplication rounds; smaller numbers than 2^-100 are far below any sum.
+  const int exponent = (top < 27 ? 27 : static_cast<int>(top)) - 127 + 1 - kBits;
+  const __m512 many = _mm512_set1_ps(__builtin_bit_cast(float, static_cast<uint32_t>(127 - exponent) << 23));
+  out.unit[row] = endless ? __builtin_nanf("") : __builtin_bit_cast(float, static_cast<uint32_t>(127 + exponent) << 23);
+  __m512i sums[D] = {};
+  for (uint32_t i = 0; i < kAwqPart / 16; ++i) {
+    __m512i whole = endless ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(value[i], many));
+    for (uint32_t d = 0; d < D; ++d) {
+      const __m512i next = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+      sums[d] = _mm512_add_epi32(sums[d], _mm512_sub_epi32(whole, _mm512_slli_epi32(next, 8)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(out.digit[row][d] + 16 * i), _mm512_cvtepi32_epi8(whole));
+      whole = next;
+    }
+  }
+  for (uint32_t d = 0; d < D; ++d) out.sum[row][d] = static_cast<float>(_mm512_reduce_add_epi32(sums[d]));
+}
+
+// The scales and zeros of sixteen words in the order in which awq_bytes() has their columns: [2 * word % 4 + upper nibble].
+struct AwqColumns {
+  __m512 scale[8], zero[8];
+
+  AwqColumns(const kvk_awq& a, uint32_t group, uint32_t word, uint32_t count) {
+    const uint16_t* scales = a.scales + uint64_t{group} * a.outputs + 8 * word;
+    __m512i four[4];
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t left = count > 4 * i ? 4 * (count - 4 * i) : 0;
+      const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+      four[i] = _mm512_maskz_loadu_epi32(here, scales + 32 * i);
+    }
+    const __m512i a01 = _mm512_shuffle_i32x4(four[0], four[1], 0x44), b01 = _mm512_shuffle_i32x4(four[0], four[1], 0xee);
+    const __m512i a23 = _mm512_shuffle_i32x4(four[2], four[3], 0x44), b23 = _mm512_shuffle_i32x4(four[2], four[3], 0xee);
+    const __m512i word_of[4] = {_mm512_shuffle_i32x4(a01, a23, 0x88), _mm512_shuffle_i32x4(a01, a23, 0xdd),
+                                _mm512_shuffle_i32x4(b01, b23, 0x88), _mm512_shuffle_i32x4(b01, b23, 0xdd)};
+    const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 23, 19, 22, 18, 15, 11, 14, 10, 7, 3, 6, 2,  //
+                                           29, 25, 28, 24, 21, 17, 20, 16, 13, 9, 12, 8, 5, 1, 4, 0);
+    const __m512i zeros =
+        a.zeros == nullptr ? awq_all(0x88888888u) : awq_words(a.zeros + uint64_t{group} * (a.outputs / 8) + word, count);
+    const __m512i spread[4] = {_mm512_shuffle_epi32(zeros, _MM_PERM_AAAA), _mm512_shuffle_epi32(zeros, _MM_PERM_BBBB),
+                               _mm512_shuffle_epi32(zeros, _MM_PERM_CCCC), _mm512_shuffle_epi32(zeros, _MM_PERM_DDDD)};
+    const __m512i byte = _mm512_set4_epi32(24, 16, 8, 0), nibble = _mm512_set1_epi32(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i halves = _mm512_permutexvar_epi16(order, word_of[i]), bytes = _mm512_srlv_epi32(spread[i], byte);
+      scale[2 * i] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+      scale[2 * i + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+      zero[2 * i] = _mm512_cvtepi32_ps(_mm512_and_si512(bytes, nibble));
+      zero[2 * i + 1] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(bytes, 4), nibble));
+    }
+  }
+};
+
+// Columns of lane 4 q + j: 8 (4 q + i) + this, of word i of each quarter and its lower or upper nibbles.
+constexpr int kByteColumn[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
+
+// In assembly: of intrinsics g++ 12 keeps the sums on the stack.
+inline void awq_dot(__m512i& sum, __m512i codes, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)>(four)));
+}
+
+// Words i of each quarter of four rows, as bytes that belong together: [lane 4 q + j] has byte j of word 4 q + i, of each row.
+inline __m512i awq_bytes(uint32_t i, __m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = i < 2 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
+  const __m512i cd = i < 2 ? _mm512_unpacklo_epi8(c, d) : _mm512_unpackhi_epi8(c, d);
+  return i % 2 == 0 ? _mm512_unpacklo_epi16(ab, cd) : _mm512_unpackhi_epi16(ab, cd);
+}
+
+// Sums of R rows over one part of the inputs, of words I to I + 4 / R of each quarter: [row][2 * word + upper nibble][digit].
+template <uint32_t D, uint32_t R>
+using AwqWhole = __m512i[R][8 / R][D];
+
+// Not inline, and without what becomes of the sums: g++ 12 keeps them in registers only so.
+template <uint32_t D, uint32_t R, uint32_t I>
+[[gnu::noinline]] void awq_sum_codes(const uint32_t* words, const uint32_t* ahead, uint64_t stride, __mmask16 here,
+                                     uint32_t inputs, const int8_t (*digits)[D][kAwqPart], AwqWhole<D, R>& out) {
+  const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(static_cast<char>(0xf0));
+  AwqWhole<D, R> sum;
+#pragma GCC unroll 4
+  for (uint32_t r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (uint32_t i = 0; i < 8 / R; ++i)
+#pragma GCC unroll 3
+      for (uint32_t d = 0; d < D; ++d) sum[r][i][d] = _mm512_setzero_si512();
+  for (uint32_t k = 0; k < inputs; k += 4, words += 4 * stride, ahead += 4 * stride) {
+    if constexpr (I == 0)
+      for (uint64_t i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead + i * stride), _MM_HINT_T1);
+    const __m512i row0 = _mm512_maskz_loadu_epi32(here, words), row1 = _mm512_maskz_loadu_epi32(here, words + stride);
+    const __m512i row2 = _mm512_maskz_loadu_epi32(here, words + 2 * stride),
+                  row3 = _mm512_maskz_loadu_epi32(here, words + 3 * stride);
+#pragma GCC unroll 4
+    for (uint32_t w = 0; w < 4 / R; ++w) {
+      const __m512i bytes = awq_bytes(I + w, row0, row1, row2, row3);
+      const __m512i low = _mm512_and_si512(bytes, lower), high = _mm512_and_si512(bytes, upper);
+#pragma GCC unroll 4
+      for (uint32_t r = 0; r < R; ++r)
+#pragma GCC unroll 3
+        for (uint32_t d = 0; d < D; ++d) {
+          awq_dot(sum[r][2 * w][d], low, digits[r][d] + k);
+          awq_dot(sum[r][2 * w + 1][d], high, digits[r][d] + k);
+        }
+    }
+  }
+#pragma GCC unroll 4
+  for (uint32_t r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (uint32_t i = 0; i < 8 / R; ++i)
+#pragma GCC unroll 3
+      for (uint32_t d = 0; d < D; ++d) out[r][i][d] = sum[r][i][d];
+}
+
+// One part's share of R rows from `row` on. ahead: what to fetch meanwhile.
+template <uint32_t D, uint32_t R, uint32_t I>
+inline void awq_quarter(const kvk_awq& a, const AwqColumns& columns, const uint32_t* words, const uint32_t* ahead, uint32_t count,
+                        uint32_t inputs, const AwqNumbers<D>& x, uint32_t row, float (*total)[8][kLane], uint64_t total_stride) {
+  AwqWhole<D, R> sum;
+  const __mmask16 here = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
+  awq_sum_codes<D, R, I>(words, ahead, a.outputs / 8, here, inputs, x.digit + row, sum);
+  for (uint32_t r = 0; r < R; ++r) {
+    const __m512 unit = _mm512_set1_ps(x.unit[row + r]);
+    for (uint32_t i = 0; i < 8 / R; ++i) {
+      __m512 part[D];  // less what the zero points make of it: whole numbers below 2^24, all of them
+#pragma GCC unroll 3
+      for (uint32_t d = 0; d < D; ++d) {
+        const __m512i found = i % 2 == 0 ? sum[r][i][d] : _mm512_srai_epi32(sum[r][i][d], 4);
+        part[d] = _mm512_fnmadd_ps(columns.zero[2 * I + i], _mm512_set1_ps(x.sum[row + r][d]), _mm512_cvtepi32_ps(found));
+      }
+      __m512 whole = _mm512_fmadd_ps(part[1], _mm512_set1_ps(256), part[0]);
+      if constexpr (D == 3) whole = _mm512_fmadd_ps(part[2], _mm512_set1_ps(65536), whole);
+      float* place = total[(row + r) * total_stride][2 * I + i];
+      const __m512 scale = _mm512_mul_ps(columns.scale[2 * I + i], unit);
+      _mm512_store_ps(place, _mm512_fmadd_ps(scale, whole, _mm512_load_ps(place)));
+    }
+  }
+}
+
+template <uint32_t R, uint32_t D>
+inline void awq_panel(const kvk_awq& a, const AwqColumns& columns, const uint32_t* words, const uint32_t* ahead, uint32_t count,
+                      uint32_t inputs, const AwqNumbers<D>& x, uint32_t& row, float (*total)[8][kLane], uint64_t total_stride) {
+  for (; row + R <= a.rows; row += R) {
+    awq_quarter<D, R, 0>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+    if constexpr (R == 2) awq_quarter<D, R, 2>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+    if constexpr (R == 4) {
+      awq_quarter<D, R, 1>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+      awq_quarter<D, R, 2>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+      awq_quarter<D, R, 3>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+    }
+  }
+}
+
+template <uint32_t D>
+void multiply_codes(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
+  alignas(64) float total[kAwqTaskSums / (8 * kLane)][8][kLane];
+  const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
+  std::memset(total, 0, a.rows * panels * sizeof total[0]);
+  const uint64_t stride = a.outputs / 8;
+  AwqNumbers<D> x;
+  for (uint32_t start = 0, inputs; start < a.inputs; start += inputs) {
+    const uint32_t left = a.group - start % a.group;  // of the group
+    inputs = left < kAwqPart ? left : kAwqPart;
+    for (uint32_t r = 0; r < a.rows; ++r)
+      awq_digits(at(static_cast<const float*>(a.x), static_cast<int64_t>(r) * a.x_row_stride) + start, inputs, x, r);
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+      const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
+      const AwqColumns columns(a, start / a.group, word, count);
+      const uint32_t* words = a.words + start * stride + word;
+      const uint32_t* ahead = awq_ahead(a, words, inputs, word_start, word_stop, word);
+      uint32_t row = 0;
+      awq_panel<4>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
+      awq_panel<2>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
+      awq_panel<1>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
+    }
+  }
+  for (uint32_t r = 0; r < a.rows; ++r) {
+    float* out = at(static_cast<float*>(a.out), static_cast<int64_t>(r) * a.out_row_stride);
+    for (uint32_t word = word_start; word < word_stop; ++word) {
+      const uint32_t panel = (word - word_start) / kLane, local = (word - word_start) % kLane;
+      for (uint32_t i = 0; i < 8; ++i) {
+        const uint32_t column = 8 * word + static_cast<uint32_t>(kByteColumn[i / 4][i % 4]);
+        const float bias = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[column];
+        out[column] = total[r * panels + panel][2 * (local % 4) + i / 4][local / 4 * 4 + i % 4] + bias;
+      }
+    }
+  }
+}
+
+void multiply_awq_vnni(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
+  if (a.group % 4 != 0) return multiply_awq(a, word_start, word_stop);
+  if (a.dtype == KVK_BF16) return multiply_codes<2>(a, word_start, word_stop);
+  multiply_codes<3>(a, word_start, word_stop);
+}
+
+}  // namespace
+}  // namespace kvk
