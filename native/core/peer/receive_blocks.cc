@@ -15,6 +15,7 @@ constexpr uint32_t kMostLearnt = 8;  // layouts that one connection may add to t
 constexpr uint64_t kLongestNs = 150'000'000'000;
 constexpr uint32_t kFramesPerLook = 64;  // at the clock
 constexpr uint64_t kMarkBytes = 64 << 10;
+constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no layer: signs of life, layouts, meta areas
 
 [[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
 
@@ -24,7 +25,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
                                              const std::function<void(size_t, Outcome)>& ended) {
   std::vector<Landing> landings;
   for (const Key& key : keys) landings.push_back({.key = key});
-  bytes_ = 0, to_mark_ = nullptr;
+  bytes_ = 0, beside_ = 0, to_mark_ = nullptr;
   size_t open = landings.size();
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
   const auto fail_all = [&] {
@@ -67,7 +68,10 @@ void BlockReceiver::tell() {
 }
 
 void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
-  switch (static_cast<Kind>(head.kind)) {
+  const auto kind = static_cast<Kind>(head.kind);
+  if (kind == Kind::Waiting || kind == Kind::Layout || kind == Kind::Meta)
+    if (++beside_ > kMostBeside) malformed("an answer without an end");
+  switch (kind) {
     case Kind::Layout: return take_layout(head);
     case Kind::Head: return take_head(head, landing);
     case Kind::Meta: return take_meta(head, landing);
@@ -76,7 +80,7 @@ void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
     default: break;
   }
   if (head.bytes) malformed("a frame that does not belong here");
-  switch (static_cast<Kind>(head.kind)) {
+  switch (kind) {
     case Kind::Whole: return take_whole(landing);
     case Kind::Waiting: return;
     case Kind::Missing:

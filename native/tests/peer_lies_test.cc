@@ -1,0 +1,275 @@
+// Goal: whatever comes in the place of an honest answer, a block that is handed out has the bytes of its writer, nothing is left of
+// any other, and no answer goes on for ever. Method: an honest answer is recorded, and played to a receiver with each byte flipped,
+// cut off at each byte, with each frame left out, doubled, or swapped with the next, and with each word of a frame or of a block's
+// head changed under checksums that are right.
+#include <sys/socket.h>
+
+#include <thread>
+
+#include "core/base/checksum.h"
+#include "core/base/polling.h"
+#include "core/peer/receive_blocks.h"
+#include "core/peer/send_blocks.h"
+#include "tests/check.h"
+#include "tests/store_fixture.h"
+
+using namespace kv;
+using namespace kv::test;
+using peer::Broken;
+using peer::Frame;
+using peer::Kind;
+using peer::Outcome;
+using Bytes = std::vector<std::byte>;
+
+namespace {
+
+constexpr uint64_t kNumber = 7;
+constexpr uint32_t kRequest = 5, kLayers = 3, kTokens = 8, kTokenBytes = 16, kMetaBytes = 64;
+
+struct Pair {
+  Pair() {
+    int ends[2];
+    KV_INVARIANT(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    near = Fd(ends[0]), far = Fd(ends[1]);
+  }
+  Fd near, far;
+};
+
+// One that has the block, or asks for it.
+struct Host : Rig {
+  Host() : Rig(4 << 20, 64), window(*store, true) {}
+  void fill() {
+    const auto blob = layout_blob(kLayers, kTokenBytes, kTokens, kMetaBytes);
+    const uint32_t id = store->register_layout(blob);
+    const CreateItem item{.key = key(kNumber), .tokens = kTokens};
+    const Granted granted = store->create({.owner = owner, .layout = id, .items = {&item, 1}})[0];
+    std::byte* at = window.at(granted.extent.offset);
+    for (uint64_t i = 0; i < granted.extent.length; ++i) at[i] = std::byte(i * 31 % 251);
+    KV_INVARIANT(seal(granted.handle) == Done::Ok);
+  }
+  // What the layers and the meta area hold; nothing if the block is not here.
+  std::optional<Bytes> content() {
+    const auto job = store->begin_read(key(kNumber));
+    if (!job) return std::nullopt;
+    const Layout& layout = job->layout->layout;
+    Bytes out;
+    const auto add = [&](uint64_t offset, uint64_t bytes) {
+      const std::byte* at = window.at(job->extent.offset + offset);
+      out.insert(out.end(), at, at + bytes);
+    };
+    for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
+      add(layout.layer_offset(layer, job->shape.tokens), layout.layer_bytes(layer, job->shape.tokens));
+    add(layout.meta_offset(job->shape.tokens), layout.meta_bytes(job->shape.tokens));
+    store->end_read(job->handle);
+    return out;
+  }
+  void forget() {
+    store->remove(key(kNumber));
+    store->settle();
+  }
+  peer::Window window;
+};
+
+Bytes record(Host& host) {
+  Pair pair;
+  std::thread sender([&] {
+    peer::Channel channel(std::move(pair.near));
+    peer::Admission admission;
+    const Key wanted = key(kNumber);
+    peer::BlockSender(*host.store, host.window, admission, channel, "b").answer(kRequest, {&wanted, 1});
+  });
+  Bytes out(1 << 16);
+  size_t got = 0;
+  for (ssize_t n; (n = ::read(pair.far.get(), out.data() + got, out.size() - got)) > 0;) got += static_cast<size_t>(n);
+  sender.join();
+  out.resize(got);
+  return out;
+}
+
+// How a fetch ends whose answer this is; Open: the connection broke.
+Outcome play(Host& host, std::span<const std::byte> answer) {
+  Pair pair;
+  KV_INVARIANT(::write(pair.far.get(), answer.data(), answer.size()) == static_cast<ssize_t>(answer.size()));
+  ::shutdown(pair.far.get(), SHUT_WR);
+  peer::Channel channel(std::move(pair.near));
+  peer::BlockReceiver receiver(*host.store, host.window, channel, host.owner);
+  const Key wanted = key(kNumber);
+  Outcome outcome = Outcome::Open;
+  uint32_t ends = 0;
+  bool broken = false;
+  try {
+    receiver.fetch(kRequest, {&wanted, 1}, [&](size_t, Outcome how) { outcome = how, ends += 1; });
+  } catch (const Broken&) {
+    broken = true;
+  }
+  CHECK_EQ(ends, 1u);
+  CHECK(broken == (outcome == Outcome::Failed));
+  return broken ? Outcome::Open : outcome;
+}
+
+struct Piece {
+  Frame head;
+  Bytes payload;
+};
+
+std::vector<Piece> pieces_of(const Bytes& answer) {
+  std::vector<Piece> out;
+  for (size_t at = 0; at < answer.size();) {
+    Piece piece;
+    std::memcpy(&piece.head, answer.data() + at, sizeof piece.head);
+    at += sizeof piece.head;
+    piece.payload.assign(answer.begin() + static_cast<long>(at), answer.begin() + static_cast<long>(at + piece.head.bytes));
+    at += piece.head.bytes;
+    out.push_back(piece);
+  }
+  return out;
+}
+
+// With checksums that are right.
+Bytes joined(std::vector<Piece> pieces) {
+  Bytes out;
+  for (Piece& piece : pieces) {
+    piece.head.payload_crc = crc32c(piece.payload.data(), piece.payload.size());
+    piece.head.head_crc = crc32c(&piece.head, offsetof(Frame, head_crc));
+    const auto* head = reinterpret_cast<const std::byte*>(&piece.head);
+    out.insert(out.end(), head, head + sizeof piece.head);
+    out.insert(out.end(), piece.payload.begin(), piece.payload.end());
+  }
+  return out;
+}
+
+struct Hosts {
+  Hosts() {
+    there.fill();
+    honest = record(there);
+    wanted = there.content();
+    CHECK(play(here, honest) == Outcome::Fetched);
+    CHECK(here.content() == wanted);
+    here.forget();
+  }
+  // Plays it. A block that came of it all the same is right, unless the lie is about the head, which has words that nobody can
+  // check; nothing else is left.
+  void lie(const Bytes& answer, bool of_the_head = false) {
+    const Outcome outcome = play(here, answer);
+    const auto found = here.content();
+    CHECK(found.has_value() == (outcome == Outcome::Fetched));
+    if (found && !of_the_head) CHECK(found == wanted);
+    fetched += outcome == Outcome::Fetched;
+    here.forget();
+    CHECK_EQ(here.store->stats().created, 0u);
+    CHECK_EQ(here.store->stats().used_bytes, 0u);
+    tried += 1;
+  }
+  Host here, there;
+  Bytes honest;
+  std::optional<Bytes> wanted;
+  uint32_t tried = 0, fetched = 0;
+};
+
+}  // namespace
+
+TEST(a_bit_flipped_in_any_byte_of_an_answer_is_found_out) {
+  Hosts hosts;
+  for (size_t at = 0; at < hosts.honest.size(); ++at) {
+    Bytes flipped = hosts.honest;
+    flipped[at] ^= std::byte(1 << at % 8);
+    hosts.lie(flipped);
+  }
+  CHECK(hosts.tried > 700);
+  CHECK_EQ(hosts.fetched, 0u);
+  hosts.here.store->check_integrity();
+}
+
+TEST(an_answer_that_ends_anywhere_leaves_nothing) {
+  Hosts hosts;
+  for (size_t at = 0; at < hosts.honest.size(); ++at) hosts.lie(Bytes(hosts.honest.begin(), hosts.honest.begin() + static_cast<long>(at)));
+  CHECK_EQ(hosts.fetched, 0u);
+  hosts.here.store->check_integrity();
+}
+
+TEST(frames_left_out_doubled_or_swapped_make_no_other_block) {
+  Hosts hosts;
+  const std::vector<Piece> honest = pieces_of(hosts.honest);
+  CHECK_EQ(honest.size(), 4u + kLayers);  // Layout, Head, Meta, layers, Whole
+  for (size_t i = 0; i < honest.size(); ++i) {
+    std::vector<Piece> pieces = honest;
+    pieces.erase(pieces.begin() + static_cast<long>(i));
+    hosts.lie(joined(pieces));
+    pieces = honest;
+    pieces.insert(pieces.begin() + static_cast<long>(i), honest[i]);
+    hosts.lie(joined(pieces));
+    pieces = honest;
+    std::swap(pieces[i], pieces[(i + 1) % pieces.size()]);
+    hosts.lie(joined(pieces));
+  }
+  hosts.here.store->check_integrity();
+}
+
+TEST(words_that_lie_under_right_checksums_make_no_other_block) {
+  Hosts hosts;
+  const std::vector<Piece> honest = pieces_of(hosts.honest);
+  for (size_t i = 0; i < honest.size(); ++i) {
+    for (uint32_t value = 0; value < 40; ++value) {
+      std::vector<Piece> pieces = honest;
+      pieces[i].head.kind = static_cast<uint16_t>(value);
+      hosts.lie(joined(pieces));
+      pieces = honest, pieces[i].head.item = static_cast<uint16_t>(value + 1);
+      hosts.lie(joined(pieces));
+      pieces = honest, pieces[i].head.layer = value;
+      hosts.lie(joined(pieces));
+      pieces = honest, pieces[i].head.request = value == kRequest ? ~0u : value;
+      hosts.lie(joined(pieces));
+    }
+    for (const int more : {-1, 1, 4096}) {  // shorter and longer, and as long as it says
+      std::vector<Piece> pieces = honest;
+      if (more < 0 && pieces[i].payload.empty()) continue;
+      pieces[i].payload.resize(pieces[i].payload.size() + static_cast<size_t>(more));
+      pieces[i].head.bytes = pieces[i].payload.size();
+      hosts.lie(joined(pieces));
+    }
+    for (const uint64_t bytes : {uint64_t{1} << 40, ~uint64_t{0}}) {  // that never come
+      std::vector<Piece> pieces = honest;
+      pieces[i].head.bytes = bytes;
+      hosts.lie(joined(pieces));
+    }
+  }
+  for (size_t at = 0; at < honest[1].payload.size(); at += 4)  // of the block's head, and of the layout
+    for (const uint32_t value : {0u, 1u, 2u, 9u, 4096u, 1u << 31, ~0u}) {
+      std::vector<Piece> pieces = honest;
+      std::memcpy(pieces[1].payload.data() + at, &value, 4);
+      hosts.lie(joined(pieces), true);
+      pieces = honest;
+      if (at + 4 > pieces[0].payload.size()) continue;
+      std::memcpy(pieces[0].payload.data() + at, &value, 4);
+      hosts.lie(joined(pieces), true);
+    }
+  hosts.here.store->check_integrity();
+}
+
+TEST(an_answer_without_an_end_ends) {
+  Hosts hosts;
+  const std::vector<Piece> honest = pieces_of(hosts.honest);
+  const Frame waiting{.kind = static_cast<uint16_t>(Kind::Waiting), .request = kRequest};
+  for (const Piece& again : {honest[0], honest[2], Piece{waiting, {}}}) {
+    Pair pair;
+    const Bytes begun = joined({honest[0], honest[1]}), one = joined({again});
+    std::thread peer([&] {  // until the other end has had enough
+      if (::send(pair.far.get(), begun.data(), begun.size(), MSG_NOSIGNAL) < 0) return;
+      while (::send(pair.far.get(), one.data(), one.size(), MSG_NOSIGNAL) > 0) continue;
+    });
+    const Key wanted = key(kNumber);
+    bool malformed = false;
+    {
+      peer::Channel channel(std::move(pair.near));
+      peer::BlockReceiver receiver(*hosts.here.store, hosts.here.window, channel, hosts.here.owner);
+      try {
+        receiver.fetch(kRequest, {&wanted, 1}, [](size_t, Outcome) {});
+      } catch (const Broken& error) {
+        malformed = error.why == Broken::Why::Malformed;
+      }
+    }
+    peer.join();
+    CHECK(malformed);
+    CHECK(!hosts.here.content());
+  }
+}
