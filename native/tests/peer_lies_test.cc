@@ -1,7 +1,7 @@
-// Goal: whatever comes in the place of an honest answer, a block that is handed out has the bytes of its writer, nothing is left of
-// any other, and no answer goes on for ever. Method: an honest answer is recorded, and played to a receiver with each byte flipped,
-// cut off at each byte, with each frame left out, doubled, or swapped with the next, and with each word of a frame or of a block's
-// head changed under checksums that are right.
+// Goal: whatever comes in the place of an honest answer, a block that is handed out has the bytes of its writer, nothing is left
+// of any other, and no answer goes on for ever. Method: an honest answer is recorded, and played to a receiver with each byte
+// flipped, cut off at each byte, with each frame left out, doubled, or swapped with the next, and with each word of a frame or of
+// a block's head changed under checksums that are right.
 #include <sys/socket.h>
 
 #include <thread>
@@ -182,7 +182,8 @@ TEST(a_bit_flipped_in_any_byte_of_an_answer_is_found_out) {
 
 TEST(an_answer_that_ends_anywhere_leaves_nothing) {
   Hosts hosts;
-  for (size_t at = 0; at < hosts.honest.size(); ++at) hosts.lie(Bytes(hosts.honest.begin(), hosts.honest.begin() + static_cast<long>(at)));
+  for (size_t at = 0; at < hosts.honest.size(); ++at)
+    hosts.lie(Bytes(hosts.honest.begin(), hosts.honest.begin() + static_cast<long>(at)));
   CHECK_EQ(hosts.fetched, 0u);
   hosts.here.store->check_integrity();
 }

@@ -48,7 +48,8 @@ class Liar:
                 if asked.kind == frames.PING:
                     stream.send(frames.frame(frames.PONG, request=asked.request))
                 elif asked.kind == WATCH:
-                    stream.send(Frame(HOLDS, 0, asked.request, 1, marks(self._keys)).encoded(0, asked.request))
+                    told = Frame(HOLDS, 0, asked.request, 1, marks(self._keys))
+                    stream.send(told.encoded(0, asked.request))
                 else:
                     self.asked += 1
                     self.answer(plain, asked)

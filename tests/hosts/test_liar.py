@@ -31,7 +31,8 @@ def payload_of(said, kind):
 
 
 def another_key(said):
-    return replaced(said, frames.BLOCK_HEAD, payload=os.urandom(32) + payload_of(said, frames.BLOCK_HEAD)[32:])
+    head = payload_of(said, frames.BLOCK_HEAD)
+    return replaced(said, frames.BLOCK_HEAD, payload=os.urandom(32) + head[32:])
 
 
 def another_layout(said):

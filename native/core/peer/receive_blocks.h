@@ -62,7 +62,7 @@ class BlockReceiver {
   std::vector<std::string> instead_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
-  uint32_t beside_ = 0;  // of this answer's frames, those that brought no layer
+  uint32_t beside_ = 0;         // of this answer's frames, those that brought no layer
   Landing* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
   bool to_tell_ = false;  // something became visible that nobody has been woken for
