@@ -86,7 +86,7 @@ class Daemon:
         self._made_directory = made
         self._opening = tenants.openness(config, self._tenants)
         tenants.open_directory(config.dir, self._opening, made)
-        geometries = [geometry(config, one.name) for one in config.namespaces]
+        geometries = [geometry(config, namespace.name) for namespace in config.namespaces]
         self._segments = Segments(config, geometries, retire=retire, older=older)
         self._stores: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
@@ -108,8 +108,10 @@ class Daemon:
                 )
         except StoreError as error:
             raise StartupError(str(error)) from error
-        services = (one.DESCRIPTOR.services_by_name.values() for one in (admin_pb2, store_pb2, transfer_pb2))
-        self._counts = CallCounts(method.name for (one,) in services for method in one.methods)
+        services = (
+            module.DESCRIPTOR.services_by_name.values() for module in (admin_pb2, store_pb2, transfer_pb2)
+        )
+        self._counts = CallCounts(method.name for (service,) in services for method in service.methods)
         self._threads = Threads(config.io_threads)
         self._events = Events(config.max_subscribers, config.event_queue)
         self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
@@ -186,6 +188,7 @@ class Daemon:
             "max_subscribers", "event_queue",
             apply=lambda config: self._events.limit(config.max_subscribers, config.event_queue),
         )  # fmt: skip
+
         def only_others(before: str, after: str) -> str:  # none to some, or some to none, is of the start
             return after if before and after else before
 
@@ -331,7 +334,7 @@ class Daemon:
         return {**figures, **tiers, **await self._tiers.aside(namespace)}
 
     async def _metrics_text(self) -> str:
-        own = {
+        process = {
             "leases": len(self._leases),
             "leases_expired": self._leases.expired,
             "draining": int(self._admin.draining),
@@ -349,9 +352,9 @@ class Daemon:
             Figures(
                 version=__version__,
                 stores={name: await self._figures(name) for name in self._stores},
-                own=own,
+                process=process,
                 calls=self._counts.by_status,
-                call_seconds={name: (one.counts, one.sum_s) for name, one in self._counts.took.items()},
+                call_seconds={name: (calls.counts, calls.sum_s) for name, calls in self._counts.took.items()},
                 session_seconds={
                     (name, operation): (counts, sum_s)
                     for name, operation, counts, sum_s in self._sessions.latencies()

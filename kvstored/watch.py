@@ -40,7 +40,7 @@ class Watch:
         """scrub_rate: bytes a second, asked each time."""
         loop = asyncio.get_running_loop()
         loops = (self._look_for_problems(), self._probe(), self._scrub(scrub_rate))
-        self._tasks = [loop.create_task(one) for one in loops]
+        self._tasks = [loop.create_task(loop_body) for loop_body in loops]
         if watchdog_interval_s():
             self._tasks.append(loop.create_task(self._feed_watchdog()))
         for task in self._tasks:

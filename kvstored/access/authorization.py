@@ -61,10 +61,10 @@ class GuestsDoor:
     def admit(
         self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
     ) -> tuple[str, Any]:
-        own, read_only, _ = self._granted(context)
-        found = _visible({own: self._stores[own]}, namespace or DEFAULT)
+        name, read_only, _ = self._granted(context)
+        found = _visible({name: self._stores[name]}, namespace or DEFAULT)
         if write and read_only:
-            raise NotPermitted(f"the session of namespace {own} is read-only")
+            raise NotPermitted(f"the session of namespace {name} is read-only")
         return found
 
     def user(self, context: grpc.aio.ServicerContext) -> int | None:

@@ -56,7 +56,7 @@ class Openness:
 def tenants(config: Config) -> list[Tenant]:
     """One per namespace, in their order. Raises StartupError for a name this host does not know."""
     _check_own_user(config)
-    return [(*_lists(one), _salt(config, one)) for one in config.namespaces]
+    return [(*_lists(namespace), _salt(config, namespace)) for namespace in config.namespaces]
 
 
 def relisted(known: list[Tenant], namespaces: tuple[Namespace, ...]) -> list[Tenant]:
@@ -68,16 +68,16 @@ def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> t
     """What a running daemon can take over of `after`: who may read and write what is there already. Nothing
     where it would have to open its sockets to others: those are of the start. Raises StartupError where this
     host has no such user or group, also in a list that waits for the restart, which would fail."""
-    for one in after:
-        _lists(one)
-    lists = {one.name: one for one in after}
+    for namespace in after:
+        _lists(namespace)
+    lists = {namespace.name: namespace for namespace in after}
     found = tuple(
-        replace(one, readers=lists[one.name].readers, writers=lists[one.name].writers)
-        if one.name in lists
-        else one
-        for one in before
+        replace(namespace, readers=lists[namespace.name].readers, writers=lists[namespace.name].writers)
+        if namespace.name in lists
+        else namespace
+        for namespace in before
     )
-    was_open, is_open = (any(one.open_to_others for one in some) for some in (before, found))
+    was_open, is_open = (any(namespace.open_to_others for namespace in some) for some in (before, found))
     return before if is_open and not was_open else found
 
 
@@ -86,8 +86,8 @@ def openness(config: Config, known: list[Tenant]) -> Openness:
     to it. Otherwise everybody may knock, and credentials decide; nobody but the daemon may list or write."""
     if not config.open_to_others:
         return Openness(0o700, 0o600)
-    users = {uid for one in known for ids in (one[0], one[2]) for uid in ids}
-    groups = {gid for one in known for ids in (one[1], one[3]) for gid in ids}
+    users = {uid for lists in known for ids in (lists[0], lists[2]) for uid in ids}
+    groups = {gid for lists in known for ids in (lists[1], lists[3]) for gid in ids}
     if len(groups) == 1 and not users:
         (group,) = groups
         if os.geteuid() == 0 or group in {os.getegid(), *os.getgroups()}:
@@ -136,17 +136,17 @@ def _lists(namespace: Namespace) -> tuple[list[int], list[int], list[int], list[
 def _ids(namespace: Namespace, field: str) -> tuple[list[int], list[int]]:
     users: list[int] = []
     groups: list[int] = []
-    for one in getattr(namespace, field):
-        name = one.removeprefix("@")
+    for principal in getattr(namespace, field):
+        name = principal.removeprefix("@")
         try:
             if name.isdigit():
                 number = int(name)
-            elif one.startswith("@"):
+            elif principal.startswith("@"):
                 number = grp.getgrnam(name).gr_gid
             else:
                 number = pwd.getpwnam(name).pw_uid
         except KeyError:
-            what = "group" if one.startswith("@") else "user"
+            what = "group" if principal.startswith("@") else "user"
             raise StartupError(
                 f"namespaces: {field} of {namespace.name!r}: this host has no {what} {name!r}"
             ) from None
@@ -155,7 +155,7 @@ def _ids(namespace: Namespace, field: str) -> tuple[list[int], list[int]]:
                 f"namespaces: {field} of {namespace.name!r}: {name!r} is {UNMAPPED_ID}, whom every unmapped "
                 "user looks like"
             )
-        (groups if one.startswith("@") else users).append(number)
+        (groups if principal.startswith("@") else users).append(number)
     return users, groups
 
 

@@ -15,9 +15,9 @@ from kvstored.cli import render
 from kvstored.errors import Exit
 
 
-def complain(text: str, code: Exit, given: argparse.Namespace | None = None) -> Exit:
+def complain(text: str, code: Exit, arguments: argparse.Namespace | None = None) -> Exit:
     """Says why not. Returns the exit code."""
-    told(text, code, getattr(given, "json", False))
+    told(text, code, getattr(arguments, "json", False))
     return code
 
 
@@ -28,5 +28,5 @@ def told(text: str, code: Exit, as_json: bool) -> None:
     print(shown if as_json else f"kvstored: {shown}", file=sys.stderr)
 
 
-def show(given: argparse.Namespace, value: Any, text: str) -> None:
-    print(render.as_json(value) if given.json else render.printable(text))
+def show(arguments: argparse.Namespace, value: Any, text: str) -> None:
+    print(render.as_json(value) if arguments.json else render.printable(text))

@@ -32,7 +32,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     listed = list(known)
     found = [OTHER_WORDS[word]] if word in OTHER_WORDS else difflib.get_close_matches(word, listed, 1, ALIKE)
-    found = found or [one for one in listed if word and one.startswith(word)][:1]
+    found = found or [name for name in listed if word and name.startswith(word)][:1]
     return f"; the nearest is {found[0]}" if found else ""
 
 
@@ -42,12 +42,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
-        for one in unknown:
-            if one.startswith("-"):
+        for word in unknown:
+            if word.startswith("-"):
                 flags = [text for action in self._actions for text in action.option_strings]
-                name = one.partition("=")[0]
+                name = word.partition("=")[0]
                 self.error(f"unknown flag {name}{nearest(name, flags) or self._where()}")
-            self.error(f"one argument too many: {one!r}")
+            self.error(f"one argument too many: {word!r}")
         return found, unknown
 
     def _where(self) -> str:
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        known = [str(one) for one in action.choices]
+        known = [str(choice) for choice in action.choices]
         what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
         near = nearest(str(value), known) or f"; known are {', '.join(known)}"
         raise argparse.ArgumentError(None, f"unknown {what} {value!r}{near}")

@@ -48,27 +48,27 @@ class Connection:
         self.channel.close()
 
 
-def run(given: argparse.Namespace, directory: str) -> int:
+def run(arguments: argparse.Namespace, directory: str) -> int:
     """Runs one command. The exit code."""
     if (why := _forbidden(directory)) is not None:
-        return complain(why, Exit.REFUSED, given)
-    if given.command == "stop":
-        return stop.run(given, directory)
+        return complain(why, Exit.REFUSED, arguments)
+    if arguments.command == "stop":
+        return stop.run(arguments, directory)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines would stand beside ours
-    command: Callable[[Connection, argparse.Namespace], int] = COMMANDS[given.command]
+    command: Callable[[Connection, argparse.Namespace], int] = COMMANDS[arguments.command]
     if not os.path.exists(os.path.join(directory, "grpc.sock")):
-        return complain(stop.nobody_in(directory), Exit.UNREACHABLE, given)
+        return complain(stop.nobody_in(directory), Exit.UNREACHABLE, arguments)
     try:
-        with Connection(directory, given.timeout_s) as daemon:
-            return command(daemon, given)
+        with Connection(directory, arguments.timeout_s) as daemon:
+            return command(daemon, arguments)
     except grpc.RpcError as error:
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE and runtime_dir.running_pid(directory) is None:
-            return complain(stop.nobody_in(directory), Exit.UNREACHABLE, given)
+            return complain(stop.nobody_in(directory), Exit.UNREACHABLE, arguments)
         if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):  # the second: by ourselves
-            text = f"the daemon in {directory} did not answer within {given.timeout_s} s"
-            return complain(text, Exit.UNREACHABLE, given)
-        return complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED, given)
+            text = f"the daemon in {directory} did not answer within {arguments.timeout_s} s"
+            return complain(text, Exit.UNREACHABLE, arguments)
+        return complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED, arguments)
 
 
 def _forbidden(directory: str) -> str | None:
@@ -98,29 +98,29 @@ def _status(daemon: Connection) -> dict[str, Any]:
         "draining": reply.draining,
         "leases": reply.leases,
         "degraded": [
-            {name: getattr(one, name) for name in ("state", "namespace", "text", "since_ms")}
-            for one in reply.degraded
+            {name: getattr(state, name) for name in ("state", "namespace", "text", "since_ms")}
+            for state in reply.degraded
         ],
         "namespaces": [
             {
-                "namespace": one.namespace,
-                "adopted": one.adopted,
-                "place": one.place,
-                "huge_pages": one.huge_pages,
-                "problem": one.problem,
-                "memory_quota_bytes": one.memory_quota_bytes,
-                "disk_quota_bytes": one.disk_quota_bytes,
-                "readers": list(one.readers),
-                "writers": list(one.writers),
-                "salted": one.salted,
-                "counters": dict(sorted(one.counters.items())),
+                "namespace": namespace.namespace,
+                "adopted": namespace.adopted,
+                "place": namespace.place,
+                "huge_pages": namespace.huge_pages,
+                "problem": namespace.problem,
+                "memory_quota_bytes": namespace.memory_quota_bytes,
+                "disk_quota_bytes": namespace.disk_quota_bytes,
+                "readers": list(namespace.readers),
+                "writers": list(namespace.writers),
+                "salted": namespace.salted,
+                "counters": dict(sorted(namespace.counters.items())),
             }
-            for one in reply.namespaces
+            for namespace in reply.namespaces
         ],
     }
 
 
-def ping(daemon: Connection, given: argparse.Namespace) -> int:
+def ping(daemon: Connection, arguments: argparse.Namespace) -> int:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     began = time.monotonic()
@@ -130,45 +130,45 @@ def ping(daemon: Connection, given: argparse.Namespace) -> int:
     took_ms = (time.monotonic() - began) * 1000
     serves = reply.status == health_pb2.HealthCheckResponse.SERVING
     words = "serves" if serves else "answers, and no namespace serves: kvstored status says why"
-    show(given, {"serving": serves, "took_ms": round(took_ms, 3)}, f"{words}; {took_ms:.1f} ms")
+    show(arguments, {"serving": serves, "took_ms": round(took_ms, 3)}, f"{words}; {took_ms:.1f} ms")
     return Exit.DONE if serves else Exit.NO
 
 
-def status(daemon: Connection, given: argparse.Namespace) -> int:
+def status(daemon: Connection, arguments: argparse.Namespace) -> int:
     found = _status(daemon)
     text = render.status_text(found)
-    if given.sessions:
+    if arguments.sessions:
         reply = daemon.admin.Sessions(admin_pb2.SessionsRequest(), timeout=daemon.timeout_s)
         found["sessions"] = [
             {
-                "session": one.session,
-                "pid": one.pid,
-                "uid": one.uid,
-                "namespace": one.namespace,
-                "pins": one.pins,
-                "unsealed": one.unsealed,
-                "attached_ms": one.attached_ms,
-                "resumed": one.resumed,
+                "session": session.session,
+                "pid": session.pid,
+                "uid": session.uid,
+                "namespace": session.namespace,
+                "pins": session.pins,
+                "unsealed": session.unsealed,
+                "attached_ms": session.attached_ms,
+                "resumed": session.resumed,
             }
-            for one in reply.sessions
+            for session in reply.sessions
         ]
         text += "\n\n" + render.sessions_text(found["sessions"])
-    show(given, found, text)
+    show(arguments, found, text)
     return Exit.DONE
 
 
-def top(daemon: Connection, given: argparse.Namespace) -> int:
+def top(daemon: Connection, arguments: argparse.Namespace) -> int:
     found = _status(daemon)
-    if given.once:
-        show(given, found, render.status_text(found))
+    if arguments.once:
+        show(arguments, found, render.status_text(found))
         return Exit.DONE
     try:
         while True:
             before, began = found, time.monotonic()
-            _pause(given.interval_s)
+            _pause(arguments.interval_s)
             found = _status(daemon)
             rates = _rates(before, found, time.monotonic() - began)
-            if given.json:
+            if arguments.json:
                 print(render.as_json({**found, "rates": rates}), flush=True)
             else:
                 text = render.printable(render.status_text(found, rates, bars=True))
@@ -188,41 +188,43 @@ def coloured(stream: Any) -> bool:
 
 
 def _rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, float]]:
-    earlier = {one["namespace"]: one["counters"] for one in before["namespaces"]}
+    earlier = {namespace["namespace"]: namespace["counters"] for namespace in before["namespaces"]}
     return {
-        one["namespace"]: {
-            name: max(0, value - earlier.get(one["namespace"], {}).get(name, value)) / seconds
-            for name, value in one["counters"].items()
+        namespace["namespace"]: {
+            name: max(0, value - earlier.get(namespace["namespace"], {}).get(name, value)) / seconds
+            for name, value in namespace["counters"].items()
         }
-        for one in after["namespaces"]
+        for namespace in after["namespaces"]
     }
 
 
-def config(daemon: Connection, given: argparse.Namespace) -> int:
+def config(daemon: Connection, arguments: argparse.Namespace) -> int:
     reply = daemon.admin.Config(admin_pb2.ConfigRequest(), timeout=daemon.timeout_s)
     entries = [
-        {name: getattr(one, name) for name in ("name", "value", "source", "unit", "doc")}
-        for one in reply.entries
+        {name: getattr(entry, name) for name in ("name", "value", "source", "unit", "doc")}
+        for entry in reply.entries
     ]
-    print(render.printable(render.config_text(entries, as_json=given.json)))
+    print(render.printable(render.config_text(entries, as_json=arguments.json)))
     return Exit.DONE
 
 
-def reload(daemon: Connection, given: argparse.Namespace) -> int:
+def reload(daemon: Connection, arguments: argparse.Namespace) -> int:
     reply = daemon.admin.Reload(admin_pb2.ReloadRequest(), timeout=daemon.timeout_s)
     changes = [
-        {name: getattr(one, name) for name in ("name", "before", "after", "applied")} for one in reply.changes
+        {name: getattr(change, name) for name in ("name", "before", "after", "applied")}
+        for change in reply.changes
     ]
-    show(given, changes, render.changes_text(changes))
+    show(arguments, changes, render.changes_text(changes))
     return Exit.DONE
 
 
-def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator[dict[str, Any]]:
+def _pages(daemon: Connection, arguments: argparse.Namespace, most: int) -> Iterator[dict[str, Any]]:
     token, left = "", most
     while left > 0:
         request = admin_pb2.ListRequest(
-            namespace=given.namespace, page_token=token, limit=min(left, 1000), key_prefix=given.prefix
-        )
+            namespace=arguments.namespace, page_token=token, limit=min(left, 1000),
+            key_prefix=arguments.prefix,
+        )  # fmt: skip
         reply = daemon.admin.List(request, timeout=daemon.timeout_s)
         yield from map(block_facts, reply.blocks)
         left -= len(reply.blocks)
@@ -231,8 +233,8 @@ def _pages(daemon: Connection, given: argparse.Namespace, most: int) -> Iterator
             return
 
 
-def _described(daemon: Connection, given: argparse.Namespace) -> dict[str, Any] | None:
-    request = admin_pb2.DescribeRequest(namespace=given.namespace, key=given.key)
+def _described(daemon: Connection, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    request = admin_pb2.DescribeRequest(namespace=arguments.namespace, key=arguments.key)
     try:
         return block_facts(daemon.admin.Describe(request, timeout=daemon.timeout_s).block)
     except grpc.RpcError as error:
@@ -242,72 +244,73 @@ def _described(daemon: Connection, given: argparse.Namespace) -> dict[str, Any] 
         return None
 
 
-def describe(daemon: Connection, given: argparse.Namespace) -> int:
-    if (found := _described(daemon, given)) is None:
-        return complain(f"no such block in namespace {given.namespace!r}", Exit.NO, given)
-    show(given, found, render.block_text(found, int(time.time() * 1000)))
+def describe(daemon: Connection, arguments: argparse.Namespace) -> int:
+    if (found := _described(daemon, arguments)) is None:
+        return complain(f"no such block in namespace {arguments.namespace!r}", Exit.NO, arguments)
+    show(arguments, found, render.block_text(found, int(time.time() * 1000)))
     return Exit.DONE
 
 
-def ls(daemon: Connection, given: argparse.Namespace) -> int:
-    if given.key is not None:
-        if (found := _described(daemon, given)) is None:
-            return complain("no such block", Exit.NO, given)
+def ls(daemon: Connection, arguments: argparse.Namespace) -> int:
+    if arguments.key is not None:
+        if (found := _described(daemon, arguments)) is None:
+            return complain("no such block", Exit.NO, arguments)
         blocks = [found]
     else:
-        blocks = list(_pages(daemon, given, given.limit + 1))
-        if len(blocks) > given.limit:  # said, so that nobody takes the part for the whole
+        blocks = list(_pages(daemon, arguments, arguments.limit + 1))
+        if len(blocks) > arguments.limit:  # said, so that nobody takes the part for the whole
             blocks.pop()
-            print(f"kvstored: there are more than these {given.limit}: --limit N", file=sys.stderr)
-    if given.quiet and not given.json:
-        sys.stdout.write("".join(one["key"] + "\n" for one in blocks))
+            print(f"kvstored: there are more than these {arguments.limit}: --limit N", file=sys.stderr)
+    if arguments.quiet and not arguments.json:
+        sys.stdout.write("".join(block["key"] + "\n" for block in blocks))
     else:
-        show(given, blocks, render.blocks_text(blocks, int(time.time() * 1000)))
+        show(arguments, blocks, render.blocks_text(blocks, int(time.time() * 1000)))
     return Exit.DONE
 
 
 # ---- changing
 
 
-def rm(daemon: Connection, given: argparse.Namespace) -> int:
+def rm(daemon: Connection, arguments: argparse.Namespace) -> int:
     deleted: list[bool] = []
-    for start in range(0, len(given.keys), MAX_KEYS):
+    for start in range(0, len(arguments.keys), MAX_KEYS):
         request = store_pb2.DeleteRequest(
-            namespace=given.namespace, keys=given.keys[start : start + MAX_KEYS]
+            namespace=arguments.namespace, keys=arguments.keys[start : start + MAX_KEYS]
         )
         deleted.extend(daemon.store.Delete(request, timeout=daemon.timeout_s).deleted)
     found = {
         "deleted": sum(deleted),
-        "missing": [key.hex() for key, gone in zip(given.keys, deleted, strict=True) if not gone],
+        "missing": [key.hex() for key, gone in zip(arguments.keys, deleted, strict=True) if not gone],
     }
-    show(given, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
+    show(arguments, found, f"{found['deleted']} deleted, {len(found['missing'])} not there")
     return Exit.NO if found["missing"] else Exit.DONE
 
 
-def flush(daemon: Connection, given: argparse.Namespace) -> int:
-    if not given.yes:
+def flush(daemon: Connection, arguments: argparse.Namespace) -> int:
+    if not arguments.yes:
         if not sys.stdin.isatty():
             raise ConfigError("flush deletes every sealed block: confirm with --yes")
-        question = f"Delete every sealed block of namespace {given.namespace!r}? [y/N] "
+        question = f"Delete every sealed block of namespace {arguments.namespace!r}? [y/N] "
         print(question, end="", file=sys.stderr, flush=True)  # standard output is the answer's
         answer = sys.stdin.readline()
         if not answer:
             raise ConfigError("flush was not answered: confirm with y, or with --yes")
         if answer.strip().lower() not in ("y", "yes"):
             return Exit.NO
-    deleted = daemon.admin.Flush(
-        admin_pb2.FlushRequest(namespace=given.namespace), timeout=daemon.timeout_s
-    ).deleted
-    show(given, {"deleted": deleted}, f"{deleted} deleted")
+    request = admin_pb2.FlushRequest(namespace=arguments.namespace)
+    deleted = daemon.admin.Flush(request, timeout=daemon.timeout_s).deleted
+    show(arguments, {"deleted": deleted}, f"{deleted} deleted")
     return Exit.DONE
 
 
-def drain(daemon: Connection, given: argparse.Namespace) -> int:
-    request = admin_pb2.DrainRequest(on=not given.off, wait_ms=0 if given.off else int(given.wait_s * 1000))
-    reply = daemon.admin.Drain(request, timeout=daemon.timeout_s + given.wait_s)
+def drain(daemon: Connection, arguments: argparse.Namespace) -> int:
+    request = admin_pb2.DrainRequest(
+        on=not arguments.off, wait_ms=0 if arguments.off else int(arguments.wait_s * 1000)
+    )
+    reply = daemon.admin.Drain(request, timeout=daemon.timeout_s + arguments.wait_s)
     words = "refusing new blocks" if reply.draining else "accepting new blocks"
     show(
-        given,
+        arguments,
         {"draining": reply.draining, "unsealed": reply.unsealed},
         f"{words}; {reply.unsealed} being written",
     )
@@ -329,10 +332,10 @@ def _each_within(stream: Any, timeout_s: float) -> Iterator[Any]:
         yield message
 
 
-def scrub(daemon: Connection, given: argparse.Namespace) -> int:
-    live = sys.stderr.isatty() and not given.json
+def scrub(daemon: Connection, arguments: argparse.Namespace) -> int:
+    live = sys.stderr.isatty() and not arguments.json
     last = admin_pb2.ScrubResponse()
-    steps = daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=given.namespace))
+    steps = daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=arguments.namespace))
     for last in _each_within(steps, daemon.timeout_s):
         if live:
             print(
@@ -343,10 +346,11 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
             )
     if live:
         print(file=sys.stderr)
-    daemon.admin.Integrity(admin_pb2.IntegrityRequest(namespace=given.namespace), timeout=daemon.timeout_s)
+    request = admin_pb2.IntegrityRequest(namespace=arguments.namespace)
+    daemon.admin.Integrity(request, timeout=daemon.timeout_s)
     found = {name: getattr(last, name) for name in ("verified", "computed", "corrupt", "read_bytes")}
     show(
-        given,
+        arguments,
         found,
         f"{last.verified} verified, {last.computed} had no checksum and got one, "
         f"{last.corrupt} corrupt and dropped; the index is consistent",
@@ -354,27 +358,29 @@ def scrub(daemon: Connection, given: argparse.Namespace) -> int:
     return Exit.NO if last.corrupt else Exit.DONE
 
 
-def layouts(daemon: Connection, given: argparse.Namespace) -> int:
-    request = store_pb2.ListLayoutsRequest(namespace=given.namespace)
-    found = [layout_facts(one) for one in daemon.store.ListLayouts(request, timeout=daemon.timeout_s).layouts]
-    show(given, found, layouts_text(found))
+def layouts(daemon: Connection, arguments: argparse.Namespace) -> int:
+    request = store_pb2.ListLayoutsRequest(namespace=arguments.namespace)
+    found = [
+        layout_facts(layout) for layout in daemon.store.ListLayouts(request, timeout=daemon.timeout_s).layouts
+    ]
+    show(arguments, found, layouts_text(found))
     return Exit.DONE
 
 
-def peers(daemon: Connection, given: argparse.Namespace) -> int:
+def peers(daemon: Connection, arguments: argparse.Namespace) -> int:
     reply = daemon.admin.Peers(admin_pb2.PeersRequest(), timeout=daemon.timeout_s)
     found = {
         "node": reply.node,
         "listen": reply.listen,
         "server": dict(sorted(reply.server.items())),
         "peers": [
-            {name: getattr(one, name) for name in ("namespace", "node", "address", "state", "why")}
-            | dict(sorted(one.counters.items()))
-            for one in reply.peers
+            {name: getattr(peer, name) for name in ("namespace", "node", "address", "state", "why")}
+            | dict(sorted(peer.counters.items()))
+            for peer in reply.peers
         ],
     }
-    show(given, found, render.peers_text(found))
-    return Exit.DONE if all(one["state"] == "up" for one in found["peers"]) else Exit.NO
+    show(arguments, found, render.peers_text(found))
+    return Exit.DONE if all(peer["state"] == "up" for peer in found["peers"]) else Exit.NO
 
 
 COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {

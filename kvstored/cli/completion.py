@@ -12,32 +12,34 @@ DIR, FILE = "DIR", "FILE"
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    subparsers = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    subparsers = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {name: command for action in subparsers for name, command in action.choices.items()}
 
 
 def _offered(command: argparse.ArgumentParser) -> Iterator[str]:
     """Its options and fixed arguments."""
-    for one in command._actions:
-        yield from (text for text in one.option_strings if text.startswith("--"))
-        if not one.option_strings:
-            yield from map(str, one.choices or ())
+    for action in command._actions:
+        yield from (text for text in action.option_strings if text.startswith("--"))
+        if not action.option_strings:
+            yield from map(str, action.choices or ())
 
 
 def _valued(parser: argparse.ArgumentParser, kind: str) -> str:
     """The options whose value is of that metavar, as a pattern of case."""
-    actions = (one for command in _commands(parser).values() for one in command._actions)
-    named = {one.option_strings[-1] for one in actions if one.option_strings and one.metavar == kind}
+    actions = (action for command in _commands(parser).values() for action in command._actions)
+    named = {
+        action.option_strings[-1] for action in actions if action.option_strings and action.metavar == kind
+    }
     return "|".join(sorted(named))
 
 
 def _words(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Per option with few values, written `{one,other}`, those values."""
-    actions = (one for command in _commands(parser).values() for one in command._actions)
+    actions = (action for command in _commands(parser).values() for action in command._actions)
     return {
-        one.option_strings[-1]: one.metavar.strip("{}").replace(",", " ")
-        for one in actions
-        if one.option_strings and isinstance(one.metavar, str) and one.metavar.startswith("{")
+        action.option_strings[-1]: action.metavar.strip("{}").replace(",", " ")
+        for action in actions
+        if action.option_strings and isinstance(action.metavar, str) and action.metavar.startswith("{")
     }
 
 
@@ -46,7 +48,7 @@ def _takes_directories(parser: argparse.ArgumentParser) -> list[str]:
     return [
         name
         for name, command in _commands(parser).items()
-        if any(one.metavar == DIR and not one.option_strings for one in command._actions)
+        if any(action.metavar == DIR and not action.option_strings for action in command._actions)
     ]
 
 

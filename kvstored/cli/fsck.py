@@ -26,7 +26,7 @@ def trees(directory: str) -> list[str]:
     """The directories of blocks below one given to --disk: itself, or one per namespace."""
     if not _is_tree(directory):
         with os.scandir(directory) as found:
-            below = sorted(one.path for one in found if one.is_dir(follow_symlinks=False))
+            below = sorted(entry.path for entry in found if entry.is_dir(follow_symlinks=False))
         if any(map(_is_tree, below)):  # one may have lost its tmp/, and still hold blocks
             return [path for path in below if _is_tree(path) or _holds_blocks(path)]
     return [directory]
@@ -66,14 +66,14 @@ class _Progress:
             self._stream.flush()
 
 
-def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
+def check(directory: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One directory of blocks. What is wrong is printed when found, or listed in the result (--json)."""
     findings: list[dict[str, str]] = []
     progress = _Progress(sys.stderr, directory)
 
     def finding(kind: str, path: str, why: str, action: str) -> None:
         shown = render.printable(path).replace("\n", "\\n")
-        if not given.json:
+        if not arguments.json:
             progress.clear()
             print(f"{kind:<9}  {shown}  {why}" + (f": {action}" if action else ""))
         elif len(findings) < MAX_LISTED:
@@ -81,9 +81,9 @@ def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
 
     report = _core.fsck(
         directory,
-        repair=given.repair,
-        keep_corrupt=given.keep_corrupt,
-        layers=not given.no_layers,
+        repair=arguments.repair,
+        keep_corrupt=arguments.keep_corrupt,
+        layers=not arguments.no_layers,
         finding=finding,
         progress=progress,
     )
@@ -93,49 +93,49 @@ def check(directory: str, given: argparse.Namespace) -> dict[str, Any]:
 
 def _by_identity(blocks: dict[str, int]) -> str:
     """The models whose blocks lie there, by the first digits of their reuse identities, most blocks first."""
-    ranked = sorted(blocks.items(), key=lambda one: (-one[1], one[0]))
+    ranked = sorted(blocks.items(), key=lambda counted: (-counted[1], counted[0]))
     shown = [f"{name[:12]} {count}" for name, count in ranked[:IDENTITIES]]
     more = [f"{len(ranked) - IDENTITIES} more"] if len(ranked) > IDENTITIES else []
     return "identities: " + ", ".join(shown + more)
 
 
-def summary(one: dict[str, Any]) -> str:
-    counted = [f"{count} {kind}" for kind, count in one["found"].items() if count]
+def summary(result: dict[str, Any]) -> str:
+    counted = [f"{count} {kind}" for kind, count in result["found"].items() if count]
     parts = [
-        f"{one['directory']}: {one['files']} blocks, {approximate_size(one['bytes'])}, "
-        f"{approximate_size(one['read_bytes'])} of it read",
+        f"{result['directory']}: {result['files']} blocks, {approximate_size(result['bytes'])}, "
+        f"{approximate_size(result['read_bytes'])} of it read",
         ", ".join(counted) or "nothing wrong",
     ]
-    if one["identities"]:
-        parts.append(_by_identity(one["identities"]))
-    if one["errors"]:
-        parts.append(f"{one['errors']} could not be listed")
-    if one["repaired"]:
-        parts.append(f"{one['repaired']} repaired")
-    if one["failed"]:
-        parts.append(f"{one['failed']} repairs failed")
-    if one["aside"]:
-        parts.append(f"{one['aside']} kept aside earlier")
+    if result["identities"]:
+        parts.append(_by_identity(result["identities"]))
+    if result["errors"]:
+        parts.append(f"{result['errors']} could not be listed")
+    if result["repaired"]:
+        parts.append(f"{result['repaired']} repaired")
+    if result["failed"]:
+        parts.append(f"{result['failed']} repairs failed")
+    if result["aside"]:
+        parts.append(f"{result['aside']} kept aside earlier")
     return "; ".join(parts)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     results = []
-    if given.keep_corrupt and not given.repair:
-        return complain("--keep-corrupt is a way to repair: give --repair too", Exit.USAGE, given)
+    if arguments.keep_corrupt and not arguments.repair:
+        return complain("--keep-corrupt is a way to repair: give --repair too", Exit.USAGE, arguments)
     try:
-        for directory in given.directories:
+        for directory in arguments.directories:
             for tree in trees(directory):
-                results.append(check(tree, given))
-                if not given.json:
+                results.append(check(tree, arguments))
+                if not arguments.json:
                     print(summary(results[-1]))
     except OSError as error:
-        return complain(f"{error.filename}: {error.strerror}", Exit.USAGE, given)
+        return complain(f"{error.filename}: {error.strerror}", Exit.USAGE, arguments)
     except StoreError as error:
-        return complain(str(error), Exit.REFUSED, given)
+        return complain(str(error), Exit.REFUSED, arguments)
     if advised := advice():
         print(f"kvstored: shared memory: {advised}", file=sys.stderr)
-    wrong = sum(one["wrong"] for one in results)
-    if given.json:
+    wrong = sum(result["wrong"] for result in results)
+    if arguments.json:
         print(render.as_json({"wrong": wrong, "directories": results}))
     return Exit.NO if wrong else Exit.DONE

@@ -15,41 +15,41 @@ from kvstored.rpc.layouts import layers_bytes
 DTYPES = ("uint8", "float16", "bfloat16", "float32", "int8")  # by number, as in native/core/format/layout.h
 
 
-def layout_facts(one: Any) -> dict[str, Any]:
+def layout_facts(layout: Any) -> dict[str, Any]:
     """By the names of the protocol; bytes of a full block's layers."""
-    _, kv, heads, dim, dtype, tokens, codec, _, _ = struct.unpack_from("<9I", one.blob, 4)
+    _, kv, heads, dim, dtype, tokens, codec, _, _ = struct.unpack_from("<9I", layout.blob, 4)
     return {
-        "id": one.id,
-        "digest": one.digest.hex(),
-        "num_layers": one.num_layers,
+        "id": layout.id,
+        "digest": layout.digest.hex(),
+        "num_layers": layout.num_layers,
         "kv_per_layer": kv,
         "num_kv_heads": heads,
         "head_dim": dim,
         "dtype": DTYPES[dtype],
         "codec": codec,
         "block_tokens": tokens,
-        "block_bytes": layers_bytes(one.blob, tokens),
-        "blocks": one.blocks,
-        "on_disk": one.on_disk,
-        "sessions": one.sessions,
+        "block_bytes": layers_bytes(layout.blob, tokens),
+        "blocks": layout.blocks,
+        "on_disk": layout.on_disk,
+        "sessions": layout.sessions,
     }
 
 
 def layouts_text(layouts: list[dict[str, Any]]) -> str:
     rows = [
         (
-            str(one["id"]),
-            one["digest"][:12],
-            str(one["num_layers"]),
-            f"{one['kv_per_layer']} x {one['num_kv_heads']} x {one['head_dim']}",
-            one["dtype"] + (f", codec {one['codec']}" if one["codec"] else ""),
-            str(one["block_tokens"]),
-            approximate_size(one["block_bytes"]),
-            str(one["blocks"]),
-            str(one["on_disk"]),
-            str(one["sessions"]),
+            str(layout["id"]),
+            layout["digest"][:12],
+            str(layout["num_layers"]),
+            f"{layout['kv_per_layer']} x {layout['num_kv_heads']} x {layout['head_dim']}",
+            layout["dtype"] + (f", codec {layout['codec']}" if layout["codec"] else ""),
+            str(layout["block_tokens"]),
+            approximate_size(layout["block_bytes"]),
+            str(layout["blocks"]),
+            str(layout["on_disk"]),
+            str(layout["sessions"]),
         )
-        for one in layouts
+        for layout in layouts
     ]
     header = ("layout", "digest", "layers", "kv, heads, dim", "dtype", "tokens", "block")
     return table((*header, "blocks", "on disk", "sessions"), rows, right=frozenset((0, 2, 5, 6, 7, 8, 9)))

@@ -184,24 +184,24 @@ def _add_commands_without_daemon(commands: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     started_ns = _process_started_ns()
-    given = _parsed(sys.argv[1:] if arguments is None else arguments)
+    parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
     try:
-        _check_utf8(given)
-        code = _run(given, started_ns)
+        _check_utf8(parsed)
+        code = _run(parsed, started_ns)
         print(end="", flush=True)  # an error of the output is told here, not at the interpreter's end
         return code
     except ConfigError as error:
-        return complain(str(error), Exit.USAGE, given)
+        return complain(str(error), Exit.USAGE, parsed)
     except StartupError as error:
-        return complain(str(error), Exit.CANNOT_START, given)
+        return complain(str(error), Exit.CANNOT_START, parsed)
     except BrokenPipeError:  # the reader of our output has left, for example head
         _drop_output()
         return Exit.DONE
     except (OSError, UnicodeEncodeError) as error:  # our output's disk is full, or cannot show a path
-        if given.command == "serve" and not given.print_config:
+        if parsed.command == "serve" and not parsed.print_config:
             raise  # a bug, and the supervisor starts it again
         _drop_output()
-        return complain(str(error), Exit.USAGE, given)
+        return complain(str(error), Exit.USAGE, parsed)
     except KeyboardInterrupt:
         return 130
 
@@ -225,35 +225,35 @@ def _fill_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
 
 
-def _check_utf8(given: argparse.Namespace) -> None:
+def _check_utf8(arguments: argparse.Namespace) -> None:
     """Python takes arguments of any bytes; gRPC, the native part and our own text want UTF-8."""
-    for value in vars(given).values():
-        for one in value if isinstance(value, list) else (value,):
+    for value in vars(arguments).values():
+        for word in value if isinstance(value, list) else (value,):
             try:
-                one.encode() if isinstance(one, str) else None
+                word.encode() if isinstance(word, str) else None
             except UnicodeEncodeError:
-                raise ConfigError(f"{one!r} is no UTF-8, which every path and name must be") from None
+                raise ConfigError(f"{word!r} is no UTF-8, which every path and name must be") from None
 
 
-def _run(given: argparse.Namespace, started_ns: int) -> int:
-    if given.command == "serve":
-        return _serve(given, started_ns)
-    if given.command == "completion":
+def _run(arguments: argparse.Namespace, started_ns: int) -> int:
+    if arguments.command == "serve":
+        return _serve(arguments, started_ns)
+    if arguments.command == "completion":
         from kvstored.cli.completion import script
 
-        print(script(parser(), given.shell))
+        print(script(parser(), arguments.shell))
         return Exit.DONE
-    if given.command == "pools":
+    if arguments.command == "pools":
         from kvstored.cli import pools
 
-        return pools.run(given)
-    if given.command == "fsck":
+        return pools.run(arguments)
+    if arguments.command == "fsck":
         from kvstored.cli import fsck
 
-        return fsck.run(given)
+        return fsck.run(arguments)
     from kvstored.cli import commands
 
-    return commands.run(given, fields.path(given.dir or "") or default_dir(os.environ))
+    return commands.run(arguments, fields.path(arguments.dir or "") or default_dir(os.environ))
 
 
 def _drop_output() -> None:
@@ -261,21 +261,21 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _serve(given: argparse.Namespace, started_ns: int) -> int:
+def _serve(arguments: argparse.Namespace, started_ns: int) -> int:
     from kvstored.config.sources import load
 
     flags = {
         about.name: value
         for about in dataclasses.fields(Config)
-        if (value := getattr(given, about.name)) is not None
+        if (value := getattr(arguments, about.name)) is not None
     }
-    sourced = load(flags, os.environ, given.config)
+    sourced = load(flags, os.environ, arguments.config)
     for name in sourced.unread:
         log.warning("environment_unread", name=name)
-    if given.print_config:
+    if arguments.print_config:
         from kvstored.cli.render import config_text
 
-        print(config_text(sourced.entries(), as_json=given.json))
+        print(config_text(sourced.entries(), as_json=arguments.json))
         return Exit.DONE
     if sys.flags.optimize:
         raise StartupError(
@@ -293,7 +293,7 @@ def _serve(given: argparse.Namespace, started_ns: int) -> int:
             + ("" if "make build" in str(error) else ": `make build`, or install again")
         ) from error
 
-    serve(sourced, fresh=given.fresh, discard=given.discard, started_ns=started_ns)
+    serve(sourced, fresh=arguments.fresh, discard=arguments.discard, started_ns=started_ns)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(Exit.DONE)  # everything is closed; what the interpreter would take down yet is gRPC's servers

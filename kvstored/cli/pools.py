@@ -18,30 +18,30 @@ from kvstored.errors import Exit
 from kvstored.tiers import pool_list
 
 
-def run(given: argparse.Namespace) -> int:
-    places = [os.path.abspath(given.pool_dir)] if given.pool_dir else []
-    found = pool_list.pools(places, given.prefixes)
-    if missing := sorted(set(given.prefixes) - {one.prefix for one in found}):
-        return complain(f"no such pool: {', '.join(missing)}", Exit.NO, given)
+def run(arguments: argparse.Namespace) -> int:
+    places = [os.path.abspath(arguments.pool_dir)] if arguments.pool_dir else []
+    found = pool_list.pools(places, arguments.prefixes)
+    if missing := sorted(set(arguments.prefixes) - {pool.prefix for pool in found}):
+        return complain(f"no such pool: {', '.join(missing)}", Exit.NO, arguments)
     freed = {}
-    if given.remove:
-        freed = {one.prefix: pool_list.remove(one) for one in found if one.state == pool_list.ORPHAN}
-    orphans = [one for one in found if one.state == pool_list.ORPHAN and not freed.get(one.prefix)]
-    rows = [_row(one, freed.get(one.prefix, 0)) for one in found]
+    if arguments.remove:
+        freed = {pool.prefix: pool_list.remove(pool) for pool in found if pool.state == pool_list.ORPHAN}
+    orphans = [pool for pool in found if pool.state == pool_list.ORPHAN and not freed.get(pool.prefix)]
+    rows = [_row(pool, freed.get(pool.prefix, 0)) for pool in found]
     freed_bytes = sum(freed.values())
-    show(given, {"pools": rows, "freed_bytes": freed_bytes}, _text(rows, freed_bytes, given.remove))
-    return Exit.NO if given.remove and orphans else Exit.DONE
+    show(arguments, {"pools": rows, "freed_bytes": freed_bytes}, _text(rows, freed_bytes, arguments.remove))
+    return Exit.NO if arguments.remove and orphans else Exit.DONE
 
 
-def _row(one: pool_list.Found, freed_bytes: int) -> dict[str, Any]:
+def _row(pool: pool_list.Found, freed_bytes: int) -> dict[str, Any]:
     return {
-        "pool": one.prefix,
-        "user": _user(one.uid),
-        "size_bytes": one.size_bytes,
-        "state": "removed" if freed_bytes else one.state,
-        "directory": one.home,
-        "pid": one.pid,
-        "why": one.why,
+        "pool": pool.prefix,
+        "user": _user(pool.uid),
+        "size_bytes": pool.size_bytes,
+        "state": "removed" if freed_bytes else pool.state,
+        "directory": pool.home,
+        "pid": pool.pid,
+        "why": pool.why,
     }
 
 
@@ -58,12 +58,12 @@ def _text(rows: list[dict[str, Any]], freed_bytes: int, removing: bool) -> str:
     table = render.table(
         ("pool", "user", "size", "state", "why"),
         [
-            (one["pool"], one["user"], approximate_size(one["size_bytes"]), one["state"], one["why"])
-            for one in rows
+            (row["pool"], row["user"], approximate_size(row["size_bytes"]), row["state"], row["why"])
+            for row in rows
         ],
         right=frozenset((2,)),
     )
-    orphaned = sum(one["size_bytes"] for one in rows if one["state"] == pool_list.ORPHAN)
+    orphaned = sum(row["size_bytes"] for row in rows if row["state"] == pool_list.ORPHAN)
     if removing:
         return f"{table}\n{approximate_size(freed_bytes)} freed"
     more = f"\n{approximate_size(orphaned)} belong to nobody: kvstored pools --remove" if orphaned else ""

@@ -41,7 +41,8 @@ def config_text(entries: list[dict[str, str]], as_json: bool) -> str:
     if as_json:
         return json.dumps(entries, indent=2)
     return table(
-        ("field", "value", "source"), [(one["name"], one["value"] or "-", one["source"]) for one in entries]
+        ("field", "value", "source"),
+        [(entry["name"], entry["value"] or "-", entry["source"]) for entry in entries],
     )
 
 
@@ -54,17 +55,17 @@ def peers_text(found: dict[str, Any]) -> str:
     )
     rows = [
         (
-            one["namespace"],
-            one["node"],
-            one["address"],
-            one["state"] + (f": {one['why']}" if one["state"] == "down" else ""),
-            f"{one['rtt_us']} µs",
-            f"{approximate_size(one['bytes_per_s'])}/s",
-            str(one["fetched"]),
-            str(one["queued"] + one["in_flight"]),
-            str(sum(one[name] for name in ("failed", "corrupt", "malformed", "stalled", "gone", "refused"))),
+            peer["namespace"],
+            peer["node"],
+            peer["address"],
+            peer["state"] + (f": {peer['why']}" if peer["state"] == "down" else ""),
+            f"{peer['rtt_us']} µs",
+            f"{approximate_size(peer['bytes_per_s'])}/s",
+            str(peer["fetched"]),
+            str(peer["queued"] + peer["in_flight"]),
+            str(sum(peer[name] for name in ("failed", "corrupt", "malformed", "stalled", "gone", "refused"))),
         )
-        for one in found["peers"]
+        for peer in found["peers"]
     ]
     header = ("namespace", "peer", "address", "state", "round trip", "rate", "fetched", "waiting", "errors")
     return head + ("\n" + table(header, rows, frozenset((4, 5, 6, 7, 8))) if rows else "")
@@ -75,12 +76,12 @@ def changes_text(changes: list[dict[str, Any]]) -> str:
         return "nothing has changed"
     rows = [
         (
-            one["name"],
-            one["before"] or "-",
-            one["after"] or "-",
-            "applied" if one["applied"] else "after a restart",
+            change["name"],
+            change["before"] or "-",
+            change["after"] or "-",
+            "applied" if change["applied"] else "after a restart",
         )
-        for one in changes
+        for change in changes
     ]
     return table(("field", "before", "now", "in effect"), rows)
 
@@ -99,39 +100,39 @@ def status_text(
         f"own memory {approximate_size(status['rss_bytes'])}   gRPC writers {status['leases']}"
         + ("   DRAINING" if status["draining"] else "")
     ]
-    for one in status["degraded"]:
-        where = f" ({one['namespace']})" if one["namespace"] else ""
-        lines.append(f"DEGRADED  {one['state']}{where}: {one['text']}")
-    for one in status["namespaces"]:
-        lines.extend(_namespace_lines(one, (rates or {}).get(one["namespace"])))
+    for state in status["degraded"]:
+        where = f" ({state['namespace']})" if state["namespace"] else ""
+        lines.append(f"DEGRADED  {state['state']}{where}: {state['text']}")
+    for namespace in status["namespaces"]:
+        lines.extend(_namespace_lines(namespace, (rates or {}).get(namespace["namespace"])))
         if bars:
-            lines.extend(_bar_lines(one["counters"].get, one["disk_quota_bytes"]))
+            lines.extend(_bar_lines(namespace["counters"].get, namespace["disk_quota_bytes"]))
     return "\n".join(lines)
 
 
-def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> list[str]:
+def _namespace_lines(namespace: dict[str, Any], rates: dict[str, float] | None) -> list[str]:
     lines = [
         "",
-        f"namespace {one['namespace']}"
-        + ("   (taken over from an earlier daemon)" if one["adopted"] else ""),
+        f"namespace {namespace['namespace']}"
+        + ("   (taken over from an earlier daemon)" if namespace["adopted"] else ""),
     ]
-    if one["problem"]:
-        lines.append(f"  PROBLEM   {one['problem']}")
-    of = one["counters"].get
+    if namespace["problem"]:
+        lines.append(f"  PROBLEM   {namespace['problem']}")
+    of = namespace["counters"].get
     used, capacity, faulted = of("used_bytes", 0), of("capacity_bytes", 0), of("faulted_bytes", 0)
     hits, misses = of("hits", 0), of("misses", 0)
     lines.append(
         f"  memory    {approximate_size(used)} of {approximate_size(capacity)} used "
         f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in, "
-        f"{'huge pages ' if one['huge_pages'] else ''}in {one['place']}"
+        f"{'huge pages ' if namespace['huge_pages'] else ''}in {namespace['place']}"
     )
     lines.append(
         f"  blocks    {of('blocks', 0)} sealed, {of('unsealed', 0)} being written, "
         f"{of('zombies', 0)} deleted but pinned, {of('quarantined', 0)} quarantined; "
         f"at most {of('max_blocks', 0)}"
     )
-    lines.append(f"  quota     {_quota(one)}")
-    lines.append(f"  open to   {_open_to(one)}")
+    lines.append(f"  quota     {_quota(namespace)}")
+    lines.append(f"  open to   {_open_to(namespace)}")
     lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins")
     lines.append(f"  gets      {hits} hits, {misses} misses ({percent(hits, hits + misses)} hits)")
     lines.append(
@@ -148,7 +149,7 @@ def _namespace_lines(one: dict[str, Any], rates: dict[str, float] | None) -> lis
             )
         )
     )
-    if one["disk_quota_bytes"]:
+    if namespace["disk_quota_bytes"]:
         lines.append(
             f"  disk      {of('disk_files', 0)} files, {approximate_size(of('disk_bytes', 0))}, "
             f"{of('disk_loaded', 0)} loaded, {of('disk_written', 0)} written, "
@@ -196,17 +197,19 @@ def painted(text: str) -> str:
     return text.replace("DRAINING", f"{_YELLOW}DRAINING{_PLAIN}")
 
 
-def _quota(one: dict[str, Any]) -> str:
-    disk = one["disk_quota_bytes"]
-    return f"{approximate_size(one['memory_quota_bytes'])} of memory, " + (
+def _quota(namespace: dict[str, Any]) -> str:
+    disk = namespace["disk_quota_bytes"]
+    return f"{approximate_size(namespace['memory_quota_bytes'])} of memory, " + (
         f"{approximate_size(disk)} on disk" if disk else "no disk tier"
     )
 
 
-def _open_to(one: dict[str, Any]) -> str:
-    lists = [(word, one[list_name]) for word, list_name in (("reading", "readers"), ("writing", "writers"))]
+def _open_to(namespace: dict[str, Any]) -> str:
+    lists = [
+        (word, namespace[list_name]) for word, list_name in (("reading", "readers"), ("writing", "writers"))
+    ]
     said = "; ".join(f"{word}: {', '.join(listed)}" for word, listed in lists if listed)
-    return (said or "nobody but the daemon's own user and root") + ("; salted" if one["salted"] else "")
+    return (said or "nobody but the daemon's own user and root") + ("; salted" if namespace["salted"] else "")
 
 
 def _or_dash(value: int | None, text: Callable[[int], str] = str) -> str:
@@ -217,15 +220,15 @@ def _or_dash(value: int | None, text: Callable[[int], str] = str) -> str:
 def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:
     rows = [
         (
-            one["key"],
-            one["state"],
-            _or_dash(one["token_count"]),
-            _or_dash(one["length_bytes"], approximate_size),
-            _or_dash(one["layout_id"]),
-            _or_dash(one["priority"]),
-            format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-",
+            block["key"],
+            block["state"],
+            _or_dash(block["token_count"]),
+            _or_dash(block["length_bytes"], approximate_size),
+            _or_dash(block["layout_id"]),
+            _or_dash(block["priority"]),
+            format_duration(max(0, now_ms - block["created_ms"]) / 1000) if block["created_ms"] else "-",
         )
-        for one in blocks
+        for block in blocks
     ]
     return table(
         ("key", "state", "tokens", "size", "layout", "priority", "age"),
@@ -234,19 +237,19 @@ def blocks_text(blocks: list[dict[str, Any]], now_ms: int) -> str:
     )
 
 
-def block_text(one: dict[str, Any], now_ms: int) -> str:
+def block_text(block: dict[str, Any], now_ms: int) -> str:
     """One block, a line a fact."""
-    age = format_duration(max(0, now_ms - one["created_ms"]) / 1000) if one["created_ms"] else "-"
+    age = format_duration(max(0, now_ms - block["created_ms"]) / 1000) if block["created_ms"] else "-"
     facts = {
-        "key": one["key"],
-        "state": one["state"],
-        "tokens": _or_dash(one["token_count"], lambda n: f"{n}, from position {one['base_position']}"),
-        "size": _or_dash(one["length_bytes"], lambda n: f"{approximate_size(n)} ({n} bytes)"),
-        "layout": _or_dash(one["layout_id"]),
-        "priority": _or_dash(one["priority"]),
+        "key": block["key"],
+        "state": block["state"],
+        "tokens": _or_dash(block["token_count"], lambda n: f"{n}, from position {block['base_position']}"),
+        "size": _or_dash(block["length_bytes"], lambda n: f"{approximate_size(n)} ({n} bytes)"),
+        "layout": _or_dash(block["layout_id"]),
+        "priority": _or_dash(block["priority"]),
         "age": age,
-        "ttl": format_duration(one["ttl_ms"] / 1000) if one["ttl_ms"] else "none",
-        "generation": one["generation"],
+        "ttl": format_duration(block["ttl_ms"] / 1000) if block["ttl_ms"] else "none",
+        "generation": block["generation"],
     }
     return "\n".join(f"{name:11} {value}" for name, value in facts.items())
 
@@ -254,16 +257,16 @@ def block_text(one: dict[str, Any], now_ms: int) -> str:
 def sessions_text(sessions: list[dict[str, Any]]) -> str:
     rows = [
         (
-            str(one["session"]),
-            str(one["pid"]),
-            str(one["uid"]),
-            one["namespace"],
-            str(one["pins"]),
-            str(one["unsealed"]),
-            format_duration(one["attached_ms"] / 1000),
-            "yes" if one["resumed"] else "no",
+            str(session["session"]),
+            str(session["pid"]),
+            str(session["uid"]),
+            session["namespace"],
+            str(session["pins"]),
+            str(session["unsealed"]),
+            format_duration(session["attached_ms"] / 1000),
+            "yes" if session["resumed"] else "no",
         )
-        for one in sessions
+        for session in sessions
     ]
     header = ("session", "pid", "uid", "namespace", "pins", "unsealed", "attached", "resumed")
     return table(header, rows, right=frozenset((0, 1, 2, 4, 5, 6)))

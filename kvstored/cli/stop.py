@@ -27,14 +27,14 @@ def nobody_in(directory: str) -> str:
     )
 
 
-def run(given: argparse.Namespace, directory: str) -> int:
+def run(arguments: argparse.Namespace, directory: str) -> int:
     pid = runtime_dir.running_pid(directory)
-    if pid is None and not (given.discard and pool_list.kept_bytes(directory)):
-        return complain(nobody_in(directory), Exit.UNREACHABLE, given)
-    if pid is not None and (code := _ended(pid, given, directory)) != Exit.DONE:
+    if pid is None and not (arguments.discard and pool_list.kept_bytes(directory)):
+        return complain(nobody_in(directory), Exit.UNREACHABLE, arguments)
+    if pid is not None and (code := _ended(pid, arguments, directory)) != Exit.DONE:
         return code
     kept_bytes = pool_list.kept_bytes(directory)
-    if given.discard and kept_bytes:
+    if arguments.discard and kept_bytes:
         _discard(directory)
         kept_bytes, freed_bytes = pool_list.kept_bytes(directory), kept_bytes
     else:
@@ -47,33 +47,35 @@ def run(given: argparse.Namespace, directory: str) -> int:
             "kvstored stop --discard frees them"
         )
     show(
-        given,
+        arguments,
         {"stopped": pid, "kept_bytes": kept_bytes, "freed_bytes": freed_bytes},
         ended + stays,
     )
     return Exit.DONE
 
 
-def _ended(pid: int, given: argparse.Namespace, directory: str) -> Exit:
+def _ended(pid: int, arguments: argparse.Namespace, directory: str) -> Exit:
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
-        return complain(nobody_in(directory), Exit.UNREACHABLE, given)
+        return complain(nobody_in(directory), Exit.UNREACHABLE, arguments)
     try:
         # The descriptor names one process for ever, and that it holds the lock is checked after it is open:
         # no other pid can be hit.
         if runtime_dir.running_pid(directory) != pid:
-            return complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE, given)
+            return complain(f"the daemon in {directory} has just ended", Exit.UNREACHABLE, arguments)
         if not runtime_dir.belongs(pid, directory):
-            return complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED, given)
+            return complain(f"pid {pid} is not of the user who owns {directory}", Exit.REFUSED, arguments)
         if (found := runtime_dir.listening_pid(directory)) not in (None, pid):
             where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
-            return complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED, given)
+            return complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED, arguments)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
-        if not select.select([watched], [], [], given.timeout_s)[0]:
-            return complain(f"pid {pid} still runs {given.timeout_s} s after SIGTERM", Exit.REFUSED, given)
+        if not select.select([watched], [], [], arguments.timeout_s)[0]:
+            return complain(
+                f"pid {pid} still runs {arguments.timeout_s} s after SIGTERM", Exit.REFUSED, arguments
+            )
     except PermissionError:
-        return complain(f"pid {pid} belongs to another user", Exit.REFUSED, given)
+        return complain(f"pid {pid} belongs to another user", Exit.REFUSED, arguments)
     finally:
         os.close(watched)
     return Exit.DONE

@@ -58,12 +58,12 @@ class Fabric:
         """Raises Unusable."""
         if not self.members.look():
             raise Unusable(f"etcd: {self.members.away}")
-        own = self._own_master
+        master = self._own_master
         try:
-            self._master = self.members.master(own)
+            self._master = self.members.master(master)
         except Away as error:
             raise Unusable(f"etcd: {error}") from None
-        if self._master == own:
+        if self._master == master:
             self._master_process = start_master(self._said["address"], self._said["master_port"], sys.stderr)
         return Pool(self._said["address"], self._master, self._said["memory"], self._said["replicas"])
 
@@ -101,7 +101,7 @@ class Fabric:
             found = self.pool.get(space, key)
             if found is None:
                 found = [Frame(frames.MISSING, 0, 0, 0, b"")]
-            stream.send(*(one.encoded(item, asked.request) for one in found))
+            stream.send(*(frame.encoded(item, asked.request) for frame in found))
 
     # ---- what the daemon has
 
@@ -115,9 +115,11 @@ class Fabric:
                     asked = admin_pb2.ListRequest(namespace=space, page_token=token, limit=1000)
                     page = admin.List(asked, timeout=5.0)
                     fresh += [
-                        one.key for one in page.blocks
-                        if one.state == block_pb2.BLOCK_STATE_SEALED and (space, one.key) not in self._known
-                    ]  # fmt: skip
+                        block.key
+                        for block in page.blocks
+                        if block.state == block_pb2.BLOCK_STATE_SEALED
+                        and (space, block.key) not in self._known
+                    ]
                     if not (token := page.next_page_token):
                         break
                 self._put(space, fresh[:MOST_A_STEP])
@@ -128,14 +130,14 @@ class Fabric:
         stream = self._stream(space)
         self._requests += 1
         for key, block in frames.fetch(stream, keys, self._requests).items():
-            for one in block:
-                if one.kind == frames.LAYOUT:
-                    self._layouts[hashlib.sha256(one.payload).digest()] = one
-            head = next(one for one in block if one.kind == frames.BLOCK_HEAD)
+            for frame in block:
+                if frame.kind == frames.LAYOUT:
+                    self._layouts[hashlib.sha256(frame.payload).digest()] = frame
+            head = next(frame for frame in block if frame.kind == frames.BLOCK_HEAD)
             layout = self._layouts.get(head.payload[32:64])
             if layout is None:
                 raise Broken("a layout that was never told")
-            self.pool.put(space, key, [layout, *(one for one in block if one.kind != frames.LAYOUT)])
+            self.pool.put(space, key, [layout, *(frame for frame in block if frame.kind != frames.LAYOUT)])
         for key in keys:
             self._known[space, key] = None
         while len(self._known) > MOST_KNOWN:

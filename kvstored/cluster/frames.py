@@ -153,17 +153,16 @@ def admit(stream: Stream, node: str, salts: Mapping[str, bytes], expected: str) 
 
 
 def fetch(stream: Stream, keys: list[bytes], request: int) -> dict[bytes, list[Frame]]:
-    """Blocks as their frames: Layout where it was not told before, Head, Meta, layers, Whole. Raises Broken.
-    """
+    """Blocks as their frames: Layout if it was not told before, Head, Meta, layers, Whole. Raises Broken."""
     stream.send(frame(FETCH, b"".join(keys), request))
     found: list[list[Frame]] = [[] for _ in keys]
     open_items = set(range(len(keys)))
     while open_items:
-        one = stream.take()
-        if one.request != request or one.item >= len(keys):
+        taken = stream.take()
+        if taken.request != request or taken.item >= len(keys):
             raise Broken("an answer that nobody asked for")
-        if one.kind != WAITING:
-            found[one.item].append(one)
-        if one.kind in (WHOLE, MISSING, LOST, BUSY):
-            open_items.discard(one.item)
+        if taken.kind != WAITING:
+            found[taken.item].append(taken)
+        if taken.kind in (WHOLE, MISSING, LOST, BUSY):
+            open_items.discard(taken.item)
     return {key: all for key, all in zip(keys, found, strict=True) if all[-1].kind == WHOLE}

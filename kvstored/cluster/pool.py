@@ -64,9 +64,9 @@ class Pool:
         names = ("puts", "put_bytes", "put_failed", "hits", "misses", "late", "corrupt")
         self.counts = dict.fromkeys(names, 0)
 
-    def _within(self, seconds: float, call: Any, *given: Any) -> Any:
+    def _within(self, seconds: float, call: Any, *arguments: Any) -> Any:
         """What the call says, None if it is late."""
-        future = self._calls.submit(call, *given)
+        future = self._calls.submit(call, *arguments)
         try:
             return future.result(seconds)
         except concurrent.futures.TimeoutError:
@@ -75,7 +75,7 @@ class Pool:
             return None
 
     def put(self, space: str, key: bytes, block: list[Frame]) -> bool:
-        data = MAGIC + b"".join(one.encoded() for one in block)
+        data = MAGIC + b"".join(frame.encoded() for frame in block)
         done = self._within(PUT_S, self._store.put, f"{space}/{key.hex()}", data, self._config) == 0
         self.counts["puts" if done else "put_failed"] += 1
         self.counts["put_bytes"] += len(data) if done else 0
@@ -95,7 +95,7 @@ class Pool:
             if not data.startswith(MAGIC):
                 raise Broken("no block")
             found = list(parse(data[len(MAGIC) :]))
-            heads = [one.payload[:32] for one in found if one.kind == BLOCK_HEAD]
+            heads = [frame.payload[:32] for frame in found if frame.kind == BLOCK_HEAD]
             if heads != [key] or found[-1].kind != WHOLE:
                 raise Broken("another block")
         except Broken:

@@ -38,7 +38,7 @@ BLOCK_BYTES_GUESS = 64 << 10  # for the default of max_blocks: one record per so
 
 
 def _show_namespaces(namespaces: tuple[Namespace, ...]) -> str:
-    return "{ " + ", ".join(f"{one.name} = {one.shown()}" for one in namespaces) + " }"
+    return "{ " + ", ".join(f"{namespace.name} = {namespace.shown()}" for namespace in namespaces) + " }"
 
 
 @dataclass(frozen=True)
@@ -289,21 +289,21 @@ class Config:
                         f"namespaces: {name!r} would get {part} bytes of {part_of}, "
                         f"the least is {format_size(MIN_PART_BYTES)}: give it a larger part"
                     )
-        for one in self.namespaces:
-            if self.blocks_of(one.name) < 1:
+        for namespace in self.namespaces:
+            if self.blocks_of(namespace.name) < 1:
                 raise ConfigError(
-                    f"namespaces: {one.name!r} would get no block of max_blocks = {self.all_blocks}: "
+                    f"namespaces: {namespace.name!r} would get no block of max_blocks = {self.all_blocks}: "
                     "give it a larger part of the memory"
                 )
 
     def _parts(self, part_of: str, whole: int) -> dict[str, int]:
         """Bytes per namespace. Who names no part gets what the others leave, divided as the memory is."""
         parts: dict[str, int] = {}
-        for one in self.namespaces:
-            said = getattr(one, part_of)
+        for namespace in self.namespaces:
+            said = getattr(namespace, part_of)
             if said is not None:
-                parts[one.name] = int(whole * said) if isinstance(said, float) else said
-        open_ended = [one.name for one in self.namespaces if one.name not in parts]
+                parts[namespace.name] = int(whole * said) if isinstance(said, float) else said
+        open_ended = [namespace.name for namespace in self.namespaces if namespace.name not in parts]
         rest = max(0, whole - sum(parts.values()))
         weights = (
             {name: self.capacity_bytes(name) for name in open_ended}
@@ -312,7 +312,7 @@ class Config:
         )
         for name in open_ended:
             parts[name] = rest * weights[name] // max(1, sum(weights.values()))
-        return {one.name: parts[one.name] for one in self.namespaces}
+        return {namespace.name: parts[namespace.name] for namespace in self.namespaces}
 
     @property
     def all_blocks(self) -> int:
@@ -320,7 +320,7 @@ class Config:
         return self.max_blocks or min(1 << 20, max(1024, self.memory // BLOCK_BYTES_GUESS))
 
     def namespace(self, name: str) -> Namespace:
-        return next(one for one in self.namespaces if one.name == name)
+        return next(namespace for namespace in self.namespaces if namespace.name == name)
 
     def capacity_bytes(self, namespace: str) -> int:
         return self._parts("memory", self.memory)[namespace] >> 21 << 21
@@ -348,7 +348,7 @@ class Config:
     @property
     def shared(self) -> tuple[str, ...]:
         """The namespaces whose blocks peers may read."""
-        return tuple(one.name for one in self.namespaces if one.share == "read")
+        return tuple(namespace.name for namespace in self.namespaces if namespace.share == "read")
 
     @property
     def tls(self) -> tuple[str, str, str]:
@@ -358,7 +358,7 @@ class Config:
     @property
     def open_to_others(self) -> bool:
         """Whether any namespace may be used by another user than the daemon's own and root."""
-        return any(one.open_to_others for one in self.namespaces)
+        return any(namespace.open_to_others for namespace in self.namespaces)
 
     def in_dir(self, name: str) -> str:
         return os.path.join(self.dir, name)

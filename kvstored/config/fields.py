@@ -91,7 +91,7 @@ def directories(value: Any) -> tuple[str, ...]:
     listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
         raise ValueError("a list of directories is wanted")
-    found = tuple(path(one) for one in listed)
+    found = tuple(path(text) for text in listed)
     if len(found) > MAX_DISK_DIRS or len(set(found)) != len(found) or "" in found:
         raise ValueError(f"{len(found)} directories: at most {MAX_DISK_DIRS}, each once")
     for inner, outer in permutations(found, 2):

@@ -62,7 +62,7 @@ class Namespace:
                 said[part] = f"{value:g}" if isinstance(value, float) else f'"{format_size(value)}"'
         for list_name in ("readers", "writers"):
             if listed := getattr(self, list_name):
-                said[list_name] = "[" + ", ".join(f'"{one}"' for one in listed) + "]"
+                said[list_name] = "[" + ", ".join(f'"{principal}"' for principal in listed) + "]"
         if self.salt:
             said["salt"] = '"text:***"' if self.salt.startswith("text:") else f'"{self.salt}"'
         if self.share != "none":
@@ -73,29 +73,29 @@ class Namespace:
 def parse(value: Any) -> tuple[Namespace, ...]:
     """From a TOML table of tables (or of plain parts), or from text. Raises ValueError."""
     if isinstance(value, str):
-        given = _from_text(value)
+        entries = _from_text(value)
     elif isinstance(value, Mapping):
-        given = {
+        entries = {
             name: about if isinstance(about, Mapping) else {"memory": about} for name, about in value.items()
         }
     else:
         raise ValueError("a table of namespaces is wanted, or for example default=0.75,other=0.25")
-    if not 1 <= len(given) <= MAX_NAMESPACES:
-        raise ValueError(f"{len(given)} namespaces: the limit is {MAX_NAMESPACES}, and one at least")
-    found = tuple(_namespace(name, about) for name, about in given.items())
-    if sum(one.memory is None for one in found) > 1:
+    if not 1 <= len(entries) <= MAX_NAMESPACES:
+        raise ValueError(f"{len(entries)} namespaces: the limit is {MAX_NAMESPACES}, and one at least")
+    found = tuple(_namespace(name, about) for name, about in entries.items())
+    if sum(namespace.memory is None for namespace in found) > 1:
         raise ValueError("one name at most may take the rest of the memory: give the others their part")
     return found
 
 
 def _from_text(text: str) -> dict[str, dict[str, Any]]:
     """`name=memory:field=value:…,…`. No secret: others can read a command line."""
-    given: dict[str, dict[str, Any]] = {}
-    for one in text.replace(" ", "").split(","):
-        first, *rest = one.split(":")
+    entries: dict[str, dict[str, Any]] = {}
+    for entry in text.replace(" ", "").split(","):
+        first, *rest = entry.split(":")
         name, _, memory = first.partition("=")
         about: dict[str, Any] = {"memory": memory} if memory else {}
-        if name in given:
+        if name in entries:
             raise ValueError(f"{name!r} stands there twice")
         while rest:
             key, equals, part = rest.pop(0).partition("=")
@@ -109,8 +109,8 @@ def _from_text(text: str) -> dict[str, dict[str, Any]]:
                     "write generated or file:<path> here, or text:<secret> in the configuration file"
                 )
             about[key] = part.split("+") if key in ("readers", "writers") else part
-        given[name] = about
-    return given
+        entries[name] = about
+    return entries
 
 
 def _namespace(name: Any, about: Mapping[str, Any]) -> Namespace:
@@ -166,21 +166,21 @@ def _part(name: str, field: str, value: Any) -> float | int | None:
 
 def _principals(name: str, field: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(
-        isinstance(one, (str, int)) and not isinstance(one, bool) for one in value
+        isinstance(principal, (str, int)) and not isinstance(principal, bool) for principal in value
     ):
         raise ValueError(f"{field} of {name!r} is {value!r}: a list of users and @groups is wanted")
-    listed = tuple(str(one) for one in value)
+    listed = tuple(str(principal) for principal in value)
     if len(listed) > MAX_PRINCIPALS:
         raise ValueError(f"{field} of {name!r} has {len(listed)} entries: the limit is {MAX_PRINCIPALS}")
-    for one in listed:
-        if not _PRINCIPAL.fullmatch(one):
+    for principal in listed:
+        if not _PRINCIPAL.fullmatch(principal):
             raise ValueError(
-                f"{one!r} in {field} of {name!r} is neither a user nor an @group, nor a number of one"
+                f"{principal!r} in {field} of {name!r} is neither a user nor an @group, nor a number of one"
             )
-        number = one.removeprefix("@")
+        number = principal.removeprefix("@")
         if number.isdigit() and (int(number) == UNMAPPED_ID or int(number) >= 2**32 - 1):
             raise ValueError(
-                f"{one} in {field} of {name!r}: {UNMAPPED_ID} is what every unmapped user looks like, "
+                f"{principal} in {field} of {name!r}: {UNMAPPED_ID} is what every unmapped user looks like, "
                 f"and {2**32 - 2} is the highest id"
             )
     return listed

@@ -69,16 +69,16 @@ def peers(value: Any) -> tuple[Peer, ...]:
     if isinstance(value, Mapping):
         value = [f"{name}={at}" for name, at in value.items()]
     listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(one, str) for one in listed):
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
         raise ValueError("NAME=HOST:PORT is wanted")
     found = []
-    for one in (part.strip() for text in listed for part in text.split(",") if part.strip()):
-        name, _, where = one.partition("=")
+    for entry in (part.strip() for text in listed for part in text.split(",") if part.strip()):
+        name, _, where = entry.partition("=")
         at = endpoint(where)
         if not name or at is None or not at.port or at.everywhere:
-            raise ValueError(f"{one!r}: NAME=HOST:PORT is wanted")
+            raise ValueError(f"{entry!r}: NAME=HOST:PORT is wanted")
         found.append(Peer(node(name), at))
-    if len(found) > MAX_PEERS or len({one.node for one in found}) != len(found):
+    if len(found) > MAX_PEERS or len({peer.node for peer in found}) != len(found):
         raise ValueError(f"{len(found)} peers: at most {MAX_PEERS}, each name once")
     return tuple(found)
 
@@ -103,20 +103,20 @@ def network(value: Any) -> ipaddress.IPv4Network | None:
 
 
 def why_not(
-    own: str, listen: Endpoint | None, known: tuple[Peer, ...], trusted: Any, tls: tuple[str, str, str]
+    node: str, listen: Endpoint | None, known: tuple[Peer, ...], trusted: Any, tls: tuple[str, str, str]
 ) -> str:
     """What is wrong with these together, "" if nothing is. `tls`: the paths of the certificate, its key and
     the authority."""
-    if not own and (listen or known):
+    if not node and (listen or known):
         return "node: listen and peer want this daemon's own name among its peers"
-    if any(one.node == own for one in known):
-        return f"peer: {own!r} is this daemon's own name"
+    if any(peer.node == node for peer in known):
+        return f"peer: {node!r} is this daemon's own name"
     if any(tls) and not all(tls):
         return "tls_cert, tls_key and tls_ca: all three, or none"
     if all(tls):
         why = "trusted_network: names peers that speak without encryption, and tls_cert is given: one of both"
         return why if trusted else ""
-    for what, at in (("listen", listen), *((f"peer {one.node}", one.at) for one in known)):
+    for what, at in (("listen", listen), *((f"peer {peer.node}", peer.at) for peer in known)):
         if at and at.everywhere:
             return f"{what}: {at} is every address of the host: that wants tls_cert, tls_key and tls_ca"
         if at and not at.on_loopback and not (trusted and ipaddress.IPv4Address(at.host) in trusted):

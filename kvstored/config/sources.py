@@ -42,7 +42,7 @@ class Sourced:
             value = getattr(self.config, about.name)
             rows = [(about.name, about.metadata["show"](value))]
             if about.name == "namespaces":
-                rows = [(f"namespaces.{one.name}", one.shown()) for one in value]
+                rows = [(f"namespaces.{namespace.name}", namespace.shown()) for namespace in value]
             for name, shown in rows:
                 found.append(
                     {
@@ -163,20 +163,20 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
     values: dict[str, Any] = {}
     sources = {about.name: "default" for about in dataclasses.fields(Config)}
     for about in dataclasses.fields(Config):
-        for source, given in layers:
-            if about.name not in given:
+        for source, values_of in layers:
+            if about.name not in values_of:
                 continue
             try:
-                values[about.name] = about.metadata["parse"](given[about.name])
+                values[about.name] = about.metadata["parse"](values_of[about.name])
             except (ValueError, TypeError, OverflowError, OSError) as error:
                 # A namespace's table may hold a secret: its errors name what is wrong in it themselves.
-                value = "" if about.name == "namespaces" else f"{_shown(given[about.name])} "
+                value = "" if about.name == "namespaces" else f"{_shown(values_of[about.name])} "
                 raise ConfigError(f"{about.name}: {value}({source}): {error}") from None
             sources[about.name] = source
     if not values.get("dir"):
         values["dir"] = default_dir(environ)
     if not values.get("state_dir"):
         values["state_dir"] = environ.get("STATE_DIRECTORY", "").split(":")[0] or values["dir"]
-    if file and any(one.salt.startswith("text:") for one in values.get("namespaces", ())):
+    if file and any(namespace.salt.startswith("text:") for namespace in values.get("namespaces", ())):
         _check_secrecy(file)
     return Sourced(Config(**values), sources, dict(flags), file or "", _unread(environ))

@@ -102,7 +102,9 @@ class Reload:
         self._degraded.clear("reload_refused")
         for change in changes:
             log.info("config_changed", field=change.name, applied=change.applied)
-        log.info("reloaded", applied=len(applied), after_restart=sum(not one.applied for one in changes))
+        log.info(
+            "reloaded", applied=len(applied), after_restart=sum(not change.applied for change in changes)
+        )
         return changes
 
     def _plan(self, wanted: Config, later: tuple[str, ...] = ()) -> tuple[list[Change], dict[str, Any]]:

@@ -90,7 +90,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for name, store in chosen.items():
             config = self._reload.config
             about = config.namespace(name)
-            one = reply.namespaces.add(
+            message = reply.namespaces.add(
                 namespace=name,
                 adopted=self._pools[name].adopted,
                 place=self._pools[name].place,
@@ -105,7 +105,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             figures = await self._threads.run(store.stats) | self._tiers.stats(name)
             for counter, value in figures.items():
                 if isinstance(value, int):  # seconds of CPU are in the metrics
-                    one.counters[counter] = value
+                    message.counters[counter] = value
         return reply
 
     @answered
@@ -122,7 +122,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgument(f"page_token {request.page_token[:40]!r} is none of this daemon's")
         after = int(request.page_token) if request.page_token else -1
         found = await self._threads.run(store.list, after, limit, request.key_prefix)
-        reply = admin_pb2.ListResponse(blocks=[block_message(one["key"], one) for one in found])
+        reply = admin_pb2.ListResponse(blocks=[block_message(block["key"], block) for block in found])
         if len(found) == limit:
             reply.next_page_token = str(found[-1]["record"])
         return reply
@@ -202,16 +202,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.SessionsResponse(
             sessions=[
                 admin_pb2.Session(
-                    session=one["session"],
-                    pid=max(0, one["pid"]),
-                    uid=one["uid"],
-                    namespace=one["namespace"],
-                    pins=one["pins"],
-                    unsealed=one["unsealed"],
-                    attached_ms=int(one["attached_s"] * 1000),
-                    resumed=one["resumed"],
+                    session=session["session"],
+                    pid=max(0, session["pid"]),
+                    uid=session["uid"],
+                    namespace=session["namespace"],
+                    pins=session["pins"],
+                    unsealed=session["unsealed"],
+                    attached_ms=int(session["attached_s"] * 1000),
+                    resumed=session["resumed"],
                 )
-                for one in self._sessions.sessions()
+                for session in self._sessions.sessions()
             ]
         )
 
@@ -238,8 +238,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Reload(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         return admin_pb2.ReloadResponse(
             changes=[
-                admin_pb2.ConfigChange(name=one.name, before=one.before, after=one.after, applied=one.applied)
-                for one in self._reload.again()
+                admin_pb2.ConfigChange(
+                    name=change.name, before=change.before, after=change.after, applied=change.applied
+                )
+                for change in self._reload.again()
             ]
         )
 

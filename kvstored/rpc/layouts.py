@@ -42,7 +42,7 @@ class Layouts:
     def find(self, layout_id: int) -> dict[str, Any]:
         """id, num_layers, block_tokens, blob. Raises NotFound."""
         if layout_id not in self._known:
-            self._known = {one["id"]: one for one in self._store.layouts()}
+            self._known = {layout["id"]: layout for layout in self._store.layouts()}
         if layout_id not in self._known:
             raise NotFound(f"layout {layout_id} is not registered")
         return self._known[layout_id]

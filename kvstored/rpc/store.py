@@ -108,16 +108,16 @@ class StoreService(store_pb2_grpc.StoreServicer):
         return store_pb2.ListLayoutsResponse(
             layouts=[
                 block_pb2.Layout(
-                    id=one["id"],
-                    num_layers=one["num_layers"],
-                    block_tokens=one["block_tokens"],
-                    blob=one["blob"],
-                    blocks=one["blocks"],
-                    on_disk=one["on_disk"],
-                    sessions=one["sessions"],
-                    digest=one["digest"],
+                    id=layout["id"],
+                    num_layers=layout["num_layers"],
+                    block_tokens=layout["block_tokens"],
+                    blob=layout["blob"],
+                    blocks=layout["blocks"],
+                    on_disk=layout["on_disk"],
+                    sessions=layout["sessions"],
+                    digest=layout["digest"],
                 )
-                for one in store.layouts()
+                for layout in store.layouts()
             ]
         )
 
@@ -138,7 +138,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def Delete(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         _, store = self._door.admit(context, request.namespace, write=True)
-        deleted = [bool(one) for one in store.delete(packed(request.keys))]
+        deleted = [bool(gone) for gone in store.delete(packed(request.keys))]
         return store_pb2.DeleteResponse(deleted=deleted, count=sum(deleted))
 
     @answered

@@ -25,14 +25,14 @@ class Written:
         begin, end = offset, offset + length
         if begin == end:
             return
-        first = bisect_left(self._stretches, begin, key=lambda one: one[1])
+        first = bisect_left(self._stretches, begin, key=lambda stretch: stretch[1])
         last = first
         while last < len(self._stretches) and self._stretches[last][0] <= end:
             last += 1
         if first == last and len(self._stretches) >= MAX_STRETCHES:
             raise InvalidArgument(f"a piece beside {MAX_STRETCHES} that all lie apart, the limit")
-        for one in self._stretches[first:last]:
-            begin, end = min(begin, one[0]), max(end, one[1])
+        for stretch in self._stretches[first:last]:
+            begin, end = min(begin, stretch[0]), max(end, stretch[1])
         self._stretches[first:last] = [(begin, end)]
 
     def missing(self, layers: int | None = None) -> list[int]:
@@ -44,10 +44,10 @@ class Written:
         ]
 
     def _covers(self, begin: int, end: int) -> bool:
-        at = bisect_left(self._stretches, end, key=lambda one: one[1])
+        at = bisect_left(self._stretches, end, key=lambda stretch: stretch[1])
         return at < len(self._stretches) and self._stretches[at][0] <= begin
 
     def gaps(self) -> list[tuple[int, int]]:
         """(begin, end) of everything in between and behind."""
-        edges = [0, *(edge for one in self._stretches for edge in one), self._length_bytes]
+        edges = [0, *(edge for stretch in self._stretches for edge in stretch), self._length_bytes]
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]

@@ -144,8 +144,8 @@ class Health(health_pb2_grpc.HealthServicer):
         says as much: one that writes does."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                running, given = self._running.get(name, (None, ()))
-                if running is not None and not running.done() and given != args and True not in given:
+                running, arguments = self._running.get(name, (None, ()))
+                if running is not None and not running.done() and arguments != args and True not in arguments:
                     await asyncio.wait([running])
                 if running is None or running.done():
                     running = asyncio.get_running_loop().run_in_executor(self._threads, probe, *args)

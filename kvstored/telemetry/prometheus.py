@@ -146,7 +146,7 @@ SERVER_METRICS: dict[str, About] = {
     "served_bytes": ("kvstored_peer_served_bytes_total", "counter", "Bytes of them."),
     "turned_away": ("kvstored_peer_turned_away_total", "counter", "Fetches sent on to another that has it."),
 }
-OWN_METRICS: dict[str, About] = {
+PROCESS_METRICS: dict[str, About] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
     "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
     "draining": ("kvstored_draining", "gauge", "1 while creates are refused on request."),
@@ -213,7 +213,7 @@ class Figures:
 
     version: str = ""
     stores: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # namespace -> counters
-    own: Mapping[str, float] = field(default_factory=dict)
+    process: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (method, status)
     call_seconds: Mapping[str, tuple[Sequence[int], float]] = field(default_factory=dict)  # method
     session_seconds: Mapping[tuple[str, str], tuple[Sequence[int], float]] = field(
@@ -247,9 +247,9 @@ def render(figures: Figures) -> str:
     _metric(lines, ADOPTED, [({"namespace": name}, int(yes)) for name, yes in figures.adopted.items()])
     states = figures.degraded.items()
     _metric(lines, DEGRADED, [({"state": state, "namespace": n}, holds) for (state, n), holds in states])
-    for name, about in OWN_METRICS.items():
-        if name in figures.own:
-            _metric(lines, about, [({}, figures.own[name])])
+    for name, about in PROCESS_METRICS.items():
+        if name in figures.process:
+            _metric(lines, about, [({}, figures.process[name])])
     for counter, about in PEER_METRICS.items():
         scale = _scale(counter)
         samples = [

@@ -54,8 +54,8 @@ class Directories:
                 raise StartupError(f"disk: {directory} {why}")
             if directory == self._shared:
                 check_shared(parent)
-            for one in (directory, path):
-                runtime_dir.prepare(one, "disk directory")
+            for place in (directory, path):
+                runtime_dir.prepare(place, "disk directory")
             if directory != self._shared:
                 self._locks.append(_locked(path))
         except (StoreError, OSError) as error:
@@ -104,7 +104,7 @@ def left_over(configured: Sequence[str], namespaces: Collection[str]) -> list[st
     found = []
     for directory in configured:
         with os.scandir(directory) as entries:
-            others = [one.path for one in entries if one.name not in namespaces]
+            others = [entry.path for entry in entries if entry.name not in namespaces]
         found += [path for path in sorted(others) if os.path.isdir(os.path.join(path, "tmp"))]
     return found
 

@@ -55,14 +55,16 @@ class Peers:
         self._server: Any = None
         self._host = config.listen.host if config.listen else ""
         self._tiers: dict[str, Any] = {}
-        self.salts = salt_of = {one.name: salt for one, salt in zip(config.namespaces, salts, strict=True)}
+        self.salts = salt_of = {
+            namespace.name: salt for namespace, salt in zip(config.namespaces, salts, strict=True)
+        }
         if config.listen:
             trusted = config.trusted_network
             self._server = _core.PeerServer(
                 config.node,
                 config.listen.host,
                 config.listen.port,
-                [*(one.node for one in config.peer), *([POOL] if config.cluster else ())],
+                [*(peer.node for peer in config.peer), *([POOL] if config.cluster else ())],
                 int(trusted.network_address) if trusted else 0,
                 int(trusted.netmask) if trusted else 0,
                 self._tls,
@@ -70,7 +72,7 @@ class Peers:
             for name in config.shared:
                 self._server.share(stores[name], salt_of[name])
         if config.peer or config.cluster:
-            addresses = [(one.node, one.at.host, one.at.port, True) for one in config.peer]
+            addresses = [(peer.node, peer.at.host, peer.at.port, True) for peer in config.peer]
             if config.cluster:
                 addresses.append((POOL, "127.0.0.1", self.pool_port, False))  # asked: it does not tell
             for name in config.shared:
@@ -127,7 +129,7 @@ class Peers:
     def stats(self) -> list[tuple[str, dict[str, Any]]]:
         """(namespace, a peer's figures and texts)"""
         return [
-            (name, one | {"up": int(one["state"] == "up")})
+            (name, peer | {"up": int(peer["state"] == "up")})
             for name, tier in self._tiers.items()
-            for one in tier.stats()
+            for peer in tier.stats()
         ]

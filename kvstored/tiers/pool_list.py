@@ -55,32 +55,32 @@ def pools(places: Iterable[str] = (), only: Iterable[str] = ()) -> list[Found]:
     named, wanted = dict[str, list[str]](), set(only)
     for place in dict.fromkeys((SHM_DIR, HUGE_DIR, *places)):
         with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for one in entries:
-                prefix = one.name.partition(".")[0]
+            for entry in entries:
+                prefix = entry.name.partition(".")[0]
                 if PREFIX.fullmatch(prefix) and (not wanted or prefix in wanted) and len(named) < MAX_POOLS:
-                    named.setdefault(prefix, []).append(one.path)
+                    named.setdefault(prefix, []).append(entry.path)
     found = (_found(prefix, sorted(paths)) for prefix, paths in sorted(named.items()))
-    return [one for one in found if one is not None]
+    return [pool for pool in found if pool is not None]
 
 
-def remove(one: Found) -> int:
+def remove(pool: Found) -> int:
     """Removes an orphan's files. The bytes that came back; 0 if somebody has it open by now."""
-    assert one.state == ORPHAN, "only what nobody owns is removed"
-    if any(map(_is_open, one.paths)):
+    assert pool.state == ORPHAN, "only what nobody owns is removed"
+    if any(map(_is_open, pool.paths)):
         return 0
-    for path in one.paths:
+    for path in pool.paths:
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(path).st_uid == one.uid:
+            if os.lstat(path).st_uid == pool.uid:
                 os.unlink(path)
-    return one.size_bytes
+    return pool.size_bytes
 
 
 def advice() -> str:
     """For a message that memory is short: what lies there for nobody. "" if nothing does."""
-    orphans = [one for one in pools() if one.state == ORPHAN]
+    orphans = [pool for pool in pools() if pool.state == ORPHAN]
     if not orphans:
         return ""
-    held = approximate_size(sum(one.size_bytes for one in orphans))
+    held = approximate_size(sum(orphan.size_bytes for orphan in orphans))
     many = len(orphans) > 1
     what = f"{len(orphans)} pools that nobody owns hold" if many else "a pool that nobody owns holds"
     return f"{what} {held}: kvstored pools --remove"
@@ -88,21 +88,21 @@ def advice() -> str:
 
 def kept_bytes(directory: str) -> int:
     """What the pools of this runtime directory hold, wherever its daemon put them."""
-    own = (one for one in pools(_places_of(directory)) if one.home and _same(one.home, directory))
-    return sum(one.size_bytes for one in own)
+    pools_here = (pool for pool in pools(_places_of(directory)) if pool.home and _same(pool.home, directory))
+    return sum(pool.size_bytes for pool in pools_here)
 
 
 def _places_of(directory: str) -> list[str]:
     """The directories that its state.json names: `pool_dir` may be any."""
     state, _ = runtime_dir.read_json(os.path.join(directory, STATE))
     entries = state.get("pools") if isinstance(state, dict) else None
-    named = [one.get("pool_dir") for one in (entries or {}).values()] if isinstance(entries, dict) else []
+    named = [entry.get("pool_dir") for entry in (entries or {}).values()] if isinstance(entries, dict) else []
     return [place for place in named if isinstance(place, str) and os.path.isabs(place) and "\0" not in place]
 
 
-def _same(one: str, other: str) -> bool:
+def _same(path: str, other: str) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
         return False
 

@@ -183,7 +183,7 @@ class Segments:
         """Leaves them for the next daemon, or with `discard` removes them."""
         if discard or not self.kept:
             return self.discard()
-        held = (self._placed(one.place).held_bytes(one.prefix).values() for one in self._pools.values())
+        held = (self._placed(pool.place).held_bytes(pool.prefix).values() for pool in self._pools.values())
         if kept_bytes := sum(map(sum, held)):
             free = f"kvstored stop --discard --dir {os.path.dirname(self._path)}"
             log.info("memory_kept", size=approximate_size(kept_bytes), bytes=kept_bytes, free_with=free)
@@ -200,8 +200,8 @@ class Segments:
             raise
 
     def _undo(self) -> None:
-        self._undone = [one for one in self._pools.values() if not one.adopted]
-        self._pools = {name: one for name, one in self._pools.items() if one.adopted}
+        self._undone = [pool for pool in self._pools.values() if not pool.adopted]
+        self._pools = {name: pool for name, pool in self._pools.items() if pool.adopted}
         for pool in self._undone:
             self._placed(pool.place).remove(pool.prefix)
         if self._replaced or (self._undone and self._pools):

@@ -48,26 +48,26 @@ def _self(config: Config) -> dict[str, str]:
 def claim(config: Config) -> None:
     """Says that the part is this daemon's. Raises StartupError where another may be at work in it: one of
     another machine, or a living one of this."""
-    directory, own = config.own_shared, _self(config)
+    directory, mark = config.own_shared, _self(config)
     check_shared(config.disk_shared)
     runtime_dir.prepare(directory, "disk_shared")
     path = os.path.join(directory, OWNER)
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MAX_OWNER_BYTES))
-        other = {name: str(found[name]) for name in own}
+        other = {name: str(found[name]) for name in mark}
     except FileNotFoundError:
-        other = own
+        other = mark
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartupError(f"disk_shared: {path}: {error!r:.200}: remove it if no daemon uses it") from None
-    elsewhere = (other["machine"], other["host"]) != (own["machine"], own["host"])
-    if elsewhere or (other["dir"] != own["dir"] and runtime_dir.running_pid(other["dir"]) is not None):
+    elsewhere = (other["machine"], other["host"]) != (mark["machine"], mark["host"])
+    if elsewhere or (other["dir"] != mark["dir"] and runtime_dir.running_pid(other["dir"]) is not None):
         raise StartupError(
             f"disk_shared: {directory} is the part of the daemon in {other['dir']!r} on {other['host']!r}: "
             f"give this one another `node`, or remove {path} if that one is gone for good"
         )
-    if other != own or not os.path.exists(path):
-        runtime_dir.write_whole(path, json.dumps(own).encode())
+    if other != mark or not os.path.exists(path):
+        runtime_dir.write_whole(path, json.dumps(mark).encode())
 
 
 class Shared:

@@ -317,7 +317,9 @@ def test_a_small_file_is_read_only_if_it_is_ours_alone(tmp_path):
 
 def test_metrics_text_has_one_help_and_type_per_name_and_plain_labels():
     stats = dict.fromkeys(STORE_METRICS, 3)
-    text = render(Figures(stores={"a": stats, "b": stats}, own={"leases": 1}, calls={("Lookup", "OK"): 2}))
+    text = render(
+        Figures(stores={"a": stats, "b": stats}, process={"leases": 1}, calls={("Lookup", "OK"): 2})
+    )
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) and all(name.startswith("kvstored_") for name in names)
     assert 'kvstored_hits_total{namespace="b"} 3' in text

@@ -290,7 +290,9 @@ def test_a_folder_has_few_rooms():
 
 
 SAY_NOTHING = {"own", "one", "given"}  # as names of locals and arguments: a thing is called what it is
-SPOKEN = ("kvclient/blocks", "kvclient/client", "kvclient/hf", "kvclient/kernels", "kvclient/testing")
+SPOKEN = (
+    "kvclient/blocks", "kvclient/client", "kvclient/hf", "kvclient/kernels", "kvclient/testing", "kvstored",
+)  # fmt: skip
 
 
 def test_names_say_what_they_hold():
