@@ -18,7 +18,7 @@ def pair_of_hosts() -> Iterator[Hosts]:
 
     def make(memory: str, args: list[str], start: bool) -> Daemon:
         (base / f"d{len(made)}").mkdir()
-        made.append(Daemon(base / f"d{len(made)}", memory, tuple(args), {}))
+        made.append(Daemon(base / f"d{len(made)}", memory, (*args, "--max-blocks", "8192"), {}))
         return made[-1]
 
     try:

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import kvclient.hf
-from kvclient.hf.handoff.lease import word_of
+from kvclient.hf.handoff import lease
 from tests.hf.zoo import build, prompt
 from tests.hosts.hosts import Hosts
 
 BLOCK, LEASE_S, WAIT_S = 16, 6.0, 60.0
 DECODER = """
-import sys, kvclient
-from kvclient.hf.handoff.lease import Lease
+import runpy, sys, kvclient
+Lease = runpy.run_path(sys.argv[4])["Lease"]  # without transformers, which takes seconds
 with kvclient.connect(sys.argv[1]) as client, Lease(client, bytes.fromhex(sys.argv[2]), float(sys.argv[3])):
     print("begun", flush=True)
     sys.stdin.read()
@@ -31,7 +31,7 @@ class Decoder:
     """A process that says that it decodes, until it is killed or its standard input is closed."""
 
     def __init__(self, host, handoff):
-        words = [str(host.dir), handoff.mark.hex(), str(handoff.lease_s)]
+        words = [str(host.dir), handoff.mark.hex(), str(handoff.lease_s), lease.__file__]
         self.process = subprocess.Popen(
             [sys.executable, "-c", DECODER, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -93,7 +93,7 @@ def test_a_lease_lasts_while_a_decoder_lives_and_a_killed_ones_ends(prefilled, w
     one.kill()
     seen = beats(hosts, 1)
     wait_until(lambda: beats(hosts, 1) > seen + 8)  # of six of one lease
-    assert handoff.held and kv.client.lookup([word_of(handoff.mark)], peers=True).states[0]
+    assert handoff.held and kv.client.lookup([lease.word_of(handoff.mark)], peers=True).states[0]
     two.kill()
     wait_until(lambda: not handoff.held)
     assert pins(hosts) == 0
@@ -104,7 +104,7 @@ def test_a_second_decoder_on_another_host_and_its_end(prefilled, wait_until):
     with hosts[0].connect() as near, hosts[1].connect() as far:
         with handoff.lease(near), handoff.lease(far):
             assert handoff.held
-        wait_until(lambda: not kv.client.lookup([word_of(handoff.mark)], peers=True).states[0])
+        wait_until(lambda: not kv.client.lookup([lease.word_of(handoff.mark)], peers=True).states[0])
     wait_until(lambda: not handoff.held)
 
 

@@ -107,7 +107,8 @@ class Case:
     `lacks` names abilities this door does not have: "pins" (views in shared memory), "max_pins", "follow",
     "ordered_marks" (a layer marked too early is refused), "wait_pending", "copies" (into a granted block),
     "zeroed" (pads), "unwritten" (a block with layers nobody wrote is refused), "sealing" (in the next
-    create), "chains" (tokens and positions), "search" (find and children).
+    create), "chains" (tokens and positions), "search" (find and children), "at_once" (a
+    seal is seen when it has returned).
     """
 
     lacks: frozenset[str] = frozenset()
