@@ -7,7 +7,7 @@ Both daemons live for all cases, and after each case both have as much memory in
 import pytest
 
 from kvclient.testing.conformance import StoreConformance
-from tests.hosts.far_client import FarClient
+from tests.hosts.proof.far_client import FarClient
 
 
 class TestBlocksOfAPeer(StoreConformance):

@@ -17,7 +17,7 @@ from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
 from kvstored.cluster import frames
 from tests.conftest import wait_for
 from tests.hosts.hosts import Hosts
-from tests.hosts.liar import Liar, recorded
+from tests.hosts.proof.liar import Liar, recorded
 
 WAIT_S = 60.0
 

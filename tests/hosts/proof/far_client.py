@@ -31,7 +31,8 @@ class FarClient:
             nonlocal told
             near, far = self._near.lookup(keys).states, self._far.lookup(keys, peers=True).states
             told = any(state in there for state in near)
-            return all(at_far != MISSING for at_near, at_far in zip(near, far, strict=True) if at_near in there)
+            pairs = zip(near, far, strict=True)
+            return all(at_far != MISSING for at_near, at_far in pairs if at_near in there)
 
         wait_until(word_came, "word came", FETCH_S)
         return self._far.get(keys, follow, wait_s or (FETCH_S if told else 0.0), verify)
