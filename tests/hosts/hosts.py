@@ -70,12 +70,15 @@ class Hosts:
 
 
 class Proxy:
-    """A stream to an address that a test can change: `change(data)` gets what the far end sends."""
+    """A stream to an address that a test can change: `change(data)` gets what the far end sends. While `cut`
+    is not set, nothing passes and nobody is told."""
 
     def __init__(self, to: str):
         host, _, port = to.partition(":")
         self.to = (host, int(port))
         self.change: Callable[[bytes], bytes] = lambda data: data
+        self.cut = threading.Event()
+        self.cut.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[socket.socket] = []
@@ -88,6 +91,7 @@ class Proxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            self.cut.wait()
             try:
                 far = socket.create_connection(self.to, timeout=5)
             except OSError:
@@ -101,6 +105,7 @@ class Proxy:
         try:
             while True:
                 for ready in select.select([near, far], [], [])[0]:
+                    self.cut.wait()
                     data = ready.recv(65536)
                     if not data:
                         return
@@ -113,5 +118,6 @@ class Proxy:
 
     def close(self) -> None:
         self._closed = True
+        self.cut.set()
         for one in (self._listener, *self._pairs):
             one.close()
