@@ -184,7 +184,12 @@ wheels-test: build $(VENV)/.dev ## install what `make wheels` made in a fresh en
 containers: ## build the images of deploy/containers with podman or docker, rootless
 	@.ci/containers
 
-lint: $(VENV)/.dev ## ruff, clang-format, import contracts, tidy test
+# What the store's lock guards: looked at again when something below native/core has changed.
+build/.locks: .ci/locks $(wildcard native/core/*/*.h native/core/*/*.cc)
+	@.ci/locks
+	@mkdir -p build && touch $@
+
+lint: $(VENV)/.dev build/.locks ## ruff, clang-format, import contracts, what the store's lock guards, tidy test
 	@$(VENV)/bin/ruff check .
 	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' 'native/*.hpp' 'examples/cpp/*.cc' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports

@@ -54,8 +54,8 @@ class StoreTest {
     std::lock_guard lock(store.mutex_);
     store.mutex_.forget_holds();
   }
-  static uint64_t pins_read(Store& store) { return store.pins_read_; }
-  static void next_session(Store& store, uint32_t id) { store.next_session_ = id; }
+  static uint64_t pins_read(Store& store) { return store.pins_.read; }
+  static void next_session(Store& store, uint32_t id) { store.sessions_.next_id = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }
 };
 

@@ -64,14 +64,16 @@ class SessionFile {
 
   std::atomic<uint64_t>& allowance() { return mapping_.at<SessionPage>(0)->allowance; }
 
-  // Calls f(pin word) for every pin in the first `slots` words.
+  // Those of the first `slots` words that may have a pin. Read with acquire: what its reader read is over when a word is 0.
+  std::span<const std::atomic<uint64_t>> pin_words(uint32_t slots) const {
+    const uint64_t high = page().pins_high.load(std::memory_order_acquire);
+    return {mapping_.at<const std::atomic<uint64_t>>(kPinsOffset), std::min<uint64_t>(high, std::min(slots, max_pins_))};
+  }
+  // Calls f(pin word) for every pin among them.
   template <class F>
   void each_pin(uint32_t slots, F&& f) const {
-    const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
-    const uint64_t high = page().pins_high.load(std::memory_order_acquire);
-    const uint64_t end = std::min<uint64_t>(high, std::min(slots, max_pins_));
-    for (uint64_t i = 0; i < end; ++i)
-      if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);  // what the reader read is over when it is 0
+    for (const auto& word : pin_words(slots))
+      if (const uint64_t pin = word.load(std::memory_order_acquire)) f(pin);
   }
   // The word behind the last pin of the first `slots`. Believes no hint.
   uint32_t pins_end(uint32_t slots) const;

@@ -23,11 +23,6 @@ struct IoPin {  // of one record: reads of the daemon's own
   uint32_t count = 0;
 };
 
-struct Fresh {  // a block just loaded
-  Handle block;
-  uint64_t bytes, since_ns;
-};
-
 struct Seal {
   Handle handle;
   bool checksummed = false;  // the writer left the layers' checksums behind them

@@ -46,6 +46,13 @@ inline double block_weight(uint32_t tokens, uint64_t bytes, uint32_t priority, u
 // What one use at `seconds` since the origin adds to a score of weight 1.
 inline double use_value(double seconds) { return std::exp2(seconds / kHalfLifeSeconds); }
 
+// Where a record stands in its eviction queue: beside each other, because every step of a queue moves a dozen.
+struct RecordPlaces {
+  std::vector<uint32_t>* places;
+  uint32_t place(uint32_t record) const { return (*places)[record]; }
+  void set_place(uint32_t record, uint32_t place) { (*places)[record] = place; }
+};
+
 // What became of some victims.
 struct Tried {
   size_t looked_at, parked, evicted;

@@ -45,7 +45,9 @@ LayoutTable::Known LayoutTable::by_digest(const Key& digest) {
   return slots_[found->second].known;
 }
 
-bool LayoutTable::newer() const { return std::atomic_ref(header().version).load(std::memory_order_acquire) != kOldestFormat; }
+bool LayoutTable::newer(TableHeader& table) {
+  return std::atomic_ref(table.version).load(std::memory_order_acquire) != kOldestFormat;
+}
 
 // An empty slot, a new one, then those of no block in memory: rather one that no session has registered, rather one of no files,
 // and of those the one used longest ago.

@@ -42,7 +42,7 @@ class LayoutTable {
   // What a registration that found none should be told.
   std::string full(bool older_readers) const;
   // Where a reader of protocol before kVersionLayouts would misread it.
-  bool newer() const;
+  static bool newer(TableHeader& table);
 
   // Blocks of the layout in a slot.
   void came(uint32_t slot) { slots_[slot].blocks += 1; }

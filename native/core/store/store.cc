@@ -118,19 +118,20 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
   if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
     delete_disk_record(found), found = Index::kAbsent;
   const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
-  if (free_head_ == Index::kAbsent && spare_records()) {
-    if (on_disk_.size() && on_disk_.least().record == found) found = Index::kAbsent;
+  if (blocks_.free_head == Index::kAbsent && disk_.spare_records()) {
+    if (disk_.blocks.size() && disk_.blocks.least().record == found) found = Index::kAbsent;
     free_spare_record();
   }
-  if (free_head_ == Index::kAbsent) return;
+  if (blocks_.free_head == Index::kAbsent) return;
   const uint64_t length = known.layout.extent_bytes(item.tokens);
-  const uint32_t slot = layout_slot(known.id), record = free_head_;
+  const uint32_t slot = layout_slot(known.id), record = blocks_.free_head;
   std::optional<uint64_t> offset = arena_.allocate(length, record);
-  if (!offset && reserved_ && arena_.claim({reserved_->offset, length}, record)) offset = std::exchange(reserved_, {})->offset;
+  if (!offset && room_.reserved && arena_.claim({room_.reserved->offset, length}, record))
+    offset = std::exchange(room_.reserved, {})->offset;
   if (!offset) return;
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
-  free_head_ = u.link.load(std::memory_order_relaxed);
+  blocks_.free_head = u.link.load(std::memory_order_relaxed);
   const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
   if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
   const Extent extent{*offset, length};
@@ -143,9 +144,8 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
     u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t created_s = realtime_s();
     u.created_s.store(created_s, std::memory_order_relaxed);
-    const uint64_t expiry = uint64_t{created_s} + request.ttl_s + 1;
-    r.expiry_s.store(request.ttl_s ? static_cast<uint32_t>(std::min<uint64_t>(expiry, UINT32_MAX)) : 0,
-                     std::memory_order_relaxed);
+    const uint64_t expiry_s = request.ttl_s ? uint64_t{created_s} + request.ttl_s + 1 : 0;
+    r.expiry_s.store(static_cast<uint32_t>(std::min<uint64_t>(expiry_s, UINT32_MAX)), std::memory_order_relaxed);
     u.parent.store(item.parent, std::memory_order_relaxed);
     u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
@@ -154,17 +154,17 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert_key(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
     transition(record, Event::Abort, State::Zombie, 0);
-    zombies_.push_back(record), records_used_ += 1, used_bytes_ += length;
+    pins_.zombies.push_back(record), blocks_.records += 1, blocks_.used_bytes += length;
     scan_zombies();
     return;
   }
   publish_progress(record, Phase::Writing);
-  records_used_ += 1, created_ += 1, used_bytes_ += length;
-  longest_pages_ = std::max(longest_pages_, length / kPageBytes);
+  blocks_.records += 1, blocks_.created += 1, blocks_.used_bytes += length;
+  blocks_.longest_pages = std::max(blocks_.longest_pages, length / kPageBytes);
   counters_.creates += 1;
   const uint64_t generation = control(record).generation();
   out = {Grant::Granted, {record, generation}, extent};
-  unlisted_.push_back({record, generation});  // not a copy of what was just written in parts: it would wait
+  blocks_.unlisted.push_back({record, generation});  // not a copy of what was just written in parts: it would wait
 }
 
 bool Store::grow_pool() {
@@ -178,7 +178,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
   const Entry entry(*this);
   check_pool();
-  auto owner_of_request = [&]() -> Session& {
+  auto owner_of_request = [&]() REQUIRES(mutex_) -> Session& {
     const auto found = sessions_.find(request.owner);
     if (found == sessions_.end() || found->second->ended) throw Error(Code::FailedPrecondition, "no such session");
     return *found->second;
@@ -194,7 +194,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   }
   std::vector<Granted> out(request.items.size());
   const double now = use_now();
-  auto attempt = [&] {
+  auto attempt = [&]() REQUIRES(mutex_) {
     std::vector<size_t> missing;
     for (size_t i = 0; i < std::min(kAhead, out.size()); ++i) index_.prefetch_bucket(request.items[i].key);
     for (size_t i = 0; i < out.size(); ++i) {
@@ -206,10 +206,12 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
     }
     return missing;
   };
-  auto still_there = [&] {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
-    owner = &owner_of_request();
-    static_cast<void>(layouts_.by_id(request.layout));
-  };
+  auto still_there =
+      [&]()
+          REQUIRES(mutex_) {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
+            owner = &owner_of_request();
+            static_cast<void>(layouts_.by_id(request.layout));
+          };
   std::vector<size_t> missing = attempt();
   // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
   while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
@@ -234,8 +236,8 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   }
   if (const uint64_t length = out.empty() ? 0 : layout.extent_bytes(request.items[0].tokens);
       out.size() * length <= pool_.capacity() / kAheadDivisor && out.size() <= index_.max_blocks() / kAheadDivisor)
-    ahead_ = {length, out.size()};
-  reserved_.reset();
+    room_.ahead = {length, out.size()};
+  room_.reserved.reset();
   counters_.no_space += missing.size();
   return out;
 }
@@ -244,13 +246,13 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
 // sealed is found, so the finder learns of it after the answer, at the latest when the store is entered again. What was given
 // up meanwhile is passed over.
 void Store::list_contents() {
-  std::erase_if(unlisted_, [this](Handle claimed) { return control(claimed.record).generation() != claimed.generation; });
-  for (size_t i = 0; i < std::min(kAhead, unlisted_.size()); ++i) index_.prefetch_contents(unlisted_[i].record);
-  for (size_t i = 0; i < unlisted_.size(); ++i) {
-    if (i + kAhead < unlisted_.size()) index_.prefetch_contents(unlisted_[i + kAhead].record);
-    index_.insert_contents(unlisted_[i].record);
+  std::erase_if(blocks_.unlisted, [this](Handle claimed) { return control(claimed.record).generation() != claimed.generation; });
+  for (size_t i = 0; i < std::min(kAhead, blocks_.unlisted.size()); ++i) index_.prefetch_contents(blocks_.unlisted[i].record);
+  for (size_t i = 0; i < blocks_.unlisted.size(); ++i) {
+    if (i + kAhead < blocks_.unlisted.size()) index_.prefetch_contents(blocks_.unlisted[i + kAhead].record);
+    index_.insert_contents(blocks_.unlisted[i].record);
   }
-  unlisted_.clear();
+  blocks_.unlisted.clear();
 }
 
 void Store::finish_claims() {
@@ -266,7 +268,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
   const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
   transition(handle.record, Event::Seal, State::Sealed, flags);
-  created_ -= 1, chances_ += 1;
+  blocks_.created -= 1, room_.chances += 1;
   counters_.seals += 1;
   drop_unsealed(*sessions_.at(owner), handle.record);
   policy_.insert(class_of(handle.record), handle.record, rank(handle.record));
@@ -296,7 +298,7 @@ Done Store::abort(uint32_t owner, Handle handle) {
   const bool quarantined = now.state() == State::Quarantined && now.generation() == handle.generation + 1;
   if (!created && !quarantined) return Done::Stale;
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
-  if (quarantined) quarantined_ -= 1;
+  if (quarantined) blocks_.quarantined -= 1;
   drop_unsealed(*sessions_.at(owner), handle.record);
   to_zombie(handle.record, Event::Abort);
   counters_.aborts += 1;

@@ -13,12 +13,8 @@
 #pragma once
 
 #include <bit>
-#include <deque>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -33,14 +29,18 @@
 #include "core/format/protocol.h"
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
+#include "core/store/disk_state.h"
 #include "core/store/eviction.h"
+#include "core/store/expiry_heap.h"
+#include "core/store/fresh_blocks.h"
 #include "core/store/journal.h"
 #include "core/store/layout_table.h"
 #include "core/store/left_sessions.h"
 #include "core/store/lower_tier.h"
+#include "core/store/pin_scans.h"
 #include "core/store/pool.h"
 #include "core/store/record_set.h"
-#include "core/store/session_state.h"
+#include "core/store/session_table.h"
 
 namespace kv {
 
@@ -178,13 +178,6 @@ class Store {
  private:
   using Session = SessionState;
 
-  // Where a record stands in its eviction queue: beside each other, because every step of a queue moves a dozen.
-  struct Places {
-    std::vector<uint32_t>* places;
-    uint32_t place(uint32_t record) const { return (*places)[record]; }
-    void set_place(uint32_t record, uint32_t place) { (*places)[record] = place; }
-  };
-
   using Lock = SlicedLock;
   // The lock, and the namespace as an operation may find it. Throws Fenced.
   class SCOPED_CAPABILITY Entry {
@@ -199,75 +192,79 @@ class Store {
   static constexpr double kDueWorth = 0x1p200;           // ranks lie within 2^600 of each other (kRebaseExponent)
 
   // store.cc
-  void list_contents();
+  void list_contents() REQUIRES(mutex_);
   void begin_operation() REQUIRES(mutex_);  // throws Fenced
-  void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out);
+  void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out)
+      REQUIRES(mutex_);
   bool grow_pool() REQUIRES(mutex_);  // gives the lock away
   bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
   static bool servable(State state, uint8_t flags);
-  void transition(uint32_t record, Event event, State to, uint8_t flags);
-  void publish_progress(uint32_t record, Phase phase);
-  bool anybody_waits() const;
+  void transition(uint32_t record, Event event, State to, uint8_t flags) REQUIRES(mutex_);
+  void publish_progress(uint32_t record, Phase phase) REQUIRES(mutex_);
+  bool anybody_waits() const REQUIRES(mutex_);
   Control control(uint32_t record) const { return index_.control(record); }
   Key key_of(uint32_t record) const;
   Extent extent_of(uint32_t record) const;
   Shape shape_of(uint32_t record) const;
   uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
   bool expired(uint32_t expiry_s) const;
-  Done seal_one(uint32_t owner, const Seal& block);
+  Done seal_one(uint32_t owner, const Seal& block) REQUIRES(mutex_);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
   // Of two victims the one with less goes first. What is due for the disk is worth more than all that is not: lost, it is lost.
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
-  void place(uint32_t record);
+  void place(uint32_t record) REQUIRES(mutex_);
 
   // store_clock.cc
-  double use_now();
-  void adopt_clock();
+  double use_now() REQUIRES(mutex_);
+  void adopt_clock() REQUIRES(mutex_);
   void keep_origin();
   double add_use(uint32_t record, double now);
-  void use(uint32_t record, double now);
+  void use(uint32_t record, double now) REQUIRES(mutex_);
 
   // store_layouts.cc
-  const Layout& layout_of(uint32_t slot) const;  // of a block
-  bool older_readers();
-  void forget_layout_on_disk(uint32_t slot), evict_layout(uint32_t slot);
-  Shape told(Shape shape) const;
-  void free_record(uint32_t record, Event event);
-  void adopt_layout_on_disk(uint32_t record);
+  const Layout& layout_of(uint32_t slot) const REQUIRES(mutex_);  // of a block
+  bool older_readers() REQUIRES(mutex_);
+  void forget_layout_on_disk(uint32_t slot) REQUIRES(mutex_);
+  void evict_layout(uint32_t slot) REQUIRES(mutex_);
+  Shape told(Shape shape) const REQUIRES(mutex_);
+  void free_record(uint32_t record, Event event) REQUIRES(mutex_);
+  void adopt_layout_on_disk(uint32_t record) REQUIRES(mutex_);
 
   // store_disk.cc
-  void wish_to_write(uint32_t record, bool worth_it);
-  bool forget_wish(uint32_t record);
-  void set_flags(uint32_t record, uint8_t on, uint8_t off);
-  void wake_disk();
-  void file_must_go(const Key& key);
-  void remember_file(uint32_t record, const Key& key);
-  void remember_unknown(const Key& key, bool sure);
-  uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags);
-  size_t spare_records() const { return on_disk_.size() + tombstones_.size(); }
-  void free_spare_record();
-  void drop_disk_record(uint32_t record, Event event);
-  void drop_tombstone(uint32_t record);
-  void delete_disk_record(uint32_t record);
-  bool demote(uint32_t record);
-  bool adopt_disk_record(uint32_t record);
+  void wish_to_write(uint32_t record, bool worth_it) REQUIRES(mutex_);
+  bool forget_wish(uint32_t record) REQUIRES(mutex_);
+  void set_flags(uint32_t record, uint8_t on, uint8_t off) REQUIRES(mutex_);
+  void wake_disk() REQUIRES(mutex_);
+  void file_must_go(const Key& key) REQUIRES(mutex_);
+  void remember_file(uint32_t record, const Key& key) REQUIRES(mutex_);
+  void remember_unknown(const Key& key, bool sure) EXCLUDES(mutex_);
+  uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags) REQUIRES(mutex_);
+  void free_spare_record() REQUIRES(mutex_);
+  void drop_disk_record(uint32_t record, Event event) REQUIRES(mutex_);
+  void drop_tombstone(uint32_t record) REQUIRES(mutex_);
+  void delete_disk_record(uint32_t record) REQUIRES(mutex_);
+  bool demote(uint32_t record) REQUIRES(mutex_);
+  bool adopt_disk_record(uint32_t record) REQUIRES(mutex_);
 
   // store_reclaim.cc
-  void make_room(uint64_t length, size_t count, bool last_look = false);
-  void evict_least(std::optional<uint64_t> size_class, size_t count);
-  Tried try_victims(std::optional<uint64_t> size_class, size_t count, size_t wanted, bool any);
-  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit);
-  void leave_queue(uint32_t record);
-  void to_zombie(uint32_t record, Event event);
-  void free_zombie(uint32_t record);
+  void make_room(uint64_t length, size_t count, bool last_look = false) REQUIRES(mutex_);
+  void evict_least(std::optional<uint64_t> size_class, size_t count) REQUIRES(mutex_);
+  Tried try_victims(std::optional<uint64_t> size_class, size_t count, size_t wanted, bool any) REQUIRES(mutex_);
+  std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit)
+      REQUIRES(mutex_);
+  void leave_queue(uint32_t record) REQUIRES(mutex_);
+  void to_zombie(uint32_t record, Event event) REQUIRES(mutex_);
+  void free_zombie(uint32_t record) REQUIRES(mutex_);
   template <class F>  // f(record, generation, most pages); what a client wrote is bounded here and believed nowhere
-  void each_pin(F&& f) {
+  void each_pin(F&& f) REQUIRES(mutex_) {
     const uint32_t records = index_.max_blocks();
-    for (auto& [id, session] : sessions_)
-      if (session->file)
-        session->file->each_pin(session->allowance.slots, [&f, records, pages = session->allowance.pages](uint64_t pin) {
-          if (pin_record(pin) < records) f(pin_record(pin), pin_generation(pin), pages);
-        });
+    for (auto& [id, session] : sessions_) {
+      if (!session->file) continue;
+      const PinAllowance allowance = session->allowance;
+      for (const auto& word : session->file->pin_words(allowance.slots))
+        if (const uint64_t pin = word.load(std::memory_order_acquire); pin && pin_record(pin) < records)
+          f(pin_record(pin), pin_generation(pin), allowance.pages);
+    }
     for (auto& [record, pin] : io_pins_) f(record, pin.generation, PinAllowance::kAnyPages);
   }
   bool honoured(uint32_t record, uint32_t pages) const {
@@ -280,38 +277,37 @@ class Store {
     bool hold(PinAllowance wanted) const { return uint64_t{wanted.slots} * wanted.pages <= pages && wanted.slots <= pins; }
   };
   static bool is_budgeted(uint32_t uid);  // not root's, not the daemon's own user's
-  uint64_t charge(const Session& session) const;
-  PinsLeft left_for(const Session& session) const;
-  PinAllowance first_allowance(const Session& session, uint32_t max_pins) const;
-  bool set_allowance(Session& session, PinAllowance to);
-  void recall(Session& session);
-  void adopt_allowances();
+  uint64_t charge(const Session& session) const REQUIRES(mutex_);
+  PinsLeft left_for(const Session& session) const REQUIRES(mutex_);
+  PinAllowance first_allowance(const Session& session, uint32_t max_pins) const REQUIRES(mutex_);
+  bool set_allowance(Session& session, PinAllowance to) REQUIRES(mutex_);
+  void recall(Session& session) REQUIRES(mutex_);
+  void adopt_allowances() REQUIRES(mutex_);
 
   // store_pins.cc
-  void scan_zombies(bool all = false);
-  uint64_t releases() const;
-  bool worth_a_scan(uint64_t before, uint64_t now) const;
-  std::vector<uint32_t> held_among(std::span<const uint32_t> records);
-  std::vector<uint32_t> fresh_records();
-  const RecordSet& poor_victims();
-  bool is_parked(uint32_t record) const;
-  void park(uint32_t record);
-  void leave_parking(uint32_t record);
-  void unpark(bool all);
-  size_t room_for_more(uint64_t length) const;
+  void scan_zombies(bool all = false) REQUIRES(mutex_);
+  uint64_t releases() const REQUIRES(mutex_);
+  bool worth_a_scan(uint64_t before, uint64_t now) const REQUIRES(mutex_);
+  std::vector<uint32_t> held_among(std::span<const uint32_t> records) REQUIRES(mutex_);
+  std::vector<uint32_t> fresh_records() REQUIRES(mutex_);
+  const RecordSet& poor_victims() REQUIRES(mutex_);
+  bool is_parked(uint32_t record) const REQUIRES(mutex_);
+  void park(uint32_t record) REQUIRES(mutex_);
+  void leave_parking(uint32_t record) REQUIRES(mutex_);
+  void unpark(bool all) REQUIRES(mutex_);
+  size_t room_for_more(uint64_t length) const REQUIRES(mutex_);
 
-  void drain_rings();
-  uint32_t new_session_id();
-  void reap_sessions(size_t most = ~size_t{0});
+  void drain_rings() REQUIRES(mutex_);
+  void reap_sessions(size_t most = ~size_t{0}) REQUIRES(mutex_);
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
-  void expire();  // gives way, as flush() and tick() do
-  bool expires_at(uint32_t record, uint32_t second) const;
-  void remember_expiry(uint32_t record);
-  void end_session_locked(Session& session);
-  void add_unsealed(Session& session, uint32_t record);
-  void drop_unsealed(Session& session, uint32_t record);
-  void check_memory();
-  void check_pool();
+  void expire() REQUIRES(mutex_);              // gives way, as flush() and tick() do
+  bool is_current(const Expiry& entry) const;  // about the block that lies in the record now
+  void remember_expiry(uint32_t record) REQUIRES(mutex_);
+  void end_session_locked(Session& session) REQUIRES(mutex_);
+  void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
+  void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
+  void check_memory() REQUIRES(mutex_);
+  void check_pool() REQUIRES(mutex_);
 
   Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority);
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
@@ -325,10 +321,10 @@ class Store {
   std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
 
   // store_adopt.cc
-  void lay_out_new_table();
-  void adopt();
-  void adopt_sessions();
-  bool adopt_record(uint32_t record);
+  void lay_out_new_table() REQUIRES(mutex_);
+  void adopt() REQUIRES(mutex_);
+  void adopt_sessions() REQUIRES(mutex_);
+  bool adopt_record(uint32_t record) REQUIRES(mutex_);
 
   Options options_;
   Fd table_fd_, progress_fd_;
@@ -342,51 +338,49 @@ class Store {
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
   LeftSessions left_;                      // of clients; changed under the lock
 
-  mutable SlicedMutex mutex_;  // guards all that follows
-  Arena arena_;
-  std::vector<uint32_t> places_;
-  EvictionPolicy<Places> policy_;
-  LayoutTable layouts_;
-  std::map<uint32_t, std::unique_ptr<Session>> sessions_;
-  std::vector<uint32_t> ended_;  // sessions whose processes may still map them, looked at in turn
-  std::vector<uint32_t> zombies_;
-  size_t held_zombies_ = 0;                                  // how many of them, the first, were found pinned
-  std::vector<uint32_t> parked_;                             // sealed, found pinned: not in the eviction queue
-  uint64_t zombies_scanned_at_ = 0, parked_scanned_at_ = 0;  // what releases() said then
-  uint64_t pins_gone_ = 0;                                   // with their session, or the daemon's own
-  uint64_t longest_pages_ = 1;                               // of the blocks there have been
-  uint64_t pins_read_ = 0;                                   // by all scans
-  uint64_t scanned_pins_ = 0;                                // words that the last scan read
-  RecordSet asked_;                                          // what a scan looks for; empty between two
-  RecordSet poor_;                                           // poor_victims(), good until then
-  uint64_t poor_until_ns_ = 0;
-  uint64_t chances_ = 0;                              // what was freed or sealed, or added to the pool: each might make room
-  uint64_t refused_length_ = ~0ull, refused_at_ = 0;  // for which there was no room, and chances and releases then
-  std::unordered_map<uint32_t, IoPin> io_pins_;       // record -> the daemon's own reads in flight
-  std::deque<Fresh> fresh_;                           // blocks just loaded, the oldest first
-  uint64_t fresh_bytes_ = 0;
-  EvictionPolicy<Places> on_disk_;                    // the DISK records, in one queue: the least valuable goes first
-  std::set<std::pair<double, uint32_t>> wishes_;      // (score, record) of blocks that wait to be written
-  Deleted deleted_;                                   // files the disk tier has not yet been told to remove
-  std::unordered_map<Key, uint32_t, KeyHash> going_;  // files that must go, and the DISK record that remembers each, if one does
-  EvictionPolicy<Places> tombstones_;                 // of those, the ones with a record: the oldest is given up first
-  int wake_disk_ = -1;
   std::atomic<LowerTier*> lower_{nullptr};
   std::atomic<Fetcher*> peers_{nullptr};
-  Journal journal_;                                      // has a lock of its own
-  std::vector<std::pair<uint32_t, uint32_t>> expiries_;  // heap of (second, record); entries outlive their blocks
-  std::optional<Extent> reserved_;                       // freed as the last resort of make_room, for the next grant
-  std::pair<uint64_t, size_t> ahead_{};                  // length and number of the last batch's blocks
-  std::vector<Handle> unlisted_;                         // claimed, and not yet in the finder
-  uint32_t free_head_ = Index::kAbsent;
-  uint64_t used_bytes_ = 0, records_used_ = 0, created_ = 0, quarantined_ = 0;
-  uint32_t next_session_ = 1;
-  uint64_t suspects_second_ = 0, suspects_bytes_ = 0;  // looked at on a client's word in this second
-  bool draining_ = false;
-  double use_value_ = 0;                     // what use_now() said last
-  uint64_t clock_read_ns_ = monotonic_ns();  // when it did
-  std::string fence_;                        // why this namespace is fenced, or empty
-  Stats counters_{};
+  Journal journal_;  // has a lock of its own
+
+  // Records: who is free, how many are what, which claims the finder has not learned of.
+  struct Blocks {
+    uint32_t free_head = Index::kAbsent;
+    uint64_t used_bytes = 0, records = 0, created = 0, quarantined = 0;
+    uint64_t longest_pages = 1;    // of the blocks there have been
+    std::vector<Handle> unlisted;  // claimed, and not yet in the finder
+  };
+  struct Room {
+    uint64_t chances = 0;                             // what was freed or sealed, or added to the pool: each might make room
+    uint64_t refused_length = ~0ull, refused_at = 0;  // for which there was no room, and chances and releases then
+    std::optional<Extent> reserved;                   // freed as the last resort of make_room, for the next grant
+    std::pair<uint64_t, size_t> ahead{};              // length and number of the last batch's blocks
+  };
+  struct UseClock {
+    double value = 0;                   // what use_now() said last
+    uint64_t read_ns = monotonic_ns();  // when it did
+  };
+  struct Suspects {  // looked at on a client's word in this second
+    uint64_t second = 0, bytes = 0;
+  };
+
+  mutable SlicedMutex mutex_;
+  Blocks blocks_ GUARDED_BY(mutex_);
+  Arena arena_ GUARDED_BY(mutex_);
+  std::vector<uint32_t> places_ GUARDED_BY(mutex_);
+  EvictionPolicy<RecordPlaces> policy_ GUARDED_BY(mutex_);
+  LayoutTable layouts_ GUARDED_BY(mutex_);
+  SessionTable sessions_ GUARDED_BY(mutex_);
+  PinScans pins_ GUARDED_BY(mutex_);
+  std::unordered_map<uint32_t, IoPin> io_pins_ GUARDED_BY(mutex_);  // record -> the daemon's own reads in flight
+  FreshBlocks fresh_ GUARDED_BY(mutex_);
+  Room room_ GUARDED_BY(mutex_);
+  ExpiryHeap expiries_ GUARDED_BY(mutex_);
+  DiskState disk_ GUARDED_BY(mutex_);
+  UseClock clock_ GUARDED_BY(mutex_);
+  Suspects suspects_ GUARDED_BY(mutex_);
+  bool draining_ GUARDED_BY(mutex_) = false;
+  std::string fence_ GUARDED_BY(mutex_);  // why this namespace is fenced, or empty
+  Stats counters_ GUARDED_BY(mutex_){};
 
   friend class StoreTest;
 };

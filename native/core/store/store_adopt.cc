@@ -89,10 +89,9 @@ Store::Store(const Options& options)
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
       places_(options.max_blocks),
-      policy_(Places{&places_}),
-      on_disk_(Places{&places_}),
-      tombstones_(Places{&places_}) {
-  asked_.resize(options.max_blocks), poor_.resize(options.max_blocks);
+      policy_(RecordPlaces{&places_}),
+      pins_(options.max_blocks),
+      disk_(RecordPlaces{&places_}) {
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
   options_.pool_fd = pool_.fd();
@@ -116,7 +115,7 @@ Store::Store(const Options& options)
       [this](uint64_t frontier) {
         const Lock lock(mutex_);
         index_.header().frontier.store(frontier, std::memory_order_release);
-        arena_.set_frontier(frontier), chances_ += 1;
+        arena_.set_frontier(frontier), room_.chances += 1;
       },
       [this](uint64_t faulted) { index_.header().faulted.store(faulted, std::memory_order_release); });
 }
@@ -150,8 +149,8 @@ void Store::lay_out_new_table() {
   arena_ = Arena(options_.capacity_bytes, table_.at<std::atomic<uint64_t>>(g.geometry));
   for (uint32_t record = options_.max_blocks; record-- > 0;) {
     index_.record(record).control.store(Control::make(1, State::Free).word, std::memory_order_relaxed);
-    index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
-    free_head_ = record;
+    index_.upkeep(record).link.store(blocks_.free_head, std::memory_order_relaxed);
+    blocks_.free_head = record;
   }
   header->epoch.store(2, std::memory_order_release);
   std::memcpy(header->magic, kTableMagic, sizeof kTableMagic);  // last: a table without it was never finished
@@ -184,8 +183,8 @@ void Store::adopt() {
     if (adopt_record(record)) continue;
     if (const Control c = control(record); c.state() != State::Free)
       r.control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
-    index_.upkeep(record).link.store(free_head_);
-    free_head_ = record;
+    index_.upkeep(record).link.store(blocks_.free_head);
+    blocks_.free_head = record;
   }
   adopt_clock();
   adopt_allowances();
@@ -222,11 +221,11 @@ void Store::adopt_sessions() {
       session->holder = *holder, session->budgeted = is_budgeted(holder->uid);
     session->ended = true;  // until its client resumes it
     session->protocol = session->file->page().protocol;
-    next_session_ = std::max(next_session_, session->id + 1);
+    sessions_.seen(session->id);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;
-    ended_.push_back(session->id);
-    sessions_.emplace(session->id, std::move(session));
+    sessions_.ended.push_back(session->id);
+    sessions_.add(std::move(session));
   }
 }
 
@@ -243,14 +242,14 @@ bool Store::adopt_record(uint32_t record) {
       extent.length != layout->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
     return false;
   layouts_.came(shape.layout);
-  records_used_ += 1;
-  used_bytes_ += extent.length;
-  longest_pages_ = std::max(longest_pages_, extent.length / kPageBytes);
+  blocks_.records += 1;
+  blocks_.used_bytes += extent.length;
+  blocks_.longest_pages = std::max(blocks_.longest_pages, extent.length / kPageBytes);
   if (found.flags() & kFlagDeleted) file_must_go(key);
   set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);
   Upkeep& u = index_.upkeep(record);
   const uint32_t owner = u.owner.load();
-  next_session_ = std::max(next_session_, owner + 1);
+  sessions_.seen(owner);
   if (found.state() == State::Created) {
     transition(record, Event::SessionEnd, State::Quarantined, control(record).flags());
     publish_progress(record, Phase::Ended);
@@ -260,16 +259,16 @@ bool Store::adopt_record(uint32_t record) {
     const auto session = sessions_.find(owner);
     if (session != sessions_.end()) {
       add_unsealed(*session->second, record);
-      quarantined_ += 1;
+      blocks_.quarantined += 1;
     } else {  // its lock was free before: the daemon that saw it is gone
       transition(record, Event::SessionLockFree, State::Zombie, control(record).flags() | kFlagQuarantined);
-      zombies_.push_back(record);
+      pins_.zombies.push_back(record);
     }
     return true;
   }
   if (found.state() == State::Zombie || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) {
     if (found.state() == State::Sealed) transition(record, Event::Evict, State::Zombie, control(record).flags());
-    zombies_.push_back(record);
+    pins_.zombies.push_back(record);
     return true;
   }
   if (const double score = std::bit_cast<double>(u.rank.load()); !std::isfinite(score) || score < 0) u.rank.store(0);

@@ -31,7 +31,7 @@ uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 // What it may hold, in pages. A client that cannot ask holds blocks of any length: as long as there have been.
 uint64_t Store::charge(const Session& session) const {
   const PinAllowance& a = session.allowance;
-  return a.slots * (a.pages == PinAllowance::kAnyPages ? longest_pages_ : a.pages);
+  return a.slots * (a.pages == PinAllowance::kAnyPages ? blocks_.longest_pages : a.pages);
 }
 
 // Beside all other sessions.
@@ -53,7 +53,7 @@ PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) c
   if (!session.budgeted) return {session.asks ? std::min(max_pins, kFirstSlots) : max_pins, PinAllowance::kAnyPages};
   if (session.asks) return {};
   const PinsLeft left = left_for(session);
-  const uint64_t slots = std::min({uint64_t{max_pins}, left.pages / longest_pages_ / 2, left.pins / 2});
+  const uint64_t slots = std::min({uint64_t{max_pins}, left.pages / blocks_.longest_pages / 2, left.pins / 2});
   return {static_cast<uint32_t>(std::max<uint64_t>(slots, 1)), PinAllowance::kAnyPages};
 }
 

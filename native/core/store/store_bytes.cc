@@ -29,7 +29,7 @@ class SCOPED_CAPABILITY Store::Reading {
   }
   ~Reading() RELEASE() {
     store_.mutex_.lock();
-    store_.pins_gone_ += 1;
+    store_.pins_.gone += 1;
     if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
     store_.scan_zombies(store_.control(record_).state() == State::Zombie);
   }
@@ -228,10 +228,10 @@ bool Store::drop_if_corrupt(const Key& key) {
   if (record == Index::kAbsent || control(record).state() != State::Sealed || !(control(record).flags() & kFlagChecksummed))
     return false;
   const auto second = static_cast<uint64_t>(::time(nullptr));
-  if (std::exchange(suspects_second_, second) != second) suspects_bytes_ = 0;
-  if (suspects_bytes_ > kSuspectBytesPerS) return false;
+  if (std::exchange(suspects_.second, second) != second) suspects_.bytes = 0;
+  if (suspects_.bytes > kSuspectBytesPerS) return false;
   const Verdict verdict = verify_one(record);
-  suspects_bytes_ += verdict.bytes;
+  suspects_.bytes += verdict.bytes;
   return verdict.corrupt;
 }
 

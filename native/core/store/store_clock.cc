@@ -31,21 +31,19 @@ uint64_t nanoseconds(double half_lives) { return static_cast<uint64_t>(std::max(
 double Store::use_now() {
   const uint64_t now = monotonic_ns();
   auto& clock = index_.header().score_ns;
-  uint64_t score = clock.load(std::memory_order_relaxed) + (now - std::exchange(clock_read_ns_, now));
+  uint64_t score = clock.load(std::memory_order_relaxed) + (now - std::exchange(clock_.read_ns, now));
   while (half_lives(score) > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)
       index_.upkeep(r).rank.store(std::bit_cast<uint64_t>(rank(r) * factor), std::memory_order_relaxed);
     policy_.scale(factor);
-    on_disk_.scale(factor);
-    use_value_ *= factor;
-    std::set<std::pair<double, uint32_t>> wishes;
-    for (auto& [old_score, record] : wishes_) wishes.emplace(rank(record), record);
-    wishes_ = std::move(wishes);
+    disk_.blocks.scale(factor);
+    clock_.value *= factor;
+    disk_.writes.score_again([this](uint32_t record) { return rank(record); });
     score -= nanoseconds(kRebaseExponent);
   }
   clock.store(std::max<uint64_t>(score, 1), std::memory_order_relaxed);
-  return use_value_ = std::max(use_value(static_cast<double>(score) / kNs), use_value_ * (1 + 0x1p-40));
+  return clock_.value = std::max(use_value(static_cast<double>(score) / kNs), clock_.value * (1 + 0x1p-40));
 }
 
 // Of a table that was just taken over. One of a daemon before 2026-11-25 counts from a date. One whose scores are above what any

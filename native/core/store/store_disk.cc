@@ -16,26 +16,25 @@
 
 namespace kv {
 namespace {
-constexpr uint64_t kOneQueue = 0;   // on_disk_ and tombstones_ have one queue each: no record in them occupies memory
-constexpr size_t kMostFresh = 256;  // blocks just loaded that are passed over by eviction
+constexpr uint64_t kOneQueue = 0;  // on-disk blocks and tombstones have one queue each: no record in them occupies memory
 constexpr std::chrono::milliseconds kWaitSlice{50};
 }  // namespace
 
 void Store::attach_disk(int wake, LowerTier* tier) {
   const Lock lock(mutex_);
-  wake_disk_ = wake;
+  disk_.wake = wake;
   lower_.store(tier, std::memory_order_release);
-  if (!wishes_.empty() || !deleted_.keys.empty() || deleted_.all) wake_disk();
+  if (!disk_.writes.empty() || disk_.tells()) wake_disk();
 }
 
 void Store::detach_disk() {
   const Lock lock(mutex_);
-  wake_disk_ = -1;
+  disk_.wake = -1;
   lower_.store(nullptr, std::memory_order_release);
 }
 
 void Store::wake_disk() {
-  if (wake_disk_ >= 0) ::eventfd_write(wake_disk_, 1);
+  if (disk_.wake >= 0) ::eventfd_write(disk_.wake, 1);
 }
 
 // Changes flags and nothing else: state and generation stay, so readers do not notice.
@@ -54,11 +53,10 @@ void Store::wish_to_write(uint32_t record, bool worth_it) {
   if (!worth_it || control(record).flags() & (kFlagOnDisk | kFlagQueued)) return;
   set_flags(record, kFlagQueued, 0);
   place(record);
-  wishes_.emplace(rank(record), record);
-  if (wishes_.size() == 1) wake_disk();
-  if (wishes_.size() <= options_.max_pending_writes) return;
-  const uint32_t least = wishes_.begin()->second;
-  wishes_.erase(wishes_.begin());
+  disk_.writes.add(rank(record), record);
+  if (disk_.writes.size() == 1) wake_disk();
+  if (disk_.writes.size() <= options_.max_pending_writes) return;
+  const uint32_t least = disk_.writes.pop_least();
   set_flags(least, 0, kFlagQueued);
   place(least);
   counters_.writes_dropped += 1;
@@ -71,7 +69,7 @@ void Store::place(uint32_t record) {
 
 // True if it waited to be written. Its place among the victims is the caller's to see to.
 bool Store::forget_wish(uint32_t record) {
-  if (!(control(record).flags() & kFlagQueued) || !wishes_.erase({rank(record), record})) return false;
+  if (!(control(record).flags() & kFlagQueued) || !disk_.writes.remove(rank(record), record)) return false;
   set_flags(record, 0, kFlagQueued);
   return true;
 }
@@ -79,9 +77,8 @@ bool Store::forget_wish(uint32_t record) {
 std::optional<WriteJob> Store::begin_write() {
   const Entry entry(*this);
   // What was deleted goes first: told later, the tier would take it for the deletion of a block put since.
-  if (wishes_.empty() || !deleted_.keys.empty() || deleted_.all) return std::nullopt;
-  const uint32_t record = std::prev(wishes_.end())->second;
-  wishes_.erase(std::prev(wishes_.end()));
+  if (disk_.writes.empty() || disk_.tells()) return std::nullopt;
+  const uint32_t record = disk_.writes.pop_most();
   const Control now = control(record);
   KV_INVARIANT(now.state() == State::Sealed && now.flags() & kFlagQueued);
   IoPin& pin = io_pins_[record];
@@ -105,7 +102,7 @@ bool Store::end_write(Handle handle, bool written) {
   const Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
-  pins_gone_ += 1;
+  pins_.gone += 1;
   if (--pin->second.count == 0) io_pins_.erase(pin);
   const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
   if (now.flags() & kFlagDeleted) written = false;
@@ -122,54 +119,54 @@ bool Store::end_write(Handle handle, bool written) {
 // (read-only, say) they would fill the table: what is to be stored goes before what is only remembered for the next daemon.
 void Store::file_must_go(const Key& key) {
   if (!options_.disk) return;
-  going_.try_emplace(key, Index::kAbsent);
-  deleted_.keys.push_back(key);
-  if (deleted_.keys.size() == 1) wake_disk();  // the tier takes all that is there
+  disk_.going.try_emplace(key, Index::kAbsent);
+  disk_.deleted.keys.push_back(key);
+  if (disk_.deleted.keys.size() == 1) wake_disk();  // the tier takes all that is there
 }
 
 void Store::remember_file(uint32_t record, const Key& key) {
   set_flags(record, kFlagDeleted, kFlagOnDisk | kFlagQueued);
-  going_[key] = record;
-  tombstones_.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
+  disk_.going[key] = record;
+  disk_.tombstones.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
 }
 
 // Of a deleted block whose file the tier knew, or cannot know of yet, and the table did not: it has fewer records than there are
 // files. What there may be no file of takes no other's record.
 void Store::remember_unknown(const Key& key, bool sure) {
   const Lock lock(mutex_);
-  if (going_.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
-  if (!sure && free_head_ == Index::kAbsent) return;
-  if (free_head_ == Index::kAbsent && on_disk_.size()) free_spare_record();
+  if (disk_.going.contains(key) || index_.find_exclusive(key) != Index::kAbsent) return;  // somebody writes it anew
+  if (!sure && blocks_.free_head == Index::kAbsent) return;
+  if (blocks_.free_head == Index::kAbsent && disk_.blocks.size()) free_spare_record();
   file_must_go(key);
   if (const uint32_t record = new_disk_record(key, 0, kFlagDeleted); record != Index::kAbsent) remember_file(record, key);
 }
 
 // What lies only on disk first: the tier finds it by its path all the same.
 void Store::free_spare_record() {
-  if (on_disk_.size()) return drop_disk_record(on_disk_.least().record, Event::Evict);
-  const uint32_t record = tombstones_.least().record;
-  going_[key_of(record)] = Index::kAbsent;
+  if (disk_.blocks.size()) return drop_disk_record(disk_.blocks.least().record, Event::Evict);
+  const uint32_t record = disk_.tombstones.least().record;
+  disk_.going[key_of(record)] = Index::kAbsent;
   drop_tombstone(record);
 }
 
 void Store::file_gone(const Key& key) {
   const Lock lock(mutex_);
-  const auto going = going_.find(key);
-  if (going == going_.end()) return;
+  const auto going = disk_.going.find(key);
+  if (going == disk_.going.end()) return;
   const uint32_t record = going->second;
-  going_.erase(going);
+  disk_.going.erase(going);
   if (record != Index::kAbsent) drop_tombstone(record);
 }
 
 void Store::drop_tombstone(uint32_t record) {
-  chances_ += 1;
-  tombstones_.remove(kOneQueue, record);
+  room_.chances += 1;
+  disk_.tombstones.remove(kOneQueue, record);
   free_record(record, Event::Delete);
 }
 
 Deleted Store::take_deleted() {
   const Lock lock(mutex_);
-  return std::exchange(deleted_, {});
+  return std::exchange(disk_.deleted, {});
 }
 
 // ---------------------------------------------------------------- blocks that lie only on disk
@@ -182,15 +179,15 @@ bool Store::add_disk(const Key& key, uint32_t expiry_s) {
   }
   const uint32_t record = new_disk_record(key, expiry_s, 0);
   if (record == Index::kAbsent) return false;
-  on_disk_.insert(kOneQueue, record, 0);
+  disk_.blocks.insert(kOneQueue, record, 0);
   remember_expiry(record);
   return true;
 }
 
 // A record for a file of which the key is known and nothing else. None: no record is free, or the index has no room.
 uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags) {
-  if (free_head_ == Index::kAbsent) return Index::kAbsent;
-  const uint32_t record = free_head_;
+  if (blocks_.free_head == Index::kAbsent) return Index::kAbsent;
+  const uint32_t record = blocks_.free_head;
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
   {
@@ -206,15 +203,15 @@ uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags
     u.rank.store(0, std::memory_order_relaxed);
   }
   if (!(flags & kFlagDeleted) && !index_.insert(key, record)) return Index::kAbsent;
-  free_head_ = u.link.load(std::memory_order_relaxed);
+  blocks_.free_head = u.link.load(std::memory_order_relaxed);
   transition(record, Event::Indexed, State::Disk, flags);
-  records_used_ += 1;
+  blocks_.records += 1;
   return record;
 }
 
 void Store::drop_disk(const Key& key) {
   const Lock lock(mutex_);
-  for (const uint32_t zombie : zombies_)  // whose record would outlive the file
+  for (const uint32_t zombie : pins_.zombies)  // whose record would outlive the file
     if (control(zombie).flags() & kFlagOnDisk && key_of(zombie) == key) set_flags(zombie, 0, kFlagOnDisk);
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent) return;
@@ -225,8 +222,8 @@ void Store::drop_disk(const Key& key) {
 }
 
 void Store::drop_disk_record(uint32_t record, Event event) {
-  chances_ += 1;
-  on_disk_.remove(kOneQueue, record);
+  room_.chances += 1;
+  disk_.blocks.remove(kOneQueue, record);
   index_.erase(key_of(record), record);
   free_record(record, event);
 }
@@ -234,7 +231,7 @@ void Store::drop_disk_record(uint32_t record, Event event) {
 // A DISK record whose file must go: found by nobody from here on.
 void Store::delete_disk_record(uint32_t record) {
   const Key key = key_of(record);
-  on_disk_.remove(kOneQueue, record);
+  disk_.blocks.remove(kOneQueue, record);
   index_.erase(key, record);
   file_must_go(key);
   remember_file(record, key);
@@ -246,8 +243,8 @@ bool Store::demote(uint32_t record) {
   const Control now = control(record);
   Record& r = index_.record(record);
   const Key key = key_of(record);
-  if (const auto going = going_.find(key);
-      now.flags() & kFlagDeleted && going != going_.end() && going->second == Index::kAbsent) {
+  if (const auto going = disk_.going.find(key);
+      now.flags() & kFlagDeleted && going != disk_.going.end() && going->second == Index::kAbsent) {
     transition(record, Event::Demote, State::Disk, kFlagDeleted);  // first: killed after it, the file still goes
     layouts_.went(shape_of(record).layout), layouts_.came_on_disk(shape_of(record).layout);
     {
@@ -266,7 +263,7 @@ bool Store::demote(uint32_t record) {
   }
   transition(record, Event::Demote, State::Disk, 0);
   layouts_.went(shape_of(record).layout), layouts_.came_on_disk(shape_of(record).layout);
-  on_disk_.insert(kOneQueue, record, rank(record));
+  disk_.blocks.insert(kOneQueue, record, rank(record));
   return true;
 }
 
@@ -276,19 +273,19 @@ bool Store::adopt_disk_record(uint32_t record) {
   index_.record(record).extent.store(0, std::memory_order_relaxed);
   if (!options_.disk) return false;
   if (control(record).flags() & kFlagDeleted) {
-    if (going_.contains(key)) return false;
+    if (disk_.going.contains(key)) return false;
     file_must_go(key);
     remember_file(record, key);
     adopt_layout_on_disk(record);
-    records_used_ += 1;
+    blocks_.records += 1;
     return true;
   }
   if (index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) return false;
   if (const double score = rank(record); !std::isfinite(score) || score < 0) index_.upkeep(record).rank.store(0);
-  on_disk_.insert(kOneQueue, record, rank(record));
+  disk_.blocks.insert(kOneQueue, record, rank(record));
   remember_expiry(record);
   adopt_layout_on_disk(record);
-  records_used_ += 1;
+  blocks_.records += 1;
   return true;
 }
 
@@ -339,10 +336,7 @@ std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t pri
 // the one before, over and over.
 void Store::keep_loaded(Handle handle) {
   const Lock lock(mutex_);
-  fresh_.push_back({handle, extent_of(handle.record).length, monotonic_ns()});
-  fresh_bytes_ += fresh_.back().bytes;
-  for (; fresh_.size() > kMostFresh || fresh_bytes_ > options_.capacity_bytes / 2; fresh_.pop_front())
-    fresh_bytes_ -= fresh_.front().bytes;
+  fresh_.add(handle, extent_of(handle.record).length, monotonic_ns(), options_.capacity_bytes / 2);
 }
 
 void Store::load_ended() {

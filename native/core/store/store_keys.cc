@@ -68,7 +68,7 @@ uint64_t Store::flush() {
   uint64_t count = 0;
   {
     const Entry entry(*this);
-    const auto deleted = [&] {
+    const auto deleted = [&]() REQUIRES(mutex_) {
       counters_.deletes += 1;
       if (++count % kSlice == 0) scan_zombies(), mutex_.give_way();
     };
@@ -76,8 +76,8 @@ uint64_t Store::flush() {
       if (control(record).state() == State::Sealed) to_zombie(record, Event::Delete), deleted();
       if (record % (64 * kSlice) == 64 * kSlice - 1) mutex_.give_way();
     }
-    while (on_disk_.size()) delete_disk_record(on_disk_.least().record), deleted();
-    deleted_.all = true;
+    while (disk_.blocks.size()) delete_disk_record(disk_.blocks.least().record), deleted();
+    disk_.deleted.all = true;
     wake_disk();
   }
   if (lower) lower->remember_flush();

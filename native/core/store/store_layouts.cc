@@ -27,7 +27,7 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   Layout layout = Layout::parse(blob);
   const Key digest = layout_digest(layout);
   const Entry entry(*this);
-  auto known = [&]() -> std::optional<uint32_t> {
+  auto known = [&]() REQUIRES(mutex_) -> std::optional<uint32_t> {
     const LayoutTable::Known found = layouts_.by_digest(digest);
     if (!found) return std::nullopt;
     if (const auto by = sessions_.find(session); by != sessions_.end()) by->second->layouts.set(layout_slot(found->id));
@@ -98,7 +98,7 @@ std::vector<LayoutInfo> Store::layouts() {
   std::vector<LayoutInfo> out;
   for (uint32_t slot = 0; slot < layouts_.size(); ++slot) {
     if (!layouts_.is_known(slot)) continue;
-    const auto held = std::count_if(sessions_.begin(), sessions_.end(), [&](auto& one) { return one.second->layouts[slot]; });
+    const auto held = std::count_if(sessions_.begin(), sessions_.end(), [slot](auto& one) { return one.second->layouts[slot]; });
     out.push_back({layouts_.in(slot), layouts_.blocks(slot), layouts_.on_disk(slot), static_cast<uint32_t>(held)});
   }
   return out;
@@ -119,9 +119,9 @@ void Store::free_record(uint32_t record, Event event) {
   else if (shape.tokens != 0)
     layouts_.went_from_disk(shape.layout);
   transition(record, event, State::Free, 0);
-  records_used_ -= 1;
-  index_.upkeep(record).link.store(free_head_, std::memory_order_relaxed);
-  free_head_ = record;
+  blocks_.records -= 1;
+  index_.upkeep(record).link.store(blocks_.free_head, std::memory_order_relaxed);
+  blocks_.free_head = record;
 }
 
 // Of a block adopted on disk: its layout may be one that went.

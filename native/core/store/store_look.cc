@@ -12,17 +12,17 @@ Stats Store::stats() {
   reap_sessions();
   scan_zombies(true);
   Stats s = counters_;
-  s.used_bytes = used_bytes_;
+  s.used_bytes = blocks_.used_bytes;
   s.capacity_bytes = options_.capacity_bytes;
   s.frontier_bytes = pool_.frontier();
   s.faulted_bytes = pool_.faulted();
   s.slack_bytes = arena_.slack_bytes();
-  s.zombies = zombies_.size();
-  s.created = created_;
-  s.quarantined = quarantined_;
-  s.on_disk = on_disk_.size();
-  s.pending_writes = wishes_.size();
-  s.blocks = records_used_ - created_ - quarantined_ - s.zombies - s.on_disk - tombstones_.size();
+  s.zombies = pins_.zombies.size();
+  s.created = blocks_.created;
+  s.quarantined = blocks_.quarantined;
+  s.on_disk = disk_.blocks.size();
+  s.pending_writes = disk_.writes.size();
+  s.blocks = blocks_.records - blocks_.created - blocks_.quarantined - s.zombies - s.on_disk - disk_.tombstones.size();
   s.max_blocks = options_.max_blocks;
   s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
   s.longest_hold_ns = mutex_.holds().longest_ns, s.long_holds = mutex_.holds().count_over;
@@ -104,17 +104,18 @@ void Store::check_integrity() {
       (state == State::Disk ? of_layout_on_disk : of_layout).at(shape.layout) += 1;
     if (tombstone) {
       tombstones += 1;
-      const auto going = going_.find(key_of(record));
-      expect(going != going_.end() && going->second == record && tombstones_.contains(0, record), here + " remembers no file");
+      const auto going = disk_.going.find(key_of(record));
+      expect(going != disk_.going.end() && going->second == record && disk_.tombstones.contains(0, record),
+             here + " remembers no file");
       continue;
     }
     if (state == State::Disk) {
       on_disk += 1;
-      expect(on_disk_.contains(0, record), here + " is in no queue");
+      expect(disk_.blocks.contains(0, record), here + " is in no queue");
       continue;
     }
     const bool queued = control(record).flags() & kFlagQueued;
-    expect(queued == (wishes_.contains({rank(record), record}) || io_pins_.contains(record)) || io_pins_.contains(record),
+    expect(queued == (disk_.writes.contains(rank(record), record) || io_pins_.contains(record)) || io_pins_.contains(record),
            here + " is wrongly queued for the disk");
     used += extent_of(record).length;
     extents.push_back(extent_of(record));
@@ -135,13 +136,14 @@ void Store::check_integrity() {
     }
     unsealed += session->unsealed.size();
   }
-  expect(used == used_bytes_, "used_bytes is " + std::to_string(used_bytes_) + ", the blocks hold " + std::to_string(used));
-  expect(records == records_used_ && on_disk == on_disk_.size() && tombstones == tombstones_.size() && created == created_ &&
-             quarantined == quarantined_ && zombies == zombies_.size(),
+  expect(used == blocks_.used_bytes,
+         "used_bytes is " + std::to_string(blocks_.used_bytes) + ", the blocks hold " + std::to_string(used));
+  expect(records == blocks_.records && on_disk == disk_.blocks.size() && tombstones == disk_.tombstones.size() &&
+             created == blocks_.created && quarantined == blocks_.quarantined && zombies == pins_.zombies.size(),
          "a count of records is wrong");
-  expect(policy_.size() + parked_.size() == sealed, "the eviction queues hold " +
-                                                        std::to_string(policy_.size() + parked_.size()) + " of " +
-                                                        std::to_string(sealed) + " blocks");
+  expect(policy_.size() + pins_.parked.size() == sealed, "the eviction queues hold " +
+                                                             std::to_string(policy_.size() + pins_.parked.size()) + " of " +
+                                                             std::to_string(sealed) + " blocks");
   layouts_.check(of_layout, of_layout_on_disk);
   expect(unsealed == created + quarantined, "an unsealed block belongs to no session");
 }

@@ -76,7 +76,7 @@ void Store::end_read(Handle handle) {
   const Lock lock(mutex_);
   const auto pin = io_pins_.find(handle.record);
   KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
-  pins_gone_ += 1;
+  pins_.gone += 1;
   if (--pin->second.count == 0) io_pins_.erase(pin);
   scan_zombies(control(handle.record).state() == State::Zombie);
 }

@@ -16,7 +16,6 @@
 namespace kv {
 namespace {
 
-constexpr uint64_t kFreshNs = 1'000'000'000;
 constexpr uint64_t kPinsPerRelease = 16;  // a pass over so many pins is worth one that has gone
 constexpr uint64_t kPinsPerBlock = 128;   // a scan of so many pins makes room for one block more than was asked for
 constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside its pins, in pins
@@ -29,77 +28,75 @@ constexpr uint64_t kSnapshotWorth = 16;  // a snapshot serves so many times as l
 
 // How many pins have gone, as far as their owners say, and how many went for other reasons. Only ever compared.
 uint64_t Store::releases() const {
-  uint64_t sum = pins_gone_;
+  uint64_t sum = pins_.gone;
   for (auto& [id, session] : sessions_)
     if (session->file) sum += session->file->page().released.load(std::memory_order_acquire);
   return sum;
 }
 
-bool Store::worth_a_scan(uint64_t before, uint64_t now) const { return (now - before) > scanned_pins_ / kPinsPerRelease; }
+bool Store::worth_a_scan(uint64_t before, uint64_t now) const { return (now - before) > pins_.last_scan / kPinsPerRelease; }
 
 // The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
 // between the writing of its pins and the reading of the generations.
 //
 // What was found pinned before stands first and is looked at again once enough pins have gone, or if `all`.
 void Store::scan_zombies(bool all) {
-  if (zombies_.empty()) return;
-  const uint64_t gone = held_zombies_ ? releases() : 0;  // before the pins: what goes meanwhile is seen the next time
-  const size_t from = all || worth_a_scan(zombies_scanned_at_, gone) ? 0 : held_zombies_;
-  if (from == zombies_.size()) return;
-  for (size_t i = from; i < zombies_.size(); ++i) asked_.add(zombies_[i]);
+  if (pins_.zombies.empty()) return;
+  const uint64_t gone = pins_.held_zombies ? releases() : 0;  // before the pins: what goes meanwhile is seen the next time
+  const size_t from = all || worth_a_scan(pins_.zombies_scanned_at, gone) ? 0 : pins_.held_zombies;
+  if (from == pins_.zombies.size()) return;
+  for (size_t i = from; i < pins_.zombies.size(); ++i) pins_.asked.add(pins_.zombies[i]);
   fence_full();
   std::vector<uint32_t> held;
   uint64_t pins = 0;
-  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation, uint32_t pages) {
+  each_pin([&, bits = pins_.asked.bits()](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
     ++pins;
     if (!RecordSet::has(bits, record)) return;
     const Control now = control(record);
     if (generation + (now.flags() & kFlagQuarantined ? 2 : 1) != now.generation() || !honoured(record, pages)) return;
-    asked_.remove(record);
+    pins_.asked.remove(record);
     held.push_back(record);
   });
-  pins_read_ += scanned_pins_ = pins;
+  pins_.read += pins_.last_scan = pins;
   std::vector<uint32_t> freed;
-  for (size_t i = from; i < zombies_.size(); ++i)
-    if (asked_.contains(zombies_[i])) asked_.remove(zombies_[i]), freed.push_back(zombies_[i]);
-  zombies_.resize(from);
-  zombies_.insert(zombies_.end(), held.begin(), held.end());
-  held_zombies_ = zombies_.size();
-  if (from == 0) zombies_scanned_at_ = gone;
+  for (size_t i = from; i < pins_.zombies.size(); ++i)
+    if (pins_.asked.contains(pins_.zombies[i])) pins_.asked.remove(pins_.zombies[i]), freed.push_back(pins_.zombies[i]);
+  pins_.zombies.resize(from);
+  pins_.zombies.insert(pins_.zombies.end(), held.begin(), held.end());
+  pins_.held_zombies = pins_.zombies.size();
+  if (from == 0) pins_.zombies_scanned_at = gone;
   for (const uint32_t record : freed) free_zombie(record);
 }
 
 // Of these sealed records the ones whose block is pinned at this moment; of few among very many pins, those that were lately.
 std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
   if (records.empty()) return {};
-  if (records.size() < scanned_pins_ / kPinsPerBlock) {  // so few are not worth a pass: the snapshot, and the last scan decides
+  if (records.size() < pins_.last_scan / kPinsPerBlock) {  // so few are not worth a pass: the snapshot, and the last scan decides
     const RecordSet& poor = poor_victims();
     std::vector<uint32_t> held;
     for (const uint32_t record : records)
       if (poor.contains(record)) held.push_back(record);
     return held;
   }
-  for (const uint32_t record : records) asked_.add(record);
+  for (const uint32_t record : records) pins_.asked.add(record);
   std::vector<uint32_t> held;
   uint64_t pins = 0;
-  each_pin([&, bits = asked_.bits()](uint32_t record, uint64_t generation, uint32_t pages) {
+  each_pin([&, bits = pins_.asked.bits()](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
     ++pins;
     if (!RecordSet::has(bits, record) || control(record).generation() != generation || !honoured(record, pages)) return;
-    asked_.remove(record);
+    pins_.asked.remove(record);
     held.push_back(record);
   });
-  for (const uint32_t record : records) asked_.remove(record);
-  pins_read_ += scanned_pins_ = pins;
+  for (const uint32_t record : records) pins_.asked.remove(record);
+  pins_.read += pins_.last_scan = pins;
   return held;
 }
 
 // Blocks that were loaded for somebody who has had no time to pin them.
 std::vector<uint32_t> Store::fresh_records() {
-  const uint64_t now = monotonic_ns();
-  for (; !fresh_.empty() && now - fresh_.front().since_ns > kFreshNs; fresh_.pop_front()) fresh_bytes_ -= fresh_.front().bytes;
   std::vector<uint32_t> out;
-  for (const Fresh& one : fresh_)
-    if (control(one.block.record).generation() == one.block.generation) out.push_back(one.block.record);
+  for (const auto& fresh : fresh_.at(monotonic_ns()))
+    if (control(fresh.block.record).generation() == fresh.block.generation) out.push_back(fresh.block.record);
   std::sort(out.begin(), out.end());
   return out;
 }
@@ -108,51 +105,54 @@ std::vector<uint32_t> Store::fresh_records() {
 // and no wrong one, because its memory waits for scan_zombies().
 const RecordSet& Store::poor_victims() {
   const uint64_t begin = monotonic_ns();
-  if (begin < poor_until_ns_) return poor_;
-  poor_.clear();
+  if (begin < pins_.poor_until_ns) return pins_.poor;
+  pins_.poor.clear();
   uint64_t pins = 0;
-  each_pin([&](uint32_t record, uint64_t generation, uint32_t pages) {
+  each_pin([&](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
     ++pins;
-    if (!poor_.contains(record) && control(record).generation() == generation && honoured(record, pages)) poor_.add(record);
+    if (!pins_.poor.contains(record) && control(record).generation() == generation && honoured(record, pages))
+      pins_.poor.add(record);
   });
-  for (const uint32_t record : fresh_records()) poor_.add(record);
-  pins_read_ += pins;
+  for (const uint32_t record : fresh_records()) pins_.poor.add(record);
+  pins_.read += pins;
   const uint64_t end = monotonic_ns();
-  poor_until_ns_ = pins > kFewPins ? end + kSnapshotWorth * (end - begin) : 0;
-  return poor_;
+  pins_.poor_until_ns = pins > kFewPins ? end + kSnapshotWorth * (end - begin) : 0;
+  return pins_.poor;
 }
 
 // ---------------------------------------------------------------- parked blocks
 
-bool Store::is_parked(uint32_t record) const { return places_[record] < parked_.size() && parked_[places_[record]] == record; }
+bool Store::is_parked(uint32_t record) const {
+  return places_[record] < pins_.parked.size() && pins_.parked[places_[record]] == record;
+}
 
 void Store::park(uint32_t record) {
-  places_[record] = static_cast<uint32_t>(parked_.size());
-  parked_.push_back(record);
+  places_[record] = static_cast<uint32_t>(pins_.parked.size());
+  pins_.parked.push_back(record);
 }
 
 void Store::leave_parking(uint32_t record) {
-  const uint32_t place = places_[record], last = parked_.back();
-  parked_[place] = last;
+  const uint32_t place = places_[record], last = pins_.parked.back();
+  pins_.parked[place] = last;
   places_[last] = place;
-  parked_.pop_back();
+  pins_.parked.pop_back();
 }
 
 // Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`. In slices.
 void Store::unpark(bool all) {
-  if (parked_.empty()) return;
+  if (pins_.parked.empty()) return;
   const uint64_t gone = releases();
-  if (!all && !worth_a_scan(parked_scanned_at_, gone)) return;
-  parked_scanned_at_ = gone;
+  if (!all && !worth_a_scan(pins_.parked_scanned_at, gone)) return;
+  pins_.parked_scanned_at = gone;
   RecordSet held;
   held.resize(index_.max_blocks());
-  for (const uint32_t record : held_among(parked_)) held.add(record);
+  for (const uint32_t record : held_among(pins_.parked)) held.add(record);
   size_t looked_at = 0;
-  for (size_t place = 0; place < parked_.size(); ++looked_at) {
+  for (size_t place = 0; place < pins_.parked.size(); ++looked_at) {
     // What is parked meanwhile comes back to the queue, and is parked again when it is tried.
     if (looked_at % kUnparkedAtOnce == kUnparkedAtOnce - 1) mutex_.give_way();
-    if (place >= parked_.size()) break;
-    const uint32_t record = parked_[place];
+    if (place >= pins_.parked.size()) break;
+    const uint32_t record = pins_.parked[place];
     if (held.contains(record))
       ++place;
     else
@@ -162,7 +162,7 @@ void Store::unpark(bool all) {
 
 // Where there are many pins, a scan makes room for more than was asked for: what it costs is shared by the creates that follow.
 size_t Store::room_for_more(uint64_t length) const {
-  const uint64_t words = scanned_pins_ + kSessionWords * sessions_.size();
+  const uint64_t words = pins_.last_scan + kSessionWords * sessions_.size();
   return std::min({words / kPinsPerBlock, pool_.capacity() / kAheadDivisor / std::max<uint64_t>(length, 1),
                    uint64_t{index_.max_blocks()} / kAheadDivisor});
 }

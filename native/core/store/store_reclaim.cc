@@ -35,7 +35,7 @@ void Store::to_zombie(uint32_t record, Event event) {
   else if (below)
     flags = kFlagDeleted, file_must_go(key_of(record));
   if (before.state() == State::Sealed) leave_queue(record);
-  if (before.state() == State::Created) created_ -= 1;
+  if (before.state() == State::Created) blocks_.created -= 1;
   if (before.state() == State::Quarantined)
     flags |= kFlagQuarantined;
   else
@@ -45,7 +45,7 @@ void Store::to_zombie(uint32_t record, Event event) {
     publish_progress(record, Phase::Ended);
     futex_wake_all(progress_[record]);
   }
-  zombies_.push_back(record);
+  pins_.zombies.push_back(record);
 }
 
 // One that evict_least() has taken out is in neither.
@@ -59,8 +59,8 @@ void Store::leave_queue(uint32_t record) {
 void Store::free_zombie(uint32_t record) {
   const Extent extent = extent_of(record);
   arena_.release(extent, record);
-  used_bytes_ -= extent.length;
-  chances_ += 1;
+  blocks_.used_bytes -= extent.length;
+  room_.chances += 1;
   if (!demote(record)) free_record(record, Event::LastPinGone);
 }
 
@@ -91,13 +91,15 @@ void Store::drain_rings() {
 void Store::make_room(uint64_t length, size_t count, bool last_look) {
   reap_sessions(last_look ? kSlice : kReapedAtOnce);
   scan_zombies();
-  auto room = [&] { return (free_head_ != Index::kAbsent || spare_records()) && arena_.has_room(length); };
+  auto room = [&]() REQUIRES(mutex_) {
+    return (blocks_.free_head != Index::kAbsent || disk_.spare_records()) && arena_.has_room(length);
+  };
   if (room()) return;
-  const uint64_t chances = chances_ + releases();
-  if (length >= refused_length_ && chances == refused_at_) return;
+  const uint64_t chances = room_.chances + releases();
+  if (length >= room_.refused_length && chances == room_.refused_at) return;
   drain_rings();
-  unpark(policy_.least(Arena::size_class(length)).record == policy_.kNone && releases() != parked_scanned_at_);
-  if (free_head_ == Index::kAbsent && !spare_records()) {
+  unpark(policy_.least(Arena::size_class(length)).record == policy_.kNone && releases() != pins_.parked_scanned_at);
+  if (blocks_.free_head == Index::kAbsent && !disk_.spare_records()) {
     evict_least(std::nullopt, count + room_for_more(length));
     scan_zombies();
     if (room()) return;
@@ -107,7 +109,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   const auto own = policy_.least(size_class);
   const auto any = policy_.least();
   // Neither a block may go nor a run be free: no need to look at all of the pool.
-  auto hopeless = [&] { return policy_.size() == 0 && used_bytes_ + length > pool_.frontier(); };
+  auto hopeless = [&]() REQUIRES(mutex_) { return policy_.size() == 0 && blocks_.used_bytes + length > pool_.frontier(); };
   bool taken = false;
   if (own.record == policy_.kNone) {
     if (!hopeless()) taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY).has_value();
@@ -121,23 +123,23 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   if (!taken) evict_least(size_class, count + room_for_more(length));
   scan_zombies();
   if (arena_.has_room(length)) return;
-  if (!hopeless()) reserved_ = evict_cheapest_run(arena_.pieces(false), length, INFINITY);
+  if (!hopeless()) room_.reserved = evict_cheapest_run(arena_.pieces(false), length, INFINITY);
   scan_zombies();
-  if (reserved_) return;
+  if (room_.reserved) return;
   if (!fresh_.empty() || !last_look) {  // better than no room; and a snapshot of pins may be out of date
-    fresh_.clear(), fresh_bytes_ = 0, poor_until_ns_ = 0;
+    fresh_.clear(), pins_.poor_until_ns = 0;
     return make_room(length, count, true);
   }
-  refused_length_ = length, refused_at_ = chances;
+  room_.refused_length = length, room_.refused_at = chances;
 }
 
 // The next batch like the last will find its room at once: what it would evict is evicted while nobody waits. Never more than a
 // small part of the pool or the table, and nothing as long as they have room of their own.
 void Store::make_room_ahead() {
   const Lock lock(mutex_);
-  const auto [length, count] = std::exchange(ahead_, {});
+  const auto [length, count] = std::exchange(room_.ahead, {});
   if (count == 0 || draining_ || !fence_.empty()) return;
-  if (const size_t records = index_.max_blocks() - records_used_ + spare_records(); records < count) {
+  if (const size_t records = index_.max_blocks() - blocks_.records + disk_.spare_records(); records < count) {
     drain_rings();
     evict_least(std::nullopt, count - records + room_for_more(length));
     scan_zombies();
@@ -147,7 +149,8 @@ void Store::make_room_ahead() {
   const uint64_t size_class = Arena::size_class(length);
   const auto own = policy_.least(size_class);
   // Where another class has the least valuable block, make_room() weighs the two.
-  if (there == count || free_head_ == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score) return;
+  if (there == count || blocks_.free_head == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score)
+    return;
   drain_rings();
   evict_least(size_class, count - there + room_for_more(length));
   scan_zombies();
@@ -159,7 +162,7 @@ void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
   bool any = false;
   for (size_t wanted = count;; wanted *= 4) {
     // Taken in no order they cost little beside a pass over all pins.
-    wanted = any ? std::max(kParkedAtOnce, scanned_pins_ / kPassesOverPins) : std::min(wanted, kTriedAtOnce);
+    wanted = any ? std::max(kParkedAtOnce, pins_.last_scan / kPassesOverPins) : std::min(wanted, kTriedAtOnce);
     const Tried tried = try_victims(size_class, count, wanted, any);
     count -= tried.evicted;
     if (count == 0 || tried.looked_at == 0) return;
@@ -179,14 +182,14 @@ Tried Store::try_victims(std::optional<uint64_t> size_class, size_t count, size_
     index_.prefetch_whole(victim);
   }
   std::vector<uint32_t> held = held_among(tried);
-  for (const uint32_t record : held) asked_.add(record);
+  for (const uint32_t record : held) pins_.asked.add(record);
   for (const uint32_t record : tried) {
-    if (asked_.contains(record))
+    if (pins_.asked.contains(record))
       park(record);
     else
       (!any && victims.size() < count ? victims : kept).push_back(record);
   }
-  for (const uint32_t record : held) asked_.remove(record);
+  for (const uint32_t record : held) pins_.asked.remove(record);
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {
     index_.prefetch_erase(victim);
@@ -247,33 +250,29 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
 }
 
 // True if this entry of the heap is about the block that lies in the record now.
-bool Store::expires_at(uint32_t record, uint32_t second) const {
+bool Store::is_current(const Expiry& entry) const {
+  const auto [second, record] = entry;
   const Control now = control(record);
   const bool kept = now.state() == State::Disk && !(now.flags() & kFlagDeleted);  // a deleted one only waits for its file to go
   return (now.state() == State::Sealed || kept) && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
 }
 
-// Entries outlive their blocks: what has piled up is thrown out when there are a quarter more than there can be blocks.
+// What has piled up is thrown out when there are a quarter more entries than there can be blocks.
 void Store::remember_expiry(uint32_t record) {
   const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
   if (second == 0) return;
-  if (expiries_.size() >= index_.max_blocks() + index_.max_blocks() / 4) {
-    std::erase_if(expiries_, [this](const auto& entry) { return !expires_at(entry.second, entry.first); });
-    std::sort(expiries_.begin(), expiries_.end());
-    expiries_.erase(std::unique(expiries_.begin(), expiries_.end()), expiries_.end());  // sorted is a heap
-  }
-  expiries_.emplace_back(second, record);
-  std::push_heap(expiries_.begin(), expiries_.end(), std::greater<>());
+  if (expiries_.size() >= index_.max_blocks() + index_.max_blocks() / 4)
+    expiries_.clean([this](const Expiry& entry) { return is_current(entry); });
+  expiries_.add({second, record});
 }
 
 void Store::expire() {
-  for (size_t seen = 1; !expiries_.empty() && expired(expiries_.front().first); ++seen) {
+  for (size_t seen = 1; !expiries_.empty() && expired(expiries_.earliest().second); ++seen) {
     if (seen % kSlice == 0) scan_zombies(), mutex_.give_way();
     if (expiries_.empty()) return;
-    const auto [second, record] = expiries_.front();
-    std::pop_heap(expiries_.begin(), expiries_.end(), std::greater<>());
-    expiries_.pop_back();
-    if (!expires_at(record, second)) continue;
+    const Expiry entry = expiries_.pop();
+    if (!is_current(entry)) continue;
+    const uint32_t record = entry.record;
     if (control(record).state() == State::Disk)
       delete_disk_record(record);
     else
@@ -299,14 +298,15 @@ int Store::tick() {
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
   for (auto& [id, session] : sessions_)
     if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
-  for (size_t look = 0, count = ended_.size(); look < count; look += kReapSlice) reap_sessions(kReapSlice), mutex_.give_way();
+  for (size_t look = 0, count = sessions_.ended.size(); look < count; look += kReapSlice)
+    reap_sessions(kReapSlice), mutex_.give_way();
   expire();
   scan_zombies(true);
   unpark(true);
-  refused_length_ = ~0ull;  // whoever does not count the pins it clears waits no longer than this
+  room_.refused_length = ~0ull;  // whoever does not count the pins it clears waits no longer than this
   drain_rings();
   keep_origin();
-  bool waiting = !zombies_.empty() || !parked_.empty();
+  bool waiting = !pins_.zombies.empty() || !pins_.parked.empty();
   for (auto& [id, session] : sessions_) waiting |= session->ended;
   return waiting ? kTickBusyMs : kTickIdleMs;
 }

@@ -12,12 +12,6 @@ namespace kv {
 
 bool Store::is_budgeted(uint32_t uid) { return uid != 0 && uid != ::geteuid(); }
 
-// Never 0, which asks for a new session, and never one that lives.
-uint32_t Store::new_session_id() {
-  while (next_session_ == 0 || sessions_.contains(next_session_)) ++next_session_;
-  return next_session_++;
-}
-
 std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only, uint32_t protocol) {
   const bool asks = protocol >= protocol::kVersionAsks;
   if (max_pins == 0 || max_pins > kMaxPins)
@@ -29,7 +23,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   {
     const Entry entry(*this);
     check_reader(protocol);
-    id = session->id = new_session_id();
+    id = session->id = sessions_.new_id();
     session->allowance = first_allowance(*session, max_pins);
   }
   if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
@@ -53,12 +47,12 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
     session->file->unlink();
     throw;
   }
-  sessions_.emplace(id, std::move(session));
+  sessions_.add(std::move(session));
   return {id, std::move(locked)};
 }
 
 void Store::check_reader(uint32_t protocol) const {
-  if (protocol >= protocol::kVersionLayouts || !layouts_.newer()) return;
+  if (protocol >= protocol::kVersionLayouts || !LayoutTable::newer(index_.header())) return;
   throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(protocol) +
                                              " of the session protocol; namespace " + options_.name +
                                              " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) +
@@ -67,7 +61,8 @@ void Store::check_reader(uint32_t protocol) const {
 
 void Store::reap_left_sessions() {
   const Lock lock(mutex_);
-  for (size_t look = 0, count = ended_.size(); look < count; look += kReapSlice) reap_sessions(kReapSlice), mutex_.give_way();
+  for (size_t look = 0, count = sessions_.ended.size(); look < count; look += kReapSlice)
+    reap_sessions(kReapSlice), mutex_.give_way();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
@@ -81,7 +76,7 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   session.since = std::chrono::steady_clock::now();
   if (session.is_left()) left_.drop(session.uid);
   session.ended = false;
-  std::erase(ended_, id);
+  std::erase(sessions_.ended, id);
   session.pid = pid, session.uid = uid;
   session.protocol = protocol;
   return true;
@@ -113,7 +108,7 @@ void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
     if (now.state() != State::Quarantined) continue;
     const auto at = std::lower_bound(open.begin(), open.end(), record, [](const Handle& a, uint32_t b) { return a.record < b; });
     if (at != open.end() && at->record == record && at->generation + 1 == now.generation()) continue;
-    quarantined_ -= 1;
+    blocks_.quarantined -= 1;
     drop_unsealed(session, record);
     to_zombie(record, Event::Abort);
     counters_.aborts += 1;
@@ -123,11 +118,11 @@ void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
 
 uint32_t Store::open_owner() {
   const Entry entry(*this);
-  const uint32_t id = new_session_id();
+  const uint32_t id = sessions_.new_id();
   auto session = std::make_unique<Session>();
   session->id = id;
   session->attached = true;
-  sessions_.emplace(id, std::move(session));
+  sessions_.add(std::move(session));
   return id;
 }
 
@@ -150,7 +145,7 @@ void Store::end_session_locked(Session& session) {
   session.ended = true;
   session.attached = false;
   if (session.is_left()) left_.add(session.uid);
-  if (session.file) ended_.push_back(session.id);
+  if (session.file) sessions_.ended.push_back(session.id);
   for (uint32_t record : session.unsealed) {
     if (control(record).state() != State::Created) continue;
     if (!session.file) {  // nobody but this process wrote here
@@ -159,7 +154,7 @@ void Store::end_session_locked(Session& session) {
     }
     index_.erase(key_of(record), record);
     transition(record, Event::SessionEnd, State::Quarantined, control(record).flags() & kFlagOnDisk);
-    created_ -= 1, quarantined_ += 1;
+    blocks_.created -= 1, blocks_.quarantined += 1;
     publish_progress(record, Phase::Ended);
     futex_wake_all(progress_[record]);
   }
@@ -170,24 +165,24 @@ void Store::end_session(uint32_t id) {
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second->ended) return;
   end_session_locked(*found->second);
-  if (!found->second->file) sessions_.erase(found);
+  if (!found->second->file) sessions_.erase(id);
   reap_sessions(kReapSlice);
   scan_zombies();
 }
 
 // Looks at so many of those that ended, those that were not looked at for longest.
 void Store::reap_sessions(size_t most) {
-  for (size_t look = std::min(most, ended_.size()); look > 0; --look) {
-    const uint32_t id = ended_.front();
-    ended_.erase(ended_.begin());
+  for (size_t look = std::min(most, sessions_.ended.size()); look > 0; --look) {
+    const uint32_t id = sessions_.ended.front();
+    sessions_.ended.erase(sessions_.ended.begin());
     Session& session = *sessions_.at(id);
     if (!session.file->lock_free()) {
-      ended_.push_back(id);
+      sessions_.ended.push_back(id);
       continue;
     }
     for (uint32_t record : session.unsealed) {
       if (control(record).state() != State::Quarantined) continue;
-      quarantined_ -= 1;
+      blocks_.quarantined -= 1;
       to_zombie(record, Event::SessionLockFree);
     }
     counters_.hits += credible(session, session.file->page().hits);
@@ -195,7 +190,7 @@ void Store::reap_sessions(size_t most) {
     session.file->unlink();
     if (session.is_left()) left_.drop(session.uid);
     // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
-    pins_gone_ += session.file->page().released.load(std::memory_order_relaxed) + scanned_pins_ + 1;
+    pins_.gone += session.file->page().released.load(std::memory_order_relaxed) + pins_.last_scan + 1;
     sessions_.erase(id);
   }
 }
