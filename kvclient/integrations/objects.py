@@ -37,8 +37,8 @@ class Objects(Pages):
     def put_objects(self, keys: Sequence[bytes], objects: Sequence[Object]) -> list[bool]:
         """Stores each that is not there yet. True: it is in the store, whoever wrote it."""
         stored = [False] * len(keys)
-        for unit in sorted({unit_of(one.memory.nbytes) for one in objects}):
-            mine = [i for i, one in enumerate(objects) if unit_of(one.memory.nbytes) == unit]
+        for unit in sorted({unit_of(entry.memory.nbytes) for entry in objects}):
+            mine = [i for i, entry in enumerate(objects) if unit_of(entry.memory.nbytes) == unit]
             counts = [-(-objects[i].memory.nbytes // unit) for i in mine]
             done = self.put(
                 [keys[i] for i in mine], self._unit_layout(unit), [objects[i] for i in mine], counts

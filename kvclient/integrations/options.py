@@ -13,10 +13,10 @@ from kvclient.errors import InvalidArgument
 
 
 def with_defaults(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], where: str, also: Iterable[str] = ()
+    chosen: Mapping[str, Any], defaults: Mapping[str, Any], where: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The defaults beneath what was given; `also` names what belongs to the engine and is left out."""
     engines = set(also)
-    if unknown := sorted(set(given) - set(defaults) - engines):
+    if unknown := sorted(set(chosen) - set(defaults) - engines):
         raise InvalidArgument(f"{where} has {', '.join(unknown)}; known are {', '.join(defaults)}")
-    return {**defaults, **{name: value for name, value in given.items() if name not in engines}}
+    return {**defaults, **{name: value for name, value in chosen.items() if name not in engines}}

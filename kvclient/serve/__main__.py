@@ -57,16 +57,24 @@ def parser() -> argparse.ArgumentParser:
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
     add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
     add("--repair", default="calibrated", help="inside prompts: calibrated, auto or none")
-    add("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS, help="of one block (default: %(default)s); "
-        "KV is shared only among equals, and all parts of kvclient have the same default")
+    add(
+        "--block-tokens",
+        type=int,
+        default=DEFAULT_BLOCK_TOKENS,
+        help="of one block (default: %(default)s); "
+        "KV is shared only among equals, and all parts of kvclient have the same default",
+    )
     add("--max-batch-size", type=int, default=16, help="computed side by side (default: %(default)s)")
     add("--max-queue", type=int, default=128, help="waiting behind them; more get 429 (default: %(default)s)")
     add("--max-batch-tokens", type=int, default=512, help="of a prompt at one time (default: %(default)s)")
     add("--max-model-len", type=int, help="prompt and answer together (default: the model's)")
     add("--memory-tokens", type=int, default=1 << 17, help="KV of all that run (default: %(default)s)")
     add("--request-timeout", type=float, default=600, help="seconds for one request (default: %(default)s)")
-    add("--draft", help="several tokens a step, guessed before: `lookup` in the text itself, or by a small "
-        "model of the same tokens (a directory, or a hub id); answers stay what they are")
+    add(
+        "--draft",
+        help="several tokens a step, guessed before: `lookup` in the text itself, or by a small "
+        "model of the same tokens (a directory, or a hub id); answers stay what they are",
+    )
     add("--draft-tokens", type=int, default=8, help="guessed for one request at once (default: %(default)s)")
     add("--threads", type=int, help="of torch (default: torch's own)")
     add("--api-key", action="append", default=[], help="may be given several times; shown in `ps`")
@@ -79,36 +87,36 @@ def parser() -> argparse.ArgumentParser:
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags over environment over file. Ends the process with 2 and the reason where one is wrong."""
     made = parser()
-    own = settings.parse(made, "KVCLIENT_SERVE_", argv)
+    chosen = settings.parse(made, "KVCLIENT_SERVE_", argv)
     lowest = {"max_batch_size": 1, "max_queue": 1, "max_batch_tokens": 16, "block_tokens": 16}
     for name, low in lowest.items():
-        if getattr(own, name) < low:
-            made.error(f"--{name.replace('_', '-')}={getattr(own, name)}; it must be {low} at least")
-    if not 1 <= own.draft_tokens <= MOST_DRAFT_TOKENS:
-        made.error(f"--draft-tokens={own.draft_tokens}; it must be 1 to {MOST_DRAFT_TOKENS}")
-    listening.check(made, own)
-    if own.api_key_file is not None:
+        if getattr(chosen, name) < low:
+            made.error(f"--{name.replace('_', '-')}={getattr(chosen, name)}; it must be {low} at least")
+    if not 1 <= chosen.draft_tokens <= MOST_DRAFT_TOKENS:
+        made.error(f"--draft-tokens={chosen.draft_tokens}; it must be 1 to {MOST_DRAFT_TOKENS}")
+    listening.check(made, chosen)
+    if chosen.api_key_file is not None:
         try:
-            own.api_key = [*own.api_key, *own.api_key_file.read_text().split()]
+            chosen.api_key = [*chosen.api_key, *chosen.api_key_file.read_text().split()]
         except OSError as error:
             made.error(f"--api-key-file: {error}")
-    return own
+    return chosen
 
 
-def store_name(own: argparse.Namespace) -> str:
+def store_name(chosen: argparse.Namespace) -> str:
     """Names the KV that this server reads: equal for servers of one daemon and namespace, for a router."""
-    if own.store:
+    if chosen.store:
         return uuid.uuid4().hex
     from kvclient.client.connect import default_directory
 
     boot = Path("/proc/sys/kernel/random/boot_id")
-    place = (Path(own.dir) if own.dir else default_directory()).resolve()
-    told = [boot.read_text() if boot.exists() else "", str(place), own.namespace]
+    place = (Path(chosen.dir) if chosen.dir else default_directory()).resolve()
+    told = [boot.read_text() if boot.exists() else "", str(place), chosen.namespace]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
-def served(own: argparse.Namespace) -> Any:
+def served(chosen: argparse.Namespace) -> Any:
     """The Asking over a loaded model, until the block ends."""
     import torch
     import transformers
@@ -119,39 +127,46 @@ def served(own: argparse.Namespace) -> Any:
     from kvclient.serve.http.asking import Asking
     from kvclient.serve.scheduler import Limits
 
-    if own.threads:
-        torch.set_num_threads(own.threads)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
     transformers.logging.set_verbosity_error()
-    if own.store:
-        client = kvclient.InMemoryClient(own.store)
+    if chosen.store:
+        client = kvclient.InMemoryClient(chosen.store)
     else:
-        where = {"dir": own.dir} if own.dir else {}
-        client = kvclient.connect(on_error="miss", namespace=own.namespace, **where)
-    given = {"repair": None if own.repair == "none" else own.repair, "block_tokens": own.block_tokens}
-    if own.kv_codec != "none":
-        given["codec"] = own.kv_codec
-    dtype = own.dtype if own.dtype == "auto" else getattr(torch, own.dtype)
-    with client, _loaded(own.model, client, dtype, given) as engine:
+        where = {"dir": chosen.dir} if chosen.dir else {}
+        client = kvclient.connect(on_error="miss", namespace=chosen.namespace, **where)
+    settings_of_store = {
+        "repair": None if chosen.repair == "none" else chosen.repair,
+        "block_tokens": chosen.block_tokens,
+    }
+    if chosen.kv_codec != "none":
+        settings_of_store["codec"] = chosen.kv_codec
+    dtype = chosen.dtype if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
+    with client, _loaded(chosen.model, client, dtype, settings_of_store) as engine:
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         limits = Limits(
-            own.max_batch_size, own.max_queue, own.max_batch_tokens, own.memory_tokens, own.request_timeout
+            chosen.max_batch_size,
+            chosen.max_queue,
+            chosen.max_batch_tokens,
+            chosen.memory_tokens,
+            chosen.request_timeout,
         )
-        loop = Loop(engine.model, engine.kv, limits, drafting(own, engine.model))
+        loop = Loop(engine.model, engine.kv, limits, drafting(chosen, engine.model))
         try:
-            name = own.served_model_name or Path(own.model).name
+            name = chosen.served_model_name or Path(chosen.model).name
             ends = engine.model.generation_config.eos_token_id
             ends = frozenset({*end_tokens(ends), *end_tokens(engine.tokenizer.eos_token_id)})
             vocabulary = engine.model.get_input_embeddings().num_embeddings
-            length = min(own.max_model_len or longest, longest)
+            length = min(chosen.max_model_len or longest, longest)
             yield Asking(
-                engine.tokenizer, name, loop, length, vocabulary, own.api_key, ends, store_name(own)
+                engine.tokenizer, name, loop, length, vocabulary, chosen.api_key, ends, store_name(chosen)
             )
         finally:
             loop.close()
 
 
-def drafting(own: argparse.Namespace, model: Any) -> Any:
+def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     """What --draft says. Ends the process where the draft model's tokens are others."""
     import transformers
 
@@ -159,21 +174,21 @@ def drafting(own: argparse.Namespace, model: Any) -> Any:
     from kvclient.hf.speculation import DraftModel, PromptLookup
     from kvclient.serve.engine.drafting import Drafting
 
-    if own.draft is None:
+    if chosen.draft is None:
         return None
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    if own.draft == "lookup":
-        return Drafting(PromptLookup(), own.draft_tokens, vocabulary)
-    small = transformers.AutoModelForCausalLM.from_pretrained(own.draft, dtype=model.dtype).eval()
+    if chosen.draft == "lookup":
+        return Drafting(PromptLookup(), chosen.draft_tokens, vocabulary)
+    small = transformers.AutoModelForCausalLM.from_pretrained(chosen.draft, dtype=model.dtype).eval()
     try:
         drafter = DraftModel(small.to(model.device))
         drafter.begin(vocabulary)
     except InvalidArgument as error:
-        raise SystemExit(f"kvclient-serve: --draft {own.draft}: {error}") from error
-    return Drafting(drafter, own.draft_tokens, vocabulary)
+        raise SystemExit(f"kvclient-serve: --draft {chosen.draft}: {error}") from error
+    return Drafting(drafter, chosen.draft_tokens, vocabulary)
 
 
-def _loaded(model: str, client: Any, dtype: Any, given: dict[str, Any]) -> Any:
+def _loaded(model: str, client: Any, dtype: Any, keywords: dict[str, Any]) -> Any:
     """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
     import huggingface_hub
     import transformers
@@ -189,8 +204,8 @@ def _loaded(model: str, client: Any, dtype: Any, given: dict[str, Any]) -> Any:
             tokenizer = transformers.AutoTokenizer.from_pretrained(model)
             directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
             packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
-            return Engine(packed, tokenizer, client, **given)
-    return Engine.from_pretrained(model, client, dtype=dtype, **given)
+            return Engine(packed, tokenizer, client, **keywords)
+    return Engine.from_pretrained(model, client, dtype=dtype, **keywords)
 
 
 def first_token(asking: Any, text: str) -> float:
@@ -222,10 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvclient.serve.route import command
 
         return command.main(argv[1:])
-    own = options(argv)
-    if own.print_config:
-        shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(own).items() if k != "api_key"}
-        print(json.dumps({**shown, "api_keys": len(own.api_key)}, indent=2))
+    chosen = options(argv)
+    if chosen.print_config:
+        shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "api_key"}
+        print(json.dumps({**shown, "api_keys": len(chosen.api_key)}, indent=2))
         return 0
     try:
         from kvclient.serve.http.app import create_app
@@ -233,14 +248,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "pip install '.[serve,hf]' in kvstored's source"
         print(f"kvclient-serve needs {missing.name}: {hint}", file=sys.stderr)
         return 2
-    door = listening.bound("kvclient-serve", own.host, own.port)
+    door = listening.bound("kvclient-serve", chosen.host, chosen.port)
     if door is None:
         return 2
     with door:
         began = time.perf_counter()
-        with served(own) as asking:
-            first_token(asking, own.warm.read_text() if own.warm else "Hello")
-            address = listening.address(own.host, door)
+        with served(chosen) as asking:
+            first_token(asking, chosen.warm.read_text() if chosen.warm else "Hello")
+            address = listening.address(chosen.host, door)
             took = time.perf_counter() - began
             print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
             print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)

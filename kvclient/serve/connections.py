@@ -23,21 +23,21 @@ class Waiting:
     closed: int = 0
     _held: dict[H11Protocol, asyncio.TimerHandle] = field(default_factory=dict)
 
-    def add(self, one: H11Protocol) -> None:
+    def add(self, connection: H11Protocol) -> None:
         """From now on it has whole_s. Idempotent: its time begins anew."""
-        self.drop(one)
-        self._held[one] = one.loop.call_later(self.whole_s, self._close, one)
+        self.drop(connection)
+        self._held[connection] = connection.loop.call_later(self.whole_s, self._close, connection)
         while len(self._held) > self.most:
             self._close(next(iter(self._held)))
 
-    def drop(self, one: H11Protocol) -> None:
-        if (timer := self._held.pop(one, None)) is not None:
+    def drop(self, connection: H11Protocol) -> None:
+        if (timer := self._held.pop(connection, None)) is not None:
             timer.cancel()
 
-    def _close(self, one: H11Protocol) -> None:
-        self.drop(one)
+    def _close(self, connection: H11Protocol) -> None:
+        self.drop(connection)
         self.closed += 1
-        one.transport.abort()
+        connection.transport.abort()
 
 
 def protocol(waiting: Waiting) -> type[H11Protocol]:

@@ -29,13 +29,13 @@ def add_flags(out: argparse.ArgumentParser) -> None:
     add("--listen-beyond-loopback", action="store_true", help="needed for a --host that others can reach")
 
 
-def check(made: argparse.ArgumentParser, own: argparse.Namespace) -> None:
+def check(made: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
     """Ends the process with 2 where others could reach what nobody asked to show them."""
-    if not 0 <= own.port < 1 << 16:
-        made.error(f"--port={own.port}; it must be 0 to 65535")
-    if not own.listen_beyond_loopback and not _loopback(own.host):
+    if not 0 <= chosen.port < 1 << 16:
+        made.error(f"--port={chosen.port}; it must be 0 to 65535")
+    if not chosen.listen_beyond_loopback and not _loopback(chosen.host):
         said = "say --listen-beyond-loopback, and --api-key-file"
-        made.error(f"--host {own.host} can be reached by others: {said}")
+        made.error(f"--host {chosen.host} can be reached by others: {said}")
 
 
 def bound(program: str, host: str, port: int) -> socket.socket | None:

@@ -119,9 +119,7 @@ class Scheduler:
     def held_tokens(self) -> int:
         return sum(entry.held for entry in (*self._filling, *self._running))
 
-    def submit(
-        self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None
-    ) -> Entry:
+    def submit(self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None) -> Entry:
         """most_tokens: that it holds at a time, where that has a bound of its own. Raises QueueFull."""
         if (count := sum(not entry.preempted for entry in self._waiting)) >= self.limits.max_queue:
             raise QueueFull(f"{count} requests wait already, {self.limits.max_queue} may")

@@ -34,8 +34,8 @@ def parse(made: argparse.ArgumentParser, prefix: str, argv: Sequence[str] | None
     for dest, action in actions.items():
         name = prefix + dest.upper()
         if dest != "config" and (text := os.environ.get(name)) is not None:
-            given: Any = text.split() if isinstance(action, argparse._AppendAction) else text
-            made.set_defaults(**{dest: _value(made, action, given, name)})
+            words: Any = text.split() if isinstance(action, argparse._AppendAction) else text
+            made.set_defaults(**{dest: _value(made, action, words, name)})
     return made.parse_args(argv)
 
 
@@ -48,7 +48,7 @@ def _file(made: argparse.ArgumentParser, path: str) -> dict[str, Any]:
 
 def _value(made: argparse.ArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
     if isinstance(action, argparse._AppendAction):
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
             made.error(f"{place}={value!r}; a list of texts is wanted")
         return value
     if isinstance(action, argparse._StoreTrueAction):

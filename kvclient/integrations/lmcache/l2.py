@@ -158,7 +158,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
                 continue
             if len(kinds) == 1:
                 return derived.listed([key.chunk_hash for key in keys])
-            at = [i for i, one in enumerate(shared) if one == kind]
+            at = [i for i, shared_kind in enumerate(shared) if shared_kind == kind]
             for i, name in zip(at, derived.listed([keys[i].chunk_hash for i in at]), strict=True):
                 names[i] = name
         return names

@@ -44,10 +44,10 @@ class Identities:
         return self._known.get(model_name, self._known.get(None))
 
 
-def _each(given: Any) -> list[tuple[str | None, Any]]:
-    if not given:
+def _each(objects: Any) -> list[tuple[str | None, Any]]:
+    if not objects:
         return []
-    return list(given.items()) if isinstance(given, Mapping) else [(None, given)]
+    return list(objects.items()) if isinstance(objects, Mapping) else [(None, objects)]
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -41,12 +41,12 @@ class KvstoredRemoteConnector(RemoteConnector):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         super().__init__(config, local_cpu_backend.metadata)
-        given = {
+        chosen = {
             name.removeprefix(PREFIX): value
             for name, value in (config.extra_config or {}).items()
             if name.startswith(PREFIX)
         }
-        options = with_defaults(given, OPTIONS, f"extra_config[{PREFIX}…]", LMCACHES)
+        options = with_defaults(chosen, OPTIONS, f"extra_config[{PREFIX}…]", LMCACHES)
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._loop, self._memory = loop, local_cpu_backend
         self._client = kvclient.connect(

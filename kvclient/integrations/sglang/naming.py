@@ -23,8 +23,8 @@ SHAPE = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_
 
 def weights_of(options: dict[str, Any]) -> str:
     """What tells the weights apart. Raises InvalidArgument if the configuration does not say."""
-    if given := options["model_identity"]:
-        return f"given:{given}"
+    if identity := options["model_identity"]:
+        return f"given:{identity}"
     if path := options["model_path"]:
         return f"digest:{checkpoint_digest(path).hex()}"
     raise InvalidArgument(
@@ -35,8 +35,8 @@ def weights_of(options: dict[str, Any]) -> str:
 
 def kv_dtype_of(pool: Any, options: dict[str, Any]) -> str:
     """The type of the KV's elements, e.g. "bfloat16". Raises InvalidArgument if nobody says."""
-    if given := options["kv_dtype"]:
-        return str(given)
+    if kv_dtype := options["kv_dtype"]:
+        return str(kv_dtype)
     dtype = getattr(pool, "dtype", None)
     name = str(dtype).removeprefix("torch.")
     if dtype is None or name in AMBIGUOUS:

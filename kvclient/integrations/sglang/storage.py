@@ -64,9 +64,9 @@ class KvstoredHiCache(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        given = storage_config.extra_config or {}
-        self.options = with_defaults(given, OPTIONS, "the storage backend's extra config", SGLANGS)
-        self.config, self.in_place = storage_config, bool(given.get("interface_v1", 0))
+        extra = storage_config.extra_config or {}
+        self.options = with_defaults(extra, OPTIONS, "the storage backend's extra config", SGLANGS)
+        self.config, self.in_place = storage_config, bool(extra.get("interface_v1", 0))
         self.weights = weights_of(self.options)
         self._client = kvclient.connect(
             self.options["dir"], self.options["namespace"], on_error="miss",
@@ -269,7 +269,7 @@ class KvstoredHiCache(HiCacheStorage):
 
 
 def _leading(there: Sequence[bool]) -> int:
-    return next((i for i, one in enumerate(there) if not one), len(there))
+    return next((i for i, found in enumerate(there) if not found), len(there))
 
 
 def _can_end_at(transfer: Any, there: Sequence[bool]) -> set[int]:

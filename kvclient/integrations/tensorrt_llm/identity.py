@@ -39,10 +39,10 @@ class Common(NamedTuple):
 def common(llm_args: Any) -> Common:
     """Of TensorRT-LLM's TorchLlmArgs. Raises InvalidArgument for what cannot be told apart."""
     try:
-        given = json.loads(os.environ.get(VARIABLE, "{}"))
+        extra = json.loads(os.environ.get(VARIABLE, "{}"))
     except ValueError as error:
         raise InvalidArgument(f"${VARIABLE} is no JSON: {error}") from None
-    options = with_defaults(given, OPTIONS, f"${VARIABLE}")
+    options = with_defaults(extra, OPTIONS, f"${VARIABLE}")
     cache = llm_args.kv_cache_config
     sizes = [llm_args.tensor_parallel_size, llm_args.pipeline_parallel_size, llm_args.context_parallel_size]
     if getattr(llm_args, "enable_attention_dp", False):

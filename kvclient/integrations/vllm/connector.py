@@ -154,12 +154,12 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         self._client.close()
 
 
-def _known(given: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(given) - set(OPTIONS)):
+def _known(extra: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(extra) - set(OPTIONS)):
         raise InvalidArgument(
             f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(OPTIONS)}"
         )
-    return given
+    return extra
 
 
 def _only_group(cache: Any) -> Any:

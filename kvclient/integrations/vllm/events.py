@@ -57,10 +57,10 @@ class Events:
 
     def saved(self, keys: bytes, hashes: list[bytes], parent: bytes | None) -> None:
         """Blocks that the step under way writes: their keys, vLLM's hashes, and the hash before the first."""
-        for i, own in enumerate(hashes):
+        for i, name in enumerate(hashes):
             key = keys[i * self._key_bytes : (i + 1) * self._key_bytes]
-            self._awaited.append((key, own, parent, PATIENCE))
-            parent = own
+            self._awaited.append((key, name, parent, PATIENCE))
+            parent = name
 
     def take(self) -> Iterator[KVCacheEvent]:
         if not self._awaited:
@@ -68,15 +68,15 @@ class Events:
         awaited = list(self._awaited)
         self._awaited.clear()
         states = self._states(b"".join(key for key, _, _, _ in awaited))
-        for (key, own, parent, patience), there in zip(awaited, states, strict=True):
+        for (key, name, parent, patience), there in zip(awaited, states, strict=True):
             if there:
-                yield self._stored(own, parent)
+                yield self._stored(name, parent)
             elif patience > 1:
-                self._awaited.append((key, own, parent, patience - 1))
+                self._awaited.append((key, name, parent, patience - 1))
 
-    def _stored(self, own: bytes, parent: bytes | None) -> BlockStored:
+    def _stored(self, name: bytes, parent: bytes | None) -> BlockStored:
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(own)],
+            block_hashes=[maybe_convert_block_hash(name)],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=[], block_size=self._block_tokens, lora_id=None, medium=MEDIUM, lora_name=None,
             locality="LOCAL", ownership="kvstored",

@@ -67,8 +67,8 @@ def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:
 
 def digest_of_model(name: str, revision: str | None, extra: dict[str, Any]) -> bytes:
     """Of the weights that vLLM knows under that name. Raises InvalidArgument if they are not here."""
-    if given := extra.get("weights_digest"):
-        return hashlib.sha256(b"given\0" + str(given).encode()).digest()
+    if digest := extra.get("weights_digest"):
+        return hashlib.sha256(b"given\0" + str(digest).encode()).digest()
     path = Path(name)
     if not path.is_dir():
         from huggingface_hub import snapshot_download

@@ -35,8 +35,8 @@ class KvstoredOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        given = dict(config.extra_config.get("kvstored", {}))
-        self._options = with_defaults(given, OPTIONS, 'kv_connector_extra_config["kvstored"]')
+        extra = dict(config.extra_config.get("kvstored", {}))
+        self._options = with_defaults(extra, OPTIONS, 'kv_connector_extra_config["kvstored"]')
         self._manager: OffloadingManager | None = None
 
     def _connect(self) -> Any:

@@ -107,7 +107,7 @@ class KvstoredWorker(OffloadingWorker):
 
     def _recorded(self) -> torch.cuda.Event | None:
         """What a store must wait for: the model still writes the blocks on its stream."""
-        if not any(one.tensor.is_cuda for one in self._caches.tensors):
+        if not any(cache.tensor.is_cuda for cache in self._caches.tensors):
             return None
         event = torch.cuda.Event()
         event.record()

@@ -56,10 +56,10 @@ class KvstoredTier(SecondaryTierManager):
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
-        backpressure_detector: Any = None, **given: Any,
+        backpressure_detector: Any = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options = with_defaults(given, OPTIONS, f"secondary tier {tier_type}")
+        options = with_defaults(more, OPTIONS, f"secondary tier {tier_type}")
         self.locality = Locality(options["locality"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         config = offloading_spec.config

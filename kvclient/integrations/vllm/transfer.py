@@ -181,9 +181,7 @@ class Worker:
             with contextlib.suppress(KVClientError):  # its seal says so
                 if rows.memory is not None:
                     indices, numbers = zip(*granted, strict=True)
-                    writer.copy_layer(
-                        layer, rows.memory, indices, [n * rows.stride for n in numbers]
-                    )
+                    writer.copy_layer(layer, rows.memory, indices, [n * rows.stride for n in numbers])
                     continue
                 for i, number in granted:
                     writer[i].copy_layer(layer, _as_bytes(rows.tensor[number]))

@@ -105,9 +105,9 @@ class Drafting:
         """A chain behind ids, and the seconds it took. left: tokens that may still be generated."""
         if left < 2 or not record.due(self.cost):
             return NOTHING, 0.0
-        began, own = self.clock(), sampler.sampling
+        began, sampling = self.clock(), sampler.sampling
         # With a seed it is guessed, not drawn: the request's numbers are drawn as without a draft.
-        drawn = own.temperature if own.temperature and own.seed is None else None
+        drawn = sampling.temperature if sampling.temperature and sampling.seed is None else None
         most = min(self.tokens, left - 1)
         made = record.session.draft(ids, most, most, drawn)
         return made, self.clock() - began

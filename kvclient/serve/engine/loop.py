@@ -245,9 +245,9 @@ class Loop:
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, use_cache=True,
         )  # fmt: skip
-        given = {"attention_mask": torch.ones_like(ids), "generation_config": config}
+        inputs = {"attention_mask": torch.ones_like(ids), "generation_config": config}
         with self._as_asked(job), self._kv.bypass(read=not job.read, write=not job.write):
-            out = self._model.generate(ids, **given)
+            out = self._model.generate(ids, **inputs)
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
@@ -314,17 +314,17 @@ class Loop:
             return
         drafts = [self._draft(job) for job in jobs]
         began = time.perf_counter()
-        given = [[job.tokens[-1], *draft.tokens] for job, (draft, _) in zip(jobs, drafts, strict=True)]
+        fed = [[job.tokens[-1], *draft.tokens] for job, (draft, _) in zip(jobs, drafts, strict=True)]
         self.counts["steps_total"] += 1
         if self._ragged:
             heads = self._kv._model_state.kv.heads
-            logits = step(self._model, given, [job.cache for job in jobs], heads)
+            logits = step(self._model, fed, [job.cache for job in jobs], heads)
         else:
             logits = [score(self._model, job.cache, job.tokens[-1], draft)
                       for job, (draft, _) in zip(jobs, drafts, strict=True)]  # fmt: skip
         logits = [rows.cpu() for rows in logits]
         if self._drafting is not None:
-            self._drafting.cost.note(sum(map(len, given)), time.perf_counter() - began)
+            self._drafting.cost.note(sum(map(len, fed)), time.perf_counter() - began)
         for job, (draft, draft_s), rows in zip(jobs, drafts, logits, strict=True):
             accepting = functools.partial(self._accepted, job, draft, rows, draft_s, len(jobs))
             self._guarded([job.entry], accepting)
@@ -345,10 +345,10 @@ class Loop:
             job.draft.note(guessed, right, draft_s, self._drafting.cost, batch)
             self.counts["draft_tokens_accepted_total"] += right
             self.counts["draft_tokens_rejected_total"] += guessed - right
-        for one in said:
+        for answer in said:
             if job.entry is None:  # what was guessed behind its end is nothing
                 break
-            self._say(job, one)
+            self._say(job, answer)
 
     def _decode_window(self, job: Job) -> None:
         """By itself: its older tokens are brought back for one pass only."""

@@ -64,14 +64,14 @@ class Sampler:
 
     def take(self, token: int, logits: torch.Tensor) -> Chosen:
         """It is the next, behind these logits."""
-        own = self.sampling
+        wanted = self.sampling
         self._counts[token] += 1
-        self._seen.add(token) if own.repetition_penalty != 1 else None
+        self._seen.add(token) if wanted.repetition_penalty != 1 else None
         if self.matcher is not None:
             self.matcher.take(token)
-        if own.logprobs is None:
+        if wanted.logprobs is None:
             return Chosen(token)
-        return chosen(logits.float(), token, own.logprobs)
+        return chosen(logits.float(), token, wanted.logprobs)
 
     # Where randomness comes from, for kvclient.hf.speculation too.
 
@@ -85,17 +85,19 @@ class Sampler:
         return self._allowed(self._penalised(logits.float()))
 
     def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
-        own = self.sampling
-        if not (own.logit_bias or own.presence_penalty or own.frequency_penalty or self._seen):
+        wanted = self.sampling
+        if not (wanted.logit_bias or wanted.presence_penalty or wanted.frequency_penalty or self._seen):
             return scores
         scores = scores.clone()
         if self._seen:
             ids = torch.tensor(sorted(self._seen))
             held = scores[ids]
-            scores[ids] = torch.where(held > 0, held / own.repetition_penalty, held * own.repetition_penalty)
+            scores[ids] = torch.where(
+                held > 0, held / wanted.repetition_penalty, held * wanted.repetition_penalty
+            )
         for token, count in self._counts.items():
-            scores[token] -= own.presence_penalty + own.frequency_penalty * count
-        for token, bias in own.logit_bias.items():
+            scores[token] -= wanted.presence_penalty + wanted.frequency_penalty * count
+        for token, bias in wanted.logit_bias.items():
             scores[token] += bias
         return scores
 
@@ -103,16 +105,16 @@ class Sampler:
         return scores if self.matcher is None else self.matcher.mask(scores)
 
     def _shares(self, scores: torch.Tensor) -> torch.Tensor:
-        own = self.sampling
-        scores = scores / own.temperature
-        if own.top_k and own.top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(own.top_k).values[-1], float("-inf"))
+        wanted = self.sampling
+        scores = scores / wanted.temperature
+        if wanted.top_k and wanted.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(wanted.top_k).values[-1], float("-inf"))
         probabilities = scores.softmax(-1)
-        if own.min_p:
-            probabilities = probabilities.masked_fill(probabilities < own.min_p * probabilities.max(), 0)
-        if own.top_p < 1:
+        if wanted.min_p:
+            probabilities = probabilities.masked_fill(probabilities < wanted.min_p * probabilities.max(), 0)
+        if wanted.top_p < 1:
             ordered, places = probabilities.sort(descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= own.top_p] = 0
+            ordered[ordered.cumsum(-1) - ordered >= wanted.top_p] = 0
             probabilities = torch.zeros_like(probabilities).scatter_(0, places, ordered)
         return probabilities
 

@@ -38,8 +38,13 @@ class Windowing:
     @property
     def most_tokens(self) -> int:
         """That it ever holds."""
-        own = self.window
-        return max(self.head_tokens, own.sink_tokens) + own.older + 2 * own.recent + 2 * own.codec.group
+        window = self.window
+        return (
+            max(self.head_tokens, window.sink_tokens)
+            + window.older
+            + 2 * window.recent
+            + 2 * window.codec.group
+        )
 
 
 class WindowedCache:
@@ -90,5 +95,3 @@ class WindowedCache:
         return SavedState(
             self._kv.client, lambda: self._kv.identity, name, self._windowing.window, PRIORITY
         )  # fmt: skip
-
-

@@ -47,14 +47,14 @@ class Run:
         self.began, self.first_at = time.perf_counter(), 0.0
         self.asking = asking
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        own = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self.choices: list[Choice] = []
         self._jobs: list[Job] = []
         for ask in asks:
             base = len(self.choices)
 
             def tell(index: int, event: Event, base: int = base) -> None:
-                own.call_soon_threadsafe(self._events.put_nowait, (base + index, event))
+                loop.call_soon_threadsafe(self._events.put_nowait, (base + index, event))
 
             jobs = asking.jobs(ask, salt, tell)
             self._jobs += jobs
@@ -171,7 +171,7 @@ def chat_whole(run: Run) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(run.choices):
         message, finish = chat_message(choice)
-        said = {"content": [spelled(run, one) for one in choice.tokens]}
+        said = {"content": [spelled(run, chosen) for chosen in choice.tokens]}
         logprobs = said if choice.ask.sampling.logprobs is not None else None
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
     return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
@@ -257,12 +257,12 @@ def wants_usage(run: Run) -> bool:
     return options is not None and options.include_usage
 
 
-def spelled(run: Run, one: Chosen) -> dict[str, Any]:
+def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
     def word(token: int, logprob: float | None) -> dict[str, Any]:
         text = run.asking.tokenizer.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    return {**word(one.token, one.logprob), "top_logprobs": [word(*pair) for pair in one.top]}
+    return {**word(chosen.token, chosen.logprob), "top_logprobs": [word(*pair) for pair in chosen.top]}
 
 
 # ---------------------------------------------------------------- completions
@@ -288,15 +288,15 @@ def listed(run: Run, choice: Choice) -> dict[str, Any]:
     rows: list[tuple[int, Chosen | None]] = []
     if choice.ask.echo and choice.prompt is not None:
         rows += list(zip(choice.ask.prompt, choice.prompt.logprobs, strict=True))
-    rows += [(one.token, one) for one in choice.tokens]
+    rows += [(chosen.token, chosen) for chosen in choice.tokens]
     words = [decode([token]) for token, _ in rows]
     offsets, at = [], 0
     for word in words:
         offsets.append(at)
         at += len(word)
-    tops = [{decode([token]): p for token, p in one.top} if one else None for _, one in rows]
-    own = [one.logprob if one else None for _, one in rows]
-    return {"tokens": words, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+    tops = [{decode([token]): p for token, p in chosen.top} if chosen else None for _, chosen in rows]
+    logprobs = [chosen.logprob if chosen else None for _, chosen in rows]
+    return {"tokens": words, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 async def completion_stream(run: Run) -> AsyncIterator[dict[str, Any]]:

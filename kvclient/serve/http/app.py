@@ -241,15 +241,15 @@ class Bounded:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        given, length = headers.get("x-request-id", ""), headers.get("content-length", "")
-        usable = given.isascii() and given.isprintable() and 0 < len(given) <= 128
-        ident, began = given if usable else uuid.uuid4().hex, time.perf_counter()
+        wanted_id, length = headers.get("x-request-id", ""), headers.get("content-length", "")
+        usable = wanted_id.isascii() and wanted_id.isprintable() and 0 < len(wanted_id) <= 128
+        ident, began = wanted_id if usable else uuid.uuid4().hex, time.perf_counter()
 
         async def numbered(message: Any) -> None:
             if message["type"] == "http.response.start":
                 took = str(int(1000 * (time.perf_counter() - began)))
-                own = [(b"x-request-id", ident.encode()), (b"openai-processing-ms", took.encode())]
-                message = {**message, "headers": [*message["headers"], *own]}
+                added = [(b"x-request-id", ident.encode()), (b"openai-processing-ms", took.encode())]
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         if scope["method"] == "POST" and not length.isdigit():

@@ -138,8 +138,8 @@ class Asking:
 
     def _windowing(self, request: ChatRequest, tools: Sequence[Any], prompt: list[int]) -> Windowing | None:
         """Where in the prompt its system prompt ends, and the turn before the last question."""
-        own, given = request.window, request.chat_template_kwargs or {}
-        if own is None:
+        kept, keywords = request.window, request.chat_template_kwargs or {}
+        if kept is None:
             return None
         if request.kv_codec is not None:
             raise unsupported("kv_codec", "a window has a codec of its own")
@@ -150,7 +150,7 @@ class Asking:
             if not count:
                 return 0
             try:
-                told = self.chat_tokens(request.messages[:count], tools, given, opened=False)
+                told = self.chat_tokens(request.messages[:count], tools, keywords, opened=False)
             except ApiError:  # a template that wants a question behind
                 return 0
             return next((i for i, pair in enumerate(zip(told, prompt, strict=False)) if pair[0] != pair[1]),
@@ -159,7 +159,7 @@ class Asking:
         roles = [message.role for message in request.messages]
         answered = max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
         head = first(1) if roles[0] in ("system", "developer") else 0
-        window = Window(own.recent, own.older, codec=Kivi.named(own.codec))
+        window = Window(kept.recent, kept.older, codec=Kivi.named(kept.codec))
         return Windowing(window, head, first(answered))
 
     def completion(self, request: CompletionRequest) -> list[Ask]:
@@ -179,7 +179,9 @@ class Asking:
         wanted = 16 if request.max_tokens is None else request.max_tokens
         if wanted == 0 and not request.echo:
             raise ApiError(400, "max_tokens=0 has an answer only with echo", param="max_tokens")
-        return [self._ask(self.tokens(one), wanted, sampling, request, echo=request.echo) for one in prompts]
+        return [
+            self._ask(self.tokens(prompt), wanted, sampling, request, echo=request.echo) for prompt in prompts
+        ]
 
     def responses(self, request: ResponsesRequest) -> list[Ask]:
         messages = request.input
@@ -206,7 +208,7 @@ class Asking:
         return list(ids)
 
     def chat_tokens(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), given: dict[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), keywords: dict[str, Any] | None = None,
         opened: bool = True,
     ) -> list[int]:  # fmt: skip
         """By the model's chat template. opened: with what opens the answer. given: the template's own
@@ -214,16 +216,16 @@ class Asking:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
-        own = sorted(set(given or ()) & self._template_words)
-        if own:  # a template of the client's own is a program that may run for hours
-            raise unsupported(f"chat_template_kwargs.{own[0]}")
+        reserved = sorted(set(keywords or ()) & self._template_words)
+        if reserved:  # a template of the client's own is a program that may run for hours
+            raise unsupported(f"chat_template_kwargs.{reserved[0]}")
         plain = [message.plain() for message in messages]
         spelled = [tool.model_dump(exclude_none=True) for tool in tools] or None
         if spelled and "tools" not in str(self.tokenizer.chat_template):
             plain = with_tools(plain, spelled)
         try:
             text = self.tokenizer.apply_chat_template(
-                plain, tools=spelled, add_generation_prompt=opened, tokenize=False, **(given or {})
+                plain, tools=spelled, add_generation_prompt=opened, tokenize=False, **(keywords or {})
             )
         except Exception as error:  # a template is a program of the model's author
             raise ApiError(400, f"the chat template refuses these messages: {error}") from error
@@ -345,4 +347,3 @@ def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> l
     if out and out[0]["role"] == "system":
         return [{"role": "system", "content": f"{out[0]['content']}\n\n{told}"}, *out[1:]]
     return [{"role": "system", "content": told}, *out]
-

@@ -60,6 +60,6 @@ class Reasoning:
 
 def parted(text: str, opened: bool) -> tuple[str | None, str]:
     """(the reasoning, the answer) of a whole text; None where it has none."""
-    own = Reasoning(opened)
-    first, then = own.add(text), own.end()
+    reasoning = Reasoning(opened)
+    first, then = reasoning.add(text), reasoning.end()
     return first[0] + then[0] or None, first[1] + then[1]

@@ -57,10 +57,10 @@ class ForcedCall:
 
 def forced_call(text: str) -> list[dict[str, Any]]:
     """The same of a whole text, as OpenAI's tool_calls; empty where it ended before the name did."""
-    own = ForcedCall()
-    deltas = own.add(text, ended=True)
+    call = ForcedCall()
+    deltas = call.add(text, ended=True)
     arguments = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas)
-    return [_spelled(own.name, arguments)] if deltas else []
+    return [_spelled(call.name, arguments)] if deltas else []
 
 
 def _spelled(name: str, arguments: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class SpokenCalls:
         if not self._started:
             met += [(blank, mark) for mark in AT_START if self._held.startswith(mark, blank)]
         if met:
-            at, mark = min(met, key=lambda one: (one[0], -len(one[1])))
+            at, mark = min(met, key=lambda found: (found[0], -len(found[1])))
             if mark == "[" and LISTED.startswith(self._held[at:]) and not ended:
                 return False
             before = self._held[:at].rstrip()  # white space before a call is not shown

@@ -80,7 +80,7 @@ class Router:
 
     def _changed(self, server: Server, store: str) -> None:
         """What nobody who is there reads is not there."""
-        read = {one.load.store for one in self.servers if one.up}
+        read = {server.load.store for server in self.servers if server.up}
         for name in {store, server.load.store} - read:
             self.prefixes.forget(name)
 
@@ -140,14 +140,14 @@ class Router:
             self.counts["asked_again_total"] += 1
 
     def _able(self, model: Any, tried: set[str]) -> list[Server]:
-        up = [one for one in self.servers if one.up]
-        known = {one.model for one in up}
+        up = [server for server in self.servers if server.up]
+        known = {server.model for server in up}
         if model is not None and model not in known and up:
             there = ", ".join(sorted(map(str, known)))
             text = f"the model {model!r:.100} does not exist; these servers have {there}"
             raise ApiError(404, text, code="model_not_found", param="model")
-        able = [one for one in up if one.load.name not in tried and model in (None, one.model)]
-        return [one for one in able if not one.prefills] or able
+        able = [server for server in up if server.load.name not in tried and model in (None, server.model)]
+        return [server for server in able if not server.prefills] or able
 
     async def _prefill(
         self, load: Load, model: Any, pieces: list[bytes], matched: Counter[str], scope: Any, body: bytes
@@ -156,8 +156,12 @@ class Router:
         path, held = scope["raw_path"], matched.get(load.store, 0)
         if not worth(path, len(pieces), held, self._prefill_bytes):
             return
-        there = [one for one in self.servers if one.up and one.prefills and model in (None, one.model)]
-        server = prefiller([one for one in there if one.load is not load], load)
+        there = [
+            server
+            for server in self.servers
+            if server.up and server.prefills and model in (None, server.model)
+        ]
+        server = prefiller([candidate for candidate in there if candidate.load is not load], load)
         if server is None:
             return
         done = await prefill(server, path, _passed_headers(scope), body)
@@ -180,7 +184,7 @@ class Router:
         if matched or len(stores) < 2 or len(pieces) < LEAST_PIECES or scope["path"] == "/v1/warm":
             return matched
         self.counts["asked_what_is_held_total"] += 1
-        told = await asyncio.gather(*(_held(one, scope, body) for one in stores.values()))
+        told = await asyncio.gather(*(_held(store, scope, body) for store in stores.values()))
         for store, share in zip(stores, told, strict=True):
             if count := math.ceil(share * len(pieces)):
                 matched[store] = count
@@ -193,15 +197,15 @@ class Router:
         server.load.asked += 1
         try:
             for fresh in (False, True):  # a connection that lay idle may have been closed a moment ago
-                one = await server.connection()
-                idle = one.used > 0
+                exchange = await server.connection()
+                idle = exchange.used > 0
                 try:
-                    return await _passed(one, server, scope, body, back, last)
+                    return await _passed(exchange, server, scope, body, back, last)
                 except ServerLost:
                     if fresh or not idle or back.begun:
                         raise
                 finally:
-                    server.done(one)
+                    server.done(exchange)
         except ServerLost as error:
             self.counts["lost_total"] += 1
             if back.begun:
@@ -216,19 +220,19 @@ class Router:
     async def _models(self, scope: Any, back: Back) -> None:
         """Those of all servers; a key that one refuses is refused."""
         models: dict[str, Any] = {}
-        for server in [one for one in self.servers if one.up]:
+        for server in [server for server in self.servers if server.up]:
             with contextlib.suppress(ServerLost, TimeoutError, ValueError):
                 status, body = await server.small(b"GET", b"/v1/models", _passed_headers(scope), b"", 5.0)
                 if status != 200:
                     return await back.raw(status, [(b"content-type", b"application/json")], body)
-                models |= {one["id"]: one for one in json.loads(body)["data"]}
+                models |= {model_card["id"]: model_card for model_card in json.loads(body)["data"]}
         return await back.json(200, {"object": "list", "data": list(models.values())})
 
     def _told(self) -> list[dict[str, Any]]:
         return [
-            {"url": one.url, "up": one.up, "prefills": one.prefills, "model": one.model,
-             "under_way": one.load.under_way, "asked": one.load.asked, "lost": one.lost_total}
-            for one in self.servers
+            {"url": server.url, "up": server.up, "prefills": server.prefills, "model": server.model,
+             "under_way": server.load.under_way, "asked": server.load.asked, "lost": server.lost_total}
+            for server in self.servers
         ]  # fmt: skip
 
     def _metrics(self) -> str:
@@ -238,10 +242,10 @@ class Router:
         kinds = {"up": "gauge", "under_way": "gauge", "asked_total": "counter", "lost_total": "counter"}
         for name, kind in kinds.items():
             lines.append(f"# TYPE kvclient_route_server_{name} {kind}")
-            for one in self.servers:
-                values = (int(one.up), one.load.under_way, one.load.asked, one.lost_total)
+            for server in self.servers:
+                values = (int(server.up), server.load.under_way, server.load.asked, server.lost_total)
                 value = dict(zip(kinds, values, strict=True))[name]
-                lines.append(f'kvclient_route_server_{name}{{server="{one.load.name}"}} {value}')
+                lines.append(f'kvclient_route_server_{name}{{server="{server.load.name}"}} {value}')
         return "\n".join(lines) + "\n"
 
 
@@ -292,20 +296,20 @@ class Back:
 
 
 async def _passed(
-    one: Exchange, server: Server, scope: Any, body: bytes, back: Back, last: bool
+    exchange: Exchange, server: Server, scope: Any, body: bytes, back: Back, last: bool
 ) -> bool:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    head = await one.ask(scope["method"].encode(), target, _passed_headers(scope), body)
+    head = await exchange.ask(scope["method"].encode(), target, _passed_headers(scope), body)
     headers = [(n, v) for n, v in head.headers if n not in NOT_RETURNED]
     headers.append((b"x-kv-server", server.load.name.encode()))
     if any(name == b"content-length" for name, _ in headers):
-        whole = await _whole(one, head)
+        whole = await _whole(exchange, head)
         if head.status_code in BUSY and not last:
             back.busy = (head.status_code, headers, whole)
             return False
         await back.raw(head.status_code, headers, whole)
         return True
-    async for data in one.data():  # until the first bytes are there, another server can be asked
+    async for data in exchange.data():  # until the first bytes are there, another server can be asked
         if not back.begun:
             await back.begin(head.status_code, headers)
         await back.more(data)
@@ -315,9 +319,9 @@ async def _passed(
     return True
 
 
-async def _whole(one: Exchange, head: h11.Response) -> bytes:
+async def _whole(exchange: Exchange, head: h11.Response) -> bytes:
     parts, length = [], 0
-    async for data in one.data():
+    async for data in exchange.data():
         parts.append(data)
         length += len(data)
         if length > MOST_ANSWER_BYTES:

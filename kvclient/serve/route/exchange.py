@@ -42,12 +42,12 @@ class Exchange:
         """Sends a request; returns the head of its answer. headers: without Host and Content-Length."""
         assert self._writer is not None, "open() comes first"
         host, port = self._place
-        own = [(b"host", f"{host}:{port}".encode()), *headers]
+        fields = [(b"host", f"{host}:{port}".encode()), *headers]
         if body or method == b"POST":
-            own.append((b"content-length", str(len(body)).encode()))
+            fields.append((b"content-length", str(len(body)).encode()))
         self.used += 1
         try:
-            sent = self._http.send(h11.Request(method=method, target=target, headers=own))
+            sent = self._http.send(h11.Request(method=method, target=target, headers=fields))
             sent = (sent or b"") + (self._http.send(h11.Data(data=body)) or b"" if body else b"")
             self._writer.write(sent + (self._http.send(h11.EndOfMessage()) or b""))
             await self._writer.drain()

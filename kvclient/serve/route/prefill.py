@@ -25,9 +25,9 @@ def worth(path: bytes, pieces: int, held: int, least_bytes: int) -> bool:
 
 def prefiller(servers: Sequence[Server], answers: Load) -> Server | None:
     """Who computes a prompt for this one: of its own store, if there is such a one; the least busy."""
-    own = [one for one in servers if one.load.store == answers.store] or list(servers)
-    load = choose([one.load for one in own], {}, 0)
-    return next((one for one in own if one.load is load), None)
+    nearest = [server for server in servers if server.load.store == answers.store] or list(servers)
+    load = choose([server.load for server in nearest], {}, 0)
+    return next((server for server in nearest if server.load is load), None)
 
 
 async def prefill(server: Server, path: bytes, headers: Headers, body: bytes) -> bool:

@@ -61,8 +61,8 @@ def pieces_of(body: dict[str, Any], who: str) -> list[bytes]:
     """
     cache = body.get("cache")
     salt = cache.get("salt", "") if isinstance(cache, dict) else ""
-    own = json.dumps([who, str(salt), str(body.get("model"))])
-    digest, text, out = hashlib.sha256(own.encode()).digest(), _prompt(body), []
+    scope = json.dumps([who, str(salt), str(body.get("model"))])
+    digest, text, out = hashlib.sha256(scope.encode()).digest(), _prompt(body), []
     for at in range(0, min(len(text), MOST_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         digest = hashlib.sha256(digest + text[at : at + PIECE_BYTES]).digest()[:16]
         out.append(digest)
@@ -72,23 +72,23 @@ def pieces_of(body: dict[str, Any], who: str) -> list[bytes]:
 def _prompt(body: dict[str, Any]) -> bytes:
     """What a template makes the prompt of, in its order; of several prompts the first."""
     if "messages" in body:
-        given: Any = [body.get("tools") or None, body["messages"]]
+        content: Any = [body.get("tools") or None, body["messages"]]
     elif "input" in body:
-        given = [body.get("instructions"), body["input"]]
+        content = [body.get("instructions"), body["input"]]
     else:
-        given = body.get("prompt")
-        several = isinstance(given, list) and given and not isinstance(given[0], int)
-        given = given[0] if several else given
+        content = body.get("prompt")
+        several = isinstance(content, list) and content and not isinstance(content[0], int)
+        content = content[0] if several else content
     # Values only, and no closing brackets but at the end: a longer list begins with the bytes of a shorter.
-    return "\0".join(_leaves(given)).encode(errors="surrogatepass")
+    return "\0".join(_leaves(content)).encode(errors="surrogatepass")
 
 
-def _leaves(given: Any) -> Iterable[str]:
-    if isinstance(given, dict):
-        for name in sorted(given, key=lambda name: (name != "role", name)):
-            yield from _leaves(given[name])
-    elif isinstance(given, list):
-        for one in given:
-            yield from _leaves(one)
-    elif given is not None:
-        yield str(given)
+def _leaves(content: Any) -> Iterable[str]:
+    if isinstance(content, dict):
+        for name in sorted(content, key=lambda name: (name != "role", name)):
+            yield from _leaves(content[name])
+    elif isinstance(content, list):
+        for part in content:
+            yield from _leaves(part)
+    elif content is not None:
+        yield str(content)

@@ -57,21 +57,21 @@ class Server:
         """To be given back with done(). Raises ServerLost."""
         now = time.monotonic()
         while self._idle:
-            since, one = self._idle.pop()
-            if now - since < IDLE_S and not one.stale:
-                self._open.add(one)
-                return one
-            one.close()
-        one = Exchange(self.host, self.port)
-        await one.open()
-        self._open.add(one)
-        return one
+            since, exchange = self._idle.pop()
+            if now - since < IDLE_S and not exchange.stale:
+                self._open.add(exchange)
+                return exchange
+            exchange.close()
+        exchange = Exchange(self.host, self.port)
+        await exchange.open()
+        self._open.add(exchange)
+        return exchange
 
-    def done(self, one: Exchange) -> None:
+    def done(self, exchange: Exchange) -> None:
         """Kept where its answer was read to the end, closed where not."""
-        self._open.discard(one)
-        if one.again():
-            self._idle.append((time.monotonic(), one))
+        self._open.discard(exchange)
+        if exchange.again():
+            self._idle.append((time.monotonic(), exchange))
             while len(self._idle) > MOST_IDLE:
                 self._idle.pop(0)[1].close()
 
@@ -80,23 +80,23 @@ class Server:
     ) -> tuple[int, bytes]:
         """(status, body) of a short answer. Raises ServerLost, TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            one = await self.connection()
+            exchange = await self.connection()
             try:
-                head, read = await one.ask(method, target, headers, body), b""
-                async for part in one.data():
+                head, read = await exchange.ask(method, target, headers, body), b""
+                async for part in exchange.data():
                     read += part
                     if len(read) > MOST_SMALL_BYTES:
                         raise ServerLost(f"an answer to {target!r} of more than {MOST_SMALL_BYTES} bytes")
                 return head.status_code, read
             finally:
-                self.done(one)
+                self.done(exchange)
 
     def lose(self) -> None:
         """It is not there: whoever waits for an answer of it hears ServerLost."""
         self.lost_total += self.up
         self.up = False
-        for one in [*self._open, *(one for _, one in self._idle)]:
-            one.close()
+        for exchange in [*self._open, *(idle for _, idle in self._idle)]:
+            exchange.close()
         self._idle.clear()
 
     async def probe(self, timeout_s: float) -> bool:
