@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvstored import _core
 
-MAGIC, VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 2, 64, 32
+MAGIC, VERSION, OLDEST_VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 2, 2, 64, 32
 MOST_KEYS = 64
 MOST_PAYLOAD = 1 << 30  # of a layer
 HEAD = struct.Struct("<IHHIIQII")
@@ -122,12 +122,21 @@ def _proof(salt: bytes, side: bytes, hello: bytes, challenge: bytes) -> bytes:
     return hmac.digest(salt, side + hello + challenge, hashlib.sha256)
 
 
+def spoken_with(hello: bytes) -> int | None:
+    """The highest version that who said this and we speak; None: there is none."""
+    version, oldest = struct.unpack_from("<II", hello)
+    spoken = min(version, VERSION)
+    return spoken if spoken >= max(oldest or version, OLDEST_VERSION) else None
+
+
 def introduce(stream: Stream, node: str, space: str, salt: bytes, expected: str) -> None:
     """As the one that connects. Raises Broken."""
-    hello = struct.pack("<II", VERSION, 0) + _name(node) + _name(space) + os.urandom(32)
+    hello = struct.pack("<II", VERSION, OLDEST_VERSION) + _name(node) + _name(space) + os.urandom(32)
     stream.send(frame(HELLO, hello))
     said = stream.expect(CHALLENGE, 8 + NAME_BYTES + 32 + 32)
     challenge, proof = said[:-32], said[-32:]
+    if not OLDEST_VERSION <= struct.unpack_from("<I", challenge)[0] <= VERSION:
+        raise Broken("it speaks another version")
     if challenge[8 : 8 + NAME_BYTES] != _name(expected):
         raise Broken(f"it is not {expected}")
     if not hmac.compare_digest(proof, _proof(salt, b"s", hello, challenge)):
@@ -140,9 +149,10 @@ def admit(stream: Stream, node: str, salts: Mapping[str, bytes], expected: str) 
     """As the one that was called: the namespace that `expected` wants. Raises Broken for anybody else."""
     hello = stream.expect(HELLO, 8 + 2 * NAME_BYTES + 32)
     space = hello[8 + NAME_BYTES : 8 + 2 * NAME_BYTES].rstrip(b"\0").decode(errors="replace")
-    known = space in salts and hello[8 : 8 + NAME_BYTES] == _name(expected)
+    spoken = spoken_with(hello)
+    known = space in salts and spoken is not None and hello[8 : 8 + NAME_BYTES] == _name(expected)
     salt = salts[space] if known else os.urandom(32)  # a stranger's way is the same
-    challenge = struct.pack("<II", VERSION, 0) + _name(node) + os.urandom(32)
+    challenge = struct.pack("<II", spoken or VERSION, 0) + _name(node) + os.urandom(32)
     stream.send(frame(CHALLENGE, challenge + _proof(salt, b"s", hello, challenge)))
     right = hmac.compare_digest(stream.expect(PROOF, 32), _proof(salt, b"c", hello, challenge))
     if not right or not known:

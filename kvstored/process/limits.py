@@ -14,6 +14,9 @@ from kvstored.errors import StartupError
 
 SPARE_DESCRIPTORS = 16  # for a few clients and transfers
 SESSION_DESCRIPTORS = 3  # of a session: its socket, its process, its page
+# Of a peer and a namespace, each way: the streams that there always are, and at most, and one that tells.
+PEER_DESCRIPTORS, MOST_PEER_DESCRIPTORS = 2 * (4 + 1), 2 * (16 + 1)
+STRANGERS = 32 + 2  # on the port for peers, and the port itself
 
 
 def own_memory_bytes() -> int:
@@ -37,7 +40,8 @@ def need_descriptors(config: Config) -> None:
     a signal."""
     needed = len(os.listdir("/proc/self/fd")) - 1 + _own_descriptors(config) + SPARE_DESCRIPTORS
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed + 2 * SESSION_DESCRIPTORS * config.max_sessions
+    more_streams = _shares(config) * (MOST_PEER_DESCRIPTORS - PEER_DESCRIPTORS)
+    wanted = needed + 2 * SESSION_DESCRIPTORS * config.max_sessions + more_streams
     if 0 <= limit < wanted:
         limit = wanted if hard < 0 else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -60,7 +64,13 @@ def connections_within(config: Config, descriptors_each: int) -> int:
 def _own_descriptors(config: Config) -> int:
     disks = len(config.disks)
     of_namespace = 8 + (2 + 3 * disks if disks else 0)
-    return 19 + len(config.namespaces) * of_namespace  # with those for guests and metrics
+    of_peers = _shares(config) * PEER_DESCRIPTORS + (STRANGERS if config.listen else 0)
+    return 19 + len(config.namespaces) * of_namespace + of_peers  # with those for guests and metrics
+
+
+def _shares(config: Config) -> int:
+    """Peers, once for each namespace that is shared with them."""
+    return len(config.peer) * sum(namespace.share != "none" for namespace in config.namespaces)
 
 
 def end_within(limit_s: float, last: Callable[[], None]) -> None:

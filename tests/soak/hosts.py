@@ -21,12 +21,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvclient.errors import KVClientError
+from kvclient.errors import InvalidArgument, KVClientError, LayoutLost
 from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
 from kvstored.v1 import admin_pb2
 from tests.conformance.grpc_door import GrpcClient
@@ -58,6 +59,8 @@ class Worker(threading.Thread):
                         self._step(client, layouts)
                         self.steps += 1
             except (KVClientError, OSError) as error:
+                if isinstance(error, InvalidArgument) and not isinstance(error, LayoutLost):
+                    self._soak.problems.append(f"{self.name}: {error!r}\n{traceback.format_exc()[-1500:]}")
                 self._soak.met[type(error).__name__] += 1
                 self._soak.over.wait(0.02)
             except BaseException as error:

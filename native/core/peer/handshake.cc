@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/base/error.h"
@@ -36,6 +37,12 @@ bool same(const Secret& a, const uint8_t (&b)[32]) {  // in a time that says not
   return differs == 0;
 }
 
+// The highest version that both ends speak; both have signed what was said, so nobody in between can lower it.
+std::optional<uint32_t> version_with(const Hello& hello) {
+  const uint32_t oldest = hello.oldest ? hello.oldest : hello.version, spoken = std::min(hello.version, kVersion);
+  return spoken >= std::max(oldest, kOldestVersion) ? std::optional(spoken) : std::nullopt;
+}
+
 Frame frame(Kind kind) { return {.kind = static_cast<uint16_t>(kind)}; }
 
 [[noreturn]] void refuse(Channel& channel, const char* why) {
@@ -62,13 +69,15 @@ Secret hmac_sha256(const Secret& key, std::span<const uint8_t> message) {
 void introduce(Channel& channel, const std::string& node, const std::string& space, const Secret& salt,
                const std::string& expected_node) {
   Hello hello{};
-  hello.version = kVersion;
+  hello.version = kVersion, hello.oldest = kOldestVersion;
   set_name(hello.node, node), set_name(hello.space, space);
   random_bytes(hello.nonce, sizeof hello.nonce);
   channel.put(frame(Kind::Hello), bytes_of(hello));
   channel.flush();
   const auto challenge = channel.take_value<Challenge>(Kind::Challenge, kHandshakeMs);
-  if (challenge.version != kVersion) throw Broken(Broken::Why::Refused, "it speaks version " + std::to_string(challenge.version));
+  if (challenge.version < kOldestVersion || challenge.version > kVersion)
+    throw Broken(Broken::Why::Refused, "it speaks version " + std::to_string(challenge.version) + ", this host " +
+                                           std::to_string(kOldestVersion) + " to " + std::to_string(kVersion));
   if (name_of(challenge.node) != expected_node) throw Broken(Broken::Why::Refused, "it is not " + expected_node);
   if (!same(proof_of(salt, 's', hello, challenge), challenge.proof))
     throw Broken(Broken::Why::Refused, "its salt is another, or it does not share the namespace");
@@ -83,12 +92,13 @@ void introduce(Channel& channel, const std::string& node, const std::string& spa
 std::string admit(Channel& channel, const std::string& node,
                   const std::function<std::optional<Secret>(const std::string&, const std::string&)>& secret_of) {
   const auto hello = channel.take_value<Hello>(Kind::Hello, kHandshakeMs);
+  const std::optional<uint32_t> spoken = version_with(hello);
   const std::string space = name_of(hello.space);
   std::optional<Secret> salt = secret_of(space, name_of(hello.node));
   const bool known = salt.has_value();
   if (!known) random_bytes(salt.emplace().data(), sizeof(Secret));  // takes the same way as a wrong salt
   Challenge challenge{};
-  challenge.version = kVersion;
+  challenge.version = spoken.value_or(kVersion);  // one that knows none of ours says so
   set_name(challenge.node, node);
   random_bytes(challenge.nonce, sizeof challenge.nonce);
   const Secret mine = proof_of(*salt, 's', hello, challenge);
@@ -97,7 +107,7 @@ std::string admit(Channel& channel, const std::string& node,
   channel.flush();
   const auto proof = channel.take_value<Proof>(Kind::Proof, kHandshakeMs);
   const bool right = same(proof_of(*salt, 'c', hello, challenge), proof.proof);
-  if (!right || !known || hello.version != kVersion) refuse(channel, "a stranger");
+  if (!right || !known || !spoken) refuse(channel, "a stranger");
   channel.put(frame(Kind::Welcome), {});
   channel.flush();
   return space;

@@ -8,8 +8,8 @@
 
 namespace kv::peer {
 
-inline constexpr uint32_t kMagic = 0x3150564b;  // "KVP1"
-inline constexpr uint32_t kVersion = 2;
+inline constexpr uint32_t kMagic = 0x3150564b;               // "KVP1"
+inline constexpr uint32_t kVersion = 2, kOldestVersion = 2;  // both are said; the highest that both ends know is spoken
 inline constexpr size_t kMaxName = 63;
 inline constexpr uint32_t kMaxKeysPerFetch = 64;
 inline constexpr uint64_t kMaxControlBytes = 16 << 10;  // payload of every frame but Meta and Layer, whose size the layout says
@@ -48,13 +48,13 @@ struct Frame {
 };
 
 struct Hello {
-  uint32_t version, reserved;
+  uint32_t version, oldest;  // 0: no other than `version`
   char node[kMaxName + 1];
   char space[kMaxName + 1];  // the namespace
   uint8_t nonce[32];
 };
 struct Challenge {
-  uint32_t version, reserved;
+  uint32_t version, oldest;  // what is spoken from here on; 0
   char node[kMaxName + 1];
   uint8_t nonce[32];
   uint8_t proof[32];

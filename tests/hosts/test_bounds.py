@@ -1,0 +1,53 @@
+"""What peers may take of a host: descriptors that the limit has room for, and sixteen streams to each, which a
+prompt that nobody finishes does not block for others.
+"""
+
+import contextlib
+import sys
+
+import pytest
+
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
+from tests.conftest import DaemonFailed
+from tests.hosts.hosts import Hosts, free_port
+from tests.hosts.test_peers import put
+
+MOST_STREAMS = 16
+
+
+def test_a_limit_on_open_files_that_the_peers_do_not_fit_in_is_said_at_the_start(daemon, tmp_path):
+    hosts = Hosts(daemon, tmp_path)
+    for i in range(30):
+        hosts[0].args += ["--peer", f"m{i}=127.0.0.1:{free_port()}"]
+    hosts[0].command = ["prlimit", "--nofile=300:300", sys.executable]
+    with pytest.raises(DaemonFailed, match="limit on open files is 300, this configuration needs"):
+        hosts[0].start()
+    hosts[0].command = ["prlimit", "--nofile=300:2000", sys.executable]
+    hosts[0].start()
+
+
+def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(daemon, tmp_path, wait_until):
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    keys, others = new_keys(MOST_STREAMS + 4), new_keys(8)
+    with hosts[0].connect() as writer, hosts[1].connect() as reader, contextlib.ExitStack() as held:
+        put(writer, others)
+        claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+        for index in range(len(keys)):
+            target = claimed[index].layer(0)
+            target[...] = pattern(claimed[index].key, 0, target.shape)
+            claimed[index].mark_layer(0)
+        for key in keys[: MOST_STREAMS - 1]:  # one after the other, so that each has a stream of its own
+            assert held.enter_context(reader.get([key], follow=True, wait_s=30))[0].layers_ready == 1
+        assert hosts.peers(1)["n0"]["streams"] >= MOST_STREAMS - 1
+        for key in others:
+            with reader.get([key], wait_s=30) as found:
+                check(found[0])
+        late = reader.prefetch(keys[MOST_STREAMS - 1 :])
+        assert late == 5 and hosts.peers(1)["n0"]["streams"] <= MOST_STREAMS
+        for index in range(len(keys)):
+            fill(claimed[index])
+        claimed.seal()
+        with reader.get(keys, wait_s=30) as found:
+            for block in found:
+                check(block)
+    assert hosts.peers(1)["n0"]["fetched"] == len(keys) + len(others)
