@@ -1,5 +1,5 @@
-"""What peers may take of a host: descriptors that the limit has room for, and sixteen streams to each, which a
-prompt that nobody finishes does not block for others.
+"""What peers may take of a host: descriptors that the limit has room for, and sixteen streams to each, which
+a prompt that nobody finishes does not block for others.
 """
 
 import contextlib

@@ -46,5 +46,6 @@ def test_the_highest_that_both_know_is_spoken(daemon_and_salt, newest, oldest, s
 
 
 def test_we_too_say_the_highest_of_both():
-    for newest, oldest, spoken in ((NOW, NOW, NOW), (NOW + 3, NOW, NOW), (NOW + 3, NOW + 1, None), (1, 0, None)):
+    theirs = ((NOW, NOW, NOW), (NOW + 3, NOW, NOW), (NOW + 3, NOW + 1, None), (1, 0, None))
+    for newest, oldest, spoken in theirs:
         assert frames.spoken_with(struct.pack("<II", newest, oldest)) == spoken
