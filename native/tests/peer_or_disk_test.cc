@@ -1,5 +1,6 @@
-// Goal: a block that lies on this host's disk is asked of another host exactly when that is known to have it and the disk is known to
-// be much slower; whoever cannot give it, the other is asked. Method: a store with a disk and a peer that only count what is asked.
+// Goal: a block that lies on this host's disk is asked of another host exactly when that is known to have it and the disk is
+// known to be much slower; whoever cannot give it, the other is asked. Method: a store with a disk and a peer that only count
+// what is asked.
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 
@@ -47,7 +48,7 @@ TEST(the_disk_is_passed_over_only_for_a_peer_that_is_much_sooner) {
     return std::pair(disk.asked, peer.asked);
   };
   const auto disk_only = std::pair(1u, 0u), peer_only = std::pair(0u, 1u), both = std::pair(1u, 1u);
-  CHECK(asks() == disk_only);  // nothing is known of the disk's speed
+  CHECK(asks() == disk_only);            // nothing is known of the disk's speed
   figures.load_bytes_per_s = 100 << 20;  // 10 ms for what they are compared by
   CHECK(asks() == peer_only);
   peer.seconds = 0.004;  // sooner, and not by much
