@@ -98,17 +98,17 @@ class Process:
 def processes(hosts: dict[str, hosts_here.Host]) -> Iterator[dict[str, Process]]:
     made = {name: Process(host, str(example_model.ensure())) for name, host in hosts.items()}
     try:
-        for one in made.values():
-            one.ready()
+        for host in made.values():
+            host.ready()
         yield made
     finally:
-        for one in made.values():
-            one.end()
+        for host in made.values():
+            host.end()
 
 
 def wait_up(host: hosts_here.Host, *others: str) -> None:
     end = time.monotonic() + UP_S
-    while not all(host.peers().get(one, {}).get("state") == "up" for one in others):
+    while not all(host.peers().get(other, {}).get("state") == "up" for other in others):
         if time.monotonic() > end:
             raise SystemExit(f"{host.name} does not reach {others}: {host.peers()}")
         time.sleep(0.05)
@@ -134,9 +134,9 @@ def main() -> int:
 
         def ask(name: str, what: str) -> None:
             nonlocal right
-            before = {peer: one["fetched"] for peer, one in hosts[name].peers().items()}
+            before = {peer: figures["fetched"] for peer, figures in hosts[name].peers().items()}
             said = at[name].ask(text)
-            after = {peer: one["fetched"] for peer, one in hosts[name].peers().items()}
+            after = {peer: figures["fetched"] for peer, figures in hosts[name].peers().items()}
             taken = "+".join(peer for peer in after if after[peer] > before.get(peer, 0)) or "-"
             same = said["tokens"] == plain["tokens"]
             right &= same

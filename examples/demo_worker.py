@@ -36,12 +36,12 @@ def run(model, tokenizer, kv, document: str, question: str, new_tokens: int, sto
 
     start = tokenizer.encode(document)
     ids = torch.tensor([[*start, *tokenizer.encode(question)]])
-    given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
     if store:
-        output = model.generate(ids, max_new_tokens=new_tokens, **given)
+        output = model.generate(ids, max_new_tokens=new_tokens, **options)
     else:
         with kv.bypass():
-            output = model.generate(ids, max_new_tokens=new_tokens, **given)
+            output = model.generate(ids, max_new_tokens=new_tokens, **options)
     last = kv.last
     return {
         "text": tokenizer.decode(output[0, ids.shape[1] :]),

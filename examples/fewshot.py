@@ -9,9 +9,13 @@ INPUTS = ["the disk is full", "the daemon answers", "a key is missing"]
 
 def main() -> None:
     with engine(parser(__doc__).parse_args(), repair=None, block_tokens=32) as llm:
-        said = [one for one in text_of("execmodel", 1500).replace("\n", " ").split(". ") if len(one) > 40]
+        said = [
+            sentence
+            for sentence in text_of("execmodel", 1500).replace("\n", " ").split(". ")
+            if len(sentence) > 40
+        ]
         judged = zip(said, ["good", "bad"] * len(said), strict=False)
-        shots = "".join(f"Text: {one[:90]}\nVerdict: {verdict}\n\n" for one, verdict in judged)
+        shots = "".join(f"Text: {sentence[:90]}\nVerdict: {verdict}\n\n" for sentence, verdict in judged)
         prefix = len(llm.encode(shots))
         llm.warm(shots)
         for text in INPUTS:

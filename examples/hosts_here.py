@@ -142,7 +142,7 @@ class Host:
         """By name, as `kvstored peers --json` has them."""
         asked = [sys.executable, "-m", "kvstored", "peers", "--dir", str(self.dir), "--json"]
         said = subprocess.run(asked, capture_output=True, text=True).stdout
-        return {one["node"]: one for one in json.loads(said)["peers"]} if said else {}
+        return {peer["node"]: peer for peer in json.loads(said)["peers"]} if said else {}
 
     def end(self) -> None:
         if self.daemon and self.daemon.poll() is None:
@@ -182,12 +182,12 @@ def running(
         peers = {name: f"{network.address(name)}:{_port(network, name)}" for name in names}
         hosts = {}
         for name in names:
-            own = []
+            flags = []
             if secured:
                 certificate, key = test_ca.certificate(base / "tls", name)
-                own = ["--tls-cert", str(certificate), "--tls-key", str(key)]
-                own += ["--tls-ca", str(base / "tls/ca.pem")]
-            hosts[name] = Host(name, base, network, peers, common + own)
+                flags = ["--tls-cert", str(certificate), "--tls-key", str(key)]
+                flags += ["--tls-ca", str(base / "tls/ca.pem")]
+            hosts[name] = Host(name, base, network, peers, common + flags)
             stack.callback(hosts[name].end)
         for host in hosts.values():
             host.start()

@@ -80,7 +80,7 @@ def wait_up(directory: Path) -> None:
     for _ in range(200):
         asked = [sys.executable, "-m", "kvstored", "peers", "--dir", str(directory), "--json"]
         said = subprocess.run(asked, capture_output=True, text=True).stdout
-        if said and all(one["state"] == "up" for one in json.loads(said)["peers"]):
+        if said and all(peer["state"] == "up" for peer in json.loads(said)["peers"]):
             return
         time.sleep(0.05)
     raise SystemExit("the daemons do not reach each other")

@@ -26,14 +26,14 @@ def main() -> int:
     parser.add_argument("model", nargs="?", help="a model directory (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--port", default="8000")
     parser.add_argument("--memory", default="1GiB", help="of the daemon")
-    given = parser.parse_args()
+    chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    directory = given.model or str(example_model.ensure())
+    directory = chosen.model or str(example_model.ensure())
     with tempfile.TemporaryDirectory(prefix="kvstored-serve-") as home, contextlib.ExitStack() as ends:
         run = Path(home) / "run"
-        daemon = [sys.executable, "-m", "kvstored", "serve", "--dir", str(run), "--memory", given.memory]
+        daemon = [sys.executable, "-m", "kvstored", "serve", "--dir", str(run), "--memory", chosen.memory]
         daemon.append("--discard")  # its directory goes with it: nobody would find its memory again
-        server = [sys.executable, "-m", "kvclient.serve", directory, "--dir", str(run), "--port", given.port]
+        server = [sys.executable, "-m", "kvclient.serve", directory, "--dir", str(run), "--port", chosen.port]
         for command in (daemon, server):
             process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
             ends.callback(process.wait)

@@ -26,8 +26,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="kvstored-example-") as home, own_daemon.running(home):
         again = [sys.executable, __file__, *sys.argv[1:], "--dir", home]
-        for own in (["--first"], []):
-            subprocess.run([*again, *own], check=True)
+        for arguments in (["--first"], []):
+            subprocess.run([*again, *arguments], check=True)
 
 
 if __name__ == "__main__":

@@ -179,20 +179,20 @@ def load(clients: list[subprocess.Popen[str]]) -> None:
         client.stdout.readline()  # or it has ended, which tell() reports
 
 
-def run(home: pathlib.Path, given: argparse.Namespace) -> list[str]:
+def run(home: pathlib.Path, chosen: argparse.Namespace) -> list[str]:
     """What was not as expected."""
     wrong: list[str] = []
-    builds = [another_build(home, f"1.0.{number}") for number in range(given.upgrades + 1)]
+    builds = [another_build(home, f"1.0.{number}") for number in range(chosen.upgrades + 1)]
     daemon = start_daemon(home, builds[0])
     clients: list[subprocess.Popen[str]] = []
     try:
-        clients += [start_client(home) for _ in range(given.clients)]
+        clients += [start_client(home) for _ in range(chosen.clients)]
         for build in builds[1:]:
             load(clients)
             before = status(home)
-            daemon, down_s = upgrade(home, daemon, build, given.kill)
+            daemon, down_s = upgrade(home, daemon, build, chosen.kill)
             after = status(home)
-            adopted = all(one["adopted"] for one in after["namespaces"])
+            adopted = all(namespace["adopted"] for namespace in after["namespaces"])
             print(
                 f"{before['version']} -> {after['version']}: no daemon for {down_s * 1000:.0f} ms, "
                 + ("blocks kept" if adopted else "BLOCKS LOST")
@@ -201,8 +201,8 @@ def run(home: pathlib.Path, given: argparse.Namespace) -> list[str]:
                 wrong.append(f"the daemon {build.name} started without the blocks of {before['version']}")
             if after["version"] != build.name:
                 wrong.append(f"version {after['version']} answers, not {build.name}")
-            if down_s > given.limit_s:
-                limit = f"the limit is {given.limit_s:g} s (--limit-s)"
+            if down_s > chosen.limit_s:
+                limit = f"the limit is {chosen.limit_s:g} s (--limit-s)"
                 wrong.append(f"there was no daemon for {down_s:.2f} s; {limit}")
         load(clients)
         for number, client in enumerate(clients):
@@ -250,14 +250,14 @@ def main() -> int:
         "--limit-s", type=float, default=10.0, metavar="SECONDS",
         help="longest time without a daemon; default 10, a quiet machine needs 0.2",
     )  # fmt: skip
-    given = parser.parse_args()
-    if given.work:
-        print(json.dumps(work(given.work)))
+    chosen = parser.parse_args()
+    if chosen.work:
+        print(json.dumps(work(chosen.work)))
         return 0
     with tempfile.TemporaryDirectory(prefix="kvstored-upgrade-") as home:
-        wrong = run(pathlib.Path(home), given)
-    for one in wrong:
-        print(f"NOT AS EXPECTED: {one}")
+        wrong = run(pathlib.Path(home), chosen)
+    for fault in wrong:
+        print(f"NOT AS EXPECTED: {fault}")
     print("" if wrong else "all as expected")
     return 1 if wrong else 0
 
