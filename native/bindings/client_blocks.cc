@@ -37,6 +37,7 @@ struct BlockView {
     check_range("layer", layer, 0, layout().num_layers() - 1);
     if (item().at.control.state() == State::Sealed) return;
     const uint32_t ready = batch->layers_ready(index);
+    if (ready <= layer && batch->lost(index)) raise("BlockLost", "the block's writer ended before it was whole");
     if (ready <= layer)
       raise("InvalidArgument", "layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) +
                                    " layers; wait_layer waits for it");

@@ -19,7 +19,9 @@ kvs_const_span layer_of(const kvs_blocks* blocks, size_t i, uint32_t layer) {
   const BlockBatch::Item& item = hit(blocks, i);
   if (layer >= item.layout->num_layers())
     refuse("layer is " + std::to_string(layer) + "; the block has " + std::to_string(item.layout->num_layers()));
-  if (const uint32_t ready = blocks->batch->layers_ready(i); ready <= layer)
+  const uint32_t ready = blocks->batch->layers_ready(i);
+  if (ready <= layer && blocks->batch->lost(i)) throw Error(Code::BlockLost, "the block's writer ended before it was whole");
+  if (ready <= layer)
     refuse("layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) +
            " layers; kvs_blocks_wait_layer waits for it");
   const uint32_t tokens = item.at.shape.tokens;

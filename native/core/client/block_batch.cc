@@ -68,6 +68,11 @@ uint32_t BlockBatch::layers_ready(size_t i) const {
   return std::min(progress_layers(word), item.layout->num_layers());
 }
 
+bool BlockBatch::lost(size_t i) const {
+  const Item& item = items_[i];
+  return !sealed(i) && attachment_->index.control(item.at.record).generation() != item.at.control.generation();
+}
+
 void BlockBatch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) const {
   const Item& item = items_[i];
   if (!item.layout) throw Error(Code::InvalidArgument, "the block was not found");

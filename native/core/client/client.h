@@ -49,6 +49,7 @@ class BlockBatch {
   const std::byte* bytes(size_t i) const { return attachment_->readable(items_[i].at.extent.offset); }
   bool sealed(size_t i) const;
   uint32_t layers_ready(size_t i) const;
+  bool lost(size_t i) const;  // its writer gave it up, or it is gone, before it was sealed
   // Waits until `layer` of block i is there. Throws BlockLost, DeadlineExceeded, InvalidArgument.
   void wait_layer(size_t i, uint32_t layer, const timespec& deadline) const;
   // Compares the layers with the checksums behind them. True if there are none to compare with.
