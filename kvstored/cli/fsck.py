@@ -1,5 +1,5 @@
 """`kvstored fsck`: the offline check of directories of blocks. Owns what is printed and the exit code; the
-check itself is native (`native/core/disk/fsck.h`). Never talks to a daemon.
+check itself is native (`native/core/files/fsck.h`). Never talks to a daemon.
 
 Invariant: without --repair nothing in the directories changes.
 """

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 
 #include "check.h"
-#include "core/disk/fsck.h"
+#include "core/files/fsck.h"
 #include "disk_hooks.h"
 
 namespace kv {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "check.h"
-#include "core/disk/fsck.h"
+#include "core/files/fsck.h"
 #include "tier_fixture.h"
 
 namespace kv {

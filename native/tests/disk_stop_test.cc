@@ -6,7 +6,7 @@
 // Proven against the tier as it was: all fail.
 #include "check.h"
 #include "core/base/polling.h"
-#include "core/disk/fsck.h"
+#include "core/files/fsck.h"
 #include "disk_hooks.h"
 
 namespace kv {

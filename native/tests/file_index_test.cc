@@ -1,7 +1,7 @@
 // Goal: the index of files agrees with a plain map through any sequence of additions and removals, its bytes are the sum of its
 // entries, it refuses what is above its bound, and old_one() prefers what was used long ago.
 
-#include "core/disk/file_index.h"
+#include "core/files/file_index.h"
 
 #include <map>
 

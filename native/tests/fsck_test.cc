@@ -1,7 +1,7 @@
 // Goal: a check finds every kind of damage to a directory of blocks and nothing else; a repair removes exactly that, so that a
 // second check finds nothing, and touches no name that is not ours.
 // Method: good blocks, one damage at a time from a table of every field, layer and boundary, and directories full of strays.
-#include "core/disk/fsck.h"
+#include "core/files/fsck.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

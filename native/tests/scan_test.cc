@@ -1,6 +1,6 @@
 // Goal: a scan finds every block, reports everything else by what it is, follows no link and holds few blocks at a time.
 // Method: directories made by hand with every kind of stray, and one with more files than a batch.
-#include "core/disk/scan.h"
+#include "core/files/scan.h"
 
 #include <sys/stat.h>
 

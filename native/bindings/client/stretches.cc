@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "bindings/client_buffers.h"
-#include "bindings/client_errors.h"
+#include "bindings/client/buffers.h"
+#include "bindings/client/errors.h"
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
 #include "core/files/faults.h"

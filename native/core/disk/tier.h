@@ -25,14 +25,14 @@
 #include <vector>
 
 #include "core/base/latency.h"
-#include "core/disk/file_index.h"
-#include "core/disk/scan.h"
 #include "core/disk/speed.h"
 #include "core/disk/staging.h"
 #include "core/files/block_file.h"
 #include "core/files/engine.h"
+#include "core/files/file_index.h"
 #include "core/files/files.h"
 #include "core/files/patient_files.h"
+#include "core/files/scan.h"
 #include "core/store/store.h"
 
 namespace kv {

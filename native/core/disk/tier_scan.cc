@@ -9,8 +9,8 @@
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
-#include "core/disk/scan.h"
 #include "core/disk/tier_steps.h"
+#include "core/files/scan.h"
 
 namespace kv {
 namespace {

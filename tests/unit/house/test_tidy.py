@@ -269,8 +269,6 @@ KERNELS_AND_TESTS = {"native/cpu", "native/cuda", "native/core/store", "native/t
 TOO_MANY = {  # to become two folders each; none of them may grow
     "kvclient/hf/attachment": 13,
     "kvclient/hf/request": 14,
-    "native/bindings": 17,
-    "native/core/disk": 14,
 }
 
 

@@ -8,16 +8,16 @@
 
 #include <cstring>
 
-#include "bindings/daemon_errors.h"
+#include "bindings/daemon/errors.h"
 #include "core/base/checksum.h"
 #include "core/session/session_server.h"
 
 namespace nb = nanobind;
 
-void bind_disk(nb::module_& m);   // daemon_disk.cc
-void bind_store(nb::module_& m);  // daemon_store.cc
-void bind_tier(nb::module_& m);   // daemon_tier.cc
-void bind_peers(nb::module_& m);  // daemon_peers.cc
+void bind_disk(nb::module_& m);   // disk.cc
+void bind_store(nb::module_& m);  // store.cc
+void bind_tier(nb::module_& m);   // tier.cc
+void bind_peers(nb::module_& m);  // peers.cc
 
 namespace {
 

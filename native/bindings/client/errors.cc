@@ -1,5 +1,5 @@
 // The module is imported at the first error: kvclient.errors needs nothing native, so there is no import cycle.
-#include "bindings/client_errors.h"
+#include "bindings/client/errors.h"
 
 #include <nanobind/nanobind.h>
 

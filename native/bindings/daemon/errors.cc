@@ -1,4 +1,4 @@
-#include "bindings/daemon_errors.h"
+#include "bindings/daemon/errors.h"
 
 #include <nanobind/nanobind.h>
 

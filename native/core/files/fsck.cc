@@ -1,4 +1,4 @@
-#include "core/disk/fsck.h"
+#include "core/files/fsck.h"
 
 #include <unistd.h>
 
@@ -15,9 +15,9 @@
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
-#include "core/disk/scan.h"
 #include "core/files/block_file.h"
 #include "core/files/files.h"
+#include "core/files/scan.h"
 
 namespace kv {
 namespace {

@@ -1,4 +1,4 @@
-#include "bindings/client_buffers.h"
+#include "bindings/client/buffers.h"
 
 #include <nanobind/ndarray.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "bindings/client_errors.h"
+#include "bindings/client/errors.h"
 
 namespace nb = nanobind;
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "bindings/client_buffers.h"
-#include "bindings/client_errors.h"
+#include "bindings/client/buffers.h"
+#include "bindings/client/errors.h"
 #include "bindings/without_gil.h"
 #include "core/base/checksum.h"
 #include "core/base/copy.h"

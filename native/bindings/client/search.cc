@@ -1,9 +1,9 @@
 // The client's search by content, for Python.
 #include <nanobind/nanobind.h>
 
-#include "bindings/client_buffers.h"
-#include "bindings/client_errors.h"
-#include "bindings/client_store.h"
+#include "bindings/client/buffers.h"
+#include "bindings/client/errors.h"
+#include "bindings/client/store.h"
 #include "bindings/without_gil.h"
 #include "core/client/search.h"
 

@@ -3,9 +3,9 @@
 
 #include <functional>
 
-#include "bindings/client_store.h"
+#include "bindings/client/store.h"
 
-void bind_keys(nanobind::module_& m);  // client_keys.cc
+void bind_keys(nanobind::module_& m);  // keys.cc
 
 NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // objects alive at exit are the user's business

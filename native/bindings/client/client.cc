@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "bindings/client_buffers.h"
-#include "bindings/client_errors.h"
-#include "bindings/client_store.h"
+#include "bindings/client/buffers.h"
+#include "bindings/client/errors.h"
+#include "bindings/client/store.h"
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
 
@@ -16,8 +16,8 @@ namespace nb = nanobind;
 
 namespace kv {
 
-nb::object make_blocks(std::shared_ptr<BlockBatch> batch);    // client_blocks.cc
-nb::object make_writer(std::shared_ptr<BlockWriter> grants);  // client_writer.cc
+nb::object make_blocks(std::shared_ptr<BlockBatch> batch);    // blocks.cc
+nb::object make_writer(std::shared_ptr<BlockWriter> grants);  // writer.cc
 BlockWriter* grants_of(nb::handle writer);
 
 namespace {

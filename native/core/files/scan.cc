@@ -1,4 +1,4 @@
-#include "core/disk/scan.h"
+#include "core/files/scan.h"
 
 #include <dirent.h>
 #include <fcntl.h>

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bindings/daemon_errors.h"
+#include "bindings/daemon/errors.h"
 #include "core/store/store.h"
 
 namespace nb = nanobind;

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "bindings/daemon_errors.h"
+#include "bindings/daemon/errors.h"
 #include "core/disk/tier.h"
 #include "core/files/faults.h"
 

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <functional>
 
-#include "bindings/client_buffers.h"
-#include "bindings/client_errors.h"
-#include "bindings/client_store.h"
+#include "bindings/client/buffers.h"
+#include "bindings/client/errors.h"
+#include "bindings/client/store.h"
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
 

@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "bindings/daemon_errors.h"
+#include "bindings/daemon/errors.h"
 #include "core/base/error.h"
 #include "core/peer/server.h"
 #include "core/peer/tier.h"

@@ -4,9 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "bindings/daemon_errors.h"
-#include "core/disk/fsck.h"
-#include "core/disk/scan.h"
+#include "bindings/daemon/errors.h"
+#include "core/files/fsck.h"
+#include "core/files/scan.h"
 
 namespace nb = nanobind;
 

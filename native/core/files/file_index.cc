@@ -1,4 +1,4 @@
-#include "core/disk/file_index.h"
+#include "core/files/file_index.h"
 
 #include <bit>
 
