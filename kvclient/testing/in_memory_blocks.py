@@ -183,10 +183,10 @@ class BlockView:
 
     def _ready(self, layer: int) -> Span:
         check_bounds("layer", layer, 0, self._record.geometry.num_layers - 1)
-        if layer >= self._record.layers_ready:
-            there = self._record.layers_ready
-            if self._record.state == ZOMBIE:
-                raise BlockLost("the block's writer ended before it was whole")
+        there = self._record.layers_ready
+        if self._record.state == ZOMBIE and there < self._record.geometry.num_layers:
+            raise BlockLost("the block's writer ended before it was whole")
+        if layer >= there:
             raise InvalidArgument(
                 f"layer {layer} of a followed block with {there} layers; wait_layer waits for it"
             )
