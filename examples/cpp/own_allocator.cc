@@ -1,5 +1,6 @@
 // An engine with an allocator of its own: it divides a region of the store's memory into buffers, publishes blocks out of them,
-// and finds them again as every other process does. own_allocator DIRECTORY, of a running daemon; prints what it did.
+// and finds them again as every other process does. Buffers anywhere are copied; blocks that lie as the store has them are sealed
+// where they are. own_allocator DIRECTORY, of a running daemon; prints what it did.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -72,6 +73,36 @@ void check_layers(const kvstored::Blocks& blocks) {
   }
 }
 
+// A second way: slots as long as a block, with the layers where the store has them. Nothing is copied.
+void seal_in_place(kvstored::Client& client, std::uint32_t layout_id) {
+  const std::uint64_t slot = client.block_bytes(layout_id).value();
+  auto region = client.register_region(kBlocks * slot).value();
+  std::vector<kvstored::Key> keys;
+  std::vector<std::uint64_t> slots;
+  for (std::size_t block = 0; block < kBlocks; ++block) {
+    keys.push_back(key_of(1000 + block));
+    slots.push_back((kBlocks - 1 - block) * slot);
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const kvstored::Buffer place = client.block_layer(layout_id, layer).value();
+      for (std::uint32_t kv = 0; kv < 2; ++kv)
+        std::ranges::fill(region.memory().subspan(slots[block] + place.offset + kv * kBufferBytes, kBufferBytes),
+                          content(block, layer, kv));
+    }
+  }
+  const auto results = region.seal(keys, layout_id, slots).value();
+  expect(std::ranges::all_of(results, [](std::uint8_t r) { return r == KVS_SEALED; }), "all are sealed where they lie");
+  {
+    const auto blocks = client.get(keys, {.verify = true}).value();
+    check_layers(blocks);
+    const auto held = region.give_back(std::span(keys).first(1)).value();
+    expect(held[0] == KVS_STILL_READ, "a slot that is read is not given back");
+  }
+  const auto back = region.give_back(keys).value();
+  expect(std::ranges::all_of(back, [](std::uint8_t r) { return r == KVS_TAKEN; }), "all slots are the allocator's again");
+  expect(client.lookup(keys).value()[0] == KVS_MISSING, "and nobody finds what was there");
+  std::cout << kBlocks << " blocks sealed where they lie, read, and their slots taken back\n";
+}
+
 void run(const char* directory) {
   auto client = kvstored::Client::connect({.directory = directory}).value();
   const kvs_layout layout{kLayers, 2, 2, 8, KVS_FLOAT16, kTokens, 0, 0, nullptr};
@@ -110,6 +141,7 @@ void run(const char* directory) {
   expect(!missing.hit(0) && !missing.layer(0, 0), "a miss is a value, an error has a text");
   std::cout << "error: " << missing.layer(0, 0).error().text << "\n";
   std::cout << kBlocks << " blocks of " << kLayers << " layers: put, found, read, given back\n";
+  seal_in_place(client, layout_id);
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 """A region: memory of the pool that a client's own allocator divides, and blocks published out of it.
 
-Owns the extent, the rules for what may be named in it, and the blocks some of whose layers are still to come.
-The daemon never looks inside. Publishing copies the named buffers into a block of its own, so that a sealed
-block cannot be changed by whoever goes on using the region, and is evicted and given back by itself.
+Owns the rules for what may be named in it, and the blocks some of whose layers are still to come. The daemon
+never looks inside. A block whose buffers lie as its layout says is sealed where it is, if that is wanted, and
+its memory is the allocator's again once it was given back; of any other the buffers are copied into a block
+of its own, so that a sealed block cannot be changed by whoever goes on using the region.
 Invariant: no byte outside the region is read, whatever offsets are named; an item that is refused changes no
-other.
+other; memory of a block that is sealed here is not given out again before give_back() says so.
 """
 
 from __future__ import annotations
@@ -18,27 +19,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Geometry, Layout
-from kvclient.checks import check_bounds
-from kvclient.errors import BlockLost, Closed, InvalidArgument, KVClientError, NoSpace, Unavailable
+from kvclient import _core
+from kvclient.blocks.layout import LAYER_ALIGN, PAGE_BYTES, Geometry, round_up
+from kvclient.checks import check_bounds, whole_seconds
+from kvclient.errors import (
+    BlockLost,
+    Closed,
+    Detached,
+    InvalidArgument,
+    KVClientError,
+    LayoutLost,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from kvclient.client.client import KVClient
 
 AXES = ("layer", "kv", "part")
 ALIGNMENT = 64  # bytes; of offsets in a region
-UNITS = (4096, 1 << 16, 1 << 20)
-MAX_REGION_BYTES = UNITS[-1] * MAX_BLOCK_TOKENS
-NO_WRITER = "unavailable"
+MAX_PARTS = 1 << 16
+MAX_REGION_BYTES = 1 << 46
 
 
 class Registered(NamedTuple):
     """What became of one item. word: "sealed"; "open", its other layers are awaited; "exists", "pending" or
     "no_space", as create says it; "lost", its layers of before are gone with a daemon; "unavailable"; or
-    "refused", and why."""
+    "refused", and why. in_place: it was sealed where it lies; if not, though that was wanted, `reason` says
+    why it was copied."""
 
     word: str
     reason: str = ""
+    in_place: bool = False
 
 
 @dataclass
@@ -60,19 +71,9 @@ class Region:
     def __init__(self, client: KVClient, length: int) -> None:
         check_bounds("length", length, 1, MAX_REGION_BYTES)
         self.length, self._client, self._pid = length, client, os.getpid()
-        unit = next(unit for unit in UNITS if length <= unit * MAX_BLOCK_TOKENS)
-        layout = Layout(
-            num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1,
-            block_tokens=MAX_BLOCK_TOKENS, meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(unit,),
-            name="region",
-        )  # fmt: skip
-        key, tokens = os.urandom(32), -(-length // unit)  # nobody asks for it, and it is never sealed
-        self._extent = client.create([key], client.register_layout(layout), token_counts=[tokens])
-        if self._extent.results == [NO_WRITER]:
-            raise Unavailable("there is no daemon to give a region")
-        if self._extent.results != ["granted"]:
-            raise NoSpace(f"no run of {length} bytes in one piece is free for a region")
-        self._array: np.ndarray | None = self._extent[0].layer(0).reshape(-1)[:length]
+        ask = client._again if client._native is None else client._call
+        self._native = ask(lambda native: _core.Region(native, length))
+        self._array: np.ndarray | None = np.frombuffer(self._native.view, np.uint8)
         self._lock = threading.RLock()
         self._open: dict[bytes, _Open] = {}
 
@@ -97,8 +98,13 @@ class Region:
         token_counts: Sequence[int] | None = None,
         priority: int = 35,
         ttl_s: float | None = None,
+        in_place: bool = False,
     ) -> list[Registered]:
         """Publishes a block for each key, from where its buffers lie in the region.
+
+        in_place: a block with all its layers, whose buffers lie as buffers_at() says, is sealed there. Then
+        block_bytes() from its first buffer on are the block's: what stands between and behind the buffers is
+        written here, and nothing is to be written until give_back() answers "taken". Others are copied.
 
         buffers: integers [keys, …, 2], an (offset, size) for each place of three axes whose order `axes`
         says: of [layers, 2, 1] with ("layer", "kv", "part") buffers[k, 3, 1, 0] is the V of key k's layer
@@ -125,28 +131,122 @@ class Region:
                 for i, (place, tokens, name) in enumerate(zip(places, counts, names, strict=True))
             ]
             said = [Registered("refused", reason) if reason else None for reason in refusals]
-            fresh = [i for i, name in enumerate(names) if said[i] is None and name not in self._open]
-            if fresh:
-                writer = self._client.create(
-                    [names[i] for i in fresh], layout_id, priority, ttl_s, [counts[i] for i in fresh]
-                )
-                for at, (i, word) in enumerate(zip(fresh, writer.results, strict=True)):
-                    if word == "granted":
-                        self._open[names[i]] = _Open(
-                            writer, at, layout_id, counts[i], geometry.num_layers, set()
-                        )
-                    else:
-                        said[i] = Registered(word)
+            copied = (
+                self._seal_here(names, places, counts, layout_id, layers, said, priority, ttl_s)
+                if in_place
+                else {}
+            )
+            self._claim(names, counts, layout_id, said, priority, ttl_s)
             whole = [
                 name
                 for i, name in enumerate(names)
                 if said[i] is None and self._copy_in(i, name, places, layers, said)
             ]
             sealed = self._seal(whole)
-            return [
+            done = [
                 known or sealed.get(name) or Registered("open")
                 for known, name in zip(said, names, strict=True)
             ]
+            return [item._replace(reason=item.reason or copied.get(i, "")) for i, item in enumerate(done)]
+
+    def _claim(
+        self, names: list[bytes], counts: list[int], layout_id: int, said: list[Registered | None],
+        priority: int, ttl_s: float | None,
+    ) -> None:  # fmt: skip
+        """Memory of their own for those that are to be copied and have none yet."""
+        fresh = [i for i, name in enumerate(names) if said[i] is None and name not in self._open]
+        if not fresh:
+            return
+        layers = self._client._geometry(layout_id).num_layers
+        writer = self._client.create(
+            [names[i] for i in fresh], layout_id, priority, ttl_s, [counts[i] for i in fresh]
+        )
+        for at, (i, word) in enumerate(zip(fresh, writer.results, strict=True)):
+            if word == "granted":
+                self._open[names[i]] = _Open(writer, at, layout_id, counts[i], layers, set())
+            else:
+                said[i] = Registered(word)
+
+    def _seal_here(
+        self, names: list[bytes], places: np.ndarray, counts: list[int], layout_id: int, layers: range,
+        said: list[Registered | None], priority: int, ttl_s: float | None,
+    ) -> dict[int, str]:  # fmt: skip
+        """Seals what can be, fills `said`, and says of the others why they are copied."""
+        geometry = self._client._geometry(layout_id)
+        attachment, moved = self._client._ids
+        why, which = {}, []
+        for i, name in enumerate(names):
+            if said[i] is not None:
+                continue
+            if len(layers) < geometry.num_layers or name in self._open:
+                why[i] = "only some of its layers were given"
+            elif attachment != self._native.attachment:
+                why[i] = "the daemon is another one since the region was made"
+            elif not (why_not := _elsewhere(places[i], geometry, counts[i], self.length)):
+                which.append(i)
+            else:
+                why[i] = why_not
+        try:
+            words = self._native.seal(
+                moved.get(layout_id, layout_id), [names[i] for i in which],
+                [int(places[i, 0, 0, 0, 0]) for i in which], [counts[i] for i in which], priority,
+                whole_seconds(ttl_s),
+            )  # fmt: skip
+        except (LayoutLost, Unavailable, Detached) as error:
+            return why | dict.fromkeys(which, str(error))
+        for i, word in zip(which, words, strict=True):
+            if word == "no_space":
+                why[i] = "its memory is sealed already, or the daemon began anew since"
+            else:
+                said[i] = Registered(word, in_place=word == "sealed")
+        return why
+
+    def block_bytes(self, layout_id: int, tokens: int | None = None) -> int:
+        """What a block takes that is sealed in place: a multiple of 4096."""
+        geometry = self._client._geometry(layout_id)
+        return geometry.length(geometry.block_tokens if tokens is None else tokens)
+
+    def buffers_at(
+        self, layout_id: int, offsets: Sequence[int], tokens: int | None = None, parts: int = 1
+    ) -> np.ndarray:
+        """[offsets, layers, kv, parts, 2], where the buffers of blocks lie that can be sealed in place.
+
+        offsets: where each block begins, multiples of 4096, block_bytes() apart at least. Each layer is
+        divided evenly. Raises InvalidArgument if it cannot be.
+        """
+        geometry = self._client._geometry(layout_id)
+        count = geometry.block_tokens if tokens is None else tokens
+        check_bounds("tokens", count, 1, geometry.block_tokens)
+        check_bounds("parts", parts, 1, MAX_PARTS)
+        out = np.zeros((len(offsets), geometry.num_layers, geometry.kv_per_layer, parts, 2), np.int64)
+        for layer in range(geometry.num_layers):
+            size, rest = divmod(geometry.layer_length(layer, count), geometry.kv_per_layer * parts)
+            if rest or (size % ALIGNMENT and geometry.kv_per_layer * parts > 1):
+                raise InvalidArgument(
+                    f"layer {layer} of {geometry.layer_length(layer, count)} bytes cannot be divided into "
+                    f"{geometry.kv_per_layer * parts} buffers that begin on multiples of {ALIGNMENT}"
+                )
+            steps = np.arange(geometry.kv_per_layer * parts).reshape(geometry.kv_per_layer, parts) * size
+            out[:, layer, :, :, 0] = geometry.layer_offset(layer, count) + steps
+            out[:, layer, :, :, 1] = size
+        out[..., 0] += np.asarray(offsets, np.int64).reshape(-1, 1, 1, 1)
+        return out
+
+    def give_back(self, keys: Sequence[bytes]) -> list[str]:
+        """Takes blocks that were sealed in place out of the store, one by one, and says of each: "taken", its
+        memory is the allocator's; "held", somebody reads it, so ask again later; "gone", it was not sealed
+        here, or the store has evicted it: that memory is no part of the region any more. Raises Closed."""
+        _ = self.array
+        if os.getpid() != self._pid:
+            raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")
+        try:
+            return list(self._native.give_back([bytes(key) for key in keys]))
+        except (Unavailable, Detached) as error:
+            raise Unavailable(f"no daemon takes them out: {error}") from None
+
+    def is_sealed(self, offset: int, length: int) -> bool:
+        """Whether a byte of it is of a block that was sealed in place and not given back."""
+        return bool(self._native.is_sealed(offset, length))
 
     def _refusal(
         self, place: np.ndarray, geometry: Geometry, layers: range, tokens: int, name: bytes, layout_id: int
@@ -227,21 +327,37 @@ class Region:
             return len(known)
 
     def close(self) -> None:
-        """Gives the memory back, and what is open up. Sealed blocks stay. Idempotent. Whoever still has an
-        array of the region promises to write to it no more."""
+        """Gives the memory back, and what is open up. Sealed blocks stay, and are evicted as any others.
+        Idempotent. Whoever still has an array of the region promises to write to it no more."""
         with self._lock:
             if self._array is None:
                 return
             self.forget(list(self._open))
             self._array = None
-            with contextlib.suppress(KVClientError):
-                self._extent.abort()
+            self._native.close()
 
     def __enter__(self) -> Region:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str:
+    """Why a block with these buffers cannot be sealed where it is; "" if it can."""
+    base = int(place[0, 0, 0, 0])
+    if base % PAGE_BYTES:
+        return f"it begins at {base}, no multiple of {PAGE_BYTES}"
+    if base + geometry.length(tokens) > round_up(length, PAGE_BYTES):
+        return f"its {geometry.length(tokens)} bytes at {base} reach behind the region"
+    at = base
+    for layer, buffers in enumerate(place):
+        for offset, size in buffers.reshape(-1, 2).tolist():
+            if offset != at:
+                return f"a buffer of layer {layer} lies at {offset}; in place it would lie at {at}"
+            at += size
+        at = base + round_up(at - base, LAYER_ALIGN)
+    return ""
 
 
 def _in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:

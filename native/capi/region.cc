@@ -1,23 +1,20 @@
 // kvs_region: memory for the caller's own allocator, and blocks published out of it (kvclient.client.region is its like).
-// Publishing copies: a sealed block cannot be changed by whoever goes on using the region.
+// kvs_region_put copies; kvs_region_seal seals a block where it lies, which is not to be written to until it was given back.
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
-#include <random>
 #include <set>
 
 #include "capi/objects.h"
+#include "core/client/region.h"
 
 using namespace kv;
 using namespace kv::capi;
 
 namespace {
-
-constexpr std::array<uint64_t, 3> kUnits = {4096, 1 << 16, 1 << 20};
-constexpr uint64_t kMaxUnits = 65'535;
 
 // A block some of whose layers are still to come.
 struct Open {
@@ -34,9 +31,7 @@ using Pieces = std::vector<kvs_buffer>;
 
 struct kvs_region {
   kvs_client* client;
-  uint64_t length;
-  std::shared_ptr<BlockWriter> extent;
-  std::byte* data;
+  Region memory;
   pid_t process = ::getpid();
   std::mutex mutex = {};
   std::map<std::array<uint64_t, 4>, Open> open = {};
@@ -44,25 +39,6 @@ struct kvs_region {
 };
 
 namespace {
-
-void append(std::vector<uint8_t>& blob, uint32_t value) {
-  for (int shift = 0; shift < 32; shift += 8) blob.push_back(static_cast<uint8_t>(value >> shift));
-}
-
-std::vector<uint8_t> region_layout(uint64_t unit) {
-  std::vector<uint8_t> blob = {'K', 'V', 'L', '1'};
-  for (const uint32_t word : {1u, 1u, 1u, 1u, 0u, static_cast<uint32_t>(kMaxUnits), 0u, 0u, 0u, static_cast<uint32_t>(unit)})
-    append(blob, word);
-  for (const char letter : std::string("region")) blob.push_back(static_cast<uint8_t>(letter));
-  return blob;
-}
-
-Key random_key() {
-  std::random_device device;
-  Key key;
-  for (uint64_t& word : key.words) word = uint64_t{device()} << 32 | device();
-  return key;
-}
 
 std::shared_ptr<BlockWriter> create(kvs_client* client, std::span<const Key> keys, uint32_t layout_id,
                                     std::span<const uint32_t> tokens, uint32_t priority, uint32_t ttl_s) {
@@ -156,11 +132,11 @@ bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::v
     const uint32_t layer = first + static_cast<uint32_t>(i);
     if (layers[i].size() == 1) {
       writer.layer(begun.index, layer);
-      writer.copy_layer(begun.index, layer, region.data + layers[i][0].offset);
+      writer.copy_layer(begun.index, layer, region.memory.data() + layers[i][0].offset);
     } else {
       std::byte* to = writer.layer(begun.index, layer);
       for (const kvs_buffer& piece : layers[i]) {
-        std::memcpy(to, region.data + piece.offset, piece.length);
+        std::memcpy(to, region.memory.data() + piece.offset, piece.length);
         to += piece.length;
       }
     }
@@ -184,7 +160,7 @@ void refuse_items(kvs_region& region, const Put& put, uint8_t* results) {
   for (size_t i = 0; i < put.keys.size(); ++i) {
     std::string& why = region.refusals[i];
     if (!seen.insert(put.keys[i].words).second) why = "the key is twice in this call";
-    if (why.empty()) why = refusal_of_places(region.length, put.layers[i]);
+    if (why.empty()) why = refusal_of_places(region.memory.length(), put.layers[i]);
     const auto begun = region.open.find(put.keys[i].words);
     if (why.empty() && begun != region.open.end())
       why = refusal_of_begun(begun->second, put.layout_id, put.tokens[i], put.first, put.layers[i].size());
@@ -268,17 +244,7 @@ kvs_status kvs_register_region(kvs_client* client, uint64_t length, kvs_region**
     need(client, "client");
     need(region, "region");
     *region = nullptr;
-    const auto unit = std::find_if(kUnits.begin(), kUnits.end(), [&](uint64_t u) { return length <= u * kMaxUnits; });
-    if (length < 1 || unit == kUnits.end())
-      refuse("length is " + std::to_string(length) + "; it must be 1 to " + std::to_string(kUnits.back() * kMaxUnits));
-    const uint32_t layout = client->session.register_layout(region_layout(*unit));
-    const Key key = random_key();  // nobody asks for it, and it is never sealed
-    const auto tokens = static_cast<uint32_t>((length + *unit - 1) / *unit);
-    auto extent = create(client, {&key, 1}, layout, {&tokens, 1}, kDefaultPriority, 0);
-    if (extent->item(0).status != Grant::Granted)
-      throw Error(Code::NoSpace, "no run of " + std::to_string(length) + " bytes in one piece is free for a region");
-    std::byte* data = extent->bytes(0);
-    *region = new kvs_region{client, length, std::move(extent), data};
+    *region = client->session.call([&](Client& c) { return new kvs_region{client, Region(c, length)}; });
   });
 }
 
@@ -286,7 +252,6 @@ void kvs_region_free(kvs_region* region) {
   if (!region) return;
   if (region->process == ::getpid()) {
     for (const auto& [key, begun] : region->open) give_up(begun);
-    give_up({region->extent, 0, 0, 0});
   }
   delete region;
 }
@@ -295,7 +260,7 @@ kvs_status kvs_region_memory(kvs_region* region, kvs_span* bytes) {
   return guarded("kvs_region_memory", [&] {
     need(region, "region");
     need(bytes, "bytes");
-    *bytes = {region->data, region->length};
+    *bytes = {region->memory.data(), region->memory.length()};
   });
 }
 
@@ -339,6 +304,59 @@ kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t cou
         give_up(begun->second);
         region->open.erase(begun);
       }
+  });
+}
+
+kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id, const uint64_t* offsets,
+                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results) {
+  return guarded("kvs_region_seal", [&] {
+    need_own(region);
+    if (count) need(offsets, "offsets"), need(results, "results");
+    if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
+    const Layout layout = region->client->session.layout(layout_id);
+    std::vector<Region::Wanted> wanted;
+    const std::span<const Key> names = keys_of(keys, count);
+    for (size_t i = 0; i < count; ++i)
+      wanted.push_back({names[i], offsets[i], token_counts ? token_counts[i] : layout.block_tokens});
+    const auto grants = region->client->session.call([&](Client&) {
+      const auto [here, attachment] = region->client->session.layout_here(layout_id);
+      if (attachment != region->memory.attachment()) return std::vector<Grant>(count, Grant::NoSpace);
+      return region->memory.seal(here, wanted, priority, ttl_s);
+    });
+    static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE};
+    for (size_t i = 0; i < count; ++i) results[i] = kWords[static_cast<size_t>(grants[i])];
+  });
+}
+
+kvs_status kvs_region_give_back(kvs_region* region, const kvs_key* keys, size_t count, uint8_t* results) {
+  return guarded("kvs_region_give_back", [&] {
+    need_own(region);
+    if (count) need(results, "results");
+    const std::vector<Back> said = region->memory.give_back(keys_of(keys, count));
+    for (size_t i = 0; i < count; ++i) results[i] = static_cast<uint8_t>(said[i]);
+  });
+}
+
+kvs_status kvs_block_layer(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint32_t layer, kvs_buffer* place) {
+  return guarded("kvs_block_layer", [&] {
+    need(client, "client"), need(place, "place");
+    const Layout layout = client->session.layout(layout_id);
+    if (tokens == 0) tokens = layout.block_tokens;
+    if (tokens > layout.block_tokens || layer >= layout.num_layers())
+      refuse("layer " + std::to_string(layer) + " of " + std::to_string(tokens) + " tokens; the layout has " +
+             std::to_string(layout.num_layers()) + " layers and " + std::to_string(layout.block_tokens) + " tokens");
+    *place = {layout.layer_offset(layer, tokens), layout.layer_bytes(layer, tokens)};
+  });
+}
+
+kvs_status kvs_block_bytes(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint64_t* bytes) {
+  return guarded("kvs_block_bytes", [&] {
+    need(client, "client"), need(bytes, "bytes");
+    const Layout layout = client->session.layout(layout_id);
+    if (tokens == 0) tokens = layout.block_tokens;
+    if (tokens > layout.block_tokens)
+      refuse(std::to_string(tokens) + " tokens; the layout has " + std::to_string(layout.block_tokens));
+    *bytes = layout.extent_bytes(tokens);
   });
 }
 

@@ -150,14 +150,26 @@ TEST(random_messages_leave_the_daemon_as_it_was) {
       CHECK(raw->attach() == protocol::kOk);
     }
     std::vector<uint8_t> message;
-    const auto op = static_cast<uint16_t>(1 + random() % 10);
+    auto op = static_cast<uint16_t>(1 + random() % static_cast<uint16_t>(Op::kLast));
+    if (random() % 4 == 0) op = static_cast<uint16_t>(random() % 2 ? Op::Publish : Op::TakeBack);
     const auto count = static_cast<uint32_t>(random() % 4 ? random() % 4 : random());
     protocol::append(message, protocol::Request{random() % 50 ? protocol::kMagic : 0, op, 0, count, 1});
     if (op == static_cast<uint16_t>(Op::Create) && random() % 2) {
       protocol::append(message, protocol::CreateHead{0, 35, static_cast<uint32_t>(random()), 0});
       for (uint32_t k = 0; k < std::min(count, 4u); ++k)
         protocol::append(message,
-                         protocol::CreateItem{key(random() % 8 + 100), random(), static_cast<uint32_t>(random() % 20), 0, 0, 0});
+                         protocol::CreateItem{key(random() % 8 + 100), random() % 2, static_cast<uint32_t>(random() % 20), 0, 0,
+                                              static_cast<uint32_t>(random() % 3 ? 0 : random() % 300)});
+    } else if (op >= static_cast<uint16_t>(Op::Publish) && op <= static_cast<uint16_t>(Op::TakeBack) && random() % 8) {
+      protocol::append(message, protocol::RegionHead{0, 35, static_cast<uint32_t>(random() % 2), 0});
+      for (uint32_t k = 0; k < std::min(count, 4u); ++k) {
+        if (op == static_cast<uint16_t>(Op::Publish))
+          protocol::append(message, protocol::PublishItem{key(random() % 8 + 100), random() % 400 * kPageBytes,
+                                                          static_cast<uint32_t>(random() % 10), 0, key(random() % 8 + 108)});
+        else
+          protocol::append(message, protocol::TakeBackItem{key(random() % 8 + 116), random() % 2,
+                                                           static_cast<uint32_t>(random() % 40), 0, 1 + random() % 40});
+      }
     } else {
       for (uint64_t k = random() % 64; k > 0; --k)
         protocol::append(message, static_cast<uint32_t>(random() % 3 ? random() % 4 : random()));

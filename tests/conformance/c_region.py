@@ -60,6 +60,26 @@ class CRegion:
         ]
         return [Registered(WORDS[word], reason) for word, reason in zip(results, reasons, strict=True)]
 
+    def seal(self, keys: Any, layout_id: int, offsets: Any, token_counts: Any = None) -> list[str]:
+        names = split_keys(list(keys))
+        counts = None if token_counts is None else (c.c_uint32 * len(names))(*token_counts)
+        results = (c.c_uint8 * len(names))()
+        checked(
+            LIB.kvs_region_seal(
+                self._handle.pointer, _packed(names), c.c_size_t(len(names)), c.c_uint32(layout_id),
+                (c.c_uint64 * len(names))(*offsets), counts, c.c_uint32(35), c.c_uint32(0), results,
+            )
+        )  # fmt: skip
+        WRITTEN.update(dict.fromkeys(names, (layout_id, KNOWN[layout_id])))
+        return [WORDS[word] for word in results]
+
+    def give_back(self, keys: Any) -> list[str]:
+        names, results = split_keys(list(keys)), (c.c_uint8 * len(keys))()
+        checked(
+            LIB.kvs_region_give_back(self._handle.pointer, _packed(names), c.c_size_t(len(names)), results)
+        )
+        return [("taken", "held", "gone")[word] for word in results]
+
     def forget(self, keys: Any) -> None:
         names = split_keys(list(keys))
         checked(LIB.kvs_region_forget(self._handle.pointer, _packed(names), c.c_size_t(len(names))))

@@ -15,6 +15,7 @@ NB_MODULE(_core, m) {
   kv::bind_blocks(m);
   kv::bind_writer(m);
   kv::bind_client(m);
+  kv::bind_region(m);
   kv::bind_search(m);
   kv::bind_stretches(m);
 }

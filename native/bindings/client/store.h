@@ -34,12 +34,12 @@ void wait_with_signals(double timeout_s, const std::function<void(const timespec
 struct Memory {
   std::shared_ptr<BlockBatch> batch;  // with a pin of this block, given back at the end
   size_t index = 0;
-  std::shared_ptr<BlockWriter> grants;
+  std::shared_ptr<const void> grants;  // a writer, or a region
   std::byte* data = nullptr;
   uint64_t length = 0;
 
   Memory(std::shared_ptr<BlockBatch> from, size_t block, const std::byte* data, uint64_t length);  // raises Closed
-  Memory(std::shared_ptr<BlockWriter> from, std::byte* data, uint64_t length)
+  Memory(std::shared_ptr<const void> from, std::byte* data, uint64_t length)
       : grants(std::move(from)), data(data), length(length) {}
   Memory(Memory&& other) noexcept;
   ~Memory();
@@ -53,6 +53,7 @@ nanobind::object as_tensor(Memory&& memory, const Layout& layout, uint32_t token
 void bind_memory(nanobind::module_& m);
 void bind_blocks(nanobind::module_& m);
 void bind_writer(nanobind::module_& m);
+void bind_region(nanobind::module_& m);
 void bind_client(nanobind::module_& m);
 void bind_search(nanobind::module_& m);
 void bind_stretches(nanobind::module_& m);

@@ -39,11 +39,13 @@ enum class Op : uint16_t {
   Keep,
   AllowPins,
   Elsewhere,
-  kLast = Elsewhere
+  Publish,
+  TakeBack,
+  kLast = TakeBack
 };
-inline constexpr const char* kOpNames[] = {"attach",  "register_layout", "create", "seal",       "abort",
-                                           "lookup",  "delete",          "touch",  "stats",      "token",
-                                           "promote", "suspect",         "keep",   "allow_pins", "elsewhere"};
+inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create",    "seal",    "abort",    "lookup",
+                                           "delete", "touch",           "stats",     "token",   "promote",  "suspect",
+                                           "keep",   "allow_pins",      "elsewhere", "publish", "take_back"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -110,7 +112,7 @@ struct CreateItem {
   uint32_t tokens;
   uint32_t base_position;
   uint32_t parent;
-  uint32_t reserved;
+  uint32_t region_pages;  // a region so long; 0: a block. A daemon that knows of none grants a block
 };
 struct GrantItem {
   uint32_t record;
@@ -158,6 +160,40 @@ struct PinsWanted {
 // Elsewhere: count keys; a byte each, 1 if another host is known to have the block. Nobody is asked. A daemon that does not know
 // the operation refuses it.
 
+// Publish, TakeBack: a RegionHead and `count` items; the reply has a RegionItem each. A daemon that does not know these
+// operations refuses them.
+struct RegionHead {
+  uint32_t layout;  // of the blocks; of the region
+  uint32_t priority;
+  uint32_t ttl_s;
+  uint32_t reserved;
+};
+struct PublishItem {
+  Key key;
+  uint64_t offset;  // in the pool
+  uint32_t tokens;
+  uint32_t checksummed;
+  Key rest;  // of the part of the region that is left behind it
+};
+struct TakeBackItem {
+  Key key;          // of the part that it becomes
+  uint64_t region;  // the region's number
+  uint32_t record;
+  uint32_t reserved;
+  uint64_t generation;
+};
+inline constexpr uint32_t kNoRecord = ~0u;
+struct RegionItem {
+  uint32_t status;  // Grant; Back
+  uint32_t record;
+  uint64_t generation;
+  uint32_t opened;  // record of a part that is to be written from now on, kNoRecord: none
+  uint32_t ended;
+  uint64_t opened_generation;
+  uint64_t ended_generation;
+};
+
+static_assert(sizeof(RegionHead) == 16 && sizeof(PublishItem) == 80 && sizeof(TakeBackItem) == 56 && sizeof(RegionItem) == 40);
 static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8 && sizeof(PinsWanted) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&

@@ -34,6 +34,7 @@ struct CreateItem {
   uint32_t tokens = 0;
   uint32_t base_position = 0;
   uint32_t parent = 0;
+  uint32_t region_pages = 0;  // memory for a client's own allocator, so long; the fingerprint is its number. 0: a block
 };
 
 enum class Grant : uint8_t { Granted = 0, Exists = 1, Pending = 2, NoSpace = 3 };
@@ -50,6 +51,30 @@ struct CreateRequest {
   uint32_t ttl_s = 0;
   std::span<const CreateItem> items;
   bool loaded = false;  // from the file there is
+};
+
+// A block that lies, whole, at `offset` in memory that its writer was granted as a region.
+struct Publish {
+  CreateItem wanted;
+  uint64_t offset;
+  Key rest;  // of what is left of the region behind it
+  bool checksummed;
+};
+
+// Memory of a block that was published, for the region it lay in.
+struct TakeBack {
+  Handle block;
+  Key key;  // of what it becomes if it touches no other part of the region
+  uint64_t region;
+};
+
+enum class Back : uint8_t { Taken = 0, Held = 1, Gone = 2 };  // held: somebody reads it; gone: it is not the region's any more
+
+// What became of an item, and of the parts of its region that are still to be written: one more, one less.
+struct RegionChange {
+  static constexpr Handle kNone{~0u, 0};
+  uint8_t status = 0;  // Grant, Back
+  Handle block = kNone, opened = kNone, ended = kNone;
 };
 
 enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block

@@ -62,6 +62,36 @@ std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<
   return out;
 }
 
+std::vector<uint8_t> told(const std::vector<RegionChange>& changes) {
+  std::vector<uint8_t> out;
+  for (const RegionChange& one : changes)
+    append(out, protocol::RegionItem{one.status, one.block.record, one.block.generation, one.opened.record, one.ended.record,
+                                     one.opened.generation, one.ended.generation});
+  return out;
+}
+
+std::vector<uint8_t> publish(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
+  const auto head = body.take<protocol::RegionHead>();
+  const auto items = body.take<protocol::PublishItem>(count);
+  need_end(body);
+  if (head.priority > kMaxPriority)
+    throw Error(Code::InvalidArgument,
+                "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
+  std::vector<Publish> blocks;
+  for (const auto& item : items)
+    blocks.push_back({{.key = item.key, .tokens = item.tokens}, item.offset, item.rest, item.checksummed != 0});
+  return told(store.publish({session, head.layout, head.priority, head.ttl_s, {}}, blocks));
+}
+
+std::vector<uint8_t> take_back(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
+  const auto head = body.take<protocol::RegionHead>();
+  const auto items = body.take<protocol::TakeBackItem>(count);
+  need_end(body);
+  std::vector<TakeBack> blocks;
+  for (const auto& item : items) blocks.push_back({{item.record, item.generation}, item.key, item.region});
+  return told(store.take_back(session, head.layout, blocks));
+}
+
 // Reading, and what makes reading faster.
 bool reader_may(Op op) {
   switch (op) {
@@ -115,6 +145,8 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
     case Op::Create: return create(connection, request, body);
     case Op::Seal: return seal_or_abort(store, connection.session, true, request.count, body);
     case Op::Abort: return seal_or_abort(store, connection.session, false, request.count, body);
+    case Op::Publish: return publish(store, connection.session, request.count, body);
+    case Op::TakeBack: return take_back(store, connection.session, request.count, body);
     case Op::LookUp:
     case Op::Delete:
     case Op::Touch:
@@ -178,6 +210,7 @@ std::vector<uint8_t> SessionThread::create(Connection& connection, const protoco
   for (size_t i = 0; i < items.size(); ++i) {
     items[i].key = wanted[i].key, items[i].fingerprint = wanted[i].fingerprint;
     items[i].tokens = wanted[i].tokens, items[i].base_position = wanted[i].base_position, items[i].parent = wanted[i].parent;
+    items[i].region_pages = wanted[i].region_pages;
   }
 
   std::vector<uint8_t> out = seal_all(store_, connection.session, seals);

@@ -172,7 +172,7 @@ std::optional<uint64_t> Arena::allocate(uint64_t length, uint32_t record) {
 
 // Calls f(slab id, slot) for every slot that the extent overlaps. Stops early if f returns false.
 template <class F>
-void Arena::each_slot(Extent extent, F&& f) {
+void Arena::each_slot(Extent extent, F&& f) const {
   for (uint64_t at = extent.offset; at < extent.end();) {
     const uint32_t id = unit_slab_[at / unit_];
     KV_INVARIANT(id != kNobody);
@@ -259,17 +259,60 @@ bool Arena::claim(Extent extent, uint32_t record) {
     while (filled(unit) && unit + run <= last && filled(unit + run) && unit_slab_[unit + run] == kNobody) ++run;
     list(add_slab(unit, run, filled(unit) ? run * unit_ : kPageBytes));
   }
+  take_slots(extent, record);
+  return true;
+}
+
+// All of them are free. Those of a slab leave its list of free ones in one pass: a region has thousands.
+void Arena::take_slots(Extent extent, uint32_t record) {
   uint64_t slots_bytes = 0;
+  uint32_t at = kNobody;
+  auto leave = [&] {
+    if (at != kNobody) std::erase_if(slabs_[at].free, [&](uint32_t slot) { return slabs_[at].slots[slot] != kNobody; });
+  };
   each_slot(extent, [&](uint32_t id, uint32_t slot) {
+    if (id != at) leave(), at = id;
     Slab& slab = slabs_[id];
     slab.slots[slot] = record;
     slab.used += 1;
-    std::erase(slab.free, slot);
     slots_bytes += slot_extent(slab, slot).length;
     return true;
   });
+  leave();
   slack_ += slots_bytes - extent.length;
-  return true;
+}
+
+std::optional<uint64_t> Arena::allocate_pages(uint64_t length, uint32_t record) {
+  const auto units = static_cast<uint32_t>((length + unit_ - 1) / unit_);
+  const std::optional<uint32_t> first = find_units(units);
+  if (!first) return std::nullopt;
+  list(add_slab(*first, units, kPageBytes));
+  take_slots({*first * unit_, length}, record);
+  return *first * unit_;
+}
+
+uint32_t Arena::holder(Extent extent) const {
+  if (extent.length == 0 || extent.end() > units_ready_ * unit_) return kNobody;
+  uint32_t who = kNobody;
+  for (uint64_t at = extent.offset; at < extent.end();) {
+    const uint32_t id = unit_slab_[at / unit_];
+    if (id == kNobody) return kNobody;
+    const Slab& slab = slabs_[id];
+    const auto slot = static_cast<uint32_t>((at - slab.first_unit * unit_) / slab.slot_bytes);
+    const Extent there = slot_extent(slab, slot);
+    if (there.offset != at || there.end() > extent.end() || slab.slots[slot] == kNobody) return kNobody;
+    if (at != extent.offset && slab.slots[slot] != who) return kNobody;
+    who = slab.slots[slot], at = there.end();
+  }
+  return who;
+}
+
+void Arena::hand_over(Extent extent, uint32_t from, uint32_t to) {
+  each_slot(extent, [&](uint32_t id, uint32_t slot) {
+    KV_INVARIANT(slabs_[id].slots[slot] == from);
+    slabs_[id].slots[slot] = to;
+    return true;
+  });
 }
 
 std::vector<Arena::Piece> Arena::pieces(bool by_slab, uint64_t from, uint64_t to) const {
@@ -288,8 +331,13 @@ std::vector<Arena::Piece> Arena::pieces(bool by_slab, uint64_t from, uint64_t to
     const Slab& slab = slabs_[id];
     if (by_slab) out.push_back({{unit * unit_, slab.units * unit_}, {}});
     for (uint32_t slot = 0; slot < slab.slots.size(); ++slot) {
+      const uint32_t record = slab.slots[slot];
+      if (slot > 0 && record != kNobody && record == slab.slots[slot - 1]) {  // a region's, cut in pages: one piece
+        if (!by_slab) out.back().extent.length += slot_extent(slab, slot).length;
+        continue;
+      }
       if (!by_slab) out.push_back({slot_extent(slab, slot), {}});
-      if (slab.slots[slot] != kNobody) out.back().records.push_back(slab.slots[slot]);
+      if (record != kNobody) out.back().records.push_back(record);
     }
     unit += slab.units;
   }

@@ -35,6 +35,12 @@ class Arena {
   void release(Extent extent, uint32_t record);
   void prefetch(Extent extent) const;  // what release() will touch
 
+  // As allocate(), but cut in pages from the start, so that its parts can be handed over one by one: a region.
+  std::optional<uint64_t> allocate_pages(uint64_t length, uint32_t record);
+  // Who holds all of the extent, in slots that end where it ends; kNobody: no one does, or they do not.
+  uint32_t holder(Extent extent) const;
+  void hand_over(Extent extent, uint32_t from, uint32_t to);  // of an extent that holder() says is from's
+
   // Takes exactly [offset, offset + length), which must be free: adoption, and the last resort of `create`.
   // False if any slot in it is taken.
   bool claim(Extent extent, uint32_t record);
@@ -77,8 +83,9 @@ class Arena {
   std::optional<uint32_t> find_units(uint32_t count);  // the first of the lowest free run of so many
   void take_units(uint32_t first, uint32_t count);     // which are free
   void give_units(uint32_t first, uint32_t count);
+  void take_slots(Extent extent, uint32_t record);
   template <class F>
-  void each_slot(Extent extent, F&& f);
+  void each_slot(Extent extent, F&& f) const;
 
   uint64_t unit_;
   std::atomic<uint64_t>* geometry_;  // per unit: units:24 | slot pages:40 where a slab begins, else 0

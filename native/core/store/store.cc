@@ -23,8 +23,24 @@ constexpr uint64_t kAheadDivisor = 128;
 
 constexpr size_t kAhead = 8;  // blocks whose cache lines are fetched before they are needed, as in a look-up (docs/design.md §11)
 
+// A region says itself how long it is.
+uint64_t length_of(const Layout& layout, const CreateItem& item) {
+  return item.region_pages ? item.region_pages * kPageBytes : layout.extent_bytes(item.tokens);
+}
+
 std::string limit_text(const char* what, uint64_t value, uint64_t limit) {
   return std::string(what) + " is " + std::to_string(value) + ", the limit is " + std::to_string(limit);
+}
+
+void check_items(std::span<const CreateItem> items, const Layout& layout, uint64_t capacity) {
+  for (const CreateItem& item : items) {
+    if (item.tokens == 0 || item.tokens > layout.block_tokens)
+      throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
+    if (uint64_t{item.region_pages} * kPageBytes > capacity)
+      throw Error(Code::InvalidArgument, limit_text("pages of a region", item.region_pages, capacity / kPageBytes));
+    if (item.base_position > kMaxBasePosition)
+      throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
+  }
 }
 
 }  // namespace
@@ -94,53 +110,48 @@ bool Store::file_lives_for(uint32_t record, uint32_t ttl_s) const {
   return until_s <= now_s + ttl_s && until_s >= now_s + ttl_s / 2;
 }
 
-// One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
-// claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
-void Store::grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out) {
-  uint32_t found = index_.find_exclusive(item.key);
+// May this block be written? If not, `out` says why. `found`: its record on disk, if it has one.
+bool Store::is_claimable(const CreateRequest& request, const Key& key, double now, Granted& out, uint32_t& found) {
+  found = index_.find_exclusive(key);
   if (found != Index::kAbsent && control(found).state() != State::Disk) {
     if (control(found).state() == State::Created) {
       out.status = Grant::Pending;
       out.handle = {found, control(found).generation()};
-      return;
+      return false;
     }
     if (!expired(index_.record(found).expiry_s.load(std::memory_order_relaxed))) {
       use(found, now);
       out.status = Grant::Exists;
-      return;
+      return false;
     }
     to_zombie(found, Event::Evict);
     counters_.expired += 1;
     found = Index::kAbsent;
     scan_zombies();
   }
-  if (draining_) return;
+  if (draining_) return false;
   if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
     delete_disk_record(found), found = Index::kAbsent;
-  const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
-  if (blocks_.free_head == Index::kAbsent && disk_.spare_records()) {
-    if (disk_.blocks.size() && disk_.blocks.least().record == found) found = Index::kAbsent;
-    free_spare_record();
-  }
-  if (blocks_.free_head == Index::kAbsent) return;
-  const uint64_t length = known.layout.extent_bytes(item.tokens);
-  const uint32_t slot = layout_slot(known.id), record = blocks_.free_head;
-  std::optional<uint64_t> offset = arena_.allocate(length, record);
-  if (!offset && room_.reserved && arena_.claim({room_.reserved->offset, length}, record))
-    offset = std::exchange(room_.reserved, {})->offset;
-  if (!offset) return;
+  return true;
+}
+
+// Writes down a CREATED block in the first free record, whose memory it has already. False: a bucket chain is full, as rare as
+// 448 keys of one home bucket; then the record is a zombie that is in no list.
+bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t layout_slot, Extent extent, uint32_t found,
+                  double now) {
+  const uint32_t record = blocks_.free_head;
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
   blocks_.free_head = u.link.load(std::memory_order_relaxed);
-  const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
-  if (found != Index::kAbsent) drop_disk_record(found, Event::Delete);
-  const Extent extent{*offset, length};
+  const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
+  const double kept_rank = on_disk ? rank(found) : 0;
+  if (on_disk) drop_disk_record(found, Event::Delete);
   {
     Writing writing(r.sequence);
     u.owner.store(request.owner, std::memory_order_relaxed);
     for (size_t i = 0; i < 4; ++i) r.key[i].store(item.key.words[i], std::memory_order_relaxed);
     r.extent.store(extent.pack(), std::memory_order_relaxed);
-    r.shape.store(Shape{slot, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
+    r.shape.store(Shape{layout_slot, request.priority, item.tokens, item.base_position}.pack(), std::memory_order_relaxed);
     u.fingerprint.store(item.fingerprint, std::memory_order_relaxed);
     const uint32_t created_s = realtime_s();
     u.created_s.store(created_s, std::memory_order_relaxed);
@@ -149,18 +160,42 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
     u.parent.store(item.parent, std::memory_order_relaxed);
     u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
-  layouts_.came(slot);
+  layouts_.came(layout_slot);
   add_use(record, now);
+  blocks_.records += 1, blocks_.used_bytes += extent.length;
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
-  if (!index_.insert_key(item.key, record)) {  // a bucket chain is full: as rare as 448 keys of one home bucket
+  if (!index_.insert_key(item.key, record)) {
     transition(record, Event::Abort, State::Zombie, 0);
-    pins_.zombies.push_back(record), blocks_.records += 1, blocks_.used_bytes += length;
+    return false;
+  }
+  publish_progress(record, Phase::Writing);
+  blocks_.created += 1;
+  blocks_.longest_pages = std::max(blocks_.longest_pages, extent.length / kPageBytes);
+  return true;
+}
+
+// One attempt at one item, without making room. A block's first use is counted here, not when it is sealed: a prompt's blocks are
+// claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
+void Store::grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out) {
+  uint32_t found;
+  if (!is_claimable(request, item.key, now, out, found)) return;
+  if (blocks_.free_head == Index::kAbsent && disk_.spare_records()) {
+    if (disk_.blocks.size() && disk_.blocks.least().record == found) found = Index::kAbsent;
+    free_spare_record();
+  }
+  if (blocks_.free_head == Index::kAbsent) return;
+  const uint64_t length = length_of(known.layout, item);
+  const uint32_t record = blocks_.free_head;
+  std::optional<uint64_t> offset = item.region_pages ? arena_.allocate_pages(length, record) : arena_.allocate(length, record);
+  if (!offset && room_.reserved && arena_.claim({room_.reserved->offset, length}, record))
+    offset = std::exchange(room_.reserved, {})->offset;
+  if (!offset) return;
+  const Extent extent{*offset, length};
+  if (!enter(request, item, layout_slot(known.id), extent, found, now)) {
+    pins_.zombies.push_back(record);
     scan_zombies();
     return;
   }
-  publish_progress(record, Phase::Writing);
-  blocks_.records += 1, blocks_.created += 1, blocks_.used_bytes += length;
-  blocks_.longest_pages = std::max(blocks_.longest_pages, length / kPageBytes);
   counters_.creates += 1;
   const uint64_t generation = control(record).generation();
   out = {Grant::Granted, {record, generation}, extent};
@@ -186,12 +221,7 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   Session* owner = &owner_of_request();
   const LayoutTable::Known known = layouts_.by_id(request.layout);
   const Layout& layout = known->layout;
-  for (const CreateItem& item : request.items) {
-    if (item.tokens == 0 || item.tokens > layout.block_tokens)
-      throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
-    if (item.base_position > kMaxBasePosition)
-      throw Error(Code::InvalidArgument, limit_text("base position", item.base_position, kMaxBasePosition));
-  }
+  check_items(request.items, layout, pool_.capacity());
   std::vector<Granted> out(request.items.size());
   const double now = use_now();
   auto attempt = [&]() REQUIRES(mutex_) {
@@ -222,19 +252,19 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   }
   // Twice: a victim pinned at the last moment stays a zombie and frees nothing.
   for (int round = 0; round < 2 && !missing.empty() && !draining_; ++round) {
-    make_room(layout.extent_bytes(request.items[missing[0]].tokens), missing.size());
+    make_room(length_of(layout, request.items[missing[0]]), missing.size());
     still_there();
     missing = attempt();
   }
   for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_;
        --tries) {  // blocks of other lengths in the batch
     const size_t before = missing.size();
-    make_room(layout.extent_bytes(request.items[missing.back()].tokens), 1);
+    make_room(length_of(layout, request.items[missing.back()]), 1);
     still_there();
     missing = attempt();
     if (missing.size() == before) break;
   }
-  if (const uint64_t length = out.empty() ? 0 : layout.extent_bytes(request.items[0].tokens);
+  if (const uint64_t length = out.empty() ? 0 : length_of(layout, request.items[0]);
       out.size() * length <= pool_.capacity() / kAheadDivisor && out.size() <= index_.max_blocks() / kAheadDivisor)
     room_.ahead = {length, out.size()};
   room_.reserved.reset();

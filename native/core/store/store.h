@@ -5,11 +5,11 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: create, seal, abort. store_clock.cc: what a use counts for. store_keys.cc: what is asked by key. store_session.cc:
-// sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies, parked blocks. store_budget.cc: how many of them a user
-// may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or
-// the table of a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts
-// read and are asked for. store_look.cc: statistics, integrity.
+// store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie. store_clock.cc: what a use counts for.
+// store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies,
+// parked blocks. store_budget.cc: how many of them a user may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier
+// asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in and
+// out, checksums, scrub. store_peers.cc: what other hosts read and are asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -78,6 +78,10 @@ class Store {
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
   Done abort(uint32_t owner, Handle handle);
+  // Where they lie in a region of the owner's; what is left of it stays open. NoSpace: not its memory, or not cut there.
+  std::vector<RegionChange> publish(const CreateRequest& request, std::span<const Publish> items);
+  // They are not found any more, and the region's again once nobody but the owner, once, holds a pin on them.
+  std::vector<RegionChange> take_back(uint32_t owner, uint32_t layout, std::span<const TakeBack> items);
   void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
   Found lookup(const Key& key);
   bool remove(const Key& key);
@@ -194,6 +198,9 @@ class Store {
   // store.cc
   void list_contents() REQUIRES(mutex_);
   void begin_operation() REQUIRES(mutex_);  // throws Fenced
+  bool is_claimable(const CreateRequest& request, const Key& key, double now, Granted& out, uint32_t& found) REQUIRES(mutex_);
+  bool enter(const CreateRequest& request, const CreateItem& item, uint32_t layout_slot, Extent extent, uint32_t found,
+             double now) REQUIRES(mutex_);
   void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out)
       REQUIRES(mutex_);
   bool grow_pool() REQUIRES(mutex_);  // gives the lock away
@@ -213,6 +220,19 @@ class Store {
   // Of two victims the one with less goes first. What is due for the disk is worth more than all that is not: lost, it is lost.
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record) REQUIRES(mutex_);
+
+  // store_region.cc
+  bool has_two_records() REQUIRES(mutex_);
+  bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_);
+  uint32_t run_at(uint64_t offset, uint32_t owner, uint64_t region) REQUIRES(mutex_);
+  void move_run(uint32_t record, Extent to) REQUIRES(mutex_);
+  void end_run(Session& owner, uint32_t record) REQUIRES(mutex_);
+  void undo_entry(uint32_t record, bool indexed) REQUIRES(mutex_);
+  RegionChange publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
+                           double now) REQUIRES(mutex_);
+  RecordSet held_by_others(uint32_t owner) REQUIRES(mutex_);
+  RegionChange take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner)
+      REQUIRES(mutex_);
 
   // store_clock.cc
   double use_now() REQUIRES(mutex_);
@@ -255,18 +275,10 @@ class Store {
   void leave_queue(uint32_t record) REQUIRES(mutex_);
   void to_zombie(uint32_t record, Event event) REQUIRES(mutex_);
   void free_zombie(uint32_t record) REQUIRES(mutex_);
-  template <class F>  // f(record, generation, most pages); what a client wrote is bounded here and believed nowhere
-  void each_pin(F&& f) REQUIRES(mutex_) {
-    const uint32_t records = index_.max_blocks();
-    for (auto& [id, session] : sessions_) {
-      if (!session->file) continue;
-      const PinAllowance allowance = session->allowance;
-      for (const auto& word : session->file->pin_words(allowance.slots))
-        if (const uint64_t pin = word.load(std::memory_order_acquire); pin && pin_record(pin) < records)
-          f(pin_record(pin), pin_generation(pin), allowance.pages);
-    }
-    for (auto& [record, pin] : io_pins_) f(record, pin.generation, PinAllowance::kAnyPages);
-  }
+  template <class F>  // f(session or 0, record, generation, most pages): each_pin.h
+  void each_pin_of(F&& f) REQUIRES(mutex_);
+  template <class F>  // without the session
+  void each_pin(F&& f) REQUIRES(mutex_);
   bool honoured(uint32_t record, uint32_t pages) const {
     return pages == PinAllowance::kAnyPages || extent_of(record).length <= uint64_t{pages} * kPageBytes;
   }

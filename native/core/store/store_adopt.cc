@@ -239,7 +239,8 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Disk) return adopt_disk_record(record);
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
   if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens ||
-      extent.length != layout->extent_bytes(shape.tokens) || !arena_.claim(extent, record))
+      (found.state() == State::Sealed && extent.length != layout->extent_bytes(shape.tokens)) ||  // others may be a region's
+      !arena_.claim(extent, record))
     return false;
   layouts_.came(shape.layout);
   blocks_.records += 1;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/base/error.h"
-#include "core/store/store.h"
+#include "core/store/each_pin.h"
 
 namespace kv {
 

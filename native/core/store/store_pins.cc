@@ -11,7 +11,7 @@
 
 #include "core/base/atomics.h"
 #include "core/base/polling.h"
-#include "core/store/store.h"
+#include "core/store/each_pin.h"
 
 namespace kv {
 namespace {

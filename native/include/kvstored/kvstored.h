@@ -221,6 +221,24 @@ kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count,
                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
 /* Why item i of the last kvs_region_put was refused; "" if it was not. Valid until the region's next call. */
 const char* kvs_region_refusal(const kvs_region* region, size_t i);
+/* Seals blocks where they lie: block i begins offsets[i] bytes into the region, a multiple of 4096, and has kvs_block_bytes()
+ * there, its layers where kvs_block_layer() says. What stands between and behind the layers is written here. Nothing may write
+ * to it until kvs_region_give_back answers KVS_TAKEN. results[0..count): KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, or
+ * KVS_REGION_NO_SPACE: a part of it is sealed already, or the daemon is another since: kvs_region_put can copy it. Reads the
+ * layers, for their checksums. Asks the daemon. */
+kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id, const uint64_t* offsets,
+                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
+/* Takes blocks that were sealed in place out of the store, one by one. results[0..count): a kvs_given_back each. Asks the
+ * daemon. */
+typedef enum kvs_given_back {
+  KVS_TAKEN = 0,      /* its memory is the caller's again */
+  KVS_STILL_READ = 1, /* nobody finds it any more, but somebody reads it: to be asked again later */
+  KVS_EVICTED = 2     /* not sealed in place here, or evicted: that memory is no part of the region any more */
+} kvs_given_back;
+kvs_status kvs_region_give_back(kvs_region* region, const kvs_key* keys, size_t count, uint8_t* results);
+/* How a block of so many tokens (0: as many as the layout has) lies in memory: all of it, and one layer. Wait for nothing. */
+kvs_status kvs_block_bytes(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint64_t* bytes);
+kvs_status kvs_block_layer(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint32_t layer, kvs_buffer* place);
 /* Gives up blocks whose layers are not all there. Asks the daemon. */
 kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t count);
 

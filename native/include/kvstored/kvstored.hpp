@@ -202,6 +202,27 @@ class Region {
     if (status != KVS_OK) return detail::last(status);
     return results;
   }
+  // Blocks that lie at these offsets as kvs_block_layer() says, sealed there: a kvs_registered each.
+  Result<std::vector<std::uint8_t>> seal(std::span<const Key> keys, std::uint32_t layout_id,
+                                         std::span<const std::uint64_t> offsets, const PutOptions& options = {}) {
+    if (offsets.size() != keys.size() || (!options.token_counts.empty() && options.token_counts.size() != keys.size()))
+      return Error{KVS_INVALID_ARGUMENT, std::to_string(offsets.size()) + " offsets and " +
+                                             std::to_string(options.token_counts.size()) + " token counts for " +
+                                             std::to_string(keys.size()) + " keys"};
+    std::vector<std::uint8_t> results(keys.size());
+    const std::uint32_t* counts = options.token_counts.empty() ? nullptr : options.token_counts.data();
+    const kvs_status status = kvs_region_seal(get(), keys.data(), keys.size(), layout_id, offsets.data(), counts,
+                                              options.priority, options.ttl_s, results.data());
+    if (status != KVS_OK) return detail::last(status);
+    return results;
+  }
+  // A kvs_given_back each.
+  Result<std::vector<std::uint8_t>> give_back(std::span<const Key> keys) {
+    std::vector<std::uint8_t> results(keys.size());
+    const kvs_status status = kvs_region_give_back(get(), keys.data(), keys.size(), results.data());
+    if (status != KVS_OK) return detail::last(status);
+    return results;
+  }
   std::string refusal(std::size_t i) const { return kvs_region_refusal(get(), i); }
   Result<void> forget(std::span<const Key> keys) { return detail::done(kvs_region_forget(get(), keys.data(), keys.size())); }
   kvs_region* get() const noexcept { return handle_.get(); }
@@ -272,6 +293,17 @@ class Client {
     const kvs_status status =
         kvs_create(get(), keys.data(), keys.size(), layout_id, counts, options.priority, options.ttl_s, &handle);
     return status == KVS_OK ? Result<Writer>(Writer(handle)) : Result<Writer>(detail::last(status));
+  }
+  // Of a block of so many tokens, 0: as many as its layout has.
+  Result<std::uint64_t> block_bytes(std::uint32_t layout_id, std::uint32_t tokens = 0) {
+    std::uint64_t bytes = 0;
+    const kvs_status status = kvs_block_bytes(get(), layout_id, tokens, &bytes);
+    return status == KVS_OK ? Result<std::uint64_t>(bytes) : Result<std::uint64_t>(detail::last(status));
+  }
+  Result<Buffer> block_layer(std::uint32_t layout_id, std::uint32_t layer, std::uint32_t tokens = 0) {
+    Buffer place{};
+    const kvs_status status = kvs_block_layer(get(), layout_id, tokens, layer, &place);
+    return status == KVS_OK ? Result<Buffer>(place) : Result<Buffer>(detail::last(status));
   }
   Result<Region> register_region(std::uint64_t length) {
     kvs_region* handle = nullptr;

@@ -226,8 +226,8 @@ def test_two_regions_and_no_room(client):
         assert (held(client, key(1))[0][0], held(client, key(2))[0][0]) == (1, 2)
         assert one.array.all() and (one.array == 1).all()
         with pytest.raises(kvclient.NoSpace):
-            client.register_region(1 << 30)
-    for wrong in (0, -1, 2**40):
+            client.register_region(62 << 20)
+    for wrong in (0, -1, 65 << 20, 2**40):
         with pytest.raises(kvclient.InvalidArgument):
             client.register_region(wrong)
     with client.register_region(40 << 20):  # what was given back can be had again

@@ -1,0 +1,234 @@
+// A region's messages, and the pins of what is sealed in it.
+
+#include "core/client/region.h"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "core/base/atomics.h"
+#include "core/base/checksum.h"
+#include "core/base/error.h"
+
+namespace kv {
+namespace {
+
+// One byte a token: its blocks say themselves how long they are.
+std::vector<uint8_t> region_layout() {
+  std::vector<uint8_t> blob = {'K', 'V', 'L', '1'};
+  for (const uint32_t word : {1u, 1u, 1u, 1u, 0u, 1u, 0u, 0u, 0u, 1u}) protocol::append(blob, word);
+  for (const char letter : std::string("region")) blob.push_back(static_cast<uint8_t>(letter));
+  return blob;
+}
+
+Key random_key() {
+  std::random_device device;
+  Key key;
+  for (uint64_t& word : key.words) word = uint64_t{device()} << 32 | device();
+  return key;
+}
+
+// Does any of these runs, offset to end, have a byte of it?
+bool touches(const std::map<uint64_t, uint64_t>& runs, uint64_t offset, uint64_t length) {
+  const auto next = runs.upper_bound(offset);
+  return (next != runs.end() && next->first < offset + length) || (next != runs.begin() && std::prev(next)->second > offset);
+}
+
+}  // namespace
+
+Region::Region(Client& client, uint64_t length) : length_(length) {
+  const uint64_t pages = (length + kPageBytes - 1) / kPageBytes;
+  attachment_ = client.usable();
+  if (length < 1 || length > attachment_->pool_bytes())
+    throw Error(Code::InvalidArgument, "length is " + std::to_string(length) + "; it must be 1 to " +
+                                           std::to_string(attachment_->pool_bytes()) + ", the namespace's memory");
+  const std::vector<uint8_t> told = attachment_->ask(protocol::Op::RegisterLayout, 1, region_layout());
+  layout_ = protocol::Reader(told).take<uint32_t>();
+  const Key key = random_key();  // nobody asks for it
+  number_ = key.words[3];
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::CreateHead{layout_, kDefaultPriority, 0, 0});
+  protocol::append(body, protocol::CreateItem{key, number_, 1, 0, 0, static_cast<uint32_t>(pages)});
+  protocol::GrantItem grant{};
+  attachment_->ask(protocol::Op::Create, 1, body, {}, [&](std::span<const uint8_t> answer) {
+    grant = protocol::Reader(answer).take<protocol::GrantItem>();
+    if (grant.status == static_cast<uint32_t>(Grant::Granted)) parts_ = {{grant.record, grant.generation}};
+    if (!parts_.empty()) attachment_->opened(this, parts_);
+  });
+  extent_ = {grant.offset, grant.length};
+  if (parts_.empty())
+    throw Error(Code::NoSpace, "no run of " + std::to_string(length) + " bytes in one piece is free for a region");
+  if (extent_.length < pages * kPageBytes) {
+    close();
+    throw Error(Code::Unavailable, "the daemon is of an older version, which has no regions");
+  }
+  attachment_->tables->writing(extent_);
+}
+
+// Zeros where nobody writes, and the layers' checksums.
+void Region::finish(const Layout& layout, const Wanted& block) {
+  std::byte* bytes = data() + block.offset;
+  std::vector<uint32_t> sums;
+  for (uint32_t layer = 0; layer < layout.num_layers(); ++layer) {
+    const uint64_t begin = layout.layer_offset(layer, block.tokens), used = layout.layer_bytes(layer, block.tokens);
+    sums.push_back(crc32c(bytes + begin, used));
+    std::memset(bytes + begin + used, 0, layout.layer_offset(layer + 1, block.tokens) - begin - used);
+  }
+  const uint64_t behind = layout.checksums_offset(block.tokens);
+  std::memset(bytes + behind, 0, layout.extent_bytes(block.tokens) - behind);
+  std::memcpy(bytes + behind, sums.data(), 4 * sums.size());
+}
+
+bool Region::is_sealed(uint64_t offset, uint64_t length) {
+  const std::lock_guard lock(mutex_);
+  return touches(runs_, offset, length);
+}
+
+void Region::follow(const protocol::RegionItem& change) {
+  if (change.opened != protocol::kNoRecord) {
+    parts_.push_back({change.opened, change.opened_generation});
+    attachment_->opened(this, {&parts_.back(), 1});
+  }
+  if (change.ended == protocol::kNoRecord) return;
+  const protocol::BlockItem ended{change.ended, 0, change.ended_generation};
+  std::erase(parts_, Handle{change.ended, change.ended_generation});
+  attachment_->ended(this, {&ended, 1});
+}
+
+// As Client::pin_all, of blocks that nobody had the time to evict. One without a pin is the store's from now on.
+void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
+  std::vector<uint64_t> pins;
+  std::vector<uint32_t> pages, slots(fresh.size()), lost;
+  for (const auto& [key, one] : fresh) {
+    pins.push_back(pin_word(one.block.record, one.block.generation));
+    pages.push_back(static_cast<uint32_t>(one.length / kPageBytes));
+  }
+  const size_t taken = attachment_->take_pins(pins, pages, slots.data());
+  fence_full();
+  for (size_t i = 0; i < fresh.size(); ++i) {
+    runs_.emplace(fresh[i].second.offset, fresh[i].second.offset + fresh[i].second.length);
+    const Handle block = fresh[i].second.block;
+    const bool held = i < taken && attachment_->board->covers(slots[i], pages[i]) &&
+                      attachment_->index.control(block.record).generation() == block.generation;
+    Sealed one = fresh[i].second;
+    one.slot = held ? slots[i] : PinBoard::kNoSlot;
+    if (i < taken && !held) lost.push_back(slots[i]);
+    sealed_.insert_or_assign(fresh[i].first, one);
+  }
+  if (!lost.empty()) attachment_->board->clear(lost);
+}
+
+std::vector<Grant> Region::seal(uint32_t layout_id, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(Code::Closed, "the region was given back");
+  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
+  std::vector<Grant> out(blocks.size(), Grant::NoSpace);
+  if (!attachment_->connected() || !attachment_->current()) return out;
+  const Attachment::Known known = attachment_->layout(layout_id);
+  const Layout& layout = known->layout;
+  std::vector<size_t> which;
+  std::map<uint64_t, uint64_t> here;  // of this call: where each ends
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const Wanted& block = blocks[i];
+    if (block.tokens < 1 || block.tokens > layout.block_tokens)
+      throw Error(Code::InvalidArgument,
+                  "tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
+    const uint64_t bytes = layout.extent_bytes(block.tokens);
+    if (block.offset % kPageBytes || bytes > extent_.length || block.offset > extent_.length - bytes)
+      throw Error(Code::InvalidArgument, std::to_string(bytes) + " bytes at " + std::to_string(block.offset) +
+                                             " are not inside the region of " + std::to_string(extent_.length) +
+                                             ", or begin within a page");
+    if (touches(runs_, block.offset, bytes) || touches(here, block.offset, bytes)) continue;  // sealed: not to be written to
+    here.emplace(block.offset, block.offset + bytes);
+    which.push_back(i);
+  }
+  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
+    const auto part = std::span(which).subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::RegionHead{layout_id, priority, ttl_s, 0});
+    for (const size_t i : part) {
+      finish(layout, blocks[i]);
+      protocol::append(
+          body, protocol::PublishItem{blocks[i].key, extent_.offset + blocks[i].offset, blocks[i].tokens, 1, random_key()});
+    }
+    std::vector<std::pair<Key, Sealed>> fresh;
+    attachment_->ask(protocol::Op::Publish, static_cast<uint32_t>(part.size()), body, {}, [&](std::span<const uint8_t> answer) {
+      protocol::Reader reader(answer);
+      for (const size_t i : part) {
+        const auto change = reader.take<protocol::RegionItem>();
+        if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
+        out[i] = static_cast<Grant>(change.status);
+        follow(change);
+        if (out[i] == Grant::Granted)
+          fresh.push_back(
+              {blocks[i].key, {{change.record, change.generation}, blocks[i].offset, layout.extent_bytes(blocks[i].tokens), 0}});
+      }
+    });
+    pin(fresh);
+  }
+  return out;
+}
+
+std::vector<Back> Region::give_back(std::span<const Key> keys) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(Code::Closed, "the region was given back");
+  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
+  std::vector<Back> out(keys.size(), Back::Gone);
+  std::vector<size_t> which;
+  for (size_t i = 0; i < keys.size(); ++i)
+    if (sealed_.contains(keys[i])) which.push_back(i);
+  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
+    const auto part = std::span(which).subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
+    std::vector<uint8_t> body;
+    protocol::append(body, protocol::RegionHead{layout_, 0, 0, 0});
+    for (const size_t i : part) {
+      const Handle block = sealed_.at(keys[i]).block;
+      protocol::append(body, protocol::TakeBackItem{random_key(), number_, block.record, 0, block.generation});
+    }
+    std::vector<uint32_t> slots;
+    attachment_->ask(protocol::Op::TakeBack, static_cast<uint32_t>(part.size()), body, {}, [&](std::span<const uint8_t> answer) {
+      protocol::Reader reader(answer);
+      for (const size_t i : part) {
+        const auto change = reader.take<protocol::RegionItem>();
+        if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
+        follow(change);
+        const auto at = sealed_.find(keys[i]);
+        if (at == sealed_.end()) continue;  // the key is twice in this call
+        out[i] = static_cast<Back>(change.status);
+        if (out[i] == Back::Held) continue;
+        // Of memory that is gone the run stays as it is: it will be another's.
+        if (out[i] == Back::Taken) runs_.erase(at->second.offset);
+        if (at->second.slot != PinBoard::kNoSlot) slots.push_back(at->second.slot);
+        sealed_.erase(at);
+      }
+    });
+    attachment_->board->clear(slots);
+  }
+  return out;
+}
+
+void Region::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || attachment_->foreign()) return;
+  closed_ = true;
+  std::vector<uint32_t> slots;
+  for (const auto& [key, one] : sealed_)
+    if (one.slot != PinBoard::kNoSlot) slots.push_back(one.slot);
+  attachment_->board->clear(slots);
+  std::vector<protocol::BlockItem> parts;
+  for (const Handle& part : parts_) parts.push_back({part.record, 0, part.generation});
+  parts_.clear();
+  attachment_->ended(this, parts);
+  for (size_t first = 0; first < parts.size(); first += kMaxKeysPerMessage) {
+    const auto part = std::span(parts).subspan(first, std::min<size_t>(kMaxKeysPerMessage, parts.size() - first));
+    try {
+      attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(part.size()),
+                       {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
+    } catch (const Error&) {
+      return;  // the session's end gives them up
+    }
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,67 @@
+// A region: memory of the pool in one piece for an allocator of the caller's own, and the blocks sealed where they lie in it.
+// Thread-safe; nothing here knows Python.
+//
+// Each sealed block holds a pin of this session's, so that it is not evicted while the region has it; given back, its memory is
+// the allocator's again. Invariant: `parts_` are the unsealed parts, as the daemon last answered.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "core/client/client.h"
+
+namespace kv {
+
+class Region {
+ public:
+  // Throws NoSpace, InvalidArgument, Detached, Unavailable from a daemon that knows of no regions.
+  Region(Client& client, uint64_t length);
+  ~Region() { close(); }
+  Region(const Region&) = delete;
+
+  std::byte* data() const { return attachment_->writable(extent_.offset); }
+  uint64_t length() const { return length_; }
+  uint64_t attachment() const { return attachment_->number(); }
+
+  struct Wanted {
+    Key key;
+    uint64_t offset;  // in the region, a multiple of a page
+    uint32_t tokens;
+  };
+  // Seals blocks that lie at their offsets as their layout says: layer after layer, each on a multiple of kLayerAlign. The pads
+  // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. `layout` is of this
+  // region's attachment. NoSpace: cannot be sealed in place: part of it was sealed already, or the daemon was another since.
+  std::vector<Grant> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
+  // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
+  std::vector<Back> give_back(std::span<const Key> keys);
+  bool is_sealed(uint64_t offset, uint64_t length);  // is any byte of it in a sealed block?
+  void close();                                      // what is sealed stays, and is evicted as any other block. Idempotent
+
+ private:
+  struct Sealed {
+    Handle block;
+    uint64_t offset, length;
+    uint32_t slot;  // of its pin
+  };
+  struct KeyLess {
+    bool operator()(const Key& a, const Key& b) const { return a.words < b.words; }
+  };
+  void finish(const Layout& layout, const Wanted& block);
+  void follow(const protocol::RegionItem& change);
+  void pin(const std::vector<std::pair<Key, Sealed>>& fresh);
+
+  std::shared_ptr<Attachment> attachment_;
+  uint64_t length_, number_;
+  uint32_t layout_;  // the region's own
+  Extent extent_{0, 0};
+  std::mutex mutex_;
+  std::vector<Handle> parts_;
+  std::map<Key, Sealed, KeyLess> sealed_;
+  std::map<uint64_t, uint64_t> runs_;  // of the sealed ones: offset to end
+  bool closed_ = false;
+};
+
+}  // namespace kv
