@@ -9,9 +9,10 @@
     kv.detach()
 
 The only package that imports transformers. Reading order: attachment (the hooks) → request (the steps of one
-call) → connector (look-up, claim, load, save) → cache (the layers) → attention (the kernels); model (what is
-known of a model), reuse (what is no prefix), handoff (to another host), engine (conversations, windows), awq
-(packed weights). call says what one call was asked for and what it did.
+call) → connector (look-up, claim, load, save) → cache (the layers) → attention (the kernels); decoding (each
+new token), model (what is known of a model), proof (the self-test, verify, calibrate), reuse (what is no
+prefix), handoff (to another host), engine (conversations, windows), awq (packed weights). call says what one
+call was asked for and what it did.
 """
 
 import importlib.util
@@ -24,13 +25,13 @@ if importlib.util.find_spec("kvclient._core") is not None:
             raise ModuleNotFoundError(hint, name=_needed)
 
     from kvclient.hf.attachment.attach import Attachment, attach, self_test
-    from kvclient.hf.attachment.self_test import Verdict
     from kvclient.hf.call import Report
     from kvclient.hf.engine.conversation import Conversation, Turn
     from kvclient.hf.engine.engine import Engine, Result, Warmed
     from kvclient.hf.engine.window import Held, Window
     from kvclient.hf.handoff.prompts import Handoff
     from kvclient.hf.model.structure import Refused
+    from kvclient.hf.proof.self_test import Verdict
     from kvclient.hf.reuse.repair import Repair
     from kvclient.hf.reuse.verify import Outcome, Verification
 else:  # a bare checkout on a machine with a GPU: its attention and its AWQ layers need no store

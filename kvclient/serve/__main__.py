@@ -122,7 +122,7 @@ def served(chosen: argparse.Namespace) -> Any:
     import transformers
 
     import kvclient
-    from kvclient.hf.request.stopping import end_tokens
+    from kvclient.hf.decoding.stopping import end_tokens
     from kvclient.serve.engine.loop import Loop
     from kvclient.serve.http.asking import Asking
     from kvclient.serve.scheduler import Limits

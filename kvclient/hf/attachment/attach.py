@@ -23,12 +23,11 @@ from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import assisted, decode_graph, measure, running
+from kvclient.hf.attachment import assisted, decode_graph, running
 from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
-from kvclient.hf.attachment.self_test import Verdict, prove, prove_model
 from kvclient.hf.attachment.warm import Stored, check_overlap, warm
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.page_pool import PagedStats
@@ -38,6 +37,8 @@ from kvclient.hf.handoff.prefill import hand_off
 from kvclient.hf.handoff.prompts import LEASE_S, Handoff
 from kvclient.hf.handoff.resume import resume
 from kvclient.hf.model.structure import Refused, base_model
+from kvclient.hf.proof import measure
+from kvclient.hf.proof.self_test import Verdict, prove, prove_model
 from kvclient.hf.request.load_or_compute import PrefillSpeed
 from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options
 from kvclient.hf.request.returned import Returned
@@ -143,12 +144,11 @@ class Attachment:
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self.decoding, self.overlap_tokens = 0, check_overlap(overlap_tokens)
+        self.decoding, self._warned, self.overlap_tokens = 0, False, check_overlap(overlap_tokens)
         self._model_state, self._local, self._lock = model_state, threading.local(), threading.Lock()
         self._model: torch.nn.Module | None = model
         self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
-        self._running, self._rest, self._warned = running.Running(), Rest(), False
-        self._returned = Returned()
+        self._running, self._rest, self._returned = running.Running(), Rest(), Returned()
 
     # ---------------------------------------------------------------- what users call
 

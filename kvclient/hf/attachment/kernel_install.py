@@ -14,7 +14,6 @@ import torch
 
 from kvclient.blocks.identity import without_denied
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attachment import verdicts
 from kvclient.hf.attention import backends
 from kvclient.hf.attention.registered import (
     BROUGHT,
@@ -30,6 +29,7 @@ from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, Reader
 from kvclient.hf.cache.page_pool import PagePool
 from kvclient.hf.model.code import Code
 from kvclient.hf.model.identity import plain
+from kvclient.hf.proof import verdicts
 
 
 class Adopted:

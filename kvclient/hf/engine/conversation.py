@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.hf.decoding.stopping import Listener
 from kvclient.hf.engine.saved_state import SavedState, State
 from kvclient.hf.engine.window import Held, Window, WindowCache
 from kvclient.hf.model.structure import Refused
-from kvclient.hf.request.stopping import Listener
 
 
 @dataclass(frozen=True)

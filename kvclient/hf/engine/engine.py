@@ -29,6 +29,7 @@ from kvclient.blocks.reuse_plan import plan
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment, attach
 from kvclient.hf.call import Report
+from kvclient.hf.decoding.stopping import Listener, end_tokens
 from kvclient.hf.engine.conversation import Conversation
 from kvclient.hf.engine.loading import load
 from kvclient.hf.engine.renamed import FIELDS, METHODS, check_options, missing
@@ -36,7 +37,6 @@ from kvclient.hf.engine.sampling import sampling_of
 from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.store import open_store
 from kvclient.hf.engine.window import Window
-from kvclient.hf.request.stopping import Listener, end_tokens
 from kvclient.hf.reuse.verify import Verification
 from kvclient.hf.speculation import Speculation, SpeculationReport
 from kvclient.hf.streaming import StreamingConfig

@@ -27,11 +27,12 @@ from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
 from kvclient.hf.connector.claim import Claims
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
+from kvclient.hf.decoding.decode_step import Step
+from kvclient.hf.decoding.stopping import end_tokens
 from kvclient.hf.model.states import restore
 from kvclient.hf.release import name_of
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claiming import claim_ends, claim_text, make_claims, match
-from kvclient.hf.request.decode_step import Step
 from kvclient.hf.request.hit_end import hit_end
 from kvclient.hf.request.inside import search
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
@@ -39,7 +40,6 @@ from kvclient.hf.request.options import Options
 from kvclient.hf.request.pieces import run_in_pieces
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import ServedModel
-from kvclient.hf.request.stopping import end_tokens
 from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
 from kvclient.hf.reuse.blend import Blend
 from kvclient.hf.reuse.passes import run_passes

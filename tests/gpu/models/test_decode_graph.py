@@ -20,7 +20,7 @@ import kvclient
 import kvclient.hf
 from kvclient.hf import attention
 from kvclient.hf.cache.static import StaticDeviceLayer
-from kvclient.hf.request import decode_step
+from kvclient.hf.decoding import decode_step
 from tests.gpu.models.bound import bound, model_on
 from tests.hf.zoo import generate, known, near, prompt
 

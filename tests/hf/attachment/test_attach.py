@@ -13,9 +13,9 @@ import transformers
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.attachment import self_test
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.model import structure
+from kvclient.hf.proof import self_test
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16

@@ -14,9 +14,9 @@ import transformers
 import kvclient.hf
 from kvclient.client.tolerant import TolerantWriter
 from kvclient.errors import DeadlineExceeded, Unavailable
-from kvclient.hf.attachment import self_test
 from kvclient.hf.attention.handle import give_handle
 from kvclient.hf.model import identity
+from kvclient.hf.proof import self_test
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.blend import _Hook

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvclient.hf
-from kvclient.hf.attachment import self_test, verdicts
+from kvclient.hf.proof import self_test, verdicts
 from tests.hf.zoo import build, generate, prompt
 
 ROOT = Path(__file__).resolve().parents[3]

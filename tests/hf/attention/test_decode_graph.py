@@ -16,7 +16,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.cache.static import StaticLayer
-from kvclient.hf.request import decode_step
+from kvclient.hf.decoding import decode_step
 from tests.hf.zoo import generate, known, near, prompt
 
 BLOCK = 16

@@ -16,10 +16,10 @@ import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import self_test
 from kvclient.hf.attention import backends
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.connector.load import PrefixSource
+from kvclient.hf.proof import self_test
 from tests.hf.zoo import generate, known, near, prompt
 
 BLOCK = 16

@@ -14,8 +14,8 @@ import torch
 import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
-from kvclient.hf.request import stopping as tokens_module
-from kvclient.hf.request.stopping import Listener
+from kvclient.hf.decoding import stopping as tokens_module
+from kvclient.hf.decoding.stopping import Listener
 
 TEXT = (
     "The store keeps what was computed. A document may stand anywhere in a prompt, behind any other words. "

@@ -19,11 +19,11 @@ import kvclient
 from kvclient.blocks.codec import Kivi
 from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine, Window
+from kvclient.hf.decoding import stopping
 from kvclient.hf.engine import saved_state
 from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.window import WindowCache
 from kvclient.hf.model.structure import Refused
-from kvclient.hf.request import stopping
 from kvclient.kernels import NotQuantisable
 from tests.hf.zoo import REFUSED, SERVED, build, generate, prompt
 

@@ -12,7 +12,7 @@ import torch
 
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attachment import measure
+from kvclient.hf.proof import measure
 from kvclient.hf.reuse import verify
 from tests.hf.zoo import build, prompt
 

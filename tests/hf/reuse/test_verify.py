@@ -14,8 +14,8 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attachment import measure
 from kvclient.hf.model.rope import Rope
+from kvclient.hf.proof import measure
 from kvclient.hf.reuse import calibration, verify
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.zoo import build, generate, prompt
@@ -87,7 +87,7 @@ def test_keys_that_are_not_moved_are_seen(kv, monkeypatch):
     def still(self, layer, keys, shift, out):
         out[...] = keys
 
-    monkeypatch.setattr("kvclient.hf.attachment.measure.examine_non_prefix", _without_proof)
+    monkeypatch.setattr("kvclient.hf.proof.measure.examine_non_prefix", _without_proof)
     monkeypatch.setattr(Rope, "turn", still)
     assert kv.verify(PROMPTS)["none"].mean_kl > right
 

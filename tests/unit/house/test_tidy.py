@@ -266,10 +266,6 @@ def test_tables_are_small_enough_to_read():
 HOUSES = ("bench", "kvclient", "kvstored", "native", "tests")
 ROOMS = 12  # modules of one folder; a header and its source are one
 KERNELS_AND_TESTS = {"native/cpu", "native/cuda", "native/core/store", "native/tests"}
-TOO_MANY = {  # to become two folders each; none of them may grow
-    "kvclient/hf/attachment": 13,
-    "kvclient/hf/request": 14,
-}
 
 
 def test_a_folder_has_few_rooms():
@@ -280,9 +276,9 @@ def test_a_folder_has_few_rooms():
             rooms.setdefault(folder, set()).add(path.stem)
     fail_if(
         [
-            f"{folder}: {len(stems)} modules, limit {TOO_MANY.get(folder, ROOMS)}"
+            f"{folder}: {len(stems)} modules, limit {ROOMS}"
             for folder, stems in rooms.items()
-            if folder not in KERNELS_AND_TESTS and len(stems) > TOO_MANY.get(folder, ROOMS)
+            if folder not in KERNELS_AND_TESTS and len(stems) > ROOMS
         ]
     )
 

@@ -27,12 +27,12 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
-from kvclient.hf.attachment import verdicts
 from kvclient.hf.attention.proof import MOST_TOKENS, TOLERANCE, evaluating, tokens
 from kvclient.hf.attention.registered import without
 from kvclient.hf.model.identity import plain
 from kvclient.hf.model.structure import KVShape, Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch
+from kvclient.hf.proof import verdicts
 from kvclient.hf.release import cache_of, passing
 
 if TYPE_CHECKING:
