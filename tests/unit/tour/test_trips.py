@@ -1,7 +1,7 @@
 """Goal: docs/tour.md lists every Python file that a put, a get, a warm generate, a disk load, an attention
 call and the daemon's start pass, in order, and the short trips stay short.
 
-Method: each trip is made, on a real daemon and a tiny model, and recorded (tests/unit/house/trips.py); what
+Method: each trip is made, on a real daemon and a tiny model, and recorded (tests/unit/tour/trips.py); what
 was recorded must be what the page says. Only what is warm is recorded: a first call also attaches.
 """
 
@@ -16,7 +16,7 @@ import kvclient
 from kvclient.testing.conformance.case import new_keys
 from tests.fault.disks.rig import BLOCK
 from tests.hf.zoo import build, generate, prompt
-from tests.unit.house import trips
+from tests.unit.tour import trips
 
 MOST = {  # issue 19 asks for 16 of a warm generate: it may shrink, and not grow
     "put": 10, "get": 10, "a load from disk": 10, "a warm generate": 40, "an attention call": 10,
@@ -78,7 +78,7 @@ def of_a_model() -> dict[str, list[str]]:
 def of_the_start(daemon, tmp_path) -> list[str]:
     out = tmp_path / "start.json"
     made = daemon(start=False)
-    made.command = [sys.executable, "-m", "tests.unit.house.trips", str(out)]
+    made.command = [sys.executable, "-m", "tests.unit.tour.trips", str(out)]
     made.start()
     return json.loads(out.read_text())
 

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/tour.md"
-OPENS = "<!-- made by: pytest tests/unit/house/test_trips.py, with WRITE_TRIPS=1 -->\n"
+OPENS = "<!-- made by: pytest tests/unit/tour/test_trips.py, with WRITE_TRIPS=1 -->\n"
 CLOSES = "<!-- end of what is made -->\n"
 OURS = tuple(f"{ROOT}/{package}/" for package in ("kvclient", "kvstored"))
 
