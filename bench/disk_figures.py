@@ -131,7 +131,7 @@ def scan_row(directory: Path, quick: bool) -> dict:
     rates = []
     for _ in range(3):
         began = time.perf_counter()
-        count, _, _ = _core.scan(str(tree))
+        count = _core.scan(str(tree)).files
         rates.append(count / (time.perf_counter() - began))
         if count != files:
             raise RuntimeError(f"{count} of {files} files found")

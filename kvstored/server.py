@@ -356,8 +356,8 @@ class Daemon:
                 calls=self._counts.by_status,
                 call_seconds={name: (calls.counts, calls.sum_s) for name, calls in self._counts.took.items()},
                 session_seconds={
-                    (name, operation): (counts, sum_s)
-                    for name, operation, counts, sum_s in self._sessions.latencies()
+                    (took.namespace, took.operation): (took.counts, took.sum_s)
+                    for took in self._sessions.latencies()
                 },
                 disk_seconds=self._tiers.latencies(),
                 peers=self._peers.stats(),

@@ -61,19 +61,20 @@ class GuestsDoor:
     def admit(
         self, context: grpc.aio.ServicerContext, namespace: str, write: bool = False
     ) -> tuple[str, Any]:
-        name, read_only, _ = self._granted(context)
+        granted = self._granted(context)
+        name = granted.namespace
         found = _visible({name: self._stores[name]}, namespace or DEFAULT)
-        if write and read_only:
+        if write and granted.read_only:
             raise NotPermitted(f"the session of namespace {name} is read-only")
         return found
 
     def user(self, context: grpc.aio.ServicerContext) -> int | None:
-        _, _, user = self._granted(context)
+        user: int = self._granted(context).uid
         return None if user in (0, os.geteuid()) else user
 
-    def _granted(self, context: grpc.aio.ServicerContext) -> tuple[str, bool, int]:
-        """The namespace, whether only for reading, and the user of the session whose token is shown."""
-        granted: tuple[str, bool, int] | None = self._sessions.token(_shown(context.invocation_metadata()))
+    def _granted(self, context: grpc.aio.ServicerContext) -> Any:
+        """The TokenGrant of the session whose token is shown: namespace, read_only, uid."""
+        granted = self._sessions.token(_shown(context.invocation_metadata()))
         if granted is None:
             raise Unauthenticated(NO_TOKEN)
         return granted

@@ -179,14 +179,13 @@ class StoreService(store_pb2_grpc.StoreServicer):
             self._leases.end(lease)
             raise
         results = []
-        for index, (key, (status, record, generation, length)) in enumerate(
-            zip(request.keys, answers, strict=True)
-        ):
-            result = store_pb2.CreateResult(status=CREATE_STATUS[status])
-            if status == 0:
+        for index, (key, block) in enumerate(zip(request.keys, answers, strict=True)):
+            result = store_pb2.CreateResult(status=CREATE_STATUS[block.status])
+            if block.status == 0:
                 tokens = counts[index] if counts else layout["block_tokens"]
+                length = block.length_bytes
                 written = Written(length, layer_ranges(layout["blob"], tokens))
-                lease.blocks[key] = Held(key, record, generation, length, written)
+                lease.blocks[key] = Held(key, block.record, block.generation, length, written)
                 result.length_bytes = layers_bytes(layout["blob"], tokens)
                 result.writable_bytes = length
             results.append(result)

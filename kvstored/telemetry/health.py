@@ -56,13 +56,13 @@ def write_and_read(store: Any) -> None:
     key, content = os.urandom(32), os.urandom(_BYTES)
     try:
         layout_id = store.register_layout(_LAYOUT)
-        granted, record, generation, _ = store.create(owner, key, layout_id, [1], 0, 60_000)[0]
-        if granted == _NO_SPACE:
+        block = store.create(owner, key, layout_id, [1], 0, 60_000)[0]
+        if block.status == _NO_SPACE:
             return
-        if granted != _GRANTED:
+        if block.status != _GRANTED:
             raise NotServing("a new key was not granted")
-        store.write(record, generation, 0, content)
-        if store.seal(owner, [(record, generation)]) != [0] or store.read(key) != content:
+        store.write(block.record, block.generation, 0, content)
+        if store.seal(owner, [(block.record, block.generation)]) != [0] or store.read(key) != content:
             raise NotServing("a block was not found after its seal")
         store.delete(key)
     except NoSpace:

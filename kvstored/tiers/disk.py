@@ -66,10 +66,11 @@ class Tier:
     def _begin(self) -> None:
         if not self._wanted or self._closed or self.error or not self.answered.is_set():
             return
-        for path, (engine, reason) in zip(self.directories.paths, self.native.engines, strict=True):
+        for path, engine in zip(self.directories.paths, self.native.engines, strict=True):
             log.info(
-                "disk", namespace=self._name, directory=path, engine=engine, reason=reason, loads=self._loads
-            )
+                "disk", namespace=self._name, directory=path, engine=engine.name, reason=engine.reason,
+                loads=self._loads,
+            )  # fmt: skip
         self.native.begin()
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class Tier:
             return [
                 ("disk_failed", f"{self._at} does not answer: the store goes on without it until it does")
             ]
-        return [(STATES[state], text) for _, state, text in self.native.conditions()]
+        return [(STATES[found.state], found.text) for found in self.native.conditions()]
 
 
 class Tiers:
@@ -165,9 +166,9 @@ class Tiers:
     def latencies(self) -> dict[tuple[str, str], tuple[list[int], float]]:
         """(namespace, "load" or "write") -> counts per bucket, sum in seconds."""
         return {
-            (name, operation): (counts, sum_s)
+            (name, took.operation): (took.counts, took.sum_s)
             for name, tier in self._tiers.items()
-            for operation, counts, sum_s in tier.native.latencies()
+            for took in tier.native.latencies()
         }
 
     def watch(self, degraded: Degraded) -> None:

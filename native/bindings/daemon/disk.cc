@@ -2,7 +2,6 @@
 // listing alone, to be measured.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 
 #include "bindings/daemon/errors.h"
 #include "core/files/fsck.h"
@@ -48,16 +47,16 @@ nb::dict fsck(const std::string& directory, bool repair, bool keep_corrupt, bool
   return as_dict(report);
 }
 
-// (blocks, their bytes, strays)
-std::tuple<uint64_t, uint64_t, uint64_t> scan(const std::string& directory) {
-  const kv::Scanned found = kv::scan(directory, std::nullopt, {});
-  return {found.files, found.bytes, found.strays};
-}
+kv::Scanned scan(const std::string& directory) { return kv::scan(directory, std::nullopt, {}); }
 
 }  // namespace
 
 void bind_disk(nb::module_& m) {
   m.def("fsck", fsck, nb::arg("directory"), nb::kw_only(), nb::arg("repair"), nb::arg("keep_corrupt"), nb::arg("layers"),
         nb::arg("finding"), nb::arg("progress"));
+  nb::class_<kv::Scanned>(m, "Scanned", "What lies in a directory of blocks.")
+      .def_ro("files", &kv::Scanned::files)
+      .def_ro("bytes", &kv::Scanned::bytes)
+      .def_ro("strays", &kv::Scanned::strays);
   m.def("scan", scan, nb::arg("directory"), nb::call_guard<nb::gil_scoped_release>());
 }

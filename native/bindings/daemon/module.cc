@@ -1,5 +1,6 @@
 // kvstored._core: the native half of the daemon.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <cstring>
 
 #include "bindings/daemon/errors.h"
+#include "bindings/daemon/latency.h"
 #include "core/base/checksum.h"
 #include "core/session/session_server.h"
 
@@ -21,6 +23,8 @@ void bind_peers(nb::module_& m);  // peers.cc
 
 namespace {
 
+using kv::daemon::Latency;
+
 nb::list sessions(kv::SessionServer& server) {
   nb::list out;
   for (const auto& [name, s] : server.sessions()) {
@@ -32,12 +36,9 @@ nb::list sessions(kv::SessionServer& server) {
   return out;
 }
 
-// (namespace, operation, counts per bucket, their sum in seconds)
-std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>> latencies(kv::SessionServer& server) {
-  std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>, double>> out;
-  for (const auto& one : server.latencies())
-    out.emplace_back(one.name, one.operation, std::vector<uint64_t>(one.counts.buckets.begin(), one.counts.buckets.end()),
-                     static_cast<double>(one.counts.sum_ns) / 1e9);
+std::vector<Latency> latencies(kv::SessionServer& server) {
+  std::vector<Latency> out;
+  for (const auto& read : server.latencies()) out.emplace_back(read.name, read.operation, read.counts);
   return out;
 }
 
@@ -57,10 +58,9 @@ std::vector<kv::Tenant> tenants(const GivenTenants& given) {
   return out;
 }
 
-// (namespace, read-only, user id) of the living session that has this token, or None.
-nb::object token(const kv::SessionServer& server, const nb::bytes& shown) {
-  const auto grant = server.token({static_cast<const uint8_t*>(shown.data()), shown.size()});
-  return grant ? nb::object(nb::make_tuple(grant->name, grant->read_only, grant->uid)) : nb::none();
+// Of the living session that has this token, or None.
+std::optional<kv::Tokens::Grant> token(const kv::SessionServer& server, const nb::bytes& shown) {
+  return server.token({static_cast<const uint8_t*>(shown.data()), shown.size()});
 }
 
 // The user id of a socket's peer, if that is on a list of any namespace, the daemon's own user or root; otherwise None.
@@ -85,6 +85,15 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // objects alive at exit are the user's business
   m.doc() = "The native half of kvstored: the store and the session server.";
   translate_errors();
+  nb::class_<Latency>(m, "Latency", "How long an operation took: counts per bucket, and their sum in seconds.")
+      .def_ro("namespace", &Latency::space)
+      .def_ro("operation", &Latency::operation)
+      .def_ro("counts", &Latency::counts)
+      .def_ro("sum_s", &Latency::sum_s);
+  nb::class_<kv::Tokens::Grant>(m, "TokenGrant", "What the session that has a token may do.")
+      .def_ro("namespace", &kv::Tokens::Grant::name)
+      .def_ro("read_only", &kv::Tokens::Grant::read_only)
+      .def_ro("uid", &kv::Tokens::Grant::uid);
   bind_store(m);
   bind_tier(m);
   bind_peers(m);

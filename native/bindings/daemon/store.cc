@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -59,10 +58,15 @@ std::optional<kv::Layout> layout_by_id(Store& store, uint32_t layout_id) {
   return known ? std::optional(known->layout) : std::nullopt;
 }
 
-std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, uint32_t owner, const nb::bytes& packed,
-                                                                  uint32_t layout_id,
-                                                                  std::optional<std::vector<uint32_t>> token_counts,
-                                                                  uint32_t priority, uint64_t ttl_ms) {
+// What became of one key of a create.
+struct GrantedBlock {
+  int status;  // kv::Grant
+  uint32_t record;
+  uint64_t generation, length_bytes;  // that may be written: layers, meta
+};
+
+std::vector<GrantedBlock> create(Store& store, uint32_t owner, const nb::bytes& packed, uint32_t layout_id,
+                                 std::optional<std::vector<uint32_t>> token_counts, uint32_t priority, uint64_t ttl_ms) {
   const std::vector<Key> keys = keys_of(packed);
   if (token_counts && token_counts->size() != keys.size())
     throw Error(Code::InvalidArgument,
@@ -73,11 +77,11 @@ std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> create(Store& store, 
   std::vector<kv::CreateItem> items;
   for (size_t i = 0; i < keys.size(); ++i)
     items.push_back({.key = keys[i], .tokens = token_counts ? (*token_counts)[i] : layout->block_tokens});
-  std::vector<std::tuple<int, uint32_t, uint64_t, uint64_t>> out;
+  std::vector<GrantedBlock> out;
   const auto granted = store.create({owner, layout_id, priority, static_cast<uint32_t>((ttl_ms + 999) / 1000), items});
   for (size_t i = 0; i < items.size(); ++i) {
     const uint64_t length = layout->meta_offset(items[i].tokens) + layout->meta_bytes(items[i].tokens);
-    out.emplace_back(static_cast<int>(granted[i].status), granted[i].handle.record, granted[i].handle.generation, length);
+    out.push_back({static_cast<int>(granted[i].status), granted[i].handle.record, granted[i].handle.generation, length});
   }
   return out;
 }
@@ -222,6 +226,11 @@ nb::list layouts(Store& store) {
 }  // namespace
 
 void bind_store(nb::module_& m) {
+  nb::class_<GrantedBlock>(m, "GrantedBlock", "What became of one key of a create.")
+      .def_ro("status", &GrantedBlock::status)
+      .def_ro("record", &GrantedBlock::record)
+      .def_ro("generation", &GrantedBlock::generation)
+      .def_ro("length_bytes", &GrantedBlock::length_bytes);
   nb::class_<Store>(m, "Store", "One namespace's blocks: the one mutator of its index, arena and sessions. Thread-safe.")
       .def(
           "__init__",

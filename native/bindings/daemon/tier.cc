@@ -1,13 +1,12 @@
 // kvstored._core.DiskTier: the disk tier of one namespace. Every call releases the GIL.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 
 #include "bindings/daemon/errors.h"
+#include "bindings/daemon/latency.h"
 #include "core/disk/tier.h"
 #include "core/files/faults.h"
 
@@ -16,13 +15,19 @@ namespace nb = nanobind;
 namespace {
 
 using kv::DiskTier;
+using kv::daemon::Latency;
 
 constexpr uint32_t kDepth = 16;  // per directory: four blocks' pieces, so that the device never waits for this thread
+
+// The engine that a directory got, and why.
+struct ChosenEngine {
+  std::string name, reason;
+};
 
 // A tier and what its engines are, for the log.
 struct Tier {
   std::vector<std::unique_ptr<kv::Faults>> faults;  // they outlive the tier
-  std::vector<std::pair<std::string, std::string>> engines;
+  std::vector<ChosenEngine> engines;
   std::vector<std::string> paths;
   std::string schedule;  // of faults
   std::unique_ptr<DiskTier> tier;
@@ -32,7 +37,7 @@ DiskTier::Directory open_directory(Tier& self) {
   const std::string& path = self.paths.at(self.engines.size());
   kv::Choice choice = kv::choose_engine(path, kDepth);
   auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
-  self.engines.emplace_back(choice.engine->name(), choice.reason);
+  self.engines.push_back({choice.engine->name(), choice.reason});
   if (self.schedule.empty()) return {path, std::move(files), std::move(choice.engine), choice.problem};
   self.faults.push_back(std::make_unique<kv::Faults>(self.schedule, path, std::move(files), std::move(choice.engine)));
   return {path, self.faults.back()->take_files(), self.faults.back()->take_engine(), choice.problem};
@@ -55,23 +60,8 @@ nb::dict stats(Tier& self) {
   return out;
 }
 
-// (operation, counts per bucket, sum in seconds)
-std::vector<std::tuple<std::string, std::vector<uint64_t>, double>> latencies(Tier& self) {
-  std::vector<std::tuple<std::string, std::vector<uint64_t>, double>> out;
-  auto add = [&](const char* name, const kv::LatencyHistogram& histogram) {
-    const kv::LatencyCounts counts = histogram.read();
-    out.emplace_back(name, std::vector<uint64_t>(counts.buckets.begin(), counts.buckets.end()),
-                     static_cast<double>(counts.sum_ns) * 1e-9);
-  };
-  add("load", self.tier->load_latency());
-  add("write", self.tier->write_latency());
-  return out;
-}
-
-std::vector<std::tuple<std::string, std::string, std::string>> conditions(Tier& self) {
-  std::vector<std::tuple<std::string, std::string, std::string>> out;
-  for (const auto& c : self.tier->conditions()) out.emplace_back(c.path, c.state, c.text);
-  return out;
+std::vector<Latency> latencies(Tier& self) {
+  return {{"", "load", self.tier->load_latency().read()}, {"", "write", self.tier->write_latency().read()}};
 }
 
 }  // namespace
@@ -87,6 +77,13 @@ void bind_tier(nb::module_& m) {
       },
       nb::arg("path"), nb::call_guard<nb::gil_scoped_release>(),
       "A descriptor that keeps others out of a directory of blocks while it is open.");
+  nb::class_<ChosenEngine>(m, "ChosenEngine", "The engine that a directory got, and why.")
+      .def_ro("name", &ChosenEngine::name)
+      .def_ro("reason", &ChosenEngine::reason);
+  nb::class_<DiskTier::Condition>(m, "DiskCondition", "Of a directory that is not well: full, read_only or failed.")
+      .def_ro("path", &DiskTier::Condition::path)
+      .def_ro("state", &DiskTier::Condition::state)
+      .def_ro("text", &DiskTier::Condition::text);
   nb::class_<Tier>(m, "DiskTier", "The disk tier of one namespace. The store must outlive it; stop() before the store closes.")
       .def(
           "__init__",
@@ -122,6 +119,6 @@ void bind_tier(nb::module_& m) {
       .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
       .def("stats", stats)
       .def("latencies", latencies)
-      .def("conditions", conditions)
+      .def("conditions", [](Tier& self) { return self.tier->conditions(); })
       .def_prop_ro("engines", [](Tier& self) { return self.engines; }, "Of open().");
 }
