@@ -20,7 +20,7 @@ def check_bounds(what: str, value: int, low: int, high: int) -> None:
 
 
 def check_real(what: str, value: float, low: float, high: float) -> None:
-    """The same of a number that need not be whole."""
+    """The same of a number that need not be whole. Raises InvalidArgument outside of low..high."""
     if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument(f"{what}={value!r}; it must be a number in {low}..{high}")
 

@@ -124,6 +124,7 @@ def cuts(texts: Sequence[str], chunker: str, block_tokens: int) -> list[int]:
 
     "fixed": one part. "sentence": every four blocks, moved by up to 16 tokens to the end of a sentence.
     "paragraph", "document": at blank lines; at form feeds, rules and top-level headings.
+    Raises InvalidArgument for a chunker that is not known.
     """
     if chunker not in CHUNKERS:
         raise InvalidArgument(f"chunker={chunker!r}; it must be one of {', '.join(CHUNKERS)}")

@@ -39,7 +39,7 @@ class Kivi:
 
     @classmethod
     def named(cls, name: str) -> Kivi:
-        """ "int8" or "int4", with groups of 32."""
+        """ "int8" or "int4", with groups of 32. Raises InvalidArgument for another name."""
         if not isinstance(name, str) or name not in BITS:
             raise InvalidArgument(f"codec={name!r}; it must be one of {', '.join(BITS)}, a Kivi, or None")
         return cls(BITS[name])

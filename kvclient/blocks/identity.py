@@ -91,7 +91,9 @@ def salted(namespace_salt: bytes, salt: bytes) -> bytes:
 
 
 def salt_of(salt: bytes | str | None) -> bytes:
-    """The bytes of a caller's salt. bytes() would take a number for so many zeros."""
+    """The bytes of a caller's salt. bytes() would take a number for so many zeros. Raises InvalidArgument for
+    what is neither bytes, a text nor None.
+    """
     if not isinstance(salt, bytes | bytearray | str | None):
         raise InvalidArgument(f"salt={salt!r:.80}; it must be bytes, a text, or None")
     return salt.encode() if isinstance(salt, str) else bytes(salt or b"")

@@ -105,6 +105,7 @@ def plan(
     chunker       the rule that the stored texts were cut by; without one, every block_tokens.
     patience      asked with a number of tokens and blocks, says for how many seconds they are worth waiting
                   for on disk. Without it, what lies only there is not found.
+    Raises InvalidArgument for a chunker that is none.
     """
     ids = _ids(token_ids)
     check_bounds("min_tokens", min_tokens, 1, MOST_TOKENS)

@@ -106,6 +106,7 @@ class NoBlocks:
         return [None] * self._count
 
     def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
+        """Raises InvalidArgument for any index: nothing was found."""
         if len(indices):
             raise InvalidArgument(f"block {indices[0]} is not one that was found: the store is unreachable")
 

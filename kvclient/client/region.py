@@ -235,7 +235,9 @@ class Region:
     def give_back(self, keys: Sequence[bytes]) -> list[str]:
         """Takes blocks that were sealed in place out of the store, one by one, and says of each: "taken", its
         memory is the allocator's; "held", somebody reads it, so ask again later; "gone", it was not sealed
-        here, or the store has evicted it: that memory is no part of the region any more. Raises Closed."""
+        here, or the store has evicted it: that memory is no part of the region any more. Raises Closed.
+        Raises Unavailable without a daemon, InvalidArgument in a forked child.
+        """
         _ = self.array
         if os.getpid() != self._pid:
             raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")

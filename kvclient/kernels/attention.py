@@ -62,6 +62,7 @@ def segment(
 
     base_position is where the keys were rotated for, new_position where they stand now (default: the same),
     both of token `first`. Where they differ and the model rotates, `turned` is turn(inv_freq, new - base).
+    Raises InvalidArgument where keys and values do not match, or the tokens are not in the block.
     """
     quantised = isinstance(keys, Quantised)
     if quantised != isinstance(values, Quantised):
@@ -140,6 +141,7 @@ def prepare(
     """q [batch, query heads, tokens, head_dim] at q_position [batch, tokens], each batch row against its own.
 
     A window of W: keys less than W positions behind the query. lse: float32 [batch, query heads, tokens].
+    Raises InvalidArgument where rows, heads, head_dim or tables do not match.
     """
     _check_numbers(q, window, threads, rotary_dim)
     check_real("scale", scale, -math.inf, math.inf)

@@ -53,7 +53,7 @@ class Quantised:
 
 
 def empty(heads: int, tokens: int, head_dim: int, bits: int, group: int) -> Quantised:
-    """Arrays to quantise into."""
+    """Arrays to quantise into. Raises InvalidArgument for bits or groups that the kernels have not."""
     if type(bits) is not int or bits not in CODECS:
         raise InvalidArgument(f"bits={bits!r}; it must be 8 or 4")
     if type(group) is not int or group not in (0, *contract.GROUPS):
@@ -69,6 +69,7 @@ def quantise(
     """K with group 32, 64 or 128; V with group 0. Into `out`, or into arrays made here.
 
     Raises NotQuantisable if a value is not finite or beyond 65504; `out` is then of no use.
+    InvalidArgument if `out` is for other bits or groups.
     """
     elements_shape(elements)
     if out is None:
@@ -109,6 +110,7 @@ def rotate(
 
     rope: "half" pairs element i with i + r/2, "interleaved" 2i with 2i + 1, of the first
     r = 2 * len(inv_freq); what lies behind is copied.
+    Raises InvalidArgument for an `out` of another shape or dtype.
     """
     out = keys if out is None else out
     elements_shape(keys)
@@ -146,6 +148,7 @@ def element_code(dtype: np.dtype) -> int | None:
 
 
 def writeable(array: np.ndarray) -> None:
+    """Raises InvalidArgument if it is read-only."""
     if not array.flags.writeable:
         raise InvalidArgument("out is read-only")
 
@@ -167,6 +170,7 @@ def table_shape(turned: np.ndarray) -> int:
 
 
 def rope_number(rope: str) -> int:
+    """The number of a rope by its name. Raises InvalidArgument for another name."""
     if rope not in ROPES:
         raise InvalidArgument(f"rope={rope!r}; it must be one of {', '.join(ROPES)}")
     return ROPES[rope]

@@ -192,7 +192,9 @@ def built(name: str) -> bool:
 
 
 def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) -> ctypes.CDLL:
-    """A library with this contract's functions, ready to be called."""
+    """A library with this contract's functions, ready to be called. Raises Unsupported if it cannot be
+    loaded, or is of another ABI.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -239,6 +241,7 @@ def cuda_lacks(device: int = 0) -> str | None:
 
 
 def path_number(name: str) -> int:
+    """The number of a path by its name. Raises InvalidArgument for another name."""
     if name not in PATHS:
         raise InvalidArgument(f"path={name!r}; it must be one of {', '.join(PATHS)}")
     return PATHS.index(name)

@@ -31,7 +31,9 @@ def library_for(device: torch.device) -> Any:
 
 
 def run(name: str, args: Any, like: torch.Tensor) -> None:
-    """One call of the library for the device of `like`, on its current stream."""
+    """One call of the library for the device of `like`, on its current stream. Raises Unsupported for a
+    kernel that the library has not.
+    """
     library = library_for(like.device)
     if like.device.type != "cuda":
         if not hasattr(library, name):
@@ -129,7 +131,9 @@ def dequantise(
 
 @torch.library.custom_op("kvclient::rotate", mutates_args=(), device_types=BOTH)
 def rotate(keys: torch.Tensor, turn: torch.Tensor, interleaved: bool, path: int = FAST) -> torch.Tensor:
-    """Keys [heads, tokens, head_dim] turned by what kernels.turn() makes: float32 [2, rotary_dim / 2]."""
+    """Keys [heads, tokens, head_dim] turned by what kernels.turn() makes: float32 [2, rotary_dim / 2]. Raises
+    InvalidArgument for a `turn` of another shape or dtype.
+    """
     if turn.dtype != torch.float32 or turn.ndim != 2 or not turn.is_contiguous() or keys.dtype not in DTYPES:
         raise InvalidArgument(f"turn {turn.dtype}{list(turn.shape)} of keys in {keys.dtype}")
     out = torch.empty_like(keys, memory_format=torch.contiguous_format)
@@ -159,6 +163,7 @@ def segment(
 
     `first` tokens of the block are passed over; turn: as for rotate(). The first token used stands at
     `position`, for which its key was rotated but for `moved`. The tensors must outlive its use.
+    Raises InvalidArgument where keys and values are unlike, or the tokens are not in the block.
     """
     k, v = keys[0], values[0]
     if k.dtype != v.dtype or k.shape != v.shape:
@@ -205,6 +210,7 @@ def load(
 
     keys, values: [heads, tokens, head_dim], of the same strides, a row of a batch; places: int64, per
     segment the bytes to its first token (column * token stride).
+    Raises InvalidArgument where keys and values are unlike.
     """
     if _strides(keys) != _strides(values) or keys.shape != values.shape or keys.dtype not in DTYPES:
         raise InvalidArgument(f"keys {list(keys.shape)} and values {list(values.shape)}: unlike, or no cache")
@@ -289,7 +295,9 @@ def _awq(
 
 @torch.library.custom_op("kvclient::awq_repack", mutates_args=(), device_types=BOTH)
 def awq_repack(words: torch.Tensor, group: int) -> torch.Tensor:
-    """A checkpoint's qweight, int32 [inputs, outputs / 8], in the order the kernels read: the same shape."""
+    """A checkpoint's qweight, int32 [inputs, outputs / 8], in the order the kernels read: the same shape.
+    Raises InvalidArgument for another shape or dtype.
+    """
     if words.dtype != torch.int32 or words.ndim != 2:
         raise InvalidArgument(f"words {words.dtype}{list(words.shape)}; expected int32 of two dimensions")
     words = words.contiguous()
@@ -312,6 +320,7 @@ def awq_multiply(
     """x [rows, inputs] times the weights, up to 64 rows; the `_op` below is the same for torch.compile.
 
     words: repacked; with path NAIVE the checkpoint's.
+    Raises InvalidArgument where x, words and bias do not match.
     """
     _check_awq(words, zeros, scales, group)
     outputs = scales.shape[1]

@@ -75,7 +75,7 @@ class Table:
         self.memory.copy_(torch.frombuffer(host, dtype=torch.uint8))
 
     def of(self, q: torch.Tensor) -> torch.Tensor:
-        """Its memory, for a call with these queries."""
+        """Its memory, for a call with these queries. Raises InvalidArgument for queries of another batch."""
         if self.rows != q.shape[0]:
             raise InvalidArgument(f"a table of {self.rows} rows for queries {list(q.shape)}")
         return self.memory
@@ -95,6 +95,7 @@ def arguments(
 ) -> Any:  # fmt: skip
     """q, out [batch, heads, tokens, head_dim] of any strides, position int64 [batch, tokens], contiguous; so
     are lse and sinks, float32.
+    Raises InvalidArgument for other shapes, dtypes or strides.
     """
     batch, heads, tokens, head_dim = q.shape
     for name, tensor, dtype, shape in (

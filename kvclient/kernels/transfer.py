@@ -296,7 +296,7 @@ class Transfer:
 
 
 def extent(memory: np.ndarray) -> tuple[int, int]:
-    """(address, bytes)."""
+    """(address, bytes). Raises InvalidArgument for memory that is not contiguous."""
     if not memory.flags.c_contiguous:
         raise InvalidArgument(f"{list(memory.shape)} with strides {memory.strides} is not contiguous")
     return memory.ctypes.data, memory.nbytes

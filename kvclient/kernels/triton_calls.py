@@ -94,7 +94,9 @@ def attend(args: contract.Attention) -> None:
 
 
 def quantise(args: contract.Conversion) -> None:
-    """kvk_quantise() by the twin. Raises NotQuantisable, which waits for the device."""
+    """kvk_quantise() by the twin. Raises NotQuantisable, which waits for the device. Unsupported for a codec
+    or group it has not, InvalidArgument for int4 of an odd head_dim.
+    """
     _check_version(args)
     if args.codec not in (contract.INT8, contract.INT4) or args.group not in (0, *contract.GROUPS):
         raise Unsupported(f"codec={args.codec}, group={args.group} are no codes and groups of tokens")

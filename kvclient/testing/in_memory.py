@@ -143,7 +143,9 @@ class InMemoryClient:
         token_counts: Sequence[int] | None = None,
         sealing: Writer | None = None,
     ) -> Writer:
-        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception."""
+        """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception. Raises
+        InvalidArgument for token counts that are not those of the keys, and a sealing that is no Writer.
+        """
         if not isinstance(sealing, Writer | None):
             raise InvalidArgument(f"sealing is of type {type(sealing).__name__}; it must be a Writer")
         with self._locked():

@@ -247,7 +247,9 @@ class Blocks(Sequence):
         return [block.layer(layer) if isinstance(block, BlockView) else None for block in self._items]
 
     def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
-        """Copies that layer of those blocks into a buffer, each to its offset in bytes."""
+        """Copies that layer of those blocks into a buffer, each to its offset in bytes. Raises
+        InvalidArgument for a block that was not found.
+        """
         memory = memoryview(target).cast("B")
         for index, offset in zip(indices, offsets, strict=True):
             if not 0 <= index < len(self) or not isinstance(block := self._items[index], BlockView):

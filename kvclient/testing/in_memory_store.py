@@ -165,6 +165,7 @@ class InMemoryStore:
     # ---------------------------------------------------------------- writing
 
     def register_layout(self, blob: bytes) -> int:
+        """The number of that layout, new or known. Raises NoSpace when all are taken."""
         for known, (registered, _) in enumerate(self.layouts):
             if registered == blob:
                 return known
@@ -202,6 +203,7 @@ class InMemoryStore:
         return record
 
     def mark_layer(self, record: Record, layer: int) -> None:
+        """Publishes that layer. Raises InvalidArgument out of order."""
         if not 0 <= layer < record.geometry.num_layers:
             raise InvalidArgument(f"layer {layer}; the layout has {record.geometry.num_layers}")
         if layer != record.layers_ready:

@@ -83,7 +83,9 @@ class GrantedBlock:
         self.not_given.clear()
 
     def mark_layer(self, layer: int) -> None:
-        """Publishes that layer to followers; layers are published in order."""
+        """Publishes that layer to followers; layers are published in order. Raises InvalidArgument for one
+        that was not written.
+        """
         self._open()
         with self._writer.client.store.changed:
             if layer in self.not_given and layer == self._record.layers_ready:
@@ -167,7 +169,7 @@ class Writer:
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """Publishes one granted block, or all. With zero_rest, layers nobody asked for are zeros. Raises
-        InvalidArgument for them without it, BlockLost if a lease had ended."""
+        InvalidArgument for them without it, BlockLost if a lease had ended. Closed after the client."""
         if not self.client.attached:
             raise Closed("the client was closed, and its unsealed blocks given up")
         self.check_given(list(self._granted) if index is None else [self._place(index)], zero_rest)

@@ -44,6 +44,7 @@ def warm(
     """chunker: what the text is taken apart by (kvclient.blocks.chunker.cuts); "fixed", and none, computes it
     whole, so that a prompt that begins with it finds all of it. before: tokens the first part stands behind;
     the others stand behind overlap_tokens of the text before them.
+    Raises InvalidArgument without a token, or for a chunker that needs a tokenizer.
     """
     check_overlap(overlap_tokens)
     if not ids:

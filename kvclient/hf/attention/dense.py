@@ -83,6 +83,7 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """[B, T, heads, D]. `starts`: per row, how many keys at its left are padding. position: [B, T], the key
     that each query stands at, ascending.
+    Raises InvalidArgument where keys and values differ in shape or dtype, or from the batch.
     """
     if query.device.type == "cuda":
         terms = sinks, scale, softcap, window, causal

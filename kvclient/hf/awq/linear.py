@@ -73,6 +73,7 @@ class AwqLinear(torch.nn.Module):
         return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., inputs] times the weights. Raises InvalidArgument for an x of whole numbers."""
         if not x.is_floating_point():  # weights of that type would be whole numbers
             raise InvalidArgument(f"x is {x.dtype}; expected a floating point type")
         if x.device.type in cuda.DEVICES:

@@ -64,6 +64,8 @@ class InPlaceLayer(StoreLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes K and V [batch, heads, tokens, head_dim]. Raises RuntimeError for another shape or dtype than
+        is stored, and where the attention was switched inside of generate()."""
         wants_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
             self.become_dense("training" if wants_gradient else "device")

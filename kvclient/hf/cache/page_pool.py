@@ -73,6 +73,7 @@ class PagePool:
             stream.wait_stream(other)
 
     def take(self) -> int:
+        """A free page, with one holder. Raises PagesExhausted."""
         with self._lock:
             if not self._free:
                 raise PagesExhausted(

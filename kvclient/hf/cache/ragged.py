@@ -44,6 +44,7 @@ class RaggedLayer(CacheLayerMixin):
         return give_handle(key_states, self), value_states
 
     def takes(self, reason: str | None, causal: bool) -> bool:
+        """Always True: there is no other way. Raises RuntimeError for a call that the kernels do not take."""
         if reason is not None or not causal:
             raise RuntimeError(f"a step of several requests wants what the kernels do not take ({reason})")
         return True

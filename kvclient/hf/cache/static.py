@@ -127,6 +127,7 @@ class StaticLayer(Stepping, StoreLayer):
         return torch_reference.attend(query, self._storage[0], self._storage[1], seen, scale, softcap, sinks)
 
     def become_dense(self, reason: str) -> None:
+        """Raises RuntimeError: a recorded step cannot change its memory."""
         raise RuntimeError(f"a step of a decode graph wants what cannot be replayed ({reason})")
 
     def _handed_out(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,6 +164,7 @@ class StaticDeviceLayer(Stepping, DeviceLayer):
         return steps.column.expand(batch, tokens).contiguous(), steps.workspace
 
     def become_dense(self, reason: str) -> None:
+        """Raises RuntimeError inside of a recorded step."""
         if in_step():
             raise RuntimeError(f"a step of a decode graph wants what cannot be replayed ({reason})")
         self._leave()

@@ -78,6 +78,8 @@ class BlockFormat:
         return self.layers * self.arrays * self.heads * self.head_dim * self.dtype.itemsize
 
     def layout(self, block_tokens: int) -> Layout:
+        """That of blocks of block_tokens tokens. Raises InvalidArgument for a codec that layers of such
+        widths are not stored in."""
         shape = (self.layers, self.heads, self.head_dim)
         if self.codec is None:
             return Layout(*shape, DTYPE_NAMES[self.dtype], block_tokens, self.arrays)

@@ -82,6 +82,7 @@ class Conversation:
         the conversation, a stop string too; neither is shown. A turn that fails is undone: the next goes on
         from the one before, saved or not. Raises Refused if the model was changed since the last turn:
         forget() begins anew.
+        Raises InvalidArgument for a text without tokens, or without room for an answer.
         """
         began = time.perf_counter()
         if max_new_tokens < 1:

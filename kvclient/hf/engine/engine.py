@@ -176,7 +176,9 @@ class Engine:
         stop: str | Sequence[str] = (), soft_stop: float = 1.0, repetition_penalty: float = 1.0,
         seed: int | None = None, codec: Codec = None,
     ) -> list[Result]:  # fmt: skip
-        """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once."""
+        """An answer per prompt, of any lengths, computed together; a shared prefix is loaded once. Raises
+        InvalidArgument for a single text, or other than one limit a prompt.
+        """
         if isinstance(prompts, str):
             raise InvalidArgument("prompts is one text; it must be a list of prompts")
         if not prompts:
@@ -278,7 +280,9 @@ class Engine:
         return None if prompts is None else [tokens(prompt) for prompt in prompts]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt: of a text, of a chat by its template, or as given."""
+        """The tokens of a prompt: of a text, of a chat by its template, or as given. Raises InvalidArgument
+        for a token the model has not.
+        """
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         if len(prompt) and isinstance(prompt[0], dict):

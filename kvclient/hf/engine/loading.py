@@ -21,7 +21,9 @@ def load(
     name_or_path: str | os.PathLike[str], dtype: str | torch.dtype, device: str | None,
     gguf_file: str | None, streaming: StreamingConfig | None,
 ) -> tuple[torch.nn.Module, Any]:  # fmt: skip
-    """(model, tokenizer); see Engine.from_pretrained."""
+    """(model, tokenizer); see Engine.from_pretrained. Raises InvalidArgument for a dtype that is none, and
+    for streaming with other options.
+    """
     options: dict[str, Any] = {}
     if gguf_file is None and str(name_or_path).endswith(".gguf"):
         path = Path(name_or_path)

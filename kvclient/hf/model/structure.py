@@ -70,7 +70,9 @@ class KVShape:
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The transformers model under a peft wrapper, or the model itself."""
+    """The transformers model under a peft wrapper, or the model itself. Raises Refused for what has no
+    generate() of transformers 5, and around torch.compile().
+    """
     if (compiled := getattr(model, "_orig_mod", None)) is not None:
         raise Refused(
             f"torch.compile() put a {type(model).__name__} around this {type(compiled).__name__}: give the "

@@ -88,7 +88,9 @@ class ServedModel:
 
 
 def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
-    """A codec by its name, if blocks that are cut so can be held in it."""
+    """A codec by its name, if blocks that are cut so can be held in it. Raises InvalidArgument where groups
+    would be cut.
+    """
     codec = None if codec == AS_COMPUTED else codec
     if codec is not None and not isinstance(codec, Kivi):
         codec = Kivi.named(codec)

@@ -244,6 +244,7 @@ class Blend:
     def cut_inputs(
         self, index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """A hook before each decoder layer. Raises Seen when all that the pass was for is there."""
         if self.looking:
             return None
         if self.asked is not None and index == self.asked.stop and self.gauge is None:

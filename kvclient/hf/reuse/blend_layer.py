@@ -40,6 +40,8 @@ class BlendLayer(StoreLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes K and V [batch, heads, tokens, head_dim]. Raises Seen when all that the pass was for is
+        there."""
         blend = self._blend
         if self._handed is not None:
             handed, self._handed = self._handed, None
@@ -131,7 +133,9 @@ def compared(
 def place(
     rope: Rope, form: BlockFormat, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
 ) -> None:
-    """Copies one piece of a block to columns at.., its keys turned."""
+    """Copies one piece of a block to columns at.., its keys turned. Raises Lost if the store was closed
+    meanwhile.
+    """
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
     try:
         if storage.device.type == "cpu":

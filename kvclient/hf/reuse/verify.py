@@ -217,7 +217,9 @@ def block_tokens_for(questions: Sequence[Question], block_tokens: int) -> int:
 
 
 def own_text(model: torch.nn.Module) -> list[list[int]]:
-    """Text the model writes itself: what it finds likely. The random number generators stay as they were."""
+    """Text the model writes itself: what it finds likely. The random number generators stay as they were.
+    Raises InvalidArgument for a model of too few positions.
+    """
     config = model.config.get_text_config(decoder=True)
     size, most = config.vocab_size, getattr(config, "max_position_embeddings", None) or OWN_TOKENS
     if most < MIN_TOKENS:

@@ -36,6 +36,7 @@ class DraftModel:
         self._model, self._branches = model, branches
 
     def begin(self, vocabulary: int) -> _Text:
+        """Raises InvalidArgument if its vocabulary is not the model's."""
         size = self._model.config.vocab_size
         if abs(size - vocabulary) > SLACK:
             raise InvalidArgument(f"the draft model has {size} tokens, the model {vocabulary}: not the same")

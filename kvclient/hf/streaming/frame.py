@@ -55,7 +55,9 @@ def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]
 
 
 def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtype: torch.dtype) -> None:
-    """Linear layers that the checkpoint has packed become AwqLinear; a tensor without a place is an error."""
+    """Linear layers that the checkpoint has packed become AwqLinear; a tensor without a place is an error.
+    Raises InvalidArgument for it, and for a packed layer that is no Linear.
+    """
     stored = {tensor.name: tensor for part in parts.values() for tensor in part.tensors}
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
         linear = layer.get_submodule(name)
@@ -123,6 +125,7 @@ def read(source: Source) -> torch.Tensor:
 def fill_outside(
     model: Any, rest: dict[str, torch.Tensor], prefix: str, name: str, streamed: set[str]
 ) -> None:
+    """Raises InvalidArgument where tensors and places do not match by name and shape."""
     held = {key: value for key, value in model.state_dict().items() if not key.startswith(f"{prefix}.")}
     if lost := sorted(k for k, value in rest.items() if k not in held or held[k].shape != value.shape):
         raise InvalidArgument(f"{name}: tensors without a counterpart: {', '.join(lost[:5])}")

@@ -43,7 +43,9 @@ class Source:
         return found
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """As many bytes of it as the memory has, and no page of the file is kept for them."""
+        """As many bytes of it as the memory has, and no page of the file is kept for them. Raises
+        InvalidArgument if the file ends before.
+        """
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset + start)
             left = memory
