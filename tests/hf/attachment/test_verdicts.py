@@ -18,43 +18,51 @@ from tests.hf.zoo import build, generate, prompt
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
-import sys
+import os, sys
 import torch
 import kvclient, kvclient.hf
 from tests.hf.zoo import build, generate, prompt
 
-model = build("llama", layers=2)
-if sys.argv[1] == "other weights":
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.5)
-if sys.argv[1] == "other code":
-    def forward(self, x):
-        return self.down_proj(1.0 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    forward.__globals__["__name__"] = "mine"
-    type(model.model.layers[0].mlp).forward = forward
-passes = []
-model.register_forward_pre_hook(lambda *_: passes.append(0))
-model._forward_pre_hooks[next(iter(model._forward_pre_hooks))].__module__ = "kvclient.test"
-kv = kvclient.hf.attach(model, kvclient.InMemoryClient(64 << 20), block_tokens=8)
-print(len(passes), kv.backend, kv.padded)
+def attach(case):
+    model = build("llama", layers=2)
+    if case == "other weights":
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+    if case == "other code":
+        def forward(self, x):
+            return self.down_proj(1.0 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        forward.__globals__["__name__"] = "mine"
+        type(model.model.layers[0].mlp).forward = forward
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(0))
+    model._forward_pre_hooks[next(iter(model._forward_pre_hooks))].__module__ = "kvclient.test"
+    kv = kvclient.hf.attach(model, kvclient.InMemoryClient(64 << 20), block_tokens=8)
+    print(len(passes), kv.backend, kv.padded, flush=True)
+
+for case in sys.argv[1:]:  # a process each, which has imported and not yet done anything
+    if (child := os.fork()) == 0:
+        attach(case)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def attached(case: str = "same") -> int:
-    """Passes that attach() made in a process of its own."""
-    command = [sys.executable, "-c", PROGRAM, case]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-    passes, backend, padded = done.stdout.split()
-    assert padded == "True" and backend
-    return int(passes)
+def attached(*cases: str) -> list[int]:
+    """Passes that attach() made, each in a process of its own, one after the other."""
+    command = [sys.executable, "-c", PROGRAM, *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert all(padded == "True" and backend for _, backend, padded in rows)
+    return [int(passes) for passes, *_ in rows]
 
 
 def test_a_second_process_proves_nothing_again():
-    first = attached()
+    first, second, other_weights, other_code = attached("same", "same", "other weights", "other code")
     assert first >= 8
-    assert attached() <= 2, "to see the shape of its KV"
-    assert attached("other weights") >= 6, "the self-test; the kernels know no weights"
-    assert attached("other code") == first
+    assert second <= 2, "to see the shape of its KV"
+    assert other_weights >= 6, "the self-test; the kernels know no weights"
+    assert other_code == first
 
 
 def test_a_damaged_file_counts_as_none(client, verdicts, monkeypatch):
