@@ -17,9 +17,12 @@ namespace {
 constexpr uint64_t kMiB = 1 << 20;
 constexpr uint64_t kRegion = 77;
 
+// As clients register it.
+uint32_t region_layout(Rig& rig) { return rig.store->register_layout(layout_blob(1, 1, 1)); }
+
 Granted make_region(Rig& rig, uint64_t number, uint32_t pages, uint32_t by, uint64_t region = kRegion) {
   const CreateItem item{.key = key(1'000'000 + number), .fingerprint = region, .tokens = 1, .region_pages = pages};
-  return rig.store->create({.owner = by, .layout = rig.layout, .items = {&item, 1}})[0];
+  return rig.store->create({.owner = by, .layout = region_layout(rig), .items = {&item, 1}})[0];
 }
 
 struct Keys {  // of parts, each once
@@ -34,7 +37,7 @@ RegionChange publish(Rig& rig, uint32_t by, uint64_t number, uint64_t offset, ui
 
 RegionChange take_back(Rig& rig, uint32_t by, Handle block, const Key& part, uint64_t region = kRegion) {
   const TakeBack item{block, part, region};
-  return rig.store->take_back(by, rig.layout, {&item, 1})[0];
+  return rig.store->take_back(by, region_layout(rig), {&item, 1})[0];
 }
 
 bool is(const RegionChange& change, Grant grant) { return change.status == static_cast<uint8_t>(grant); }

@@ -69,6 +69,9 @@ uint64_t adopted_frontier(const Store::Options& options) {
   return frontier;
 }
 
+// A part of a region has any length. Its layout has blocks of one token.
+bool may_be_region(State state, const Layout& layout) { return state != State::Sealed && layout.block_tokens == 1; }
+
 }  // namespace
 
 uint64_t Store::table_bytes(uint32_t max_blocks, uint64_t capacity_bytes, uint32_t layouts) {
@@ -239,7 +242,7 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Disk) return adopt_disk_record(record);
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
   if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens ||
-      (found.state() == State::Sealed && extent.length != layout->extent_bytes(shape.tokens)) ||  // others may be a region's
+      (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)) ||
       !arena_.claim(extent, record))
     return false;
   layouts_.came(shape.layout);
