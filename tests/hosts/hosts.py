@@ -1,6 +1,7 @@
 """Several daemons that know each other, on loopback addresses; and a stream in between that a test can
 spoil."""
 
+import contextlib
 import json
 import select
 import socket
@@ -115,6 +116,12 @@ class Proxy:
         finally:
             near.close()
             far.close()
+
+    def break_off(self) -> None:
+        """Ends all connections there are; new ones are welcome."""
+        for one in self._pairs:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._closed = True

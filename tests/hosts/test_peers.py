@@ -135,10 +135,13 @@ def test_a_byte_flipped_on_the_way_is_a_miss_that_is_counted(daemon, tmp_path, w
             proxy.change, spoiling = flip, True
             got = reader.get(keys, wait_s=30)[0]
             assert passed > after, "the byte was on the way"
-            assert got is None
             seen = hosts.peers(1)["n0"]
-            assert seen["corrupt"] + seen["malformed"] >= 1 and seen["fetched"] == 0
-            assert reader.stats()["used_bytes"] == 0
+            assert seen["corrupt"] + seen["malformed"] >= 1
+            if got is None:
+                assert seen["fetched"] == 0 and reader.stats()["used_bytes"] == 0
+            else:  # a layer was here before it, and the rest came over another connection
+                assert after >= 2000
+                check(got)
             wait_until(lambda: reader.get(keys, wait_s=30)[0] is not None, "the way is good")
             check(reader.get(keys)[0])
     finally:

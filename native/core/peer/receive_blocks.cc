@@ -15,6 +15,7 @@ constexpr uint32_t kMostLearnt = 8;  // layouts that one connection may add to t
 constexpr uint64_t kLongestNs = 150'000'000'000;
 constexpr uint32_t kFramesPerLook = 64;  // at the clock
 constexpr uint64_t kMarkBytes = 64 << 10;
+constexpr size_t kMostParked = 1024;
 constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no layer: signs of life, layouts, meta areas
 
 [[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
@@ -23,19 +24,24 @@ constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no la
 
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
                                              const std::function<void(size_t, Outcome)>& ended) {
-  std::vector<Landing> landings;
-  for (const Key& key : keys) landings.push_back({.key = key});
+  std::vector<Item> landings;
+  for (const Key& key : keys) {
+    std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
+    landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});
+    landings.back().next = 0, landings.back().headed = landings.back().meta = false;
+  }
   bytes_ = 0, beside_ = 0, to_mark_ = nullptr;
   size_t open = landings.size();
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
-  const auto fail_all = [&] {
+  const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome)) {
     for (size_t i = 0; i < landings.size(); ++i)
-      if (landings[i].outcome == Outcome::Open) give_up(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
+      if (landings[i].outcome == Outcome::Open) (this->*end)(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
     store_.settle();
     tell();
   };
   try {
-    channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request}, std::as_bytes(keys));
+    const uint32_t from = landings.size() == 1 ? landings[0].layers : 0;
+    channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request, .layer = from}, std::as_bytes(keys));
     channel_.flush();
     for (uint32_t frames = 0; open; ++frames) {
       if (!channel_.buffered()) {
@@ -46,17 +52,17 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
         throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
-      Landing& landing = landings[head.item];
+      Item& landing = landings[head.item];
       if (landing.outcome != Outcome::Open) malformed("more of a block that had ended");
       take_frame(head, landing);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
     }
     tell();
   } catch (const Broken&) {
-    fail_all();
+    fail_all(&BlockReceiver::leave);
     throw;
   } catch (const Error& error) {  // of the store: fenced
-    fail_all();
+    fail_all(&BlockReceiver::give_up);
     throw Broken(Broken::Why::Gone, error.what());
   }
   return {bytes_};
@@ -67,7 +73,7 @@ void BlockReceiver::tell() {
   store_.load_ended();
 }
 
-void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
+void BlockReceiver::take_frame(const Frame& head, Item& landing) {
   const auto kind = static_cast<Kind>(head.kind);
   if (kind == Kind::Waiting || kind == Kind::Layout || kind == Kind::Meta)
     if (++beside_ > kMostBeside) malformed("an answer without an end");
@@ -84,7 +90,7 @@ void BlockReceiver::take_frame(const Frame& head, Landing& landing) {
     case Kind::Whole: return take_whole(landing);
     case Kind::Waiting: return;
     case Kind::Missing:
-      return landing.headed ? malformed("a block that is not there after all") : give_up(landing, Outcome::Missing);
+      return landing.headed ? malformed("a block that is not there after all") : leave(landing, Outcome::Missing);
     case Kind::Lost: return give_up(landing, Outcome::Lost);
     default: malformed("a frame that does not belong here");
   }
@@ -103,13 +109,15 @@ void BlockReceiver::take_layout(const Frame& head) {
   }
 }
 
-void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
+void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   Channel::expect(frame, Kind::Head, sizeof(BlockHead));
   if (landing.headed) malformed("a second head");
   BlockHead head;
   channel_.take_checked(frame, reinterpret_cast<std::byte*>(&head));
   landing.headed = true;
   if (!(head.key == landing.key)) malformed("another block than was asked for");
+  const bool begun = landing.created;
+  if (begun && (!(head.layout == landing.known->digest) || head.tokens != landing.tokens)) differs(landing);
   landing.known = store_.find_layout(head.layout);
   const auto& known = landing.known;
   if (!known) throw Broken(Broken::Why::Malformed, "a layout that is not known here");
@@ -117,6 +125,7 @@ void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
   if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||
       head.base_position > kMaxBasePosition)
     malformed("a block that its layout does not allow");
+  if (begun) return;
   landing.tokens = head.tokens;
   landing.sums.resize(head.layers);
   const CreateItem item{head.key, head.fingerprint, head.tokens, head.base_position, head.parent};
@@ -130,7 +139,7 @@ void BlockReceiver::take_head(const Frame& frame, Landing& landing) {
 }
 
 // To its place in the block, with the padding behind it; or nowhere, if the block is somebody else's or has no memory.
-void BlockReceiver::take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded) {
+void BlockReceiver::take_bytes(const Frame& head, Item& landing, uint64_t offset, uint64_t bytes, uint64_t padded) {
   if (!landing.headed || head.bytes != bytes) malformed("bytes that the layout does not have");
   bytes_ += bytes;
   if (!landing.created) return channel_.skip(bytes);
@@ -139,7 +148,7 @@ void BlockReceiver::take_bytes(const Frame& head, Landing& landing, uint64_t off
   std::memset(to + bytes, 0, padded - bytes);
 }
 
-void BlockReceiver::take_busy(const Frame& head, Landing& landing) {
+void BlockReceiver::take_busy(const Frame& head, Item& landing) {
   constexpr size_t kName = kMaxName + 1;
   if (landing.headed || head.bytes % kName || head.bytes > kMostReferrals * kName) malformed("a referral that is none");
   std::vector<std::byte> names(head.bytes);
@@ -149,20 +158,28 @@ void BlockReceiver::take_busy(const Frame& head, Landing& landing) {
     const char* name = reinterpret_cast<const char*>(names.data() + at);
     instead_.emplace_back(name, ::strnlen(name, kMaxName));
   }
-  give_up(landing, Outcome::Busy);
+  leave(landing, Outcome::Busy);
 }
 
-void BlockReceiver::take_meta(const Frame& head, Landing& landing) {
+void BlockReceiver::take_meta(const Frame& head, Item& landing) {
   if (!landing.headed) malformed("a meta area without a head");
   const uint64_t at = landing.layout->meta_offset(landing.tokens);
   take_bytes(head, landing, at, landing.layout->meta_bytes(landing.tokens), landing.layout->extent_bytes(landing.tokens) - at);
   landing.meta = true;
 }
 
-void BlockReceiver::take_layer(const Frame& head, Landing& landing) {
-  if (!landing.headed || !landing.meta || head.layer != landing.layers || head.layer >= landing.sums.size())
+void BlockReceiver::take_layer(const Frame& head, Item& landing) {
+  if (!landing.headed || !landing.meta || head.layer != landing.next || head.layer >= landing.sums.size())
     malformed("a layer out of turn");
+  landing.next += 1;
   const Layout& layout = *landing.layout;
+  if (head.layer < landing.layers) {  // it is here: of another computation of the block it would not be the same
+    if (head.bytes && head.bytes != layout.layer_bytes(head.layer, landing.tokens))
+      malformed("bytes that the layout does not have");
+    channel_.skip(head.bytes);
+    if (head.payload_crc != landing.sums[head.layer]) differs(landing);
+    return;
+  }
   const uint64_t at = layout.layer_offset(head.layer, landing.tokens);
   take_bytes(head, landing, at, layout.layer_bytes(head.layer, landing.tokens),
              layout.layer_offset(head.layer + 1, landing.tokens) - at);
@@ -174,7 +191,7 @@ void BlockReceiver::take_layer(const Frame& head, Landing& landing) {
 
 // The layers that came since the last time. A block that is gone meanwhile is found out when it is whole.
 void BlockReceiver::mark() {
-  Landing* landing = std::exchange(to_mark_, nullptr);
+  Item* landing = std::exchange(to_mark_, nullptr);
   unmarked_bytes_ = 0;
   if (!landing || !landing->created || landing->outcome != Outcome::Open || landing->marked == landing->layers) return;
   to_tell_ |= landing->marked == 0;  // who waits for the block can follow it
@@ -186,8 +203,8 @@ void BlockReceiver::mark() {
   }
 }
 
-void BlockReceiver::take_whole(Landing& landing) {
-  if (!landing.headed || !landing.meta || landing.layers != landing.sums.size()) malformed("a block that is not whole");
+void BlockReceiver::take_whole(Item& landing) {
+  if (!landing.headed || !landing.meta || landing.next != landing.sums.size()) malformed("a block that is not whole");
   if (to_mark_ == &landing) to_mark_ = nullptr;  // its seal says more
   if (!landing.created) return give_up(landing, Outcome::Needless);
   const uint64_t at = landing.layout->checksums_offset(landing.tokens);
@@ -206,7 +223,40 @@ void BlockReceiver::take_whole(Landing& landing) {
   landing.sums.clear();
 }
 
-void BlockReceiver::give_up(Landing& landing, Outcome outcome) {
+// What had come is of another block than what comes: nothing of either is kept.
+void BlockReceiver::differs(Item& landing) {
+  give_up(landing, Outcome::Lost);
+  landing.outcome = Outcome::Open;  // it ends as all others do
+  malformed("not the block that had begun to come");
+}
+
+// It has ended here, and may go on elsewhere.
+void BlockReceiver::leave(Item& landing, Outcome outcome) {
+  if (to_mark_ == &landing) mark();
+  const bool begun = parked_ && landing.created && landing.layers && !window_.truncated();
+  if (!begun || !parked_->put(Landing(landing))) return give_up(landing, outcome);
+  landing.outcome = outcome;
+}
+
+bool Parked::put(Landing&& landing) {
+  std::lock_guard lock(mutex_);
+  if (landings_.size() >= kMostParked) return false;
+  const Key key = landing.key;
+  return landings_.emplace(key, std::move(landing)).second;
+}
+
+std::optional<Landing> Parked::take(const Key& key) {
+  std::lock_guard lock(mutex_);
+  auto node = landings_.extract(key);
+  return node ? std::optional(std::move(node.mapped())) : std::nullopt;
+}
+
+bool Parked::holds(const Key& key) const {
+  std::lock_guard lock(mutex_);
+  return landings_.contains(key);
+}
+
+void BlockReceiver::give_up(Item& landing, Outcome outcome) {
   landing.outcome = outcome;
   if (!std::exchange(landing.created, false)) return;
   try {

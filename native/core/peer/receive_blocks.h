@@ -5,8 +5,10 @@
 
 #include <functional>
 #include <list>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/peer/channel.h"
@@ -14,56 +16,78 @@
 
 namespace kv::peer {
 
+// A block on its way into this host's memory.
+struct Landing {
+  Key key;
+  uint32_t next = 0;                            // layer of this answer
+  uint32_t tokens = 0, layers = 0, marked = 0;  // of the layers that are here, those that who follows may read
+  bool headed = false, created = false, meta = false;
+  std::shared_ptr<const KnownLayout> known{};
+  const Layout* layout = nullptr;
+  Handle handle{0, 0};
+  Extent extent{0, 0};
+  std::vector<uint32_t> sums{};
+};
+
+// Blocks whose connection broke under them, until another peer, or another connection, brings the rest: who follows one here
+// reads on. Bounded; safe from all threads; leaves the store alone.
+class Parked {
+ public:
+  bool put(Landing&& landing);
+  std::optional<Landing> take(const Key& key);
+  bool holds(const Key& key) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<Key, Landing, KeyHash> landings_;
+};
+
 enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed, Busy };
 
 class BlockReceiver {
  public:
-  BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner)
-      : store_(store), window_(window), channel_(channel), owner_(owner) {}
+  // `parked`: where a block is left that did not come whole; null: it is given up.
+  BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner, Parked* parked = nullptr)
+      : store_(store), window_(window), channel_(channel), owner_(owner), parked_(parked) {}
 
   struct Received {
     uint64_t bytes = 0;
   };
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
-  // Throws Broken, with every key ended: those open as Failed, their memory given back.
+  // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked.
   Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended);
 
   // Of the key that has just ended as Busy: nodes that it was sent to.
   const std::vector<std::string>& instead() const { return instead_; }
 
  private:
-  struct Landing {
-    Key key;
+  struct Item : Landing {
     Outcome outcome = Outcome::Open;
-    bool headed = false, created = false, meta = false;
-    std::shared_ptr<const KnownLayout> known{};
-    const Layout* layout = nullptr;
-    Handle handle{0, 0};
-    Extent extent{0, 0};
-    uint32_t tokens = 0, layers = 0, marked = 0;  // of the layers that came, those that who follows may read
-    std::vector<uint32_t> sums{};
   };
   void tell();
-  void take_frame(const Frame& head, Landing& landing);
+  void take_frame(const Frame& head, Item& landing);
   void take_layout(const Frame& head);
-  void take_head(const Frame& head, Landing& landing);
-  void take_busy(const Frame& head, Landing& landing);
-  void take_meta(const Frame& head, Landing& landing);
-  void take_layer(const Frame& head, Landing& landing);
-  void take_whole(Landing& landing);
-  void take_bytes(const Frame& head, Landing& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
+  void take_head(const Frame& head, Item& landing);
+  void take_busy(const Frame& head, Item& landing);
+  void take_meta(const Frame& head, Item& landing);
+  void take_layer(const Frame& head, Item& landing);
+  void take_whole(Item& landing);
+  void take_bytes(const Frame& head, Item& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
   void mark();
-  void give_up(Landing& landing, Outcome outcome);
+  void give_up(Item& landing, Outcome outcome);
+  void leave(Item& landing, Outcome outcome);
+  [[noreturn]] void differs(Item& landing);
 
   Store& store_;
   const Window& window_;
   Channel& channel_;
   const uint32_t owner_;
+  Parked* const parked_;
   std::vector<std::string> instead_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
   uint64_t bytes_ = 0;
-  uint32_t beside_ = 0;         // of this answer's frames, those that brought no layer
-  Landing* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
+  uint32_t beside_ = 0;      // of this answer's frames, those that brought no layer
+  Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
   bool to_tell_ = false;  // something became visible that nobody has been woken for
 };

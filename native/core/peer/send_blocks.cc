@@ -44,8 +44,8 @@ Frame BlockSender::frame(Kind kind, const Block& block) const {
   return {.kind = static_cast<uint16_t>(kind), .item = block.item, .request = request_};
 }
 
-BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys) {
-  request_ = request, sent_ = {};
+BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys, uint32_t from) {
+  request_ = request, from_ = from, sent_ = {};
   std::list<Block> blocks;
   for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
   const uint64_t began_ms = monotonic_ns() / 1'000'000;
@@ -170,6 +170,7 @@ void BlockSender::send_layer(Block& block, uint32_t layer) {
   head.layer = layer;
   // The writer's own sum, where it left one: what this host's memory has made of the bytes since is then found out over there.
   head.payload_crc = block.sums.empty() ? crc32c(bytes.data(), bytes.size()) : block.sums[layer];
+  if (layer < from_) return channel_.put_summed(head, {});
   channel_.put_summed(head, bytes);
   sent_.bytes += bytes.size();
 }

@@ -23,8 +23,9 @@ class BlockSender {
   struct Sent {
     uint64_t blocks = 0, bytes = 0;
   };
-  // Throws Broken if the other end does not take it in time.
-  Sent answer(uint32_t request, std::span<const Key> keys);
+  // `from`: layers before it are there already: of these the checksums are sent. Throws Broken if the other end does not take it
+  // in time.
+  Sent answer(uint32_t request, std::span<const Key> keys, uint32_t from = 0);
 
  private:
   struct Block;
@@ -43,7 +44,7 @@ class BlockSender {
   Admission& admission_;
   Channel& channel_;
   const std::string node_;
-  uint32_t request_ = 0;
+  uint32_t request_ = 0, from_ = 0;
   Sent sent_;
   std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection
 };

@@ -15,8 +15,10 @@ constexpr size_t kStreams = 4, kMostStreams = 16;  // to each peer: at first, an
 constexpr uint64_t kCrowdedMs = 20;                // for which a key waits while no stream is free, until there is one more
 constexpr size_t kMaxFlights = 4096;
 constexpr size_t kMaxInVain = 4096;
-constexpr uint64_t kInVainMs = 100;    // nobody had it: not asked again at once
-constexpr uint64_t kNoWordMs = 1000;   // nobody said that he has it, and who gets it says so
+constexpr uint64_t kInVainMs = 100;   // nobody had it: not asked again at once
+constexpr uint64_t kNoWordMs = 1000;  // nobody said that he has it, and who gets it says so
+constexpr uint64_t kResumeMs = 50;    // until a block that came in part is asked for again, of whoever can be asked then
+constexpr uint32_t kMostResumes = 40;
 constexpr double kUnmeasuredS = 1e-3;  // of a block, for a peer that has sent none yet
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -134,6 +136,13 @@ bool Tier::send_on(const Key& key, Flight& flight) {
   const uint64_t turn = key.words[1] ^ ++turns_ * 0xff51afd7ed558ccdull;
   const Next next = next_step(directory_, usable_.load(), key, flight.route, turn, [this](size_t p) { return cost_s(p); });
   flight.waits = next.step;
+  const auto may_return = [](const auto& peer) { return peer->may_return; };
+  const bool nobody = next.step == Step::GiveUp || next.step == Step::WaitForWord;
+  if (nobody && flight.resumes < kMostResumes && std::ranges::any_of(peers_, may_return) && parked_.holds(key)) {
+    flight.resumes += 1, flight.waits = Step::WaitForTurn;
+    wait_for(key, flight, kResumeMs);
+    return true;
+  }
   if (next.step == Step::WaitForTurn || next.step == Step::WaitForWord) wait_for(key, flight, next.wait_ms);
   if (next.step != Step::Ask) return next.step != Step::GiveUp;
   Peer& peer = *peers_[flight.peer = next.peer];
@@ -165,6 +174,7 @@ void Tier::end_flight(const Key& key, bool in_vain) {
   if (flight->second.waits == Step::WaitForWord) hoped_for_.erase(mark_of(key, false));
   flights_.erase(flight);
   if (!in_vain) return;
+  if (parked_.holds(key)) abandoned_.push_back(key), care_.notify_one();
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
   in_vain_[mark_of(key, false)] = now_ms() + (asked ? kInVainMs : kNoWordMs);
 }
@@ -185,7 +195,7 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
         if (const auto other = numbers_.find(node); other != numbers_.end())
           flight.route.referred |= Directory::Mask{1} << other->second;
       break;
-    default: peer.failed += 1; break;
+    default: peer.failed += 1, peer.may_return = true; break;  // went_wrong() knows more
   }
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
   if (here || outcome == Outcome::NoSpace) return end_flight(key, !here);
@@ -199,6 +209,7 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
 void Tier::care() {
   Lock lock(mutex_);
   while (!stop_) {
+    if (!abandoned_.empty()) abandon(lock);
     uint64_t next = ~uint64_t{0};
     if (!waits_.empty()) next = waits_.begin()->first;
     if (!crowded_.empty()) next = std::min(next, crowded_.begin()->first);
@@ -232,6 +243,24 @@ void Tier::care() {
     store_.load_ended();
     lock.lock();
   }
+}
+
+// Gives back the memory of blocks that came in part; who follows them is told.
+void Tier::abandon(Lock& lock) {
+  const std::vector<Key> keys = std::exchange(abandoned_, {});
+  lock.unlock();
+  for (const Key& key : keys) {
+    const std::optional<Landing> landing = parked_.take(key);
+    if (!landing) continue;  // somebody wanted it again meanwhile
+    try {
+      store_.abort(owner_, landing->handle);
+    } catch (const Error&) {
+      // Fenced: nobody reads it.
+    }
+  }
+  store_.settle();
+  store_.load_ended();
+  lock.lock();
 }
 
 bool Tier::goes_on(const Key& key, Flight& flight) {

@@ -82,6 +82,7 @@ class Tier final : public Fetcher {
     State state = State::New;
     std::string why;  // it was down last
     uint32_t failures = 0;
+    bool may_return = false;  // its connection broke, and it has not been tried since
     uint64_t retry_ms = 0, in_flight = 0;
     std::atomic<uint64_t> rtt_us{0}, bytes_per_s{0}, connects{0}, block_bytes{0};  // the last: of a block, lately
 #define X(name) std::atomic<uint64_t> name{0};
@@ -94,6 +95,7 @@ class Tier final : public Fetcher {
     size_t peer = 0;
     Step waits = Step::Ask;  // Ask: it is in a queue, or was asked for
     uint64_t until_ms = 0;
+    uint32_t resumes = 0;  // waits for somebody who has the rest of it
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -116,6 +118,7 @@ class Tier final : public Fetcher {
   void start_stream(size_t peer);
   void care();
   bool goes_on(const Key& key, Flight& flight);
+  void abandon(Lock& lock);
 
   void watch(size_t peer);
   void listen(size_t peer, Channel& channel);
@@ -133,6 +136,7 @@ class Tier final : public Fetcher {
   std::atomic<Directory::Mask> usable_{0};  // peers that are not down; changed under mutex_
 
   Directory directory_;  // has locks of its own
+  Parked parked_;        // and this one
 
   // Guards what follows, and the peers' fields that are no atomics; never held over I/O or a call of the store.
   mutable std::mutex mutex_;
@@ -145,6 +149,7 @@ class Tier final : public Fetcher {
   std::unordered_map<std::string, size_t> numbers_;  // of the peers, by node
   std::condition_variable care_;
   std::thread care_thread_;
+  std::vector<Key> abandoned_;  // parked blocks that nobody brings the rest of
   uint64_t arrivals_ = 0, turns_ = 0;
   Directory::Mask to_wake_ = 0;  // peers whose queues have got keys since a stream of theirs was woken
 };

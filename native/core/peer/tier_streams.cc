@@ -33,8 +33,8 @@ void Tier::run(size_t p, size_t s) {
       if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
       if (!stream.channel) {
         connect(lock, peer, stream);
-        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_);
-        peer.failures = 0;
+        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_);
+        peer.failures = 0, peer.may_return = false;
         become(p, State::Up);
         peer.work.notify_all();
       }
@@ -167,6 +167,8 @@ void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
     case Broken::Why::Refused: peer.refused += 1; break;
   }
   const uint64_t pause_ms = std::min(kFirstPauseMs << std::min(peer.failures, 5u), kLongestPauseMs);
+  const bool of_the_way = error.why == Broken::Why::Gone || error.why == Broken::Why::Corrupt;
+  peer.may_return = peer.failures == 0 && of_the_way;
   peer.failures += 1, peer.retry_ms = now_ms() + pause_ms;
   become(p, State::Down);
   peer.why = error.what();

@@ -20,7 +20,8 @@ enum class Kind : uint16_t {
   Proof,
   Welcome,
   Refused,
-  Fetch,    // keys; the answer is, per item, Missing, or Head, Meta and layers in order, then Whole or Lost
+  Fetch,    // keys; `layer`: of those before it the checksums are enough. The answer is, per item, Missing, or Head, Meta and
+            // layers in order, then Whole or Lost
   Layout,   // a layout's blob, before the first Head that names it on this connection
   Head,     // a BlockHead
   Meta,     // the block's meta area; a second one replaces the first

@@ -1,0 +1,91 @@
+"""A block whose connection breaks half-way goes on behind its last layer, from the same host or another that
+has the same bytes; who follows it notices nothing. Of a host that has others nothing is mixed in.
+"""
+
+import pytest
+
+from kvclient.errors import BlockLost
+from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
+from tests.hosts.hosts import Hosts, Proxy
+
+LAYERS = SMALL.num_layers
+
+
+def write_layer(block, layer):
+    target = block.layer(layer)
+    target[...] = pattern(block.key, layer, target.shape)
+    if layer == 0:
+        block.meta[:32] = block.key
+    block.mark_layer(layer)
+
+
+def test_the_same_host_goes_on_after_the_connection_broke(daemon, tmp_path, wait_until):
+    hosts = Hosts(daemon, tmp_path)
+    proxy = Proxy(hosts.addresses[0])
+    hosts.reroute(1, 0, proxy.address)
+    hosts.start().wait_up(wait_until)
+    (key,) = keys = new_keys(1)
+    try:
+        with hosts[0].connect() as writer, hosts[1].connect() as reader:
+            claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+            write_layer(claimed[0], 0)
+            with reader.get(keys, follow=True, wait_s=30) as blocks:
+                for layer in range(LAYERS):
+                    if layer:
+                        write_layer(claimed[0], layer)
+                    blocks[0].wait_layer(layer, timeout_s=30)
+                    seen = blocks[0].layer(layer)
+                    assert (seen == pattern(key, layer, seen.shape)).all()
+                    if layer < 2:
+                        proxy.break_off()
+                claimed.seal()
+                wait_until(lambda: blocks[0].sealed, "it is whole")
+                check(blocks[0])
+            with reader.get(keys, verify=True) as blocks:
+                check(blocks[0])
+            seen = hosts.peers(1)["n0"]
+            assert seen["fetched"] == 1 and seen["gone"] >= 1
+            reader.delete(keys)
+            wait_until(lambda: reader.stats()["used_bytes"] == 0, "its memory is free")
+    finally:
+        proxy.close()
+
+
+@pytest.mark.parametrize("bytes_there", ["the same", "others"])
+def test_another_host_goes_on_if_it_has_the_same_block(daemon, tmp_path, wait_until, bytes_there):
+    hosts = Hosts(daemon, tmp_path, count=3).start().wait_up(wait_until)
+    keys = new_keys(1)
+    with hosts[0].connect() as writer, hosts[1].connect() as reader, hosts[2].connect() as other:
+        claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+        write_layer(claimed[0], 0)
+        write_layer(claimed[0], 1)
+        with reader.get(keys, follow=True, wait_s=30) as blocks:
+            blocks[0].wait_layer(1, timeout_s=30)
+            with other.create(keys, other.register_layout(SMALL.to_blob())) as whole:
+                fill(whole[0])
+                if bytes_there == "others":
+                    whole[0].layer(1)[...] = 1
+            wait_until(lambda: hosts.peers(1)["n2"]["held"] >= 1, "word came")
+            hosts[0].kill()
+            if bytes_there == "the same":
+                blocks[0].wait_layer(LAYERS - 1, timeout_s=30)
+                wait_until(lambda: blocks[0].sealed, "it is whole")
+                check(blocks[0])
+                assert hosts.peers(1)["n2"]["fetched"] == 1
+            else:
+                with pytest.raises(BlockLost):
+                    blocks[0].wait_layer(LAYERS - 1, timeout_s=30)
+
+
+def test_a_block_that_nobody_has_the_rest_of_is_lost_soon(daemon, tmp_path, wait_until):
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    keys = new_keys(1)
+    with hosts[0].connect() as writer, hosts[1].connect() as reader:
+        claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+        write_layer(claimed[0], 0)
+        with reader.get(keys, follow=True, wait_s=30) as blocks:
+            blocks[0].wait_layer(0, timeout_s=30)
+            hosts[0].kill()
+            with pytest.raises(BlockLost):
+                blocks[0].wait_layer(1, timeout_s=30)
+        wait_until(lambda: reader.stats()["used_bytes"] == 0, "its memory is free")
