@@ -140,17 +140,7 @@ def status(daemon: Connection, arguments: argparse.Namespace) -> int:
     if arguments.sessions:
         reply = daemon.admin.Sessions(admin_pb2.SessionsRequest(), timeout=daemon.timeout_s)
         found["sessions"] = [
-            {
-                "session": session.session,
-                "pid": session.pid,
-                "uid": session.uid,
-                "namespace": session.namespace,
-                "pins": session.pins,
-                "unsealed": session.unsealed,
-                "attached_ms": session.attached_ms,
-                "resumed": session.resumed,
-            }
-            for session in reply.sessions
+            {name: getattr(session, name) for name in render.SESSION_FACTS} for session in reply.sessions
         ]
         text += "\n\n" + render.sessions_text(found["sessions"])
     show(arguments, found, text)
@@ -303,6 +293,14 @@ def flush(daemon: Connection, arguments: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def revoke(daemon: Connection, arguments: argparse.Namespace) -> int:
+    request = admin_pb2.RevokeRequest(namespace=arguments.namespace, session=arguments.session)
+    found = daemon.admin.Revoke(request, timeout=daemon.timeout_s).found
+    words = f"asked for the blocks of session {arguments.session}" if found else "there is no such session"
+    show(arguments, {"session": arguments.session, "found": found}, words)
+    return Exit.DONE if found else Exit.NO
+
+
 def drain(daemon: Connection, arguments: argparse.Namespace) -> int:
     request = admin_pb2.DrainRequest(
         on=not arguments.off, wait_ms=0 if arguments.off else int(arguments.wait_s * 1000)
@@ -390,6 +388,7 @@ COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "describe": describe,
     "rm": rm,
     "flush": flush,
+    "revoke": revoke,
     "drain": drain,
     "scrub": scrub,
     "top": top,

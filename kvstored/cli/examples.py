@@ -57,6 +57,12 @@ users' pools are, and removes only its own; root removes all.""",
     "flush": """examples:
   kvstored flush --yes
   kvstored flush --namespace batch --yes""",
+    "revoke": """examples:
+  kvstored status --sessions    who holds how much, for whom
+  kvstored revoke 17            exit code 1 if there is no such session
+
+Memory is not taken from a process. Its client gives back what nobody has an array of, at its next get, and
+its views say BlockLost from then on. What stays comes back when the arrays go, or the process ends.""",
     "drain": """examples:
   kvstored drain                wait until nobody writes; then, for example, kvstored stop
   kvstored drain --off""",

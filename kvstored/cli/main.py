@@ -138,6 +138,13 @@ def _add_operator_commands(commands: Any) -> None:
     rm.add_argument("keys", type=key, nargs="+", metavar="KEY", help="64 hexadecimal digits")
     flush = add("flush", "delete all sealed blocks of a namespace", namespace=True)
     flush.add_argument("--yes", action="store_true", help="do not ask")
+    revoke = add("revoke", "ask a process for the blocks that it holds", namespace=True)
+    revoke.add_argument(
+        "session",
+        type=bounded(1, (1 << 32) - 1),
+        metavar="SESSION",
+        help="number, as status --sessions says it",
+    )
     drain = add("drain", "refuse new blocks and wait until those being written are done")
     drain.add_argument("--off", action="store_true", help="accept new blocks again")
     drain.add_argument(

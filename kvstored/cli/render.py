@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstored.config.units import approximate_size, format_duration
+from kvstored.telemetry.prometheus import PIN_OWNERS
 
 
 def as_json(value: Any) -> str:
@@ -133,7 +134,7 @@ def _namespace_lines(namespace: dict[str, Any], rates: dict[str, float] | None) 
     )
     lines.append(f"  quota     {_quota(namespace)}")
     lines.append(f"  open to   {_open_to(namespace)}")
-    lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins")
+    lines.append(f"  readers   {of('sessions', 0)} sessions, {of('pins', 0)} pins{_held(of)}")
     lines.append(f"  gets      {hits} hits, {misses} misses ({percent(hits, hits + misses)} hits)")
     lines.append(
         "  so far    "
@@ -254,6 +255,29 @@ def block_text(block: dict[str, Any], now_ms: int) -> str:
     return "\n".join(f"{name:11} {value}" for name, value in facts.items())
 
 
+def _held(of: Any) -> str:
+    """How much memory whose pins hold, where it is any."""
+    held = {owner: of(f"pinned_{owner}_bytes", 0) for owner in PIN_OWNERS}
+    words = [f"{approximate_size(size)} for {owner}s" for owner, size in held.items() if size]
+    return f" ({', '.join(words)})" if words else ""
+
+
+SESSION_FACTS = (
+    "session", "pid", "uid", "namespace", "pins", "unsealed", "attached_ms", "resumed", "pinned_bytes",
+    "owner", "pin_deadline_ms", "pin_limit_bytes", "device",
+)  # fmt: skip
+
+
+def _terms(session: dict[str, Any]) -> str:
+    """Whose the pins of a session are, and when they are asked back."""
+    words = [session["owner"]]
+    if session["pin_deadline_ms"]:
+        words.append(format_duration(session["pin_deadline_ms"] / 1000))
+    if session["pin_limit_bytes"]:
+        words.append(approximate_size(session["pin_limit_bytes"]))
+    return ", ".join([*words, "device"] if session["device"] else words)
+
+
 def sessions_text(sessions: list[dict[str, Any]]) -> str:
     rows = [
         (
@@ -262,14 +286,18 @@ def sessions_text(sessions: list[dict[str, Any]]) -> str:
             str(session["uid"]),
             session["namespace"],
             str(session["pins"]),
+            approximate_size(session["pinned_bytes"]),
+            _terms(session),
             str(session["unsealed"]),
             format_duration(session["attached_ms"] / 1000),
             "yes" if session["resumed"] else "no",
         )
         for session in sessions
     ]
-    header = ("session", "pid", "uid", "namespace", "pins", "unsealed", "attached", "resumed")
-    return table(header, rows, right=frozenset((0, 1, 2, 4, 5, 6)))
+    header = (
+        "session", "pid", "uid", "namespace", "pins", "holds", "for", "unsealed", "attached", "resumed",
+    )  # fmt: skip
+    return table(header, rows, right=frozenset((0, 1, 2, 4, 5, 7, 8)))
 
 
 def progress_line(done: int, whole: int, width: int = 30) -> str:

@@ -210,10 +210,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     unsealed=session["unsealed"],
                     attached_ms=int(session["attached_s"] * 1000),
                     resumed=session["resumed"],
+                    pinned_bytes=session["pinned_bytes"],
+                    owner=session["owner"],
+                    pin_deadline_ms=session["pin_deadline_ms"],
+                    pin_limit_bytes=session["pin_limit_bytes"],
+                    device=session["device"],
                 )
                 for session in self._sessions.sessions()
             ]
         )
+
+    @answered
+    async def Revoke(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        store = named(self._stores, request.namespace)
+        found = await self._threads.run(lambda: store.ask_pins_back(request.session))
+        return admin_pb2.RevokeResponse(found=found)
 
     @answered
     async def Peers(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

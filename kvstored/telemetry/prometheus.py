@@ -1,7 +1,7 @@
 """The daemon's figures as Prometheus text: every metric's name, type and meaning, in tables.
 
-Owns the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods, operations, states and
-statuses, all from fixed sets; never a key, a salt or a token. A namespace is a name of the configuration, at
+Owns the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods, operations, states,
+statuses and owners of pins, all from fixed sets; never a key, a salt or a token. A namespace is a name of the configuration, at
 most 16 of them; whose it is (users, groups) is no label. docs/operations.md has the same list, which a test
 compares.
 """
@@ -32,6 +32,11 @@ STORE_METRICS: dict[str, About] = {
         "Blocks whose writer ended but may still touch the memory.",
     ),
     "pins": ("kvstored_pins", "gauge", "Blocks held by readers, or by the disk tier for a write."),
+    "asked_back": (
+        "kvstored_pins_asked_back_total",
+        "counter",
+        "Times that pins of a session were asked back.",
+    ),
     "sessions": ("kvstored_sessions", "gauge", "Processes attached through shared memory."),
     "hits": ("kvstored_hits_total", "counter", "Gets that found their block."),
     "misses": ("kvstored_misses_total", "counter", "Gets that did not."),
@@ -50,6 +55,16 @@ STORE_METRICS: dict[str, About] = {
     "long_holds": ("kvstored_store_long_holds_total", "counter", "Such holds over half a millisecond."),
     "fenced": ("kvstored_namespace_fenced", "gauge", "1 if a client harmed the memory and it is refused."),
     "corrupt": ("kvstored_corrupt_total", "counter", "Blocks dropped because a checksum did not match."),
+}
+# Of each owner of pins (native/core/format/store_types.h): what stands around its name -> about.
+PIN_OWNERS = ("client", "engine", "disk", "peer")
+OWNER_METRICS: dict[tuple[str, str], About] = {
+    ("pins_", ""): ("kvstored_pins_held", "gauge", "Blocks held, by whom they are held for."),
+    ("pinned_", "_bytes"): (
+        "kvstored_pins_held_bytes",
+        "gauge",
+        "Their memory; one held twice counts twice.",
+    ),
 }
 # The disk tier's counters come with those of its namespace: a row here, and one in docs/operations.md.
 DISK_METRICS: dict[str, About] = {
@@ -243,6 +258,17 @@ def render(figures: Figures) -> str:
         scale = _scale(counter)
         samples = [({"namespace": n}, stats[counter] * scale) for n, stats in found if counter in stats]
         _metric(lines, about, samples)
+    for (before, after), about in OWNER_METRICS.items():
+        _metric(
+            lines,
+            about,
+            [
+                ({"namespace": n, "owner": owner}, stats[before + owner + after])
+                for n, stats in figures.stores.items()
+                for owner in PIN_OWNERS
+                if before + owner + after in stats
+            ],
+        )
     _metric(lines, SERVING, [({"namespace": name}, int(yes)) for name, yes in figures.serving.items()])
     _metric(lines, ADOPTED, [({"namespace": name}, int(yes)) for name, yes in figures.adopted.items()])
     states = figures.degraded.items()

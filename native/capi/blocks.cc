@@ -12,6 +12,7 @@ BlockBatch::Item& hit(const kvs_blocks* blocks, size_t i) {
   BlockBatch::Item& item = blocks->batch->item(i);
   if (item.state == ItemState::Exhausted) throw Error(Code::PinsExhausted, blocks->batch->attachment().exhausted());
   if (item.state != ItemState::Hit) refuse("block " + std::to_string(i) + " is a miss");
+  blocks->batch->check_held();
   return item;
 }
 
@@ -48,6 +49,7 @@ kvs_status kvs_get(kvs_client* client, const kvs_key* keys, size_t count, uint32
       if (flags & KVS_VERIFY) c.verify(*found, wanted);
       return found;
     });
+    batch->attachment().watch(batch);
     *blocks = new kvs_blocks{std::move(batch)};
   });
 }

@@ -34,7 +34,7 @@ class StoreTest {
   static void evict(Store& store, uint32_t record) { store.to_zombie(record, Event::Evict); }
   static bool is_read(Store& store, uint32_t record) {  // or written, by the daemon itself
     std::lock_guard lock(store.mutex_);
-    return store.io_pins_.contains(record);
+    return store.own_pins_.contains(record);
   }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
   static PinAllowance allowance(Store& store, uint32_t session) {

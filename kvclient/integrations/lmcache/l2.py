@@ -75,7 +75,11 @@ class KvstoredL2Adapter(L2AdapterInterface):
         options = with_defaults(params, OPTIONS, "adapter_params")
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._client = kvclient.connect(
-            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+            options["dir"],
+            options["namespace"],
+            on_error="miss",
+            timeout_s=float(options["timeout_s"]),
+            owner="engine",
         )
         self._health = Health(self._client, log)
         self._objects = Objects(self._client, self._health, float(options["wait_s"]))

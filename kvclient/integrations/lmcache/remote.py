@@ -50,7 +50,11 @@ class KvstoredRemoteConnector(RemoteConnector):
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._loop, self._memory = loop, local_cpu_backend
         self._client = kvclient.connect(
-            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+            options["dir"],
+            options["namespace"],
+            on_error="miss",
+            timeout_s=float(options["timeout_s"]),
+            owner="engine",
         )
         self._objects = Objects(self._client, Health(self._client, log), float(options["wait_s"]))
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-remote")

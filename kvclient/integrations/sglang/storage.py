@@ -71,6 +71,7 @@ class KvstoredHiCache(HiCacheStorage):
         self._client = kvclient.connect(
             self.options["dir"], self.options["namespace"], on_error="miss",
             timeout_s=float(self.options["timeout_s"]),
+            owner="engine",
         )  # fmt: skip
         self.pages = Pages(self._client, Health(self._client, log), float(self.options["wait_s"]))
         self._leases = Leases(float(self.options["lease_s"]), MAX_LEASED)

@@ -63,7 +63,11 @@ def common(llm_args: Any) -> Common:
 
 def connect(options: dict[str, Any]) -> Any:
     return kvclient.connect(
-        options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+        options["dir"],
+        options["namespace"],
+        on_error="miss",
+        timeout_s=float(options["timeout_s"]),
+        owner="engine",
     )
 
 

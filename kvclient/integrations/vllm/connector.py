@@ -53,7 +53,11 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         if options["enable_kv_events"]:
             checked_endpoints(vllm_config.kv_events_config)
         self._client = kvclient.connect(
-            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+            options["dir"],
+            options["namespace"],
+            on_error="miss",
+            timeout_s=float(options["timeout_s"]),
+            owner="engine",
         )
         block_tokens = group.kv_cache_spec.block_size
         ranks = vllm_config.parallel_config.world_size

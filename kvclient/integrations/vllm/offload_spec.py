@@ -43,6 +43,7 @@ class KvstoredOffloadingSpec(OffloadingSpec):
         return kvclient.connect(
             self._options["dir"], self._options["namespace"], on_error="miss",
             timeout_s=float(self._options["timeout_s"]),
+            owner="engine",
         )  # fmt: skip
 
     def get_manager(self) -> OffloadingManager:

@@ -65,7 +65,11 @@ class KvstoredTier(SecondaryTierManager):
         config = offloading_spec.config
         self._names = OffloadNames(config, options, "primary tier's row")
         self._client = kvclient.connect(
-            options["dir"], options["namespace"], on_error="miss", timeout_s=float(options["timeout_s"])
+            options["dir"],
+            options["namespace"],
+            on_error="miss",
+            timeout_s=float(options["timeout_s"]),
+            owner="engine",
         )
         self._health = Health(self._client, log)
         self._pages = Pages(self._client, self._health, float(options["wait_s"]))

@@ -62,7 +62,7 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     try {
       block->batch->hold(block->index);
     } catch (const Error& error) {
-      raise("Closed", error.what());
+      raise(error.code == Code::BlockLost ? "BlockLost" : "Closed", error.what());
     }
   } catch (nb::python_error& error) {
     error.restore();
@@ -252,7 +252,10 @@ void bind_view(nb::module_& m) {
 
 }  // namespace
 
-nb::object make_blocks(std::shared_ptr<BlockBatch> batch) { return nb::cast(Blocks{std::move(batch)}); }
+nb::object make_blocks(std::shared_ptr<BlockBatch> batch) {
+  batch->attachment().watch(batch);
+  return nb::cast(Blocks{std::move(batch)});
+}
 
 void bind_blocks(nb::module_& m) {
   nb::class_<Blocks>(m, "Blocks", "What get answers: per key a BlockView, or None for a miss. Leaving the context releases all.")

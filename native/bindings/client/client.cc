@@ -211,13 +211,15 @@ void bind_client(nb::module_& m) {
       .def(
           "__init__",
           [](Client* self, std::string socket_path, std::string name, bool read_only, uint32_t max_pins, double timeout_s,
-             const std::string& door) {
+             const std::string& door, bool engine, uint32_t pin_deadline_ms, uint64_t pin_bytes) {
+            const PinTerms terms{engine ? PinOwner::Engine : PinOwner::Client, pin_deadline_ms, pin_bytes};
             const WithoutGil released;
-            new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s},
+            new (self) Client({std::move(socket_path), std::move(name), read_only, max_pins, timeout_s, terms},
                               door == "socket" ? Client::Door::Socket : Client::Door::SharedMemory);
           },
           nb::arg("socket_path"), nb::arg("namespace"), nb::arg("read_only") = false, nb::arg("max_pins") = 65536,
-          nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm")
+          nb::arg("timeout_s") = 5.0, nb::arg("door") = "shm", nb::arg("engine") = false, nb::arg("pin_deadline_ms") = 0,
+          nb::arg("pin_bytes") = 0)
       .def("reattach", &Client::reattach, nb::call_guard<WithoutGil>())
       .def("close", &Client::close, nb::call_guard<WithoutGil>())
       .def("renew_lock", &Client::renew_lock)
@@ -242,6 +244,9 @@ void bind_client(nb::module_& m) {
             return c.register_layout({bytes.data(), bytes.size()});
           },
           nb::arg("blob"))
+      .def(
+          "give_to_device", [](Client& c, bool given) { return c.usable()->give_to_device(given); }, nb::arg("given"),
+          nb::call_guard<WithoutGil>())
       .def("stats", stats)
       .def("grpc_token", token)
       .def_prop_ro("salt", salt)

@@ -31,6 +31,8 @@ nb::list sessions(kv::SessionServer& server) {
     nb::dict one;
     one["session"] = s.session, one["pid"] = s.pid, one["uid"] = s.uid, one["namespace"] = name, one["pins"] = s.pins;
     one["unsealed"] = s.unsealed, one["attached"] = s.attached, one["attached_s"] = s.attached_s, one["resumed"] = s.resumed;
+    one["pinned_bytes"] = s.pinned_bytes, one["owner"] = s.terms.owner == kv::PinOwner::Engine ? "engine" : "client";
+    one["pin_deadline_ms"] = s.terms.deadline_ms, one["pin_limit_bytes"] = s.terms.bytes, one["device"] = s.device;
     out.append(one);
   }
   return out;

@@ -151,6 +151,11 @@ nb::dict stats(Store& store) {
   KV_STORE_COUNTERS(X);
   // clang-format on
 #undef X
+#define X(name, owner)                                                          \
+  out["pins_" #name] = s.held[static_cast<size_t>(kv::PinOwner::owner)].count; \
+  out["pinned_" #name "_bytes"] = s.held[static_cast<size_t>(kv::PinOwner::owner)].bytes;
+  KV_PIN_OWNERS(X)
+#undef X
   out["unsealed"] = s.created;
   return out;
 }
@@ -284,6 +289,7 @@ void bind_store(nb::module_& m) {
       .def("touch", &touch)
       .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
+      .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))
       .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
       .def("stats", &stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())

@@ -10,6 +10,7 @@
 
 #include "core/base/error.h"
 #include "core/base/processor.h"
+#include "core/client/client.h"
 #include "core/client/connect.h"
 #include "core/client/exchange.h"
 
@@ -116,6 +117,52 @@ void Attachment::tell_open(int socket) {
   } while (at < open.size());
 }
 
+// A daemon of before knows no terms, and asks nothing back. The caller holds socket_mutex_.
+void Attachment::tell_terms(int socket) {
+  const PinTerms& terms = options_.terms;
+  if (!terms.bounded() && terms.owner == PinOwner::Client) return;
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::PinsOnTerms{static_cast<uint32_t>(terms.owner), terms.deadline_ms, terms.bytes});
+  try {
+    exchange(socket, request_of(protocol::Op::PinTerms, 1, ++tag_), body, nullptr);
+  } catch (const Error& error) {
+    if (error.code != Code::InvalidArgument) throw;
+  }
+}
+
+bool Attachment::give_to_device(bool given) {
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::DeviceMemory{given, 0});
+  try {
+    ask(protocol::Op::Device, 1, body);
+    return true;
+  } catch (const Error& error) {
+    if (error.code != Code::InvalidArgument) throw;
+    return false;
+  }
+}
+
+void Attachment::watch(const std::shared_ptr<BlockBatch>& batch) {
+  if (!options_.terms.bounded()) return;
+  std::lock_guard lock(watched_mutex_);
+  watched_.push_back(batch);
+  if (watched_.size() < sweep_at_) return;
+  std::erase_if(watched_, [](const auto& one) { return one.expired(); });
+  sweep_at_ = 2 * watched_.size() + 64;
+}
+
+void Attachment::let_go_of_asked() {
+  const uint32_t asked = board->rounds().asked_back;
+  if (asked_seen_.exchange(asked, std::memory_order_relaxed) == asked) return;
+  std::vector<std::shared_ptr<BlockBatch>> back;  // closed, and perhaps gone, behind the lock
+  {
+    std::lock_guard lock(watched_mutex_);
+    for (const auto& one : watched_)
+      if (auto batch = one.lock(); batch && batch->asked_back()) back.push_back(std::move(batch));
+  }
+  for (const auto& batch : back) batch->close();
+}
+
 // A second call ends a session that was resumed while the first one ran.
 void Attachment::close() {
   if (foreign()) return;
@@ -218,6 +265,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     Attachment& kept = *previous;
     std::lock_guard lock(kept.socket_mutex_);
     if (!options.read_only) kept.tell_open(socket.get());
+    kept.tell_terms(socket.get());
     kept.socket_ = std::move(socket);
     std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
     kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
@@ -225,6 +273,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     return previous;
   }
   fresh->map(reply, descriptors);
+  fresh->tell_terms(socket.get());
   fresh->socket_ = std::move(socket);
   std::copy(std::begin(reply.salt), std::end(reply.salt), fresh->salt_.begin());
   fresh->connected_.store(true);

@@ -33,7 +33,10 @@ struct AttachOptions {
   bool read_only = false;
   uint32_t max_pins = 65536;
   double timeout_s = 5;
+  PinTerms terms = {};  // of its pins
 };
+
+class BlockBatch;
 
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
@@ -65,6 +68,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // As PinBoard::take, of blocks of so many pages.
   size_t take_pins(std::span<const uint64_t> pins, std::span<const uint32_t> pages, uint32_t* slots);
   std::string exhausted() const;  // why there was no pin
+  // Of a batch that nobody fills any more: lets go of what is asked back at a later let_go_of_asked(), also if nobody looks at it.
+  void watch(const std::shared_ptr<BlockBatch>& batch);
+  void let_go_of_asked();
+  // A device may write this process's memory of the pool from now on; or is done with all of it, and nothing of it is given back
+  // before. False: the daemon is older and knows nothing of it.
+  bool give_to_device(bool given);
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
 
@@ -91,6 +100,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void give_up_open();
   void hang_up();
   void tell_open(int socket);
+  void tell_terms(int socket);
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
 
   const uint64_t number_;
@@ -109,6 +119,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::atomic<uint64_t> mailed_{0};
 
   std::shared_mutex copying_mutex_;
+
+  std::mutex watched_mutex_;
+  std::vector<std::weak_ptr<BlockBatch>> watched_;  // of pins on terms
+  size_t sweep_at_ = 64;
+  std::atomic<uint32_t> asked_seen_{0};
 
   std::mutex open_mutex_;
   std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer

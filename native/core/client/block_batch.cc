@@ -31,7 +31,17 @@ void BlockBatch::close() {
   if (!slots.empty() && !attachment_->foreign()) attachment_->board->clear(slots);
 }
 
+void BlockBatch::check_held() {
+  if (!asked_back()) return;
+  close();
+  const PinTerms& terms = attachment_->options().terms;
+  throw Error(Code::BlockLost, "the daemon asked these blocks back" +
+                                   (terms.deadline_ms ? ", held for " + std::to_string(terms.deadline_ms) + " ms" : std::string()) +
+                                   (terms.bytes ? ", of at most " + std::to_string(terms.bytes) + " bytes" : std::string()));
+}
+
 void BlockBatch::hold(size_t i) {
+  check_held();
   uint32_t holders = items_[i].holders.load(std::memory_order_relaxed);
   do
     if (holders == 0 || closed()) throw Error(Code::Closed, "the blocks this view belongs to were released");

@@ -222,6 +222,7 @@ Find Client::pin_one(const std::shared_ptr<Attachment>& at, BlockBatch& batch, s
 
 std::shared_ptr<BlockBatch> Client::get(std::span<const Key> keys, bool follow) {
   std::shared_ptr<Attachment> at = usable();
+  if (options_.terms.bounded()) at->let_go_of_asked();
   auto batch = std::make_shared<BlockBatch>(at, keys.size());
   thread_local std::vector<Find> found;
   thread_local std::vector<Snapshot> where;

@@ -33,7 +33,8 @@ class BlockBatch {
     mutable std::atomic<bool> complete{false};  // once seen sealed: stays true when the block is deleted under our pin
   };
 
-  BlockBatch(std::shared_ptr<Attachment> attachment, size_t count) : attachment_(std::move(attachment)), items_(count) {}
+  BlockBatch(std::shared_ptr<Attachment> attachment, size_t count)
+      : attachment_(std::move(attachment)), items_(count), round_(attachment_->board->rounds().now) {}
   ~BlockBatch() { close(); }
 
   size_t size() const { return items_.size(); }
@@ -42,7 +43,10 @@ class BlockBatch {
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   void close();  // the context lets go. Idempotent
 
-  void hold(size_t i);  // throws Closed if the context has let go
+  void hold(size_t i);  // throws Closed if the context has let go, BlockLost as check_held() does
+  // Throws BlockLost if the daemon asked these pins back; the context has let go of them then. What was exported stays.
+  void check_held();
+  bool asked_back() const { return round_ < attachment_->board->rounds().asked_back; }
   void let_go(size_t i);
   void give_up(size_t i);  // of a batch nobody else has seen yet: block i is a miss after all
 
@@ -65,6 +69,7 @@ class BlockBatch {
   const std::shared_ptr<Attachment> attachment_;
   std::vector<Item> items_;
   std::vector<Attachment::Known> layouts_;
+  const uint32_t round_;  // before the first pin
   std::atomic<bool> closed_{false};
 };
 

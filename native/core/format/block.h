@@ -136,6 +136,14 @@ struct PinAllowance {
   friend bool operator==(const PinAllowance&, const PinAllowance&) = default;
 };
 
+// By what a client knows which of its pins are asked back: those taken in a round before `asked_back`. Written by the daemon.
+struct PinRounds {
+  uint32_t now = 0;         // what is pinned from here on belongs to it; 0: of a daemon that asks nothing back
+  uint32_t asked_back = 0;  // rounds before this one
+  static constexpr PinRounds unpack(uint64_t word) { return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)}; }
+  constexpr uint64_t pack() const { return uint64_t{now} << 32 | asked_back; }
+};
+
 // A progress word: generation:40 | layers ready:16 | phase:8. Its low 32 bits are the futex word.
 enum class Phase : uint8_t { Writing = 0, Sealed = 1, Ended = 2 };
 constexpr uint64_t progress_word(uint64_t generation, uint32_t layers, Phase phase) {
@@ -265,6 +273,8 @@ struct SessionPage {
   std::atomic<uint32_t> ring[kTouchRing];
   std::atomic<uint64_t> released;   // pins ever cleared, counted after the clearing; a hint, 0 from a client that does not count
   std::atomic<uint64_t> allowance;  // PinAllowance; 0 from a daemon that bounds nothing
+  std::atomic<uint64_t> rounds;     // PinRounds
+  std::atomic<uint64_t> device;     // the process that gave this memory to a device (core/base/process.h), as the daemon saw it
   // std::atomic<uint64_t> pins[max_pins] follow at kPinsOffset
 };
 inline constexpr size_t kPinsOffset = 8192;

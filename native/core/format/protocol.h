@@ -41,11 +41,13 @@ enum class Op : uint16_t {
   Elsewhere,
   Publish,
   TakeBack,
-  kLast = TakeBack
+  PinTerms,
+  Device,
+  kLast = Device
 };
-inline constexpr const char* kOpNames[] = {"attach", "register_layout", "create",    "seal",    "abort",    "lookup",
-                                           "delete", "touch",           "stats",     "token",   "promote",  "suspect",
-                                           "keep",   "allow_pins",      "elsewhere", "publish", "take_back"};
+inline constexpr const char* kOpNames[] = {
+    "attach",  "register_layout", "create", "seal",       "abort",     "lookup",  "delete",    "touch",     "stats", "token",
+    "promote", "suspect",         "keep",   "allow_pins", "elsewhere", "publish", "take_back", "pin_terms", "device"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -194,6 +196,20 @@ struct RegionItem {
 };
 
 static_assert(sizeof(RegionHead) == 16 && sizeof(PublishItem) == 80 && sizeof(TakeBackItem) == 56 && sizeof(RegionItem) == 40);
+
+// PinTerms: a PinsOnTerms, what holds for all pins of this session from here on. Device: a DeviceMemory. The replies are empty. A
+// daemon that does not know these operations refuses them.
+struct PinsOnTerms {
+  uint32_t owner;        // PinOwner: client or engine
+  uint32_t deadline_ms;  // after which a pin may be asked back; 0: none
+  uint64_t bytes;        // beyond which the oldest are; 0: no bound
+};
+struct DeviceMemory {
+  uint32_t given;  // 1: a device was given memory of the pool and may write there. 0: it is done with all of it
+  uint32_t reserved;
+};
+
+static_assert(sizeof(PinsOnTerms) == 16 && sizeof(DeviceMemory) == 8);
 static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8 && sizeof(PinsWanted) == 8);
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&

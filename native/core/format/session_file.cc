@@ -58,6 +58,7 @@ SessionFile SessionFile::create(const std::string& directory, const std::string&
   page->protocol = protocol;
   page->max_pins = max_pins;
   page->session = session;
+  page->rounds.store(PinRounds{1, 1}.pack(), std::memory_order_relaxed);
   std::copy(pool_id.begin(), pool_id.end(), page->pool_id);
   std::copy(file.token_.begin(), file.token_.end(), page->token);
   std::memcpy(page->magic, kSessionMagic, sizeof page->magic);  // last: a page without it was never finished

@@ -63,6 +63,8 @@ class SessionFile {
   }  // another mapping, of what stands before the pins
 
   std::atomic<uint64_t>& allowance() { return mapping_.at<SessionPage>(0)->allowance; }
+  std::atomic<uint64_t>& rounds() { return mapping_.at<SessionPage>(0)->rounds; }
+  std::atomic<uint64_t>& device() { return mapping_.at<SessionPage>(0)->device; }
 
   // Those of the first `slots` words that may have a pin. Read with acquire: what its reader read is over when a word is 0.
   std::span<const std::atomic<uint64_t>> pin_words(uint32_t slots) const {
@@ -74,6 +76,17 @@ class SessionFile {
   void each_pin(uint32_t slots, F&& f) const {
     for (const auto& word : pin_words(slots))
       if (const uint64_t pin = word.load(std::memory_order_acquire)) f(pin);
+  }
+  // The same of at most `most` words from `from` on. Returns where to go on, 0 behind the last.
+  template <class F>
+  uint32_t each_pin_from(uint32_t from, uint32_t most, uint32_t slots, F&& f) const {
+    const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
+    const uint64_t high = page().pins_high.load(std::memory_order_acquire);
+    const auto end = static_cast<uint32_t>(std::min<uint64_t>(high, std::min(slots, max_pins_)));
+    const uint32_t until = from + std::min(most, end - std::min(from, end));
+    for (uint32_t i = from; i < until; ++i)
+      if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);
+    return until < end ? until : 0;
   }
   // The word behind the last pin of the first `slots`. Believes no hint.
   uint32_t pins_end(uint32_t slots) const;
@@ -99,6 +112,7 @@ class PinBoard {
   size_t take(std::span<const uint64_t> pins, uint32_t* slots, std::span<const uint32_t> pages = {});
   bool covers(uint32_t slot, uint32_t pages) const;  // asked after the fence: is a pin there still honoured?
   PinAllowance allowance() const;
+  PinRounds rounds() const { return PinRounds::unpack(page().rounds.load(std::memory_order_relaxed)); }
   // By an allowance that may grow.
   bool bounded() const { return allowance().pages != PinAllowance::kAnyPages || allowance().slots < slots(); }
   size_t taken();

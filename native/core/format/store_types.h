@@ -18,9 +18,21 @@ struct Handle {
   friend bool operator==(const Handle&, const Handle&) = default;
 };
 
-struct IoPin {  // of one record: reads of the daemon's own
-  uint64_t generation = 0;
-  uint32_t count = 0;
+// Whose a pin is.
+enum class PinOwner : uint8_t { Client = 0, Engine, Disk, Peer };
+inline constexpr size_t kPinOwners = 4;
+#define KV_PIN_OWNERS(X) X(client, Client) X(engine, Engine) X(disk, Disk) X(peer, Peer)
+
+struct PinsHeld {
+  uint64_t count = 0, bytes = 0;
+};
+
+// What a client says of the pins of its session: whose they are; after how long, and beyond how many bytes, they may be asked back.
+struct PinTerms {
+  PinOwner owner = PinOwner::Client;
+  uint32_t deadline_ms = 0;  // 0: none
+  uint64_t bytes = 0;        // 0: no bound but its user's
+  bool bounded() const { return deadline_ms || bytes; }
 };
 
 struct Seal {
@@ -98,11 +110,21 @@ struct Description {
 #define KV_STORE_COUNTERS(X) \
   X(creates)                 \
   X(seals)                   \
-  X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped) X(evictions_unwritten)
+  X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped) X(evictions_unwritten) \
+  X(asked_back)
+
+struct SessionInfo {
+  uint32_t session, pid, uid;
+  uint64_t pins, pinned_bytes, unsealed;
+  double attached_s;  // since it was opened, resumed or adopted
+  bool attached, resumed, device;
+  PinTerms terms;
+};
 
 struct Stats {
   uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
   uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
+  PinsHeld held[kPinOwners];  // by owner
   uint64_t longest_hold_ns, long_holds;  // of the store's lock, without a pause; those over half a millisecond
 #define X(name) uint64_t name;
   KV_STORE_COUNTERS(X)

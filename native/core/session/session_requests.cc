@@ -102,7 +102,9 @@ bool reader_may(Op op) {
     case Op::Promote:
     case Op::Suspect:
     case Op::AllowPins:
-    case Op::Elsewhere: return true;
+    case Op::Elsewhere:
+    case Op::PinTerms:
+    case Op::Device: return true;
     default: return false;
   }
 }
@@ -122,6 +124,11 @@ std::string stats_json(Store& store) {
   X(longest_hold_ns) X(long_holds)
   KV_STORE_COUNTERS(X);
   // clang-format on
+#undef X
+#define X(name, owner)                                                       \
+  field("pins_" #name, s.held[static_cast<size_t>(PinOwner::owner)].count); \
+  field("pinned_" #name "_bytes", s.held[static_cast<size_t>(PinOwner::owner)].bytes);
+  KV_PIN_OWNERS(X)
 #undef X
   LowerTier* lower = store.lower();
   const LowerTier::Figures disk = lower != nullptr ? lower->figures() : LowerTier::Figures{};
@@ -191,6 +198,21 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
       std::vector<uint8_t> out;
       append(out, store.allow_pins(connection.session, wanted.slots, wanted.pages).pack());
       return out;
+    }
+    case Op::PinTerms: {
+      const auto terms = body.take<protocol::PinsOnTerms>();
+      need_end(body);
+      if (terms.owner > static_cast<uint32_t>(PinOwner::Engine))
+        throw Error(Code::InvalidArgument,
+                    "owner is " + std::to_string(terms.owner) + ", a session's is 0 (client) or 1 (engine)");
+      store.set_pin_terms(connection.session, {static_cast<PinOwner>(terms.owner), terms.deadline_ms, terms.bytes});
+      return {};
+    }
+    case Op::Device: {
+      const auto memory = body.take<protocol::DeviceMemory>();
+      need_end(body);
+      store.give_to_device(connection.session, memory.given != 0);
+      return {};
     }
     case Op::Attach: break;
   }

@@ -17,7 +17,7 @@ void Store::each_pin_of(F&& f) {
       if (const uint64_t pin = word.load(std::memory_order_acquire); pin && pin_record(pin) < records)
         f(id, pin_record(pin), pin_generation(pin), allowance.pages);
   }
-  for (auto& [record, pin] : io_pins_) f(0, record, pin.generation, PinAllowance::kAnyPages);
+  for (auto& [record, pin] : own_pins_) f(0, record, pin.generation, PinAllowance::kAnyPages);
 }
 
 template <class F>

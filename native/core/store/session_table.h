@@ -17,6 +17,7 @@
 #include "core/format/segment.h"
 #include "core/format/session_file.h"
 #include "core/store/layout_table.h"
+#include "core/store/pin_owners.h"
 
 namespace kv {
 
@@ -31,6 +32,9 @@ struct SessionState {
   bool budgeted = false, asks = true;  // bounded by its user's budget; may be given more, and less
   PinAllowance allowance;              // no pin beyond it counts
   std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
+  PinTerms terms;
+  PinAge age;
+  uint64_t device = 0;                                   // the process whose device may write here; 0: none
   uint64_t drained = 0;                                  // entries of its ring seen
   bool is_left() const { return ended && file && pid; }  // counted among those that left
   uint32_t protocol = 0;                                 // that its client speaks; 0: not known

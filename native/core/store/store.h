@@ -7,9 +7,10 @@
 //
 // store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie. store_clock.cc: what a use counts for.
 // store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies,
-// parked blocks. store_budget.cc: how many of them a user may have. store_layouts.cc: layouts. store_disk.cc: what the disk tier
-// asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone. store_bytes.cc: bytes copied in and
-// out, checksums, scrub. store_peers.cc: what other hosts read and are asked for. store_look.cc: statistics, integrity.
+// parked blocks. store_budget.cc: how many of them a user may have. store_owners.cc: on what terms. store_layouts.cc: layouts.
+// store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone.
+// store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for.
+// store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -17,12 +18,10 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "core/base/polling.h"
-#include "core/base/slices.h"
 #include "core/format/block.h"
 #include "core/format/index.h"
 #include "core/format/layout.h"
@@ -37,10 +36,12 @@
 #include "core/store/layout_table.h"
 #include "core/store/left_sessions.h"
 #include "core/store/lower_tier.h"
+#include "core/store/pin_owners.h"
 #include "core/store/pin_scans.h"
 #include "core/store/pool.h"
 #include "core/store/record_set.h"
 #include "core/store/session_table.h"
+#include "core/store/slice.h"
 
 namespace kv {
 
@@ -135,12 +136,7 @@ class Store {
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
   // ---- sessions
-  struct SessionInfo {
-    uint32_t session, pid, uid;
-    uint64_t pins, unsealed;
-    double attached_s;  // since it was opened, resumed or adopted
-    bool attached, resumed;
-  };
+  using SessionInfo = kv::SessionInfo;
   // A user's that have ended while a client still locked them at the last look. Waits for no lock of the store's.
   size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
   void reap_left_sessions();  // such a look, in slices
@@ -149,6 +145,10 @@ class Store {
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false,
                                        uint32_t protocol = protocol::kVersion);
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
+  void set_pin_terms(uint32_t session, const PinTerms& terms);                // a client's or an engine's
+  bool ask_pins_back(uint32_t session);  // all of this moment. False: there is no such session
+  // Its memory is known to a device from now on, or no longer. Throws FailedPrecondition if its process cannot be seen.
+  void give_to_device(uint32_t session, bool given);
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
   void check_reader(uint32_t protocol) const;                    // throws IncompatibleVersion; waits for no lock
@@ -296,6 +296,11 @@ class Store {
   void recall(Session& session) REQUIRES(mutex_);
   void adopt_allowances() REQUIRES(mutex_);
 
+  // store_owners.cc
+  void tell_rounds(Session& session) REQUIRES(mutex_);
+  PinsHeld held_by(const Session& session) const REQUIRES(mutex_);
+  bool look_after_terms() REQUIRES(mutex_);
+
   // store_pins.cc
   void scan_zombies(bool all = false) REQUIRES(mutex_);
   uint64_t releases() const REQUIRES(mutex_);
@@ -306,6 +311,7 @@ class Store {
   bool is_parked(uint32_t record) const REQUIRES(mutex_);
   void park(uint32_t record) REQUIRES(mutex_);
   void leave_parking(uint32_t record) REQUIRES(mutex_);
+  void mark_held(RecordSet& held, Slice& slice) REQUIRES(mutex_);
   void unpark(bool all) REQUIRES(mutex_);
   size_t room_for_more(uint64_t length) const REQUIRES(mutex_);
 
@@ -383,7 +389,7 @@ class Store {
   LayoutTable layouts_ GUARDED_BY(mutex_);
   SessionTable sessions_ GUARDED_BY(mutex_);
   PinScans pins_ GUARDED_BY(mutex_);
-  std::unordered_map<uint32_t, IoPin> io_pins_ GUARDED_BY(mutex_);  // record -> the daemon's own reads in flight
+  OwnPins own_pins_ GUARDED_BY(mutex_);  // the daemon's own reads in flight
   FreshBlocks fresh_ GUARDED_BY(mutex_);
   Room room_ GUARDED_BY(mutex_);
   ExpiryHeap expiries_ GUARDED_BY(mutex_);

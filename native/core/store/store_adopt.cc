@@ -224,6 +224,8 @@ void Store::adopt_sessions() {
       session->holder = *holder, session->budgeted = is_budgeted(holder->uid);
     session->ended = true;  // until its client resumes it
     session->protocol = session->file->page().protocol;
+    session->age.resume(PinRounds::unpack(session->file->page().rounds.load(std::memory_order_relaxed)), monotonic_ns());
+    session->device = session->file->page().device.load(std::memory_order_relaxed);
     sessions_.seen(session->id);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;

@@ -21,23 +21,23 @@ constexpr uint64_t kSuspectBytesPerS = 64ull << 20;
 // Holds a block against reuse while the daemon itself reads it, outside the lock: lets go of it and takes it again.
 class SCOPED_CAPABILITY Store::Reading {
  public:
-  Reading(Store& store, uint32_t record) RELEASE(store.mutex_) : store_(store), record_(record) {
-    IoPin& pin = store_.io_pins_[record];
-    pin.generation = store_.control(record).generation();
-    pin.count += 1;
+  Reading(Store& store, uint32_t record) RELEASE(store.mutex_)
+      : store_(store), block_{record, store.control(record).generation()}, bytes_(store.extent_of(record).length) {
+    store_.own_pins_.take(PinOwner::Client, block_, bytes_);
     store_.mutex_.unlock();
   }
   ~Reading() RELEASE() {
     store_.mutex_.lock();
     store_.pins_.gone += 1;
-    if (--store_.io_pins_[record_].count == 0) store_.io_pins_.erase(record_);
-    store_.scan_zombies(store_.control(record_).state() == State::Zombie);
+    store_.own_pins_.drop(PinOwner::Client, block_, bytes_);
+    store_.scan_zombies(store_.control(block_.record).state() == State::Zombie);
   }
   Reading(const Reading&) = delete;
 
  private:
   Store& store_;
-  const uint32_t record_;
+  const Handle block_;
+  const uint64_t bytes_;
 };
 
 std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset, uint64_t length) {

@@ -78,12 +78,11 @@ std::optional<WriteJob> Store::begin_write() {
   const Entry entry(*this);
   // What was deleted goes first: told later, the tier would take it for the deletion of a block put since.
   if (disk_.writes.empty() || disk_.tells()) return std::nullopt;
+  if (!own_pins_.may_take(PinOwner::Disk, extent_of(disk_.writes.most()).length, options_.capacity_bytes)) return std::nullopt;
   const uint32_t record = disk_.writes.pop_most();
   const Control now = control(record);
   KV_INVARIANT(now.state() == State::Sealed && now.flags() & kFlagQueued);
-  IoPin& pin = io_pins_[record];
-  pin.generation = now.generation();
-  pin.count += 1;
+  own_pins_.take(PinOwner::Disk, {record, now.generation()}, extent_of(record).length);
   const Record& r = index_.record(record);
   const Upkeep& u = index_.upkeep(record);
   return WriteJob{{record, now.generation()},
@@ -100,10 +99,8 @@ std::optional<WriteJob> Store::begin_write() {
 
 bool Store::end_write(Handle handle, bool written) {
   const Lock lock(mutex_);
-  const auto pin = io_pins_.find(handle.record);
-  KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  own_pins_.drop(PinOwner::Disk, handle, extent_of(handle.record).length);
   pins_.gone += 1;
-  if (--pin->second.count == 0) io_pins_.erase(pin);
   const Control now = control(handle.record);  // pinned: still this block, sealed or a zombie
   if (now.flags() & kFlagDeleted) written = false;
   set_flags(handle.record, written ? kFlagOnDisk : 0, kFlagQueued);

@@ -68,9 +68,10 @@ uint64_t Store::flush() {
   uint64_t count = 0;
   {
     const Entry entry(*this);
+    Slice slice(kSlice);
     const auto deleted = [&]() REQUIRES(mutex_) {
-      counters_.deletes += 1;
-      if (++count % kSlice == 0) scan_zombies(), mutex_.give_way();
+      counters_.deletes += 1, count += 1;
+      if (slice.over()) scan_zombies(), mutex_.give_way(), slice.again();
     };
     for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
       if (control(record).state() == State::Sealed) to_zombie(record, Event::Delete), deleted();

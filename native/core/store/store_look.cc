@@ -29,10 +29,14 @@ Stats Store::stats() {
   s.fenced = !fence_.empty();
   s.draining = draining_;
   s.pins = 0, s.sessions = 0;
+  for (size_t owner = 0; owner < kPinOwners; ++owner) s.held[owner] = own_pins_.held(static_cast<PinOwner>(owner));
   each_pin([&](uint32_t, uint64_t, uint32_t) { s.pins += 1; });
   for (auto& [id, session] : sessions_) {
     if (!session->file) continue;
     s.sessions += session->attached;
+    const PinsHeld held = held_by(*session);
+    PinsHeld& all = s.held[static_cast<size_t>(session->terms.owner)];
+    all.count += held.count, all.bytes += held.bytes;
     s.hits += credible(*session, session->file->page().hits);
     s.misses += credible(*session, session->file->page().misses);
   }
@@ -115,7 +119,7 @@ void Store::check_integrity() {
       continue;
     }
     const bool queued = control(record).flags() & kFlagQueued;
-    expect(queued == (disk_.writes.contains(rank(record), record) || io_pins_.contains(record)) || io_pins_.contains(record),
+    expect(queued == (disk_.writes.contains(rank(record), record) || own_pins_.contains(record)) || own_pins_.contains(record),
            here + " is wrongly queued for the disk");
     used += extent_of(record).length;
     extents.push_back(extent_of(record));

@@ -56,10 +56,9 @@ std::optional<ReadJob> Store::begin_read(const Key& key) {
   if (index_.find(key, found) != Find::Hit || expired(found.expiry_s)) return std::nullopt;
   const Control now = found.control;
   if (now.state() != State::Sealed && now.state() != State::Created) return std::nullopt;
+  if (!own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) return std::nullopt;
   if (now.state() == State::Sealed) use(found.record, use_now());
-  IoPin& pin = io_pins_[found.record];
-  pin.generation = now.generation();
-  pin.count += 1;
+  own_pins_.take(PinOwner::Peer, {found.record, now.generation()}, found.extent.length);
   const Upkeep& u = index_.upkeep(found.record);
   return ReadJob{{found.record, now.generation()},
                  found.extent,
@@ -74,10 +73,8 @@ std::optional<ReadJob> Store::begin_read(const Key& key) {
 
 void Store::end_read(Handle handle) {
   const Lock lock(mutex_);
-  const auto pin = io_pins_.find(handle.record);
-  KV_INVARIANT(pin != io_pins_.end() && pin->second.generation == handle.generation);
+  own_pins_.drop(PinOwner::Peer, handle, extent_of(handle.record).length);
   pins_.gone += 1;
-  if (--pin->second.count == 0) io_pins_.erase(pin);
   scan_zombies(control(handle.record).state() == State::Zombie);
 }
 

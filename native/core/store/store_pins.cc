@@ -22,6 +22,7 @@ constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside 
 constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
 constexpr size_t kUnparkedAtOnce = 8192;
+constexpr uint32_t kPinsAtOnce = 4096;
 constexpr uint64_t kSnapshotWorth = 16;  // a snapshot serves so many times as long as it took
 
 }  // namespace
@@ -138,6 +139,38 @@ void Store::leave_parking(uint32_t record) {
   pins_.parked.pop_back();
 }
 
+// Of the parked records those whose block is pinned, of some moment or other in between: nothing but what is worth a try rests on
+// it. In slices.
+void Store::mark_held(RecordSet& held, Slice& slice) {
+  RecordSet parked;  // as held_among(): a bit is nearer than a record
+  parked.resize(index_.max_blocks());
+  for (size_t place = 0; place < pins_.parked.size(); ++place) {
+    parked.add(pins_.parked[place]);
+    if (slice.over()) mutex_.give_way(), slice.again();
+  }
+  std::vector<uint32_t> ids;
+  for (const auto& [id, session] : sessions_)
+    if (session->file) ids.push_back(id);
+  const uint32_t records = index_.max_blocks();
+  for (const uint32_t id : ids) {
+    uint32_t from = 0;
+    do {
+      if (slice.over_now()) mutex_.give_way(), slice.again();
+      const auto found = sessions_.find(id);
+      if (found == sessions_.end()) break;
+      const Session& session = *found->second;
+      from = session.file->each_pin_from(from, kPinsAtOnce, session.allowance.slots, [&](uint64_t pin) {
+        const uint32_t record = pin_record(pin);
+        if (record >= records || !parked.contains(record)) return;
+        if (control(record).generation() == pin_generation(pin) && honoured(record, session.allowance.pages))
+          held.add(record);
+      });
+    } while (from);
+  }
+  for (const auto& [record, pin] : own_pins_)
+    if (control(record).generation() == pin.generation) held.add(record);
+}
+
 // Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`. In slices.
 void Store::unpark(bool all) {
   if (pins_.parked.empty()) return;
@@ -146,11 +179,11 @@ void Store::unpark(bool all) {
   pins_.parked_scanned_at = gone;
   RecordSet held;
   held.resize(index_.max_blocks());
-  for (const uint32_t record : held_among(pins_.parked)) held.add(record);
-  size_t looked_at = 0;
-  for (size_t place = 0; place < pins_.parked.size(); ++looked_at) {
-    // What is parked meanwhile comes back to the queue, and is parked again when it is tried.
-    if (looked_at % kUnparkedAtOnce == kUnparkedAtOnce - 1) mutex_.give_way();
+  Slice slice(kUnparkedAtOnce, 64);
+  mark_held(held, slice);
+  // What is parked meanwhile comes back to the queue, and is parked again when it is tried.
+  for (size_t place = 0; place < pins_.parked.size();) {
+    if (slice.over()) mutex_.give_way(), slice.again();
     if (place >= pins_.parked.size()) break;
     const uint32_t record = pins_.parked[place];
     if (held.contains(record))

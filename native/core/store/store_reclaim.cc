@@ -267,8 +267,8 @@ void Store::remember_expiry(uint32_t record) {
 }
 
 void Store::expire() {
-  for (size_t seen = 1; !expiries_.empty() && expired(expiries_.earliest().second); ++seen) {
-    if (seen % kSlice == 0) scan_zombies(), mutex_.give_way();
+  for (Slice slice(kSlice); !expiries_.empty() && expired(expiries_.earliest().second);) {
+    if (slice.over()) scan_zombies(), mutex_.give_way(), slice.again();
     if (expiries_.empty()) return;
     const Expiry entry = expiries_.pop();
     if (!is_current(entry)) continue;
@@ -298,15 +298,17 @@ int Store::tick() {
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
   for (auto& [id, session] : sessions_)
     if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
-  for (size_t look = 0, count = sessions_.ended.size(); look < count; look += kReapSlice)
-    reap_sessions(kReapSlice), mutex_.give_way();
+  Slice slice(kReapSlice, 1);
+  for (size_t look = 0, count = sessions_.ended.size(); look < count; ++look)
+    if (reap_sessions(1); slice.over()) mutex_.give_way(), slice.again();
   expire();
   scan_zombies(true);
   unpark(true);
   room_.refused_length = ~0ull;  // whoever does not count the pins it clears waits no longer than this
   drain_rings();
   keep_origin();
-  bool waiting = !pins_.zombies.empty() || !pins_.parked.empty();
+  const bool on_terms = look_after_terms();
+  bool waiting = on_terms || !pins_.zombies.empty() || !pins_.parked.empty();
   for (auto& [id, session] : sessions_) waiting |= session->ended;
   return waiting ? kTickBusyMs : kTickIdleMs;
 }

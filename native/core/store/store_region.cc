@@ -29,7 +29,7 @@ bool Store::has_two_records() {
 }
 
 bool Store::is_open_run(uint32_t record, uint32_t owner) {
-  return record != Arena::kNobody && control(record).state() == State::Created && !io_pins_.contains(record) &&
+  return record != Arena::kNobody && control(record).state() == State::Created && !own_pins_.contains(record) &&
          index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner;
 }
 

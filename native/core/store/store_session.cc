@@ -6,6 +6,7 @@
 
 #include "core/base/error.h"
 #include "core/base/futex.h"
+#include "core/base/process.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -61,8 +62,9 @@ void Store::check_reader(uint32_t protocol) const {
 
 void Store::reap_left_sessions() {
   const Lock lock(mutex_);
-  for (size_t look = 0, count = sessions_.ended.size(); look < count; look += kReapSlice)
-    reap_sessions(kReapSlice), mutex_.give_way();
+  Slice slice(kReapSlice, 1);
+  for (size_t look = 0, count = sessions_.ended.size(); look < count; ++look)
+    if (reap_sessions(1); slice.over()) mutex_.give_way(), slice.again();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
@@ -176,7 +178,7 @@ void Store::reap_sessions(size_t most) {
     const uint32_t id = sessions_.ended.front();
     sessions_.ended.erase(sessions_.ended.begin());
     Session& session = *sessions_.at(id);
-    if (!session.file->lock_free()) {
+    if (!session.file->lock_free() || process_lives(session.device)) {
       sessions_.ended.push_back(id);
       continue;
     }
@@ -213,8 +215,10 @@ std::vector<Store::SessionInfo> Store::sessions() {
     if (!s->file) continue;
     uint64_t pins = 0;
     s->file->each_pin(s->allowance.slots, [&](uint64_t) { ++pins; });
+    const uint64_t bytes = held_by(*s).bytes;
     const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
-    out.push_back({id, s->pid, s->uid, pins, s->unsealed.size(), attached.count(), s->attached, s->resumed});
+    out.push_back({id, s->pid, s->uid, pins, bytes, s->unsealed.size(), attached.count(), s->attached, s->resumed,
+                   s->device != 0, s->terms});
   }
   return out;
 }

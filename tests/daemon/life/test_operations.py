@@ -27,7 +27,7 @@ DOCUMENT = ROOT / "docs/operations.md"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 DASHBOARD = ROOT / "deploy/grafana/kvstored.json"
 OF_PROMETHEUS = {"instance", "job", "le"}  # labels that a scrape adds, and a histogram's own
-LABELS = {"namespace", "operation", "method", "status", "state", "version", "le", "peer"}
+LABELS = {"namespace", "operation", "method", "status", "state", "version", "le", "peer", "owner"}
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 BRACES, NAME = r"\{([^}]*)\}", r"(kvstored_\w+|up)\b"
 

@@ -21,8 +21,8 @@ from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
-    "serve", "ping", "status", "ls", "describe", "rm", "flush", "drain", "scrub", "top", "layouts", "peers",
-    "config", "reload", "stop", "pools", "fsck", "completion",
+    "serve", "ping", "status", "ls", "describe", "rm", "flush", "revoke", "drain", "scrub", "top", "layouts",
+    "peers", "config", "reload", "stop", "pools", "fsck", "completion",
 )  # fmt: skip
 
 
@@ -155,7 +155,8 @@ WITHOUT_A_DAEMON = ("serve", "fsck", "pools", "completion")
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one not in WITHOUT_A_DAEMON])
 def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
-    extra = {"flush": ["--yes"], "rm": ["00" * 32], "describe": ["00" * 32]}.get(command, [])
+    needed = {"flush": ["--yes"], "rm": ["00" * 32], "describe": ["00" * 32], "revoke": ["1"]}
+    extra = needed.get(command, [])
     assert main([command, "--dir", str(tmp_path), *extra]) == Exit.UNREACHABLE
     captured = capsys.readouterr()
     assert captured.out == "" and f"`kvstored serve --dir {tmp_path}`" in captured.err

@@ -1,0 +1,77 @@
+// On what terms a session holds blocks (pin_owners.h), and memory that a device may still write.
+//
+// That no process maps a session's page says that no program writes its memory any more. It does not say so of a device that was
+// given the memory: a GPU's or a network card's transfer ends later. So what a session with such memory leaves behind stays as it
+// is, quarantined or pinned, until the client has said that the device is done with it, or its process has ended, and with it all
+// that the kernel held for it.
+
+#include "core/base/error.h"
+#include "core/base/polling.h"
+#include "core/base/process.h"
+#include "core/store/store.h"
+
+namespace kv {
+
+void Store::set_pin_terms(uint32_t id, const PinTerms& terms) {
+  KV_INVARIANT(terms.owner == PinOwner::Client || terms.owner == PinOwner::Engine);
+  const Entry entry(*this);
+  sessions_.at(id)->terms = terms;
+}
+
+bool Store::ask_pins_back(uint32_t id) {
+  const Entry entry(*this);
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || !found->second->file) return false;
+  found->second->age.ask_all_back(monotonic_ns());
+  tell_rounds(*found->second);
+  return true;
+}
+
+void Store::tell_rounds(Session& session) {
+  const uint64_t now = session.age.rounds().pack();
+  std::atomic<uint64_t>& said = session.file->rounds();
+  if (PinRounds::unpack(now).asked_back != PinRounds::unpack(said.load(std::memory_order_relaxed)).asked_back)
+    counters_.asked_back += 1;
+  said.store(now, std::memory_order_release);
+}
+
+PinsHeld Store::held_by(const Session& session) const {
+  PinsHeld held;
+  session.file->each_pin(session.allowance.slots, [&](uint64_t pin) {
+    const uint32_t record = pin_record(pin);
+    if (record >= index_.max_blocks()) return;
+    const Control now = control(record);  // a block that goes keeps its memory while it is pinned
+    const uint64_t since = now.generation() - pin_generation(pin);
+    if (now.state() == State::Free || now.state() == State::Disk || since > 2) return;
+    held.count += 1, held.bytes += extent_of(record).length;
+  });
+  return held;
+}
+
+// Whether some hold blocks on terms, so that they are looked at again soon.
+bool Store::look_after_terms() {
+  bool any = false;
+  const uint64_t now_ns = monotonic_ns();
+  for (auto& [id, session] : sessions_) {
+    if (!session->file || !session->terms.bounded()) continue;
+    const PinsHeld held = held_by(*session);
+    any |= held.count > 0;
+    session->age.look(session->terms, now_ns, session->terms.bytes && held.bytes > session->terms.bytes);
+    tell_rounds(*session);
+  }
+  return any;
+}
+
+void Store::give_to_device(uint32_t id, bool given) {
+  const Entry entry(*this);
+  Session& session = *sessions_.at(id);
+  if (!session.file) return;
+  const uint64_t process = given ? process_identity(session.pid) : 0;
+  if (given && !process)
+    throw Error(Code::FailedPrecondition, "process " + std::to_string(session.pid) +
+                                              " cannot be seen from here, so nobody would know when its device is done");
+  session.device = process;
+  session.file->device().store(process, std::memory_order_release);
+}
+
+}  // namespace kv
