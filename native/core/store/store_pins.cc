@@ -152,6 +152,7 @@ void Store::mark_held(RecordSet& held, Slice& slice) {
   for (const auto& [id, session] : sessions_)
     if (session->file) ids.push_back(id);
   const uint32_t records = index_.max_blocks();
+  uint64_t pins = 0;
   for (const uint32_t id : ids) {
     uint32_t from = 0;
     do {
@@ -161,6 +162,7 @@ void Store::mark_held(RecordSet& held, Slice& slice) {
       const Session& session = *found->second;
       from = session.file->each_pin_from(from, kPinsAtOnce, session.allowance.slots, [&](uint64_t pin) {
         const uint32_t record = pin_record(pin);
+        ++pins;
         if (record >= records || !parked.contains(record)) return;
         if (control(record).generation() == pin_generation(pin) && honoured(record, session.allowance.pages))
           held.add(record);
@@ -168,7 +170,8 @@ void Store::mark_held(RecordSet& held, Slice& slice) {
     } while (from);
   }
   for (const auto& [record, pin] : own_pins_)
-    if (control(record).generation() == pin.generation) held.add(record);
+    if (++pins; control(record).generation() == pin.generation) held.add(record);
+  pins_.read += pins_.last_scan = pins;
 }
 
 // Those whose pins have gone are victims again. Looked at once enough pins have gone, or if `all`. In slices.
