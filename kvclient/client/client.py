@@ -217,11 +217,11 @@ class KVClient:
         disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began."""
         return json.loads(self._call(lambda native: native.stats()))
 
-    def give_to_device(self, given: bool = True) -> bool:
+    def give_to_device(self, writes: bool = True) -> bool:
         """Before a device (a GPU's or a network card's transfers) is given memory of the pool to write to;
-        and with given=False when it is done with all of it. In between nothing that this client leaves behind
-        is reused before its process ends. False: the daemon is older, and waits for no device."""
-        return self._call(lambda native: native.give_to_device(given))
+        and with writes=False when it is done with all of it. In between nothing that this client leaves
+        behind is reused before its process ends. False: the daemon is older, and waits for no device."""
+        return self._call(lambda native: native.give_to_device(writes))
 
     def grpc_token(self) -> str:
         """What a gRPC call shows as `authorization: Bearer …` on guests.sock, the daemon's socket for other

@@ -1,9 +1,9 @@
 """The daemon's figures as Prometheus text: every metric's name, type and meaning, in tables.
 
-Owns the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods, operations, states,
-statuses and owners of pins, all from fixed sets; never a key, a salt or a token. A namespace is a name of the configuration, at
-most 16 of them; whose it is (users, groups) is no label. docs/operations.md has the same list, which a test
-compares.
+Owns the names: kvstored_<noun>_<unit>[_total]. Labels are namespaces, methods, operations, states, statuses
+and owners of pins, all from fixed sets; never a key, a salt or a token. A namespace is a name of the
+configuration, at most 16 of them; whose it is (users, groups) is no label. docs/operations.md has the same
+list, which a test compares.
 """
 
 from __future__ import annotations

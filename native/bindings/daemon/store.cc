@@ -151,7 +151,7 @@ nb::dict stats(Store& store) {
   KV_STORE_COUNTERS(X);
   // clang-format on
 #undef X
-#define X(name, owner)                                                          \
+#define X(name, owner)                                                         \
   out["pins_" #name] = s.held[static_cast<size_t>(kv::PinOwner::owner)].count; \
   out["pinned_" #name "_bytes"] = s.held[static_cast<size_t>(kv::PinOwner::owner)].bytes;
   KV_PIN_OWNERS(X)
@@ -228,14 +228,18 @@ nb::list layouts(Store& store) {
   return out;
 }
 
-}  // namespace
-
-void bind_store(nb::module_& m) {
+void bind_granted(nb::module_& m) {
   nb::class_<GrantedBlock>(m, "GrantedBlock", "What became of one key of a create.")
       .def_ro("status", &GrantedBlock::status)
       .def_ro("record", &GrantedBlock::record)
       .def_ro("generation", &GrantedBlock::generation)
       .def_ro("length_bytes", &GrantedBlock::length_bytes);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  bind_granted(m);
   nb::class_<Store>(m, "Store", "One namespace's blocks: the one mutator of its index, arena and sessions. Thread-safe.")
       .def(
           "__init__",

@@ -7,7 +7,8 @@ namespace kv {
 
 inline constexpr uint32_t kPidBits = 24;  // the kernel's numbers have 22
 
-// In the low bits its number, above when it began, in the kernel's ticks. 0: no such process, or one that ended and is waited for.
+// In the low bits its number, above when it began, in the kernel's ticks. 0: no such process, or one that ended and is waited
+// for.
 uint64_t process_identity(uint32_t pid);
 
 inline bool process_lives(uint64_t identity) {

@@ -68,7 +68,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // As PinBoard::take, of blocks of so many pages.
   size_t take_pins(std::span<const uint64_t> pins, std::span<const uint32_t> pages, uint32_t* slots);
   std::string exhausted() const;  // why there was no pin
-  // Of a batch that nobody fills any more: lets go of what is asked back at a later let_go_of_asked(), also if nobody looks at it.
+  // Of a batch that nobody fills any more: lets go of what is asked back at a later let_go_of_asked(), also if nobody looks at
+  // it.
   void watch(const std::shared_ptr<BlockBatch>& batch);
   void let_go_of_asked();
   // A device may write this process's memory of the pool from now on; or is done with all of it, and nothing of it is given back

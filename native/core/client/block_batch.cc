@@ -35,9 +35,10 @@ void BlockBatch::check_held() {
   if (!asked_back()) return;
   close();
   const PinTerms& terms = attachment_->options().terms;
-  throw Error(Code::BlockLost, "the daemon asked these blocks back" +
-                                   (terms.deadline_ms ? ", held for " + std::to_string(terms.deadline_ms) + " ms" : std::string()) +
-                                   (terms.bytes ? ", of at most " + std::to_string(terms.bytes) + " bytes" : std::string()));
+  throw Error(Code::BlockLost,
+              "the daemon asked these blocks back" +
+                  (terms.deadline_ms ? ", held for " + std::to_string(terms.deadline_ms) + " ms" : std::string()) +
+                  (terms.bytes ? ", of at most " + std::to_string(terms.bytes) + " bytes" : std::string()));
 }
 
 void BlockBatch::hold(size_t i) {

@@ -27,7 +27,8 @@ struct PinsHeld {
   uint64_t count = 0, bytes = 0;
 };
 
-// What a client says of the pins of its session: whose they are; after how long, and beyond how many bytes, they may be asked back.
+// What a client says of the pins of its session: whose they are; after how long, and beyond how many bytes, they may be asked
+// back.
 struct PinTerms {
   PinOwner owner = PinOwner::Client;
   uint32_t deadline_ms = 0;  // 0: none
@@ -110,8 +111,9 @@ struct Description {
 #define KV_STORE_COUNTERS(X) \
   X(creates)                 \
   X(seals)                   \
-  X(aborts) X(deletes) X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped) X(evictions_unwritten) \
-  X(asked_back)
+  X(aborts)                  \
+  X(deletes)                 \
+  X(evictions) X(expired) X(no_space) X(corrupt) X(hits) X(misses) X(writes_dropped) X(evictions_unwritten) X(asked_back)
 
 struct SessionInfo {
   uint32_t session, pid, uid;
@@ -124,7 +126,7 @@ struct SessionInfo {
 struct Stats {
   uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
   uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
-  PinsHeld held[kPinOwners];  // by owner
+  PinsHeld held[kPinOwners];             // by owner
   uint64_t longest_hold_ns, long_holds;  // of the store's lock, without a pause; those over half a millisecond
 #define X(name) uint64_t name;
   KV_STORE_COUNTERS(X)

@@ -56,6 +56,39 @@ std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
   return out;
 }
 
+std::vector<uint8_t> by_key(Store& store, Op op, const std::vector<Key>& keys) {
+  if (op == Op::LookUp) return look_up(store, keys);
+  std::vector<uint8_t> out;
+  if (op == Op::Elsewhere) {
+    const Fetcher* peers = store.peers();
+    for (const Key& key : keys) out.push_back(peers && peers->known(key));
+    return out;
+  }
+  if (op == Op::Touch) {
+    const std::vector<bool> touched = store.touch(keys);
+    return {touched.begin(), touched.end()};
+  }
+  for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.drop_if_corrupt(key));
+  store.settle();
+  return out;
+}
+
+std::vector<uint8_t> pin_terms(Store& store, uint32_t session, protocol::Reader body) {
+  const auto terms = body.take<protocol::PinsOnTerms>();
+  need_end(body);
+  if (terms.owner > static_cast<uint32_t>(PinOwner::Engine))
+    throw Error(Code::InvalidArgument, "owner is " + std::to_string(terms.owner) + ", a session's is 0 (client) or 1 (engine)");
+  store.set_pin_terms(session, {static_cast<PinOwner>(terms.owner), terms.deadline_ms, terms.bytes});
+  return {};
+}
+
+std::vector<uint8_t> device(Store& store, uint32_t session, protocol::Reader body) {
+  const auto memory = body.take<protocol::DeviceMemory>();
+  need_end(body);
+  store.give_to_device(session, memory.given != 0);
+  return {};
+}
+
 std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
   std::vector<uint8_t> out;
   for (const Presence there : store.promote(keys, priority)) append(out, protocol::PromiseItem{static_cast<uint32_t>(there), 0});
@@ -125,7 +158,7 @@ std::string stats_json(Store& store) {
   KV_STORE_COUNTERS(X);
   // clang-format on
 #undef X
-#define X(name, owner)                                                       \
+#define X(name, owner)                                                      \
   field("pins_" #name, s.held[static_cast<size_t>(PinOwner::owner)].count); \
   field("pinned_" #name "_bytes", s.held[static_cast<size_t>(PinOwner::owner)].bytes);
   KV_PIN_OWNERS(X)
@@ -161,21 +194,7 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
     case Op::Suspect: {
       const auto keys = body.take<Key>(request.count);
       need_end(body);
-      if (op == Op::LookUp) return look_up(store, keys);
-      if (op == Op::Elsewhere) {
-        const Fetcher* peers = store.peers();
-        std::vector<uint8_t> out;
-        for (const Key& key : keys) out.push_back(peers && peers->known(key));
-        return out;
-      }
-      if (op == Op::Touch) {
-        const std::vector<bool> touched = store.touch(keys);
-        return {touched.begin(), touched.end()};
-      }
-      std::vector<uint8_t> out;
-      for (const Key& key : keys) out.push_back(op == Op::Delete ? store.remove(key) : store.drop_if_corrupt(key));
-      store.settle();
-      return out;
+      return by_key(store, op, keys);
     }
     case Op::Promote: {
       const auto head = body.take<protocol::PromoteHead>();
@@ -199,21 +218,8 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
       append(out, store.allow_pins(connection.session, wanted.slots, wanted.pages).pack());
       return out;
     }
-    case Op::PinTerms: {
-      const auto terms = body.take<protocol::PinsOnTerms>();
-      need_end(body);
-      if (terms.owner > static_cast<uint32_t>(PinOwner::Engine))
-        throw Error(Code::InvalidArgument,
-                    "owner is " + std::to_string(terms.owner) + ", a session's is 0 (client) or 1 (engine)");
-      store.set_pin_terms(connection.session, {static_cast<PinOwner>(terms.owner), terms.deadline_ms, terms.bytes});
-      return {};
-    }
-    case Op::Device: {
-      const auto memory = body.take<protocol::DeviceMemory>();
-      need_end(body);
-      store.give_to_device(connection.session, memory.given != 0);
-      return {};
-    }
+    case Op::PinTerms: return pin_terms(store, connection.session, body);
+    case Op::Device: return device(store, connection.session, body);
     case Op::Attach: break;
   }
   throw Error(Code::InvalidArgument, "unknown operation " + std::to_string(request.op));

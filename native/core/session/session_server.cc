@@ -87,8 +87,8 @@ void SessionServer::stop() {
   for (auto& thread : threads_) thread->stop();
 }
 
-std::vector<std::pair<std::string, Store::SessionInfo>> SessionServer::sessions() const {
-  std::vector<std::pair<std::string, Store::SessionInfo>> out;
+std::vector<std::pair<std::string, SessionInfo>> SessionServer::sessions() const {
+  std::vector<std::pair<std::string, SessionInfo>> out;
   for (Store* store : stores_)
     for (const auto& session : store->sessions()) out.emplace_back(store->name(), session);
   return out;

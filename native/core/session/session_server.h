@@ -30,7 +30,7 @@ class SessionServer {
 
   void start();  // throws Unavailable if the socket cannot be made
   void stop();   // ends the threads; sessions stay as they are, for the next daemon
-  std::vector<std::pair<std::string, Store::SessionInfo>> sessions() const;  // with their namespace's name
+  std::vector<std::pair<std::string, SessionInfo>> sessions() const;  // with their namespace's name
   // Other lists from now on, from any thread. A session whose user may no longer do what it attached for ends.
   void set_tenants(std::vector<Tenant> tenants);
   // What a gRPC call that shows this token may do; nothing if no living session has it.

@@ -136,7 +136,6 @@ class Store {
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
   // ---- sessions
-  using SessionInfo = kv::SessionInfo;
   // A user's that have ended while a client still locked them at the last look. Waits for no lock of the store's.
   size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
   void reap_left_sessions();  // such a look, in slices
@@ -159,7 +158,6 @@ class Store {
   uint64_t session_page_bytes(uint32_t session);
   Mapping session_page_head(uint32_t session);  // for its mailbox
   std::vector<SessionInfo> sessions();
-
   void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again. Like flush() it does so in slices.
   int tick();
@@ -181,7 +179,6 @@ class Store {
 
  private:
   using Session = SessionState;
-
   using Lock = SlicedLock;
   // The lock, and the namespace as an operation may find it. Throws Fenced.
   class SCOPED_CAPABILITY Entry {
@@ -300,7 +297,6 @@ class Store {
   void tell_rounds(Session& session) REQUIRES(mutex_);
   PinsHeld held_by(const Session& session) const REQUIRES(mutex_);
   bool look_after_terms() REQUIRES(mutex_);
-
   // store_pins.cc
   void scan_zombies(bool all = false) REQUIRES(mutex_);
   uint64_t releases() const REQUIRES(mutex_);
@@ -314,7 +310,6 @@ class Store {
   void mark_held(RecordSet& held, Slice& slice) REQUIRES(mutex_);
   void unpark(bool all) REQUIRES(mutex_);
   size_t room_for_more(uint64_t length) const REQUIRES(mutex_);
-
   void drain_rings() REQUIRES(mutex_);
   void reap_sessions(size_t most = ~size_t{0}) REQUIRES(mutex_);
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
@@ -326,7 +321,6 @@ class Store {
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void check_memory() REQUIRES(mutex_);
   void check_pool() REQUIRES(mutex_);
-
   Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority);
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc

@@ -164,8 +164,7 @@ void Store::mark_held(RecordSet& held, Slice& slice) {
         const uint32_t record = pin_record(pin);
         ++pins;
         if (record >= records || !parked.contains(record)) return;
-        if (control(record).generation() == pin_generation(pin) && honoured(record, session.allowance.pages))
-          held.add(record);
+        if (control(record).generation() == pin_generation(pin) && honoured(record, session.allowance.pages)) held.add(record);
       });
     } while (from);
   }

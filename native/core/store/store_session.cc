@@ -208,7 +208,7 @@ uint64_t Store::session_page_bytes(uint32_t id) {
   return found == sessions_.end() || !found->second->file ? 0 : found->second->file->bytes();
 }
 
-std::vector<Store::SessionInfo> Store::sessions() {
+std::vector<SessionInfo> Store::sessions() {
   const Lock lock(mutex_);
   std::vector<SessionInfo> out;
   for (auto& [id, s] : sessions_) {
@@ -217,8 +217,8 @@ std::vector<Store::SessionInfo> Store::sessions() {
     s->file->each_pin(s->allowance.slots, [&](uint64_t) { ++pins; });
     const uint64_t bytes = held_by(*s).bytes;
     const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
-    out.push_back({id, s->pid, s->uid, pins, bytes, s->unsealed.size(), attached.count(), s->attached, s->resumed,
-                   s->device != 0, s->terms});
+    out.push_back({id, s->pid, s->uid, pins, bytes, s->unsealed.size(), attached.count(), s->attached, s->resumed, s->device != 0,
+                   s->terms});
   }
   return out;
 }
