@@ -37,6 +37,7 @@ class Watched:
         self.layout = self.client.register_layout(SMALL.to_blob())
         self.kept = new_keys(3)
         self.put(self.kept)
+        self.held = self.client.get(self.kept)  # a writer may fill the pool; it may not take what is read
         self.memory = private_bytes(daemon.pid)
         self.descriptors = self.open_descriptors()
 
@@ -65,6 +66,7 @@ class Watched:
         from tests.conformance.grpc_door import GrpcClient
 
         self.serves()
+        self.held.release()
         with GrpcClient(str(self.daemon.dir / "grpc.sock")) as door:
             door.admin.Integrity(admin_pb2.IntegrityRequest(namespace="default"), timeout=30)
             door.admin.Flush(admin_pb2.FlushRequest(namespace="default"), timeout=30)

@@ -30,7 +30,7 @@ ORDERINGS = [
     ),
     # A pin that goes while the pins are read was seen gone, or counts beyond what was read before.
     ("session_file.cc", "void PinBoard::clear(", (".store(0,", "released", "free_.insert(")),
-    ("store_pins.cc", "void Store::unpark(", ("releases()", "held_among(", "policy_.insert(")),
+    ("store_pins.cc", "void Store::unpark(", ("releases()", "mark_held(", "policy_.insert(")),
     # Who waits says so before its last look; who changes looks at who waits behind the change.
     ("session_file.h", "explicit Waiting(", ("fetch_add(1", "fence_full();")),
     ("store_bytes.cc", "explicit Waiting(", ("fetch_add(1", "fence_full()")),
@@ -51,11 +51,9 @@ ORDERINGS = [
     ("attachment.cc", "void Attachment::map(", ("board = ", "pool_ = Mapping(", "writable_ = Mapping(")),
     ("attachment.h", "class Attachment ", ("> board;", "Mapping table_, progress_, pool_, writable_;")),
     # Allocate, record, reply; unlink, state, free. One store of the state commits.
-    (
-        "store.cc", "void Store::grant(",
-        ("arena_.allocate(", "Writing writing(", "Event::Create", "index_.insert_key("),
-    ),
-    ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies_.push_back(")),
+    ("store.cc", "void Store::grant(", ("arena_.allocate(", "enter(request, item", "out = {Grant::Granted")),
+    ("store.cc", "bool Store::enter(", ("Writing writing(", "Event::Create", "index_.insert_key(")),
+    ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies.push_back(")),
     # Adoption: the epoch is odd, all sessions and so all pins are known before a record is kept, it is even.
     (
         "store_adopt.cc", "void Store::adopt(",

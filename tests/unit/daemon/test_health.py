@@ -9,6 +9,7 @@ import contextlib
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ class Fake:
         self.calls.append("close")
 
     def create(self, owner, key, layout, tokens, priority, ttl_ms):
-        return [(self.granted, 1, 1, 512)]
+        return [SimpleNamespace(status=self.granted, record=1, generation=1, length_bytes=512)]
 
     def write(self, record, generation, offset, data):
         self.block = data
