@@ -33,7 +33,7 @@ if importlib.util.find_spec("kvclient._core") is not None:
     from kvclient.hf.model.structure import Refused
     from kvclient.hf.proof.self_test import Verdict
     from kvclient.hf.reuse.repair import Repair
-    from kvclient.hf.reuse.verify import Outcome, Verification
+    from kvclient.hf.reuse.quality.verify import Outcome, Verification
 else:  # a bare checkout on a machine with a GPU: its attention and its AWQ layers need no store
 
     def __getattr__(name: str) -> Any:

@@ -201,6 +201,14 @@ class Report:
     store_failed_s: float = 0.0  # what that took
     rows: list[Row] = field(default_factory=list)  # of a batch; empty where the store was left out
 
+    def note_prefix(self, prefix: Any, found: list[Any]) -> None:
+        """Tells what came from a prefix; found: by group, how many tokens came from where."""
+        self.reused_tokens = left = prefix.tokens
+        left -= (from_disk := min(left, sum(f.disk_tokens * len(f.group.rows) for f in found)))
+        left -= (from_peer := min(left, sum(f.peer_tokens * len(f.group.rows) for f in found)))
+        self.reused_by_tier.update(shm=left, disk=from_disk, peer=from_peer)
+        self.followed_tokens, self.full_tokens = prefix.followed_tokens, prefix.full_tokens
+
     def of_row(self, row: int) -> Report:
         """The same with the tokens of one row."""
         if len(self.rows) < 2:

@@ -99,7 +99,7 @@ UNMOVED = {
     **dict.fromkeys(LATENT, "latent|no known rotation"),
 }  # fmt: skip
 
-# With layers that see a window of 16 tokens, or a chunk of 16. Prefixes only.
+# With layers that see a window of 16 tokens, or a chunk of 16.
 WINDOWED = {
     "mistral_sliding": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=16)),

@@ -45,7 +45,7 @@ from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.repair import Repair
-from kvclient.hf.reuse.verify import Verification
+from kvclient.hf.reuse.quality.verify import Verification
 
 MOST_TOKENS = 1 << 24  # of a chain
 

@@ -25,7 +25,7 @@ from kvclient.hf.model.structure import DTYPE_NAMES, KVShape, check_structure
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import ServedModel, ServedModels
-from kvclient.hf.reuse import calibration
+from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair

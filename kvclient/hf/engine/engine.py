@@ -37,7 +37,7 @@ from kvclient.hf.engine.sampling import sampling_of
 from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.store import open_store
 from kvclient.hf.engine.window import Window
-from kvclient.hf.reuse.verify import Verification
+from kvclient.hf.reuse.quality.verify import Verification
 from kvclient.hf.speculation import Speculation, SpeculationReport
 from kvclient.hf.streaming import StreamingConfig
 

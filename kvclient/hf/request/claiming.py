@@ -84,13 +84,20 @@ def claim_text(
 
 def claim_ends(
     claims: Claims, served: ServedModel, options: Options, prefix: PrefixMatch, found: Sequence[PrefixMatch],
-    column: int, most: int,
+    column: int, most: int, inside: Sequence[Segment] = (),
 ) -> None:  # fmt: skip
     """Claims what is missing of one of the texts of a batch whose hit ends at a column, and of groups and
-    states what lets later hits end behind it."""
+    states what lets later hits end behind it. inside: what is reused behind it, which nothing goes on from.
+    """
     hit, parted = column - prefix.group.pad, len(prefix.views)
     every = options.state_every_blocks if served.states is not None else 0
     common = min(most, *(other.group.pad + other.starts[-1] for other in found))
-    claim_text(claims, served, options, prefix, (), set(), False, False, False)
-    ends = ends_to_keep(prefix, _stop(options, prefix), hit, parted, every)
+    stop = _stop(options, prefix)
+    if inside:
+        stop = min(stop, inside[0].start)
+        common = min(common, prefix.group.pad + stop)
+        claims.claim(prefix, False, False, set(), stop, False)
+    else:
+        claim_text(claims, served, options, prefix, (), set(), False, False, False)
+    ends = ends_to_keep(prefix, stop, hit, parted, every)
     claims.claim_ends(prefix, ends, hit, common - prefix.group.pad)

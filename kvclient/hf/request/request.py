@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvclient.blocks.reuse_plan import Plan, Segment
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.layer import StoreLayer, replace_layers
@@ -34,7 +33,7 @@ from kvclient.hf.release import name_of
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claiming import claim_ends, claim_text, make_claims, match
 from kvclient.hf.request.hit_end import hit_end
-from kvclient.hf.request.inside import search
+from kvclient.hf.request.inside import Inside, search
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
 from kvclient.hf.request.pieces import run_in_pieces
@@ -72,8 +71,7 @@ class Request:
         self._prefix: PrefixSource | None = None
         self._staged: Staged | None = None  # the same on its way to a GPU
         self._claims: Claims | None = None
-        self._inside: list[Segment] = []  # what is reused behind the prefix
-        self._plan: Plan | None = None
+        self._inside = Inside()  # what is reused behind the prefix
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
         self._cache: Any = None
@@ -123,7 +121,7 @@ class Request:
             model_kwargs.clear()
             model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
-        if not self._inside:
+        if not self._inside.segments:
             self._keep(cache)
         if self._steps is not None:
             self._steps.length = self._prompt.length
@@ -137,9 +135,12 @@ class Request:
 
     def _run(self, model: Any, run: Callable[..., Any], ids: torch.Tensor, model_kwargs: Any) -> Any:
         """The model's own pass over the rest of the prompt; cut where states are stored."""
-        if self._blend is not None:
-            return run_passes(model, self._blend, run)
         claims = self._claims
+        if self._blend is not None:
+            outputs = run_passes(model, self._blend, run)
+            if self._served_model.grouped and claims is not None:
+                self._tolerance.tried(claims.computed, self._cache, self._inside.segments[0].start)
+            return outputs
         if not self._served_model.grouped or claims is None:
             return run()
         at = functools.partial(self._tolerance.tried, claims.computed, self._cache)
@@ -242,16 +243,17 @@ class Request:
         if grouped and (len(found) > 1 or served.form.holds_marks):
             follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()
-        inside: list[Segment] = []
         for prefix in found:
             if read:
                 prefix.extend(self._client, len(prefix.chain), follow)
                 prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and served.keeps_tails(options.tails):
                 prefix.extend_part(self._client, self._worth_waiting_s)
-            inside = self._inside = self._search(prefix, config) if read else []
+            if not grouped:
+                self._search(prefix, config, read)
             if self._write and not grouped:
-                claim_text(claims, served, options, prefix, inside, claimed, read, follow, len(found) > 1)
+                segments, several = self._inside.segments, len(found) > 1
+                claim_text(claims, served, options, prefix, segments, claimed, read, follow, several)
             if claims.sinks is not None:
                 claims.sinks.take(prefix)
         if len(found) > 1 and claims.publisher.claimed:
@@ -259,26 +261,29 @@ class Request:
                 prefix.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(prefix.group.pad + prefix.tokens for prefix in found))
         if grouped:
-            columns = self._hit_end(columns, follow)
+            columns = self._hit_end(columns, follow, config, read)
         self._hit = columns
         claims.loaded(columns)
         self._prefix = PrefixSource(found, columns, served.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
-        if inside:
+        if inside := self._inside.segments:
             assert served.non_prefix is not None
-            length = self._prompt.length
-            self._blend = Blend(served.non_prefix, inside, columns, length, self._clock, served.form)
+            length, windows = self._prompt.length, self._inside.windows
+            self._blend = Blend(served.non_prefix, inside, columns, length, self._clock, served.form, windows)
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 
-    def _hit_end(self, most: int, follow: bool) -> int:
+    def _hit_end(self, most: int, follow: bool, config: Any, read: bool) -> int:
         """The column that the hit ends at, where not all layers need all tokens; claims what is missing."""
         assert self._claims is not None and self._prompt is not None
         found, served, options = self._found, self._served_model, self._options
         column = hit_end(self._client, found, most, follow, self._worth_waiting_s, options.follow_timeout_s)
+        for prefix in found:
+            self._search(prefix, config, read, column - prefix.group.pad)
         for prefix in found if self._write else ():
-            claim_ends(self._claims, served, options, prefix, found, column, self._prompt.length - 1)
+            most = self._prompt.length - 1
+            claim_ends(self._claims, served, options, prefix, found, column, most, self._inside.segments)
         for prefix in found:
             prefix.ends_at(column - prefix.group.pad)
         return column
@@ -293,17 +298,17 @@ class Request:
     def _block_bytes(self) -> int:
         return self._served_model.form.layout(self._options.chunker.most).block_bytes()
 
-    def _search(self, prefix: PrefixMatch, config: Any) -> list[Segment]:
-        """Stretches behind the prefix that are stored, but were computed behind other tokens."""
+    def _search(self, prefix: PrefixMatch, config: Any, read: bool, exact: int | None = None) -> None:
+        """Stretches behind the prefix that are stored, but were computed behind other tokens. exact: where
+        the prefix that is used ends; None: with what was found."""
         served, options = self._served_model, self._options
         alone = self._prompt is not None and len(self._prompt.groups) == 1 and not prefix.group.pad
-        wanted = alone and options.search and config.prefill_chunk_size is None
+        wanted = read and alone and options.search and config.prefill_chunk_size is None
         if served.non_prefix is None or not wanted:
-            return []
-        self._plan, inside = search(
-            self._client, served.identity, served.non_prefix, options.chunker, prefix, self._worth_waiting_s
-        )
-        return inside
+            return
+        exact = prefix.tokens if exact is None else exact
+        of = (served.non_prefix, options.chunker, prefix, exact, self._worth_waiting_s)
+        self._inside = search(self._client, served, *of)
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""
@@ -347,18 +352,12 @@ class Request:
         report.load_s, report.wait_s = clock.load_s, clock.wait_s
         report.prefill_s = max(0.0, forward_s - clock.load_s - clock.wait_s - clock.publish_s)
         if self._prefix is not None:
-            report.reused_tokens = self._prefix.tokens
-            left = self._prefix.tokens
-            left -= (from_disk := min(left, sum(f.disk_tokens * len(f.group.rows) for f in self._found)))
-            left -= (from_peer := min(left, sum(f.peer_tokens * len(f.group.rows) for f in self._found)))
-            report.reused_by_tier.update(shm=left, disk=from_disk, peer=from_peer)
-            report.followed_tokens = self._prefix.followed_tokens
-            report.full_tokens = self._prefix.full_tokens
+            report.note_prefix(self._prefix, self._found)
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
-            report.approximate_from_disk = self._plan.from_disk if self._plan is not None else 0
+            report.approximate_from_disk = self._inside.from_disk
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)
@@ -368,8 +367,10 @@ class Request:
         self._note_published()
         for layer in self._layers:
             layer.written = None
+        segments = self._inside.segments
+        self._generated &= not (segments and self._served_model.grouped)  # of windows, nobody's prefix
         if self._generated:
-            self._claims.follow(self._found, self._inside)
+            self._claims.follow(self._found, segments)
 
     def _note_published(self) -> None:
         assert self._claims is not None
@@ -382,19 +383,15 @@ class Request:
         finally:
             self._let_go()
             self._prefix = self._blend = None
+            self._inside = Inside()
 
     def _let_go(self) -> None:
         """Of all that was pinned to be read."""
         with contextlib.ExitStack() as every:  # each, whatever becomes of the others
-            for step in (self._close_staged, self._release_plan, *(prefix.release for prefix in self._found)):
+            for step in (self._close_staged, self._inside.release, *(prefix.release for prefix in self._found)):
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
             staged.close()
-
-    def _release_plan(self) -> None:
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            plan.release()

@@ -22,7 +22,7 @@ from kvclient.hf.connector.full_precision import FullPrecisionFormats
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.snapshots import StoredStates
 from kvclient.hf.model.structure import KVShape
-from kvclient.hf.reuse import calibration
+from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 
 AS_COMPUTED = "none"  # the codec of a call that wants none, where attach() was given one
@@ -51,7 +51,7 @@ class ServedModel:
     def keeps_tails(self, asked: bool) -> bool:
         """Whether what is left behind a text's last whole block is stored and looked for."""
         plain = not self.grouped and self.sinks is None and self.form.codec is None
-        return self.non_prefix is not None or (asked and plain)
+        return (self.non_prefix is not None and not self.grouped) or (asked and plain)
 
     def check_call(self, prompt: Prompt, config: Any, padded: bool) -> None:
         """Raises Bypassed for a call that this model is not served with. padded: whether the self-test found

@@ -8,6 +8,7 @@ Invariant: where the model's attention is another one, nothing is summed, and `o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -21,9 +22,13 @@ FIRST, STOP = 1 / 6, 2 / 3
 class AttentionScores:
     """Of one pass. rows: how many tokens stand behind the last reused one; layers: of the model."""
 
-    def __init__(self, length: int, rows: int, layers: int) -> None:
+    def __init__(
+        self, length: int, rows: int, layers: int,
+        seen: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """seen: of a layer and columns, the first columns that these see there; None: all see all."""
         self.first, self.stop = int(layers * FIRST), int(layers * STOP)  # where the pass ends
-        self._length, self._rows = length, min(rows, ROWS)
+        self._length, self._rows, self._seen = length, min(rows, ROWS), seen
         self.values: list[torch.Tensor] = []  # of the layers that are asked: stored ones and live ones
         self._sum: torch.Tensor | None = None
 
@@ -31,7 +36,7 @@ class AttentionScores:
         """These keys [B, heads, length, head_dim], so that their attention tells."""
         if self.first <= layer < self.stop:
             keys = keys.view_as(keys)
-            setattr(keys, ASK, functools.partial(self._tell, values))
+            setattr(keys, ASK, functools.partial(self._tell, layer, values))
             self.values.append(values)
         return keys
 
@@ -42,7 +47,9 @@ class AttentionScores:
         """
         return None if self._sum is None else self._sum.cpu()
 
-    def _tell(self, values: torch.Tensor, keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
+    def _tell(
+        self, layer: int, values: torch.Tensor, keys: torch.Tensor, query: torch.Tensor, scale: float
+    ) -> None:
         key, value, rows = keys[0].float(), values[0].float(), self._rows
         heads, _, head_dim = key.shape
         # The query heads of each, row by row.
@@ -50,6 +57,10 @@ class AttentionScores:
         score = (asking @ (key * scale).transpose(1, 2)).view(heads, -1, rows, self._length)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=key.device).triu(1)
         score[..., -rows:].masked_fill_(behind, -torch.inf)
+        if self._seen is not None:
+            first = self._seen(layer, torch.arange(self._length - rows, self._length))
+            outside = torch.arange(self._length) < first[:, None]
+            score.masked_fill_(outside.to(key.device), -torch.inf)
         weight = score.softmax(-1).view(heads, -1, self._length)
         said, size = weight @ value, value.square().sum(-1)
         away = torch.baddbmm(size[:, None], said, value.transpose(1, 2), alpha=-2)  # |value - said|^2

@@ -34,6 +34,7 @@ from kvclient.hf.reuse.blend_layer import BlendLayer, Seen, compared, place
 from kvclient.hf.reuse.drift import Drift
 from kvclient.hf.reuse.estimate import Gauge
 from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.windows import Windows
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
 MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
@@ -85,11 +86,15 @@ class Blend:
 
     def __init__(
         self, non_prefix: NonPrefixReuse, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
-        form: BlockFormat,
+        form: BlockFormat, windows: Windows | None = None,
     ) -> None:  # fmt: skip
+        """windows: of the layers that are not in `form`; segments are as it fits them."""
         self._non_prefix, self._segments, self._clock, self._form = non_prefix, segments, clock, form
-        self.exact, self.length = exact, length
+        self.exact, self.length, self._windows = exact, length, windows
         self._fresh = non_prefix.repair.fresh(segments, length)
+        self._may: torch.Tensor | None = None  # of the reused columns, those that can be computed; None: all
+        if windows is not None:
+            self._fresh, self._may = windows.computable(segments, self._fresh)
         self.found = sum(len(segment) for segment in segments)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
@@ -97,6 +102,8 @@ class Blend:
         self.cut = non_prefix.repair.cut(len(non_prefix.decoder))
         self.looking = False  # while rows enter a layer for their K and V only
         self._scanned = non_prefix.repair.scanned(segments, self._fresh) if checks else self._fresh
+        if self._may is not None and non_prefix.repair.ratio < 1:  # else all are, whatever they see
+            self._scanned = self._fresh | (self._scanned & self._may)
         # Of this pass's tokens, those that go through the layers so far; chosen ones from `cut` on.
         self._rows = torch.nonzero(self._scanned[exact:]).squeeze(1)
         self.chosen = not checks
@@ -118,7 +125,9 @@ class Blend:
             self._choose(torch.ones(length, dtype=torch.bool))
             self.estimated_kl = 0.0 if non_prefix.repair.promises else None
         elif asks and non_prefix.shows:
-            self.asked = AttentionScores(length, length - segments[-1].stop, len(non_prefix.decoder))
+            behind = length - segments[-1].stop
+            seen = None if windows is None else self._first_seen
+            self.asked = AttentionScores(length, behind, len(non_prefix.decoder), seen)
             live = torch.ones(length, dtype=torch.bool)
             for segment in segments:
                 live[segment.start : segment.stop] = False
@@ -151,12 +160,21 @@ class Blend:
         first column is the prompt's `low`.
         """
         began = time.perf_counter()
-        for segment in self._segments:
+        segments, form = self._segments, self._form
+        if self._windows is not None and (part := self._windows.of(layer)) is not None:
+            for segment in segments:  # nobody sees what nothing is put into; it has to be numbers
+                storage[..., segment.start - low : segment.stop - low, :] = 0
+            segments, form = part.within(segments), part.form
+        for segment in segments:
             at = segment.start - low
             for piece in segment.pieces:
-                place(self._non_prefix.rope, self._form, layer, piece, segment.shift, storage, at)
+                place(self._non_prefix.rope, form, layer, piece, segment.shift, storage, at)
                 at += piece.count
         self._clock.load_s += time.perf_counter() - began
+
+    def _first_seen(self, layer: int, columns: torch.Tensor) -> torch.Tensor:
+        part = None if self._windows is None else self._windows.of(layer)
+        return torch.zeros_like(columns) if part is None else part.first_seen(columns)
 
     def check(self, layer: int, storage: torch.Tensor) -> None:
         """K and V of a layer are there of all that may be chosen: chooses the rows that go on into it."""
@@ -190,12 +208,19 @@ class Blend:
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
             self.chosen, self._mask = not repair.checks, None
             return outputs
-        self._score, self._computed = attention, repair.attended(attention, self._fresh)
-        self.drift = Drift(self._non_prefix.rope, segments, self._computed, asked.values)
+        self._score, self._computed = attention, repair.attended(attention, self._fresh, may=self._may)
+        told = self._computed
+        if self._windows is not None:
+            told = told & self._windows.stored(segments)
+        self.drift = Drift(self._non_prefix.rope, segments, told, asked.values)
         self._joined = asked.stop if self.gauge is None else -1
         # What stands before all that is reused is as it must be, as far as the first pass went.
         self._choose(self._computed, segments[0].start - self.exact)
         return outputs
+
+    def can_compute(self, share: float) -> bool:
+        """Whether so much of what is reused can be: in layers of windows not all that is seen is stored."""
+        return self._may is None or int(self._may.sum()) >= share * int((~self._fresh).sum())
 
     def more(self, share: float) -> None:
         """Another pass follows, that computes as many more of the reused tokens as make up this share; 1:
@@ -206,7 +231,7 @@ class Blend:
             return
         assert self._score is not None
         before = self._computed
-        self._computed = self._non_prefix.repair.attended(self._score, self._fresh, share)
+        self._computed = self._non_prefix.repair.attended(self._score, self._fresh, share, self._may)
         self._choose(self._computed | before)
         new = (self._computed & ~before) | self._fresh
         new[: self._segments[0].start] = False
@@ -302,8 +327,11 @@ class Blend:
         for name in PER_TOKEN:
             if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].shape[-1] == total:
                 kwargs[name] = kwargs[name][..., rows]
-        if isinstance(kwargs.get("position_embeddings"), tuple):
-            kwargs["position_embeddings"] = tuple(t[..., rows, :] for t in kwargs["position_embeddings"])
+        places = kwargs.get("position_embeddings")
+        if isinstance(places, tuple):
+            kwargs["position_embeddings"] = tuple(t[..., rows, :] for t in places)
+        elif isinstance(places, torch.Tensor) and places.ndim > 1 and places.shape[-2] == total:
+            kwargs["position_embeddings"] = places[..., rows, :]  # Llama 4: complex numbers
         return args, kwargs
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

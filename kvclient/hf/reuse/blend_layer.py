@@ -137,14 +137,16 @@ def place(
     meanwhile.
     """
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
+    stands = form.place(layer)
+    assert stands is not None
     try:
         if storage.device.type == "cpu":
-            block, target = form.read(piece.view, layer)[:, :, part], as_array(storage)
+            block, target = form.read(piece.view, stands)[:, :, part], as_array(storage)
             rope.turn(layer, block[0], shift, target[0, 0, :, where])
             target[1, 0, :, where] = block[1]
             target[:, 1:, :, where] = target[:, :1, :, where]
         else:
-            block = form.read_tensor(piece.view, layer)[:, :, part]
+            block = form.read_tensor(piece.view, stands)[:, :, part]
             storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
             storage[1, :, :, where] = block[1].to(storage.device)
     except Closed as error:

@@ -9,6 +9,7 @@ does not give the logits of a full prefill there is Refused with the reason.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,35 +23,35 @@ from kvclient.hf.cache.layer import Shape, as_array, replace_layers
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope, rotated
-from kvclient.hf.model.structure import KVShape, Refused, widest_window
+from kvclient.hf.model.structure import KVShape, Refused
 from kvclient.hf.release import passing
 from kvclient.hf.reuse.blend import Blend, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.blend_layer import BlendLayer
 from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.windows import GroupPieces, Windows
 
 LENGTH = 40  # tokens of the proof's prompt
 STRETCHES = ((3, 17, 9), (20, 33, -5))  # start, stop, and how far away they were computed
+BEHIND, MOST = 24, 640  # tokens: so many more than a window, which is tried as far as the second
 # Largest difference of two logits over their largest magnitude: rounding, not more.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
 def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> NonPrefixReuse:
     """Raises Refused, with the reason."""
-    if window := widest_window(model.config.get_text_config(decoder=True)):
-        raise Refused(
-            f"{type(model).__name__} has layers that see {window} tokens: only prefixes are reused"
-        )
     if kv.states:
         raise Refused(
             f"{type(model).__name__} has recurrent layers, whose state is of all tokens before it: only "
             "prefixes are reused"
         )
-    if not kv.plain and not kv.latent:
-        raise Refused(f"{type(model).__name__} has layers of different shapes: only prefixes are reused")
     if kv.latent:
         raise Refused(
             f"{type(model).__name__} caches a latent and a rope key, no K and V of heads: only prefixes "
             "are reused"
+        )
+    if kv.shares:
+        raise Refused(
+            f"{type(model).__name__} has layers that keep no K and V of their own: only prefixes are reused"
         )
     non_prefix = NonPrefixReuse(probe_rope(model), decoder_layers(model, kv.layers), repair, model.config)
     with evaluating(model):
@@ -77,18 +78,32 @@ def _trial(non_prefix: NonPrefixReuse, method: str) -> NonPrefixReuse:
 @torch.no_grad()
 def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> float:
     config = model.config.get_text_config(decoder=True)
+    windows = [group.window for group in kv.groups if group.window]
+    longest = getattr(config, "max_position_embeddings", None) or MOST
+    length = max(LENGTH, min(min(windows) + BEHIND, MOST, longest)) if windows else LENGTH
     step = max(1, config.vocab_size // LENGTH)
-    ids = ((torch.arange(LENGTH) * 7 % LENGTH) * step)[None].to(model.device)
-    plain = DynamicCache(config=config)
+    ids = ((torch.arange(length) * 7 % LENGTH) * step)[None].to(model.device)
+    plain = DynamicCache()  # keeps what left a window
     wanted = model(input_ids=ids, use_cache=True, **passing(plain)).logits[0, -1]
-    segments = []
-    for start, stop, away in STRETCHES:
-        piece = Piece(_Stored(plain, non_prefix, start, stop, away), 0, stop - start)
-        segments.append(Segment(start, stop, APPROXIMATE, (piece,), start + away))
-    blend = Blend(non_prefix, segments, 0, LENGTH, Clock(), BlockFormat.main(kv))
-    shape = Shape(1, kv.heads, kv.head_dim, kv.dtype, model.device, LENGTH)
-    cache = DynamicCache(config=config)
-    replace_layers(cache, [BlendLayer(blend, index, shape) for index in range(kv.layers)])
+    first, (start, stop, away) = STRETCHES
+    stretches = (first, (start, stop + length - LENGTH, away))
+
+    def found(layers: Sequence[int]) -> list[Segment]:
+        out = []
+        for start, stop, away in stretches:
+            piece = Piece(_Stored(plain, non_prefix, layers, start, stop, away), 0, stop - start)
+            out.append(Segment(start, stop, APPROXIMATE, (piece,), start + away))
+        return out
+
+    main, groups = BlockFormat.main(kv), [(group, BlockFormat.group(group, kv.dtype)) for group in kv.groups]
+    parts = Windows([GroupPieces(group, form, tuple(found(group.layers))) for group, form in groups], length)
+    of = range(kv.layers) if main.of is None else main.of
+    blend = Blend(non_prefix, found(of), 0, length, Clock(), main, parts if groups else None)
+    cache, layers = DynamicCache(config=config), []
+    for form, of in [(main, of), *((form, group.layers) for group, form in groups)]:
+        shape = Shape(1, form.heads, form.head_dim, form.dtype, model.device, length)
+        layers += [BlendLayer(blend, index, shape) for index in of]
+    replace_layers(cache, sorted(layers, key=lambda layer: layer.index))
     with blend:
         got = model(input_ids=ids, use_cache=True, **passing(cache)).logits[0, -1]
     scale = float(wanted.abs().max()) or 1.0
@@ -97,14 +112,17 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
 
 
 class _Stored:
-    """A block with tokens start..stop of a cache, as if they had stood `away` positions behind."""
+    """A block with tokens start..stop of some layers of a cache, as if they had stood `away` positions behind.
+    """
 
     def __init__(
-        self, cache: DynamicCache, non_prefix: NonPrefixReuse, start: int, stop: int, away: int
-    ) -> None:
+        self, cache: DynamicCache, non_prefix: NonPrefixReuse, layers: Sequence[int], start: int, stop: int,
+        away: int,
+    ) -> None:  # fmt: skip
         self.tokens = stop - start
         self._layers = []
-        for layer, turning in zip(cache.layers, non_prefix.rope.layers, strict=True):
+        for index in layers:
+            layer, turning = cache.layers[index], non_prefix.rope.layers[index]
             keys, values = layer.keys[0, :, start:stop].cpu(), layer.values[0, :, start:stop].cpu()
             if turning.inv_freq is not None:
                 keys = rotated(keys, turning.inv_freq, away, turning.convention).to(keys.dtype)

@@ -28,7 +28,8 @@ def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> 
         outputs = run()
         gauge.passed()
         blend.estimated_kl = gauge.left(blend.scored)
-        if blend.estimated_kl > limit and blend.scored and gauge.left_by_second() <= limit:
+        second = blend.scored and blend.can_compute(SECOND_SHARE) and gauge.left_by_second() <= limit
+        if blend.estimated_kl > limit and second:
             blend.more(SECOND_SHARE)
             outputs, blend.estimated_kl = run(), gauge.left_by_second()
     if blend.estimated_kl > limit:

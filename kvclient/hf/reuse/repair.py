@@ -127,13 +127,15 @@ class Repair:
         return _most(deviation, candidates, self.ratio * int((~fresh).sum()), fresh)
 
     def attended(
-        self, attention: torch.Tensor, fresh: torch.Tensor, share: float | None = None
-    ) -> torch.Tensor:
+        self, attention: torch.Tensor, fresh: torch.Tensor, share: float | None = None,
+        may: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """`fresh` with those of the other tokens added that are attended to most. All over all columns.
-        share: of the others; None: attended_ratio."""
-        candidates = torch.nonzero(~fresh).squeeze(1)
+        share: of the others; None: attended_ratio. may: those that can be computed; None: all."""
         share = self.attended_ratio if share is None else share
-        return _most(attention, candidates, share * len(candidates), fresh)
+        count = share * int((~fresh).sum())
+        candidates = torch.nonzero(~fresh if may is None else ~fresh & may).squeeze(1)
+        return _most(attention, candidates, count, fresh)
 
 
 def _most(score: torch.Tensor, candidates: torch.Tensor, count: float, fresh: torch.Tensor) -> torch.Tensor:

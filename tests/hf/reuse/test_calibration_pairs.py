@@ -13,7 +13,7 @@ import torch
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.proof import measure
-from kvclient.hf.reuse import verify
+from kvclient.hf.reuse.quality import verify
 from tests.hf.zoo import build, prompt
 
 ANSWER = prompt(9, seed=7)[0].tolist()

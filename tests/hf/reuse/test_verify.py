@@ -16,7 +16,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.model.rope import Rope
 from kvclient.hf.proof import measure
-from kvclient.hf.reuse import calibration, verify
+from kvclient.hf.reuse.quality import calibration, verify
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.zoo import build, generate, prompt
 

@@ -20,7 +20,7 @@ import torch
 from kvclient.errors import InvalidArgument
 from kvclient.hf.call import Report
 from kvclient.hf.release import cache_of, passing
-from kvclient.hf.reuse.partial import Partial, Progress
+from kvclient.hf.reuse.quality.partial import Partial, Progress
 from kvclient.hf.reuse.repair import Repair
 
 PREFIX = "prefix"

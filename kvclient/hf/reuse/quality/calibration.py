@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.reuse.repair import Repair
-from kvclient.hf.reuse.verify import Outcome
+from kvclient.hf.reuse.quality.verify import Outcome
 
 VERSION = 2
 MAX_BYTES = 4096
