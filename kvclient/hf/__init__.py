@@ -32,8 +32,8 @@ if importlib.util.find_spec("kvclient._core") is not None:
     from kvclient.hf.handoff.prompts import Handoff
     from kvclient.hf.model.structure import Refused
     from kvclient.hf.proof.self_test import Verdict
-    from kvclient.hf.reuse.repair import Repair
     from kvclient.hf.reuse.quality.verify import Outcome, Verification
+    from kvclient.hf.reuse.repair import Repair
 else:  # a bare checkout on a machine with a GPU: its attention and its AWQ layers need no store
 
     def __getattr__(name: str) -> Any:

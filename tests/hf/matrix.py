@@ -34,7 +34,8 @@ def _row(model) -> tuple[str, str]:
         non_prefix = examine_non_prefix(model, kv, Repair())
     except Refused as refused:
         return "exact", f"refused: {_reason(refused, model)}"
-    return "exact", f"approximate; {_convention(non_prefix.rope, kv.head_dim if kv.main != () else kv.groups[0].head_dim)}"
+    head_dim = kv.groups[0].head_dim if kv.main == () else kv.head_dim
+    return "exact", f"approximate; {_convention(non_prefix.rope, head_dim)}"
 
 
 def _convention(rope, head_dim: int) -> str:

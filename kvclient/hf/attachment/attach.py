@@ -44,8 +44,8 @@ from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.request.tolerance import Rest
-from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.quality.verify import Verification
+from kvclient.hf.reuse.repair import Repair
 
 MOST_TOKENS = 1 << 24  # of a chain
 

@@ -25,9 +25,9 @@ from kvclient.hf.model.structure import DTYPE_NAMES, KVShape, check_structure
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import ServedModel, ServedModels
-from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
+from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.repair import Repair
 
 MOST_SALTS = 1024  # of calls, kept ready

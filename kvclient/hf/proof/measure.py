@@ -21,13 +21,13 @@ from kvclient.hf.call import Report
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
-from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
+from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.quality.partial import Progress, partial_of, shown
-from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.quality.verify import Question, Verification, block_tokens_for, own_text, question_of
 from kvclient.hf.reuse.quality.verify import verify as measure
+from kvclient.hf.reuse.repair import Repair
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment

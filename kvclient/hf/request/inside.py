@@ -66,7 +66,10 @@ def search(
     try:
         inside = stored(served.identity, served.form, least)
         if inside and served.groups:
-            parts = [GroupPieces(g.group, g.form, tuple(stored(g.identity, g.form, 1))) for g in served.groups]
+            parts = [
+                GroupPieces(group.group, group.form, tuple(stored(group.identity, group.form, 1)))
+                for group in served.groups
+            ]
             found.windows = Windows(parts, last + 1)
             inside = found.windows.fitted(inside, least)
     except BaseException:

@@ -388,7 +388,8 @@ class Request:
     def _let_go(self) -> None:
         """Of all that was pinned to be read."""
         with contextlib.ExitStack() as every:  # each, whatever becomes of the others
-            for step in (self._close_staged, self._inside.release, *(prefix.release for prefix in self._found)):
+            found = (prefix.release for prefix in self._found)
+            for step in (self._close_staged, self._inside.release, *found):
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:

@@ -22,8 +22,8 @@ from kvclient.hf.connector.full_precision import FullPrecisionFormats
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.snapshots import StoredStates
 from kvclient.hf.model.structure import KVShape
-from kvclient.hf.reuse.quality import calibration
 from kvclient.hf.reuse.blend import NonPrefixReuse
+from kvclient.hf.reuse.quality import calibration
 
 AS_COMPUTED = "none"  # the codec of a call that wants none, where attach() was given one
 

@@ -100,9 +100,9 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
     of = range(kv.layers) if main.of is None else main.of
     blend = Blend(non_prefix, found(of), 0, length, Clock(), main, parts if groups else None)
     cache, layers = DynamicCache(config=config), []
-    for form, of in [(main, of), *((form, group.layers) for group, form in groups)]:
+    for form, these in [(main, of), *((form, group.layers) for group, form in groups)]:
         shape = Shape(1, form.heads, form.head_dim, form.dtype, model.device, length)
-        layers += [BlendLayer(blend, index, shape) for index in of]
+        layers += [BlendLayer(blend, index, shape) for index in these]
     replace_layers(cache, sorted(layers, key=lambda layer: layer.index))
     with blend:
         got = model(input_ids=ids, use_cache=True, **passing(cache)).logits[0, -1]
@@ -112,8 +112,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
 
 
 class _Stored:
-    """A block with tokens start..stop of some layers of a cache, as if they had stood `away` positions behind.
-    """
+    """A block with tokens start..stop of some layers of a cache, as if they had stood `away` further on."""
 
     def __init__(
         self, cache: DynamicCache, non_prefix: NonPrefixReuse, layers: Sequence[int], start: int, stop: int,

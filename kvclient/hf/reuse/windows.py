@@ -29,7 +29,7 @@ class GroupPieces:
 
     def within(self, segments: Sequence[Segment]) -> list[Segment]:
         """Of that, what lies in these, which are in order; so is what this answers."""
-        out = [_part(own, wider.start, wider.stop) for wider in segments for own in self.segments]
+        out = [_part(found, wider.start, wider.stop) for wider in segments for found in self.segments]
         return sorted((part for part in out if part is not None), key=lambda part: part.start)
 
     def held(self, length: int) -> torch.Tensor:

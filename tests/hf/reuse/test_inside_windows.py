@@ -75,7 +75,10 @@ def test_without_its_last_window_a_document_is_not_reused(client):
         assert kv.last.approximate_tokens == 0
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 24))])
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 24))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_windows_documents_and_evictions_of_single_groups(client, seed):
     draw = random.Random(seed)
     kinds = [draw.choice([FULL, SLIDING]) for _ in range(draw.randint(2, 4))]
@@ -89,7 +92,8 @@ def test_random_windows_documents_and_evictions_of_single_groups(client, seed):
         for step in range(8):
             parts = [draw.choice(documents) for _ in range(draw.randint(1, 2))]
             between = [prompt(draw.randint(1, 30), seed=seed * 100 + step * 7 + i) for i in range(3)]
-            ids = torch.cat([between[0], *(t for part in zip(parts, between[1:]) for t in part)], dim=1)
+            rows = [t for part in zip(parts, between[1:], strict=False) for t in part]
+            ids = torch.cat([between[0], *rows], dim=1)
             ids = ids[:, : ids.shape[1] - draw.choice([0, 0, between[len(parts)].shape[1]])]
             assert same_as_plain(kv, model, ids, 6), (seed, step, kv.last)
             assert kv.last.bypassed is None

@@ -16,8 +16,8 @@ import os
 from pathlib import Path
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.quality.verify import Outcome
+from kvclient.hf.reuse.repair import Repair
 
 VERSION = 2
 MAX_BYTES = 4096
