@@ -190,6 +190,10 @@ class InMemoryClient:
         with self._locked():
             return sum([self.store.touch(key) for key in split_keys(keys)])
 
+    def give_to_device(self, writes: bool = True) -> bool:
+        """As KVClient's. The memory is this process's own and goes with it: there is nothing to wait for."""
+        return True
+
     def stats(self) -> dict[str, int]:
         """The figures KVClient.stats() promises."""
         with self._locked():
