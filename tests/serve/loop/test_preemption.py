@@ -181,7 +181,7 @@ def test_long_answers_in_little_memory_are_those_alone_and_little_is_computed_ag
         jobs, stats = run(model, kv, limits, prompts, new)
         assert [job.tokens for job in jobs] == wanted
         again = stats["prompt_tokens_computed_total"] - sum(ids.shape[1] for ids in prompts)
-        assert stats["requests_preempted_total"] >= 2
+        assert stats["requests_preempted_total"] >= 1
         assert again <= 17 * stats["requests_preempted_total"], "more than a block was computed again"
         oracle = Oracle()
         oracle.answers = {tuple(p[0].tolist()): w for p, w in zip(prompts, wanted, strict=True)}
