@@ -222,6 +222,8 @@ def build(
     config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
+    if name == "granite_attention" and not hasattr(transformers.DynamicCache, "has_previous_state"):
+        return None  # its own code asks the cache for it: transformers 5.0 cannot run it
     config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})
     if attention is not None:
         config._attn_implementation = attention
