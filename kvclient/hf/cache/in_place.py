@@ -91,6 +91,20 @@ class InPlaceLayer(StoreLayer):
             self.written(self.index, start, stop, self.storage, self.origin)
         return give_handle(handle, self), values
 
+    def append(self, keys: np.ndarray, values: np.ndarray) -> bool:
+        """update() with one token [heads, head_dim] of the one row, for who computes its attention too. False
+        where it takes more than writing them down: then nothing was done.
+        """
+        at = self._length - self.origin
+        if self._call is None or self.written is not None or at >= self._call[2].shape[3]:
+            return False  # not read yet, or dense; its tokens are told of; no room
+        if not self._reader():
+            return False
+        place = self._call[2][:, 0, :, at]
+        place[0], place[1] = keys, values
+        self._length += 1
+        return True
+
     def crop(self, count: int) -> None:
         """What is cut from the tail leaves the blocks where they lie."""
         if not self._dense and self.is_initialized:
@@ -288,7 +302,7 @@ class InPlaceLayer(StoreLayer):
             sequences[row].tail = dense.dense_segment(
                 self._storage[0], self._storage[1], row, start - self.origin, start
             )
-        return sequences, lists
+        return sequences, lists, as_array(self._storage)
 
 
 def cropped(length: int, count: int) -> int:

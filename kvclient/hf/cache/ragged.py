@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvclient.hf.attention import dense
 from kvclient.hf.attention.handle import forget_pending, give_handle, stepping
 from kvclient.hf.cache.in_place import InPlaceLayer
+from kvclient.hf.cache.layer import as_array
 from kvclient.hf.release import passing
 from kvclient.kernels import contract
 
@@ -35,8 +36,12 @@ class RaggedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """[tokens of all requests, heads, 1, D]."""
-        self._held = []
+        self._held, arrays = [], (as_array(key_states), as_array(value_states))
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
+            if count == 1 and type(layer) is InPlaceLayer:
+                if layer.append(*(states[end - 1, :, 0] for states in arrays)):
+                    self._held.append((None, None))
+                    continue
             pair = (states[end - count : end].transpose(0, 2) for states in (key_states, value_states))
             keys, values = layer.update(*pair)
             forget_pending()  # its attention is computed here, with the others'
@@ -97,7 +102,7 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """There is nothing to set up: the requests' layers are."""
 
-    def _sequence(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    def _sequence(self, layer: Any, keys: Any, values: Any) -> Any:
         if isinstance(layer, InPlaceLayer) and layer.in_place:
             return layer.sequences()[0]
         sequence = contract.Sequence()
