@@ -78,7 +78,23 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
+    """pieces: of prompts whose rest is short enough to be computed in the same pass."""
+
     entries: list[Entry]
+    pieces: tuple[Prefill, ...] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What computing a prompt comes to: how many of its tokens are there already, and the name of the first
+    block that is not, which others may be about to compute too.
+    """
+
+    stored: int
+    missing: bytes | None = None
+
+
+Looking = Callable[[Entry], "Look | None"]
 
 
 @dataclass(frozen=True)
@@ -89,10 +105,14 @@ class Preempt:
 
 
 class Scheduler:
-    """Not thread-safe: its owner is."""
+    """Not thread-safe: its owner is. look: None for a prompt that is computed by itself, whatever its length
+    is.
+    """
 
-    def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
-        self.limits, self._now = limits, now
+    def __init__(
+        self, limits: Limits, now: Callable[[], float], look: Looking = lambda entry: None
+    ) -> None:
+        self.limits, self._now, self._look = limits, now, look
         self._waiting: deque[Entry] = deque()
         self._filling: list[Entry] = []
         self._running: list[Entry] = []
@@ -149,19 +169,37 @@ class Scheduler:
             return Preempt(victim)
         if self._running and (self._decode_due or not self._filling):
             self._decode_due = False
-            return Decode(list(self._running))
+            return Decode(list(self._running), self._short(False))
         if not self._filling:
             return None
-        self._decode_due = bool(self._running)
         self._pieces += 1
         # Short prompts first, so that they need not wait for a long one's end; every fourth piece the oldest.
         oldest = self._pieces % 4 == 0
+        if pieces := self._short(oldest):
+            return Decode(list(self._running), pieces)
+        self._decode_due = bool(self._running)
         entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
         alone = self.active == 1 and not self._waiting
         upto = entry.prompt_tokens
         if not (entry.whole or alone):
             upto = min(upto, entry.filled + self.limits.piece_tokens)
         return Prefill(entry, upto)
+
+    def _short(self, oldest: bool) -> tuple[Prefill, ...]:
+        """The prompts whose rests together are one piece, or an eighth more: those that share what is missing
+        one by one, so that it is computed once. None where it is the oldest one's turn, and that is long.
+        """
+        room, names, out = self.limits.piece_tokens * 9 // 8, set[bytes](), list[Prefill]()
+        looks = [(self._look(entry), entry) for entry in self._filling]
+        rests = [(entry.prompt_tokens - look.stored, entry.arrived, look.missing, entry)
+                 for look, entry in looks if look is not None]  # fmt: skip
+        for rest, _, missing, entry in sorted(rests, key=lambda at: at[:2]):
+            if rest <= room and missing not in names:
+                room -= rest
+                out.append(Prefill(entry, entry.prompt_tokens))
+                names |= {missing} if missing is not None else set()
+        first = min(self._filling, key=lambda entry: entry.arrived, default=None)
+        return () if oldest and all(piece.entry is not first for piece in out) else tuple(out)
 
     def filled(self, entry: Entry, upto: int) -> None:
         """So many tokens of its prompt are computed; behind the last it runs."""

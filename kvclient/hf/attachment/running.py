@@ -23,7 +23,7 @@ from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.call import Report
 from kvclient.hf.release import NAMES
-from kvclient.hf.request.continuation import Continuation
+from kvclient.hf.request.continuation import Continuation, Opened
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import STORE_ERRORS
 
@@ -95,7 +95,37 @@ def run(kv: Attachment, model: torch.nn.Module, args: tuple[Any, ...], kwargs: d
                 _note(kv, made.report, trial)
 
 
-def _request(kv: Attachment, model: torch.nn.Module, started: float, cache: Any) -> Request | Report:
+def opened(kv: Attachment, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> Opened | None:
+    """A prompt [1, tokens] with its prefix in a cache, as this thread's calls are served now, for a pass that
+    is its caller's, who calls closed() after it. None: generate() is to be asked, which says why.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kv._running.call())
+        try:
+            made = _request(kv, model, time.perf_counter(), None, Opened)
+            if not isinstance(made, Opened):
+                return None
+            made.ends_with(stack.pop_all().close)
+            usable = made.begin(model, input_ids, config)
+        except STORE_ERRORS:  # generate() says what it goes on without
+            usable = False
+    if not usable:
+        made.finish()
+        return None
+    return made
+
+
+def closed(kv: Attachment, made: Opened) -> None:
+    """Its pass has ended, well or not: what was claimed and not computed() is given back."""
+    try:
+        made.finish()
+    finally:
+        _note(kv, made.report)
+
+
+def _request(
+    kv: Attachment, model: torch.nn.Module, started: float, cache: Any, kind: type[Request] = Request
+) -> Request | Report:
     """What serves a call that begins now, with a cache or without; or, as a report, why the store has no part
     in it."""
     local, state = kv._local, kv._model_state
@@ -114,7 +144,7 @@ def _request(kv: Attachment, model: torch.nn.Module, started: float, cache: Any)
     limits["static"] = getattr(local, "static", False)
     called = (kv.client, served, dataclasses.replace(state.options, **limits))
     client, served, options = called if trial is None else trial.on(served)
-    made = Continuation if cache is not None and cache.get_seq_length() else Request
+    made = Continuation if cache is not None and cache.get_seq_length() else kind
     request = made(
         client, served, options, kv._memory, kv._pace, kv._returned, not no_read, not no_write, kv.padded,
         started, lambda: not (watch.random() or watch.changed()),

@@ -8,7 +8,8 @@ alone, up to the order in which a matrix product sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from itertools import accumulate
 from typing import Any
@@ -38,10 +39,10 @@ class RaggedLayer(CacheLayerMixin):
         """[tokens of all requests, heads, 1, D]."""
         self._held, arrays = [], (as_array(key_states), as_array(value_states))
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
-            if count == 1 and type(layer) is InPlaceLayer:
-                if layer.append(*(states[end - 1, :, 0] for states in arrays)):
-                    self._held.append((None, None))
-                    continue
+            newest = (states[end - 1, :, 0] for states in arrays)
+            if count == 1 and type(layer) is InPlaceLayer and layer.append(*newest):
+                self._held.append((None, None))
+                continue
             pair = (states[end - count : end].transpose(0, 2) for states in (key_states, value_states))
             keys, values = layer.update(*pair)
             forget_pending()  # its attention is computed here, with the others'
@@ -120,20 +121,40 @@ class RaggedCache(Cache):
 
 
 def step(
-    model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any], heads: int
+    model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any], heads: int,
+    wanted: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The logits [T, vocabulary] behind T new tokens of each request, which its cache then holds. heads: KV
-    heads of a layer. The model's attention must be one of kvclient.hf.attention on a CPU.
+    heads of a layer. wanted: of each request, for how many of its last tokens; None: for all. The model's
+    attention must be one of kvclient.hf.attention on a CPU.
     """
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]) > 1)
     counts = [len(tokens[row]) for row in order]
+    last = counts if wanted is None else [wanted[row] for row in order]
     ids = torch.tensor([[token] for row in order for token in tokens[row]])
     starts = [caches[row].get_seq_length() for row in order]
     places = [[start + i] for start, count in zip(starts, counts, strict=True) for i in range(count)]
-    with torch.no_grad(), stepping():
+    ends = zip(accumulate(counts), last, strict=True)
+    rows = torch.tensor([row for end, count in ends for row in range(end - count, end)])
+    with torch.no_grad(), stepping(), _head_over(model, rows if len(rows) < len(ids) else None):
         out = type(model).forward(
             model, input_ids=ids, position_ids=torch.tensor(places), use_cache=True, return_dict=True,
             **passing(RaggedCache([caches[row] for row in order], counts, heads)),
         )  # fmt: skip
-    parts = out.logits[:, -1].split(counts)
+    logits = out.logits[:, -1]
+    parts = (logits if len(logits) == len(rows) else logits[rows]).split(last)
     return [parts[place] for place in sorted(range(len(order)), key=order.__getitem__)]
+
+
+@contextlib.contextmanager
+def _head_over(model: torch.nn.Module, rows: torch.Tensor | None) -> Iterator[None]:
+    """Within it, the model's head sees these rows only: it is a tenth of the work, and a prompt wants one."""
+    head = model.get_output_embeddings()
+    if rows is None or head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()

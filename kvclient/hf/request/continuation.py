@@ -1,8 +1,10 @@
-"""One generate() call that goes on with the cache of an earlier one: nothing is looked up, what it grows by
-is published.
+"""Two calls that are no generate() from the first token on: one goes on with the cache of an earlier call, in
+the other a prompt is computed by its caller beside others, in a pass that is not generate()'s.
 
-Owns the question whether the cache is still what that call left. Never reads from the store. Invariant:
-blocks are published only of tokens that the cache was left with, or that this call computes behind them.
+Owns the question whether a cache is still what that call left, and the two halves of a Request around the
+caller's pass. Never computes, and never waits for unsealed blocks of others: they may be computed in the same
+pass. Invariant: blocks are published only of tokens that the cache was left with, or that are computed behind
+them; finish() gives back whatever a pass that failed, or never was, had pinned and claimed.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from kvclient.hf.call import Bypassed, read_prompt
 from kvclient.hf.release import CACHE
 from kvclient.hf.request.claiming import make_claims
+from kvclient.hf.request.load_or_compute import WaitBudget
 from kvclient.hf.request.request import Request
 
 
@@ -50,3 +54,39 @@ class Continuation(Request):
         if self._generated:
             self._claims.go_on(prompt.groups, columns, max(layer.origin for layer in self._layers))
         return outputs
+
+
+class Opened(Request):
+    """Made as a Request is. `cache` is for ragged.step(), which the rest of the prompt goes through."""
+
+    cache: Any = None
+
+    def begin(self, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> bool:
+        """input_ids: [1, tokens]. config: a GenerationConfig. False: only generate() can serve this prompt,
+        and nothing was claimed. Raises the store's errors where attach() was told to.
+        """
+        served = self._served_model
+        try:
+            self._prompt = read_prompt(model, input_ids, {})
+            served.check_call(self._prompt, config, self._padded)
+        except Bypassed:
+            return False
+        if served.grouped or served.non_prefix is not None or self._options.in_place is None:
+            return False  # states, windows and repairs cut a prompt's pass
+        self.report.prompt_tokens = self._prompt.tokens
+        self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
+        self._note_config(config)
+        self._generated = False  # its caller publishes the answer
+        self.cache = self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        self._begin(self.cache, config, self._read, False, input_ids.device)
+        return self._steps is None and self.report.dense is None
+
+    @property
+    def rest(self) -> list[int]:
+        """The tokens that the cache does not hold: one at least."""
+        assert self._prompt is not None
+        return list(self._prompt.groups[0].tokens[self._hit :].tolist())
+
+    def computed(self, seconds: float) -> None:
+        """The cache holds the whole prompt; its tokens took so long."""
+        self._prefilled(seconds)

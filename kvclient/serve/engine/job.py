@@ -79,6 +79,7 @@ class Job:
     cache: Any = None
     tokens: list[int] = field(default_factory=list)
     pieces: int = 0
+    apart: bool = False  # only generate() can serve its prompt
     exact: bool = True  # nothing of it was computed behind approximate tokens
     first: Prompt | None = None
     draft: Record | None = None

@@ -4,9 +4,9 @@ Owns the model, its attachment and the caches of the requests under way. HTTP th
 them by events; nothing else crosses. Never waits while there is something to compute. Invariants: every job
 that was taken in hears exactly one Done or Failed; a cancelled one costs at most the step that was under way.
 
-A prompt is computed in pieces by generate() itself: each piece finds those before it in the store, where they
-lie, so that decoding goes on in between, a prompt that others share is computed once, and what is computed is
-kept whatever becomes of the request.
+A prompt is computed in pieces by generate() itself, a short rest with the step of those that run: each piece
+finds those before it in the store, where they lie, so decoding goes on in between, what others share is
+computed once, and what is computed is kept whatever becomes of the request.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from transformers import GenerationConfig
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment
-from kvclient.hf.cache.ragged import step
+from kvclient.hf.call import Report
 from kvclient.hf.model.structure import Refused
 from kvclient.hf.release import cache_of
-from kvclient.hf.speculation import NOTHING, Draft, keep, score
+from kvclient.hf.request.continuation import Opened
+from kvclient.hf.speculation import NOTHING, Draft, keep
 from kvclient.hf.speculation.cache import unfit
 from kvclient.serve.engine.drafting import Drafting, accept
 from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
-from kvclient.serve.engine.sampling import Chosen, chosen
+from kvclient.serve.engine.joining import Joining
+from kvclient.serve.engine.passes import Passes, cut_back
+from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.engine.windowed import WindowedCache
 from kvclient.serve.scheduler import Decode, Entry, Limits, Preempt, Prefill, QueueFull, Scheduler
-
-RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
 
 
 class Loop:
@@ -49,7 +50,8 @@ class Loop:
         if drafting is not None:
             limits = dataclasses.replace(limits, step_tokens=1 + drafting.tokens)
         self._model, self._kv, self.limits, self._drafting = model, kv, limits, drafting
-        self._scheduler = Scheduler(limits, time.monotonic)
+        self._passes, self._joining = Passes(model, kv), Joining(model, kv, self._as_asked)
+        self._scheduler = Scheduler(limits, time.monotonic, self._joining.look)
         self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the scheduler's queue length, for submit()
         self._queued = 0
@@ -59,7 +61,7 @@ class Loop:
         plain = dataclasses.replace(form, codec=None).bytes_per_token
         coded = form.bytes_per_token
         self._bytes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
-        self._closed, self._token_s = False, 0.0  # seconds of computing one token of a prompt
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvclient-serve-loop", daemon=True)
         self._thread.start()
 
@@ -120,6 +122,8 @@ class Loop:
                 self._preempt(work.entry.job)
             elif isinstance(work, Prefill):
                 self._guarded([work.entry], functools.partial(self._prefill, work.entry, work.upto))
+            elif isinstance(work, Decode) and work.pieces:
+                self._together(work)
             elif isinstance(work, Decode):
                 self._guarded(work.entries, functools.partial(self._decode, work.entries))
         for entry in self._scheduler.entries:
@@ -166,7 +170,7 @@ class Loop:
         except Exception as error:  # whatever a model raises ends its requests, never the server
             if len(entries) > 1:
                 for entry in entries:
-                    _cut_back(entry.job) if entry.job.windowing is None else None
+                    cut_back(entry.job)
                     self._guarded([entry], functools.partial(self._decode, [entry]))
                 return
             self.counts["requests_failed_total"] += 1
@@ -252,25 +256,36 @@ class Loop:
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
         job.exact = job.exact and (report is None or not report.approximate_tokens)
-        self._note_rate(upto - reused, time.perf_counter() - began)
-        if job.first is None:
-            tiers = report.reused_by_tier if report is not None else {}
-            self.counts["prompt_tokens_total"] += entry.prompt_tokens
-            self.counts["cached_tokens_total"] += reused
-            approximate = report.approximate_tokens if report is not None else 0
-            cold_s = self._token_s * entry.prompt_tokens if self._token_s else None
-            job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), approximate, cold_s)
-        elif reused + 1 < entry.filled:  # the store kept nothing of the pieces before: no more of them
-            entry.whole = True
+        self._passes.note_rate(upto - reused, time.perf_counter() - began)
+        if not self._noted(entry, report) and reused + 1 < entry.filled:
+            entry.whole = True  # the store kept nothing of the pieces before: no more of them
         self._scheduler.filled(entry, upto)
         if last:
             job.cache = cache_of(out)
-            if not job.tokens:  # not one that comes again
-                said = self._prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
-                self._tell(job, Prompt(**{**job.first.__dict__, "logprobs": said}))
-            self.ready.set()
-            self._chosen(job, out.logits[0][0])
+            said = self._passes.prompt_logprobs(job, ids) if job.prompt_logprobs is not None else ()
+            self._begins(job, out.logits[0][0], said)
         return None
+
+    def _noted(self, entry: Entry, report: Report | None) -> bool:
+        """What was found of a prompt is told once. False: it was already."""
+        job = entry.job
+        if job.first is not None:
+            return False
+        reused = report.reused_tokens if report is not None else 0
+        tiers = report.reused_by_tier if report is not None else {}
+        self.counts["prompt_tokens_total"] += entry.prompt_tokens
+        self.counts["cached_tokens_total"] += reused
+        approximate = report.approximate_tokens if report is not None else 0
+        cold_s = self._passes.cold_s(entry.prompt_tokens)
+        job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), approximate, cold_s)
+        return True
+
+    def _begins(self, job: Job, logits: torch.Tensor, said: tuple[Chosen | None, ...] = ()) -> None:
+        """Its prompt is computed; logits: [vocabulary] behind it. said: of the prompt's tokens."""
+        if not job.tokens:  # not one that comes again
+            self._tell(job, dataclasses.replace(job.first, logprobs=said))
+        self.ready.set()
+        self._chosen(job, logits)
 
     def _fill_window(self, entry: Entry, upto: int) -> None:
         """A piece of a prompt into a window; first, what the turn before left."""
@@ -281,53 +296,61 @@ class Loop:
                 found = job.cache.resume(job.prompt) if job.read else 0
             self.counts["prompt_tokens_total"] += entry.prompt_tokens
             self.counts["cached_tokens_total"] += found
-            job.first = Prompt(found, 0, 0, 0, self._token_s * entry.prompt_tokens or None)
+            job.first = Prompt(found, 0, 0, 0, self._passes.cold_s(entry.prompt_tokens))
             upto = min(entry.prompt_tokens, max(upto, found + self.limits.piece_tokens))
             entry.filled = found
         began = time.perf_counter()
         logits = job.cache.feed(job.prompt[entry.filled : upto])
         self.counts["prompt_tokens_computed_total"] += upto - entry.filled
-        self._note_rate(upto - entry.filled, time.perf_counter() - began)
+        self._passes.note_rate(upto - entry.filled, time.perf_counter() - began)
         self._scheduler.filled(entry, upto)
         if upto == entry.prompt_tokens:
             self._tell(job, job.first)
             self._chosen(job, logits)
 
-    def _note_rate(self, tokens: int, seconds: float) -> None:
-        """Seconds a token, from calls of which the prompt's tokens are most of the work."""
-        if tokens >= RATE_TOKENS:
-            rate = seconds / tokens
-            self._token_s = 0.75 * self._token_s + 0.25 * rate if self._token_s else rate
+    def _together(self, work: Decode) -> None:
+        """Short rests of prompts with the next tokens of those that run; where that fails, each by itself."""
+        with contextlib.ExitStack() as stack:
+            opened = {p.entry: stack.enter_context(self._joining.opened(p.entry)) for p in work.pieces}
+            joined = {entry: made for entry, made in opened.items() if made is not None}
+            apart = opened.keys() - joined.keys()
+            try:
+                logits = self._decode(work.entries, list(joined.values()))
+            except Exception:  # of which request it is, is found by computing them apart
+                cut_back(*(entry.job for entry in work.entries))
+                logits, apart = [], opened.keys()
+                self._guarded(work.entries, functools.partial(self._decode, work.entries))
+        for (entry, made), rows in zip(joined.items(), logits, strict=False):
+            entry.job.cache = made.cache
+            self._guarded([entry], functools.partial(self._joined, entry, made.report, rows[0]))
+        for entry in apart:
+            self._guarded([entry], functools.partial(self._prefill, entry, entry.prompt_tokens))
 
-    def _prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
-        """Of each token of the prompt: a pass of its own, as scoring wants all logits."""
-        logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
-        told = [chosen(row, token, job.prompt_logprobs or 0)
-                for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip
-        return (None, *told)
+    def _joined(self, entry: Entry, report: Report, logits: torch.Tensor) -> None:
+        self._left_queue(entry.job)
+        self.counts["prompt_tokens_computed_total"] += entry.prompt_tokens - report.reused_tokens
+        self._noted(entry, report)
+        self._scheduler.filled(entry, entry.prompt_tokens)
+        self._begins(entry.job, logits)
 
-    def _decode(self, entries: list[Entry]) -> None:
+    def _decode(self, entries: list[Entry], joined: Sequence[Opened] = ()) -> list[torch.Tensor]:
+        """The logits behind the prompts that joined. What the pass raises, it raises before it tells."""
         for entry in [entry for entry in entries if entry.job.windowing is not None]:
             self._guarded([entry], functools.partial(self._decode_window, entry.job))
         jobs = [entry.job for entry in entries if entry.job.windowing is None]
-        if not jobs:
-            return
+        if not jobs and not joined:
+            return []
         drafts = [self._draft(job) for job in jobs]
         began = time.perf_counter()
-        fed = [[job.tokens[-1], *draft.tokens] for job, (draft, _) in zip(jobs, drafts, strict=True)]
+        logits = self._passes.step(jobs, [draft for draft, _ in drafts], joined)
         self.counts["steps_total"] += 1
-        if self._ragged:
-            heads = self._kv._model_state.kv.heads
-            logits = step(self._model, fed, [job.cache for job in jobs], heads)
-        else:
-            logits = [score(self._model, job.cache, job.tokens[-1], draft)
-                      for job, (draft, _) in zip(jobs, drafts, strict=True)]  # fmt: skip
-        logits = [rows.cpu() for rows in logits]
-        if self._drafting is not None:
-            self._drafting.cost.note(sum(map(len, fed)), time.perf_counter() - began)
-        for job, (draft, draft_s), rows in zip(jobs, drafts, logits, strict=True):
+        if self._drafting is not None and not joined:
+            rows = sum(1 + len(draft.tokens) for draft, _ in drafts)
+            self._drafting.cost.note(rows, time.perf_counter() - began)
+        for job, (draft, draft_s), rows in zip(jobs, drafts, logits, strict=False):
             accepting = functools.partial(self._accepted, job, draft, rows, draft_s, len(jobs))
             self._guarded([job.entry], accepting)
+        return logits[len(jobs) :]
 
     def _draft(self, job: Job) -> tuple[Draft, float]:
         if self._drafting is None or unfit(self._model, job.cache) is not None:
@@ -354,10 +377,6 @@ class Loop:
         """By itself: its older tokens are brought back for one pass only."""
         self._chosen(job, job.cache.feed(job.tokens[-1:]))
 
-    @property
-    def _ragged(self) -> bool:
-        return self._kv._model_state.options.in_place is not None and self._model.device.type == "cpu"
-
     def _chosen(self, job: Job, logits: torch.Tensor) -> None:
         if job.new_tokens == 0:  # scoring only
             return self._finish(job, Done("length", ""))
@@ -379,11 +398,3 @@ class Loop:
         if (entry := job.entry) is not None:
             self._scheduler.generated(entry, len(job.said) - entry.prompt_tokens)
         return None
-
-
-def _cut_back(job: Job) -> None:
-    """Takes away the token that a step which failed left in some of its layers."""
-    length = len(job.prompt) + len(job.tokens) - 1
-    for layer in job.cache.layers:
-        if (more := layer.get_seq_length() - length) > 0:
-            layer.crop(-more)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.serve.scheduler import Decode, Limits, Prefill, QueueFull, Scheduler
+from kvclient.serve.scheduler import Decode, Limits, Look, Prefill, QueueFull, Scheduler
 
 LIMITS = Limits(max_batch=3, max_queue=4, piece_tokens=100, memory_tokens=2000, timeout_s=50)
 
@@ -48,6 +48,20 @@ def test_a_long_prompt_does_not_stop_those_who_run(scheduler):
 def test_alone_a_prompt_is_computed_whole(scheduler):
     entry = scheduler.submit("alone", 1000, 10)
     assert scheduler.next() == Prefill(entry, 1000)
+
+
+def test_short_rests_go_with_the_step_and_what_they_share_is_computed_once(clock):
+    looks = {"a": Look(170), "b": Look(150), "same": Look(60, b"x"), "too": Look(60, b"x"), "alone": None}
+    scheduler = Scheduler(Limits(max_batch=8, piece_tokens=100), clock, lambda entry: looks[entry.job])
+    made = {name: scheduler.submit(name, 200 if name in "ab" else 65, 10) for name in looks}
+    work = scheduler.next()
+    short = [made[name] for name in ("same", "a", "b")]
+    assert work == Decode([], tuple(Prefill(entry, entry.prompt_tokens) for entry in short))
+    for piece in work.pieces:
+        scheduler.filled(piece.entry, piece.upto)
+    work = scheduler.next()
+    assert [entry.job for entry in work.entries] == ["same", "a", "b"]
+    assert [piece.entry.job for piece in work.pieces] == ["too"], "alone is computed by itself"
 
 
 def test_the_oldest_prompt_is_not_starved_by_short_ones(scheduler):

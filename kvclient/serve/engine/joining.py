@@ -1,0 +1,67 @@
+"""Prompts of which little is missing: computed in the step of those that run, without a generate() of their
+own.
+
+Owns the question whether a prompt is such a one, and its Opened for one pass. Never computes. Invariant: a
+prompt that needs more than its own cache beside the step (a window, scores of its tokens, what another
+process is computing now) is none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import GenerationConfig
+
+from kvclient.errors import KVClientError
+from kvclient.hf.attachment import running
+from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.request.continuation import Opened
+from kvclient.serve.engine.job import Job
+from kvclient.serve.scheduler import Entry, Look
+
+Asked = Callable[[Job], contextlib.AbstractContextManager[None]]
+
+
+class Joining:
+    """Of one loop. asked: the store as a job wants it, within the block."""
+
+    def __init__(self, model: torch.nn.Module, kv: Attachment, asked: Asked) -> None:
+        self._model, self._kv, self._asked = model, kv, asked
+
+    def look(self, entry: Entry) -> Look | None:
+        """What its prompt comes to."""
+        job, kv = entry.job, self._kv
+        alone = job.windowing is not None or job.prompt_logprobs is not None or job.apart
+        if alone or kv._model_state.options.in_place is None or self._model.device.type != "cpu":
+            return None  # only attention in place takes requests of any lengths side by side
+        with self._asked(job):
+            chain = kv.chunker.chain(kv.identity, job.said)
+        if not len(chain):
+            return Look(0)
+        try:
+            found = kv.client.lookup(chain)
+        except KVClientError:
+            return None  # generate() knows what to do without a store
+        if found.pending:
+            return None  # generate() follows who computes it
+        stored = found.resident if job.read else 0
+        missing = chain.keys[stored] if stored < len(chain) and job.read and job.write else None
+        return Look(sum(chain.token_counts[:stored]), missing)
+
+    @contextlib.contextmanager
+    def opened(self, entry: Entry) -> Iterator[Opened | None]:
+        """For one pass, within the block. None: generate() is to be asked, now and later."""
+        job, kv = entry.job, self._kv
+        ids = torch.tensor([job.said])
+        config = GenerationConfig(max_length=ids.shape[1] + entry.new_tokens, eos_token_id=None)
+        with self._asked(job), kv.bypass(read=not job.read, write=not job.write):
+            made = running.opened(kv, self._model, ids, config)
+        if made is None:
+            job.apart = True
+        try:
+            yield made
+        finally:
+            if made is not None:
+                running.closed(kv, made)

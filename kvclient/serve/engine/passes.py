@@ -1,0 +1,81 @@
+"""Passes through the model for the loop: a step of all that run, the scores of a prompt; and undoing one.
+
+Owns nothing: it borrows the jobs' caches. Never chooses a token and tells nobody. Invariant: a pass that
+fails leaves behind what cut_back() takes away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.cache.ragged import step
+from kvclient.hf.request.continuation import Opened
+from kvclient.hf.speculation import Draft, score
+from kvclient.serve.engine.job import Job
+from kvclient.serve.engine.sampling import Chosen, chosen
+
+RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
+
+
+class Passes:
+    """Of one model. `token_s`: seconds of computing one token of a prompt, lately; 0: not known yet."""
+
+    def __init__(self, model: torch.nn.Module, kv: Attachment) -> None:
+        self._model, self._kv, self.token_s = model, kv, 0.0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether requests of any lengths go through the model side by side."""
+        return self._kv._model_state.options.in_place is not None and self._model.device.type == "cpu"
+
+    def step(
+        self, jobs: Sequence[Job], drafts: Sequence[Draft], joined: Sequence[Opened] = ()
+    ) -> list[torch.Tensor]:
+        """The logits behind the newest token of each job and behind those of its draft; then of each prompt
+        that joined, [1, vocabulary], whose cache then holds it.
+        """
+        fed = [[job.tokens[-1], *draft.tokens] for job, draft in zip(jobs, drafts, strict=True)]
+        if not self.ragged:
+            return [score(self._model, job.cache, job.tokens[-1], draft).cpu()
+                    for job, draft in zip(jobs, drafts, strict=True)]  # fmt: skip
+        rests = [opened.rest for opened in joined]
+        caches = [*(job.cache for job in jobs), *(opened.cache for opened in joined)]
+        wanted = [*map(len, fed), *(1 for _ in rests)]
+        began = time.perf_counter()
+        logits = step(self._model, [*fed, *rests], caches, self._kv._model_state.kv.heads, wanted)
+        tokens = sum(map(len, rests))
+        own_s = (time.perf_counter() - began) * tokens / max(1, tokens + len(fed))
+        for opened, rest in zip(joined, rests, strict=True):
+            opened.computed(own_s * len(rest) / tokens)
+        return logits
+
+    def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
+        """Of each token of the prompt: a pass of its own, as scoring wants all logits."""
+        logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
+        told = [chosen(row, token, job.prompt_logprobs or 0)
+                for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip
+        return (None, *told)
+
+    def note_rate(self, tokens: int, seconds: float) -> None:
+        """Of a call of which the prompt's tokens are most of the work."""
+        if tokens >= RATE_TOKENS:
+            rate = seconds / tokens
+            self.token_s = 0.75 * self.token_s + 0.25 * rate if self.token_s else rate
+
+    def cold_s(self, tokens: int) -> float | None:
+        """What computing so many tokens would take; None: not known yet."""
+        return self.token_s * tokens or None
+
+
+def cut_back(*jobs: Any) -> None:
+    """Takes away the token that a step which failed left in some of their layers."""
+    for job in (job for job in jobs if job.windowing is None):
+        length = len(job.prompt) + len(job.tokens) - 1
+        for layer in job.cache.layers:
+            if (more := layer.get_seq_length() - length) > 0:
+                layer.crop(-more)
