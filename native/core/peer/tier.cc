@@ -101,7 +101,7 @@ Presence Tier::fetch(const Key& key, uint32_t priority) {
   if (flights_.size() >= kMaxFlights || !usable_.load()) return Presence::Missing;
   Flight& flight = flights_[key];
   flight.place = {~priority, ++arrivals_};
-  if (send_on(key, flight)) return Presence::Pending;
+  if (place(key, flight)) return Presence::Pending;
   flights_.erase(key);
   return Presence::Missing;
 }
@@ -131,8 +131,15 @@ double Tier::cost_s(size_t p) const {
   return static_cast<double>(peer.rtt_us) * 1e-6 + blocks * each_s;
 }
 
-// To the next peer's queue, or where it waits for one; wake_streams() is for the caller. False if there is nothing to hope for.
+// place(), and the streams that it is for are woken at once.
 bool Tier::send_on(const Key& key, Flight& flight) {
+  const bool hope = place(key, flight);
+  wake_streams();
+  return hope;
+}
+
+// To the next peer's queue, where wake_streams() makes it seen, or where it waits for one. False if there is nothing to hope for.
+bool Tier::place(const Key& key, Flight& flight) {
   const uint64_t turn = key.words[1] ^ ++turns_ * 0xff51afd7ed558ccdull;
   const Next next = next_step(directory_, usable_.load(), key, flight.route, turn, [this](size_t p) { return cost_s(p); });
   flight.waits = next.step;
@@ -200,7 +207,6 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
   if (here || outcome == Outcome::NoSpace) return end_flight(key, !here);
   if (stop_ || !send_on(key, flight)) end_flight(key, true);
-  wake_streams();
 }
 
 // ---------------------------------------------------------------- what waits for a time
@@ -266,7 +272,7 @@ void Tier::abandon(Lock& lock) {
 bool Tier::goes_on(const Key& key, Flight& flight) {
   if (flight.waits == Step::WaitForTurn) {
     ask_again(flight.route);
-    if (send_on(key, flight)) return wake_streams(), true;
+    if (send_on(key, flight)) return true;
   }
   end_flight(key, true);
   return false;

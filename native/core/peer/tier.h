@@ -111,6 +111,7 @@ class Tier final : public Fetcher {
   void went_wrong(size_t peer, Stream& stream, const Broken& error);
   void ended(size_t peer, const Key& key, Outcome outcome, const std::vector<std::string>& instead);
   bool send_on(const Key& key, Flight& flight);
+  bool place(const Key& key, Flight& flight);
   void wake_streams();
   double cost_s(size_t peer) const;
   void wait_for(const Key& key, Flight& flight, uint64_t for_ms);

@@ -174,7 +174,6 @@ void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   peer.why = error.what();
   for (const auto& [place, key] : std::exchange(peer.queue, {}))
     if (!send_on(key, flights_.at(key))) end_flight(key, true);
-  wake_streams();
   peer.work.notify_all();
 }
 
