@@ -271,6 +271,21 @@ TEST(memory_that_a_device_may_write_waits_for_the_process) {
   rig.store->check_integrity();
 }
 
+// Fails if whoever can write its page keeps memory for ever by naming a process that never ends.
+TEST(a_process_of_somebody_elses_holds_nothing_over_a_restart) {
+  Rig rig(16 * kMiB, 64);
+  auto [id, locked] = rig.store->open_session(64, static_cast<uint32_t>(::getpid()), ::geteuid() + 1);
+  rig.create(1, 4, id);
+  Mapping page(locked.get(), rig.store->session_page_bytes(id), true);
+  page.at<SessionPage>(0)->device.store(process_identity(1));
+  page = Mapping();
+  locked = Fd();
+  rig.restart();
+  rig.store->tick();
+  CHECK_EQ(rig.store->stats().quarantined, 0u);
+  CHECK_EQ(rig.segments.session_files(), 0u);
+}
+
 TEST(a_device_that_is_done_holds_nothing) {
   Rig rig(16 * kMiB, 64);
   Idle process;

@@ -11,6 +11,7 @@
 
 #include "core/base/error.h"
 #include "core/base/futex.h"
+#include "core/base/process.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -225,7 +226,9 @@ void Store::adopt_sessions() {
     session->ended = true;  // until its client resumes it
     session->protocol = session->file->page().protocol;
     session->age.resume(PinRounds::unpack(session->file->page().rounds.load(std::memory_order_relaxed)), monotonic_ns());
-    session->device = session->file->page().device.load(std::memory_order_relaxed);
+    // The page's word, which its client can write: believed of a process of the same user's, which could as well hold the lock.
+    const uint64_t device = session->file->page().device.load(std::memory_order_relaxed);
+    if (process_user(device) == session->holder.uid) session->device = device;
     sessions_.seen(session->id);
     // Not the page's word, which its client can write. A name without a number, of another's making: its pins count.
     for (uint32_t other = ~0u; sessions_.contains(session->id); --other) session->id = other;

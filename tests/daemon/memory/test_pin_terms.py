@@ -6,13 +6,13 @@ after. The rules themselves are in native/tests/pin_owners_test.cc.
 
 import json
 import os
-import time
 
 import pytest
 
 from kvclient import Layout
 from kvclient.errors import BlockLost, InvalidArgument
 from kvstored.cli.main import main
+from tests.fault.children import eventually
 
 LAYOUT = Layout(1, 1, 1024, "uint8", 128)  # 128 KiB a block
 
@@ -22,14 +22,6 @@ def put(client, fill: int) -> bytes:
     with client.create([key], client.register_layout(LAYOUT)) as writer:
         writer[0].layer(0)[:] = fill
     return key
-
-
-def until(condition):
-    """Waits for it, a minute at most."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)
 
 
 def status(one, capsys, *more: str) -> dict:
@@ -62,7 +54,7 @@ def test_an_engine_holds_nothing_beyond_its_deadline(one, capsys):
             return "asked these blocks back, held for 50 ms" in str(error)
         return False
 
-    until(lost)
+    eventually(lost, "what is asked back is lost")
     with pytest.raises(BlockLost):
         memoryview(view)
     with pytest.raises(BlockLost):
@@ -71,7 +63,7 @@ def test_an_engine_holds_nothing_beyond_its_deadline(one, capsys):
         put(writer, fill % 5)
     assert (array == 7).all()
     del array
-    until(lambda: writer.stats()["zombies"] == 0)
+    eventually(lambda: writer.stats()["zombies"] == 0, "its memory comes back")
     assert writer.stats()["pins_engine"] == 0
     again = put(writer, 9)
     assert (engine.get([again])[0].layer(0) == 9).all(), "the client goes on as before"
@@ -102,14 +94,14 @@ def test_more_than_its_bytes_is_asked_back_the_oldest_first(one):
     client = one.connect(pin_bytes=300 << 10)  # two blocks
     keys = [put(client, fill) for fill in range(4)]
     first = client.get(keys[:2])
-    until(lambda: client.stats()["pins_client"] == 2)
+    eventually(lambda: client.stats()["pins_client"] == 2, "two are left")
     late = [client.get([key]) for key in keys[2:]]
 
     def over():
         client.get([os.urandom(32)])  # any get lets go of what was asked back
         return client.stats()["pinned_client_bytes"] <= 300 << 10
 
-    until(over)
+    eventually(over, "what is more is lost")
     with pytest.raises(BlockLost):
         first[0].layer(0)
     del late

@@ -309,6 +309,9 @@ PROMISED = (
 )  # fmt: skip
 
 
+PROTOCOL = {"AttributeError", "NotImplementedError", "StopIteration"}  # Python's own ways to say no
+
+
 def raised_by(function: ast.AST) -> set[str]:
     """The classes that its `raise` statements name; a bare one, and one of a variable, name none."""
     names = set()
@@ -317,9 +320,6 @@ def raised_by(function: ast.AST) -> set[str]:
             error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             names.add(getattr(error, "id", getattr(error, "attr", "")))
     return {found for found in names if found[:1].isupper()} - PROTOCOL
-
-
-PROTOCOL = {"AttributeError", "NotImplementedError", "StopIteration"}  # Python's own ways to say no
 
 
 def unsaid(body: list[ast.stmt], within: str = "") -> list[tuple[int, str, set[str]]]:
