@@ -62,7 +62,7 @@ def section(trips: Mapping[str, list[str]]) -> str:
     parts = [OPENS]
     for name, files in trips.items():
         steps = [f"{number}. `{call}`" for number, call in enumerate(files, 1)]
-        parts.append("\n".join([f"\n### {name}: {len(files)} files\n", *steps, ""]))
+        parts.append("\n".join([f"\n### {name}: {len(files)} file{'s' * (len(files) != 1)}\n", *steps, ""]))
     return "".join([*parts, "\n", CLOSES])
 
 
