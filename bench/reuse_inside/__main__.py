@@ -45,7 +45,7 @@ class Subject:
         import transformers
 
         import kvclient.hf
-        from kvclient.hf.attention.registered import without
+        from kvclient.hf.attention.switch import without
 
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()

@@ -202,7 +202,7 @@ def rounding(subject: Any) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _eager(model: Any) -> Iterator[None]:
     """Within it, plain generate() has that attention."""
-    from kvclient.hf.attention.registered import PLACE
+    from kvclient.hf.attention.switch import PLACE
 
     before = model.__dict__[PLACE]
     model.__dict__[PLACE] = dict.fromkeys(before, "eager")

@@ -15,12 +15,12 @@ import torch
 from kvclient.blocks.identity import without_denied
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends
-from kvclient.hf.attention.registered import (
+from kvclient.hf.attention.registered import count_fallback
+from kvclient.hf.attention.switch import (
     BROUGHT,
     backend_of,
     bring,
     copied,
-    count_fallback,
     install,
     installed,
     uninstall,

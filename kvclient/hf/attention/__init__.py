@@ -5,11 +5,13 @@
     uninstall(model)
     fallbacks()                   # calls that torch answered instead, by reason
 
-Reading order: backends (which there are, which is chosen) → registered (what transformers calls) → dense (the
-kernels over tensors) and plain (the same in torch, where the kernels cannot) → layer (keys in place).
+Reading order: backends (which there are, which is chosen) → switch (which model has them) → registered (what
+transformers calls) → dense (the kernels over tensors) and torch_reference (the same in torch, where the
+kernels cannot) → handle (how keys come back to the layer that they are of).
 """
 
 from kvclient.hf.attention.backends import available_backends
-from kvclient.hf.attention.registered import backend_of, fallbacks, install, installed, uninstall
+from kvclient.hf.attention.registered import fallbacks
+from kvclient.hf.attention.switch import backend_of, install, installed, uninstall
 
 __all__ = ["available_backends", "backend_of", "fallbacks", "install", "installed", "uninstall"]

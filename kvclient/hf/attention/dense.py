@@ -1,21 +1,27 @@
-"""The native kernels over dense tensors, as an operator that torch.compile knows.
+"""The native kernels over dense tensors, as an operator that torch.compile knows; and what they are told.
 
-Owns the translation of tensors into the structs of native/kernels.h. Never copies keys or values whose heads
-are contiguous. Invariant: query t of T stands at key N - T + t of the N, as everywhere in transformers,
-unless the call says where.
+Owns the translation of tensors, and of blocks where they lie, into the structs of native/kernels.h. Never
+copies keys or values whose heads are contiguous. Invariant: query t of T stands at key N - T + t of the N, as
+everywhere in transformers, unless the call says where.
 """
 
 from __future__ import annotations
 
 import threading
 from ctypes import addressof, byref, sizeof
+from typing import Any
 
+import numpy as np
 import torch
 
+from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
 from kvclient.kernels.cuda_attention import attend_dense
+
+_NUMBERS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
+ELEMENTS = {np.dtype(name): number for name, number in _NUMBERS.items()}  # of an array that holds bits, too
 
 _local = threading.local()
 
@@ -73,6 +79,20 @@ def dense_segment(
         key.data_ptr() + row * k[0] + start * k[2], value.data_ptr() + row * v[0] + start * v[2],
         k[1], k[2], v[1], v[2], base_position=position, new_position=position,
         tokens=max(0, key.shape[2] - start), codec=DTYPES[key.dtype],
+    )  # fmt: skip
+
+
+def block_segment(keys: Any, values: Any, position: int, first: int, tokens: int) -> contract.Segment:
+    """Tokens first..first + tokens of a block, which stand at `position` and behind it. K and V as
+    kvclient.hf.connector.block_format gives them: quantised, or arrays [heads, N, D] that it looked at.
+    """
+    if not isinstance(keys, np.ndarray):
+        return kernels.segment(keys, values, position, first=first, tokens=tokens).struct
+    stop = first + tokens
+    assert 0 <= first <= stop <= keys.shape[1], f"tokens {first} to {stop} of a block of {keys.shape[1]}"
+    return contract.Segment(
+        keys.ctypes.data, values.ctypes.data, *keys.strides[:2], *values.strides[:2],
+        base_position=position, new_position=position, first=first, tokens=tokens, codec=ELEMENTS[keys.dtype],
     )  # fmt: skip
 
 

@@ -10,56 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention.registered import trying
 
 # Largest difference of two logits over their largest magnitude: rounding of another order of summation, not
 # more.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 TOKENS, MOST_TOKENS = 40, 160  # a window below the second is passed, and seen in the logits too
-WINDOW = "_kvclient_window"  # of a mask that was made in windows(): the window it was asked for with
-# What changes scores or which keys count, under names that neither the kernels nor torch's way here reads.
-UNREAD = ("sinks", "indices", "block_indices", "block_mask", "head_mask")
-
-_state = threading.local()
 _same: set[str] = set()
-
-
-def under_way() -> bool:
-    """Whether this thread tries a model: nothing is counted then."""
-    return getattr(_state, "trial", False)
-
-
-def wants_windows() -> bool:
-    """Whether masks are to be made, with their WINDOW, instead of being left to the attention."""
-    return getattr(_state, "windows", False)
-
-
-@contextlib.contextmanager
-def _set(**what: bool) -> Iterator[None]:
-    before = dict(_state.__dict__)
-    _state.__dict__.update(what)
-    try:
-        yield
-    finally:
-        _state.__dict__.clear()
-        _state.__dict__.update(before)
-
-
-def check_call(attention_mask: torch.Tensor | None, window: int, kwargs: dict[str, Any]) -> None:
-    """Raises InvalidArgument if this call of attention means what no argument known here says."""
-    if unread := [name for name in UNREAD if kwargs.get(name) is not None]:
-        raise InvalidArgument(f"the model gives its attention {unread[0]}, which is not read here")
-    asked = getattr(attention_mask, WINDOW, window)
-    if asked != window:
-        raise InvalidArgument(
-            f"the model's mask has a window of {asked} (0: none), its call of attention one of {window}"
-        )
 
 
 def prove(model: torch.nn.Module, installed: Callable[[], Any], name: str) -> None:
@@ -70,7 +33,7 @@ def prove(model: torch.nn.Module, installed: Callable[[], Any], name: str) -> No
     key = hashlib.sha256(facts.encode()).hexdigest()
     if key in _same:
         return
-    with evaluating(model), torch.no_grad(), _set(trial=True):
+    with evaluating(model), torch.no_grad(), trying():
         try:
             inputs = _given(model)
             with installed():
@@ -81,7 +44,7 @@ def prove(model: torch.nn.Module, installed: Callable[[], Any], name: str) -> No
             return
         try:
             found = model(**inputs)[0]
-            with _set(windows=True):
+            with trying(windows=True):
                 model(**inputs)
         except Exception as error:
             raise InvalidArgument(f"{type(model).__name__} cannot have the kernels: {error}") from error

@@ -1,10 +1,11 @@
 """What transformers calls: an attention and a mask function per backend, registered under its name.
 
-Owns the registration, the counts of fallbacks and the switching of a model. Never answers silently by another
-way: what the kernels do not take goes to torch and is counted by reason. Invariant: a mask is handed on only
-in a form whose meaning the attention function knows: None (causal, the last query at the last key), 2-D (the
-same with padding at the left), 4-D with the keys that the queries stand at (causal from there), other 4-D
-(anything else: torch).
+Owns the reading of transformers' arguments, the choice of who answers, and the counts of fallbacks. Never
+answers silently by another way: what the kernels do not take goes to torch and is counted by reason.
+Invariants: a mask is handed on only in a form whose meaning the attention function knows: None (causal, the
+last query at the last key), 2-D (the same with padding at the left), 4-D with the keys that the queries stand
+at (causal from there), other 4-D (anything else: torch). A reason is a word that is counted; without one,
+every backend of ours takes the tensors as they are, except for what it has a reason of its own against.
 """
 
 from __future__ import annotations
@@ -14,57 +15,30 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import backends, dense, proof, sdpa, torch_reference, triton
+from kvclient.hf.attention import backends, dense, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.call import AttentionCall, read_call
-from kvclient.hf.attention.handle import HANDLE, in_step
+from kvclient.hf.attention.handle import HANDLE, in_step, layer_of, tell
+from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
-PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
-BROUGHT = "_kvclient_attention_brought"  # …and that nobody asked for the kernels but an attachment
 # Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of
 # attention, which install() proves.
 SLIDING_MASK = "sliding_window_overlay.<locals>.inner_mask"
 KNOWN_MASKS = ("causal_mask_function", SLIDING_MASK)
-
-
-
-class Name(str):
-    """Of our attention, in a model's configuration. A process that reads it from a file has the attention of
-    before: it need not know ours.
-    """
-
-    def __new__(cls, name: str, before: str) -> Name:
-        registered = super().__new__(cls, name)
-        registered._before = before
-        return registered
-
-    def __deepcopy__(self, memo: Any) -> Name:
-        return self  # a copy in this process has the kernels
-
-    def __reduce__(self) -> Any:
-        return str, (self._before,)
-
-
-class Before(dict[str, str]):
-    """What a model's parts had before install(); nothing in one from a file."""
-
-    def __deepcopy__(self, memo: Any) -> Before:
-        return Before(self)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
+WINDOW = "_kvclient_window"  # of a mask made in trying(windows=True): what it was asked for with
+# What changes scores or which keys count, under names that neither the kernels nor torch's way here reads.
+UNREAD = ("sinks", "indices", "block_indices", "block_mask", "head_mask")
 
 _lock = threading.Lock()
 _fallbacks: Counter[str] = Counter()
+_trial = threading.local()
 
 
 def fallbacks() -> dict[str, int]:
@@ -74,95 +48,24 @@ def fallbacks() -> dict[str, int]:
 
 
 def count_fallback(reason: str) -> None:
-    if proof.under_way():
+    if getattr(_trial, "under_way", False):
         return
     with _lock:
         _fallbacks[reason] += 1
 
 
-def install(model: torch.nn.Module, backend: str | None = None) -> str:
-    """Gives the model the kernels as its attention, until uninstall(). Returns the name of the backend.
-
-    backend: a name of available_backends(); default: KVCLIENT_BACKEND, or the best that fits. Raises
-    InvalidArgument if that cannot run here, or if the model's attention cannot be replaced: a few tokens are
-    computed both ways, once for each kind of model, and must come out the same.
-    """
-    return _install(model, backend, proven=False)
-
-
-def _install(model: torch.nn.Module, backend: str | None, proven: bool) -> str:
-    if not isinstance(model, PreTrainedModel):
-        raise InvalidArgument(f"{type(model).__name__} is no transformers model: give the one inside it")
-    if model.__dict__.get(PLACE) is not None:
-        raise InvalidArgument("the kernels are installed in this model already; uninstall() first")
-    if not type(model)._can_set_attn_implementation():
-        raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
-    chosen = backend_of(model, backend)
-    before = Before({name: part.config._attn_implementation for name, part in _configured(model)})
-    model.__dict__[PLACE] = before
-    model.__dict__.pop(BROUGHT, None)  # of an attached one that this was, before it went through a file
-    try:
-        model.set_attn_implementation(register(chosen))
-        for name, part in _configured(model):
-            if (current := part.config._attn_implementation) == register(chosen):
-                part.config._attn_implementation_internal = Name(current, before[name])
-        if not proven:
-            proof.prove(model, lambda: without(model), chosen.name)
-    except BaseException:
-        uninstall(model)
-        raise
-    return chosen.name
-
-
-def backend_of(model: torch.nn.Module, name: str | None = None) -> Backend:
-    """The backend that this model has, or that install() would give it."""
-    if (chosen := installed(model)) is not None:
-        return backends.backend(chosen)
-    return backends.choose(model.device, model.dtype, backends.head_dim_of(model), name)
-
-
-def uninstall(model: torch.nn.Module) -> None:
-    """Gives the model back the attention it had; one that it was given since stays. Idempotent."""
-    before = model.__dict__.pop(PLACE, None)
-    model.__dict__.pop(BROUGHT, None)
-    for name, part in _configured(model) if before is not None else ():
-        if name in before and str(part.config._attn_implementation).startswith(PREFIX):
-            part.config._attn_implementation_internal = before[name]
-
-
 @contextlib.contextmanager
-def without(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, the model computes with the attention it had before install()."""
-    before, parts = model.__dict__.get(PLACE) or {}, _configured(model)
-    ours = {name: part.config._attn_implementation for name, part in parts}
+def trying(windows: bool = False) -> Iterator[None]:
+    """Within it, this thread tries a model: nothing is counted. windows: masks are made, with their WINDOW,
+    instead of being left to the attention.
+    """
+    before = dict(_trial.__dict__)
+    _trial.__dict__.update(under_way=True, windows=windows)
     try:
-        for name, part in parts:
-            part.config._attn_implementation_internal = before.get(name, ours[name])
         yield
     finally:
-        for name, part in parts:
-            part.config._attn_implementation_internal = ours[name]
-
-
-def bring(model: torch.nn.Module, proven: bool = False) -> None:
-    """Installs the kernels for an attachment, with which they leave. proven: they were compared before."""
-    _install(model, None, proven)
-    model.__dict__[BROUGHT] = id(model)
-
-
-def copied(model: torch.nn.Module) -> bool:
-    """Whether this is a copy of a model that had the kernels for its attachment's sake only."""
-    return model.__dict__.get(BROUGHT, id(model)) != id(model)
-
-
-def installed(model: torch.nn.Module) -> str | None:
-    """The backend that install() gave this model."""
-    name = str(model.config._attn_implementation)
-    return name.removeprefix(PREFIX) if model.__dict__.get(PLACE) and name.startswith(PREFIX) else None
-
-
-def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    return [(name, part) for name, part in model.named_modules() if hasattr(part, "set_attn_implementation")]
+        _trial.__dict__.clear()
+        _trial.__dict__.update(before)
 
 
 @functools.cache
@@ -193,9 +96,9 @@ def _mask_by_values(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     function = kwargs.get("mask_function", causal_mask_function)
     if not _known(function) or not _all_written(kwargs, keys):
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    if proof.wants_windows():
+    if getattr(_trial, "windows", False):
         made = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-        setattr(made, proof.WINDOW, _window_of(function))
+        setattr(made, WINDOW, _window_of(function))
         return made
     if padding is None:
         return None
@@ -249,7 +152,108 @@ def _all_written(kwargs: dict[str, Any], keys: int) -> bool:
     return int(kwargs.get("q_offset", 0)) + kwargs["q_length"] == keys + offset
 
 
-# ---------------------------------------------------------------- the attention
+# ---------------------------------------------------------------- one call of attention, read
+
+
+class AttentionCall(NamedTuple):
+    """Queries [B, heads, T, D], keys and values [B, kv heads, S, D], and what they mean."""
+
+    backend: Backend
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    starts: torch.Tensor | None  # per row, the columns of padding at its left
+    position: torch.Tensor | None  # the keys that the queries stand at; None: the last
+    sinks: torch.Tensor | None  # a logit per head that takes part in the softmax alone
+    bias: torch.Tensor | None  # added to the scores
+    scale: float
+    softcap: float  # 0: none
+    window: int  # 0: none
+    causal: bool
+    dropout: float
+    layer: Any  # whose handle the keys are: it attends where its blocks lie
+    compiling: bool
+    reason: str | None  # why the kernels cannot take it
+
+    @property
+    def rows(self) -> bool:
+        """Whether queries stand at keys that are not the last, and the backend can be told which."""
+        return _rows(self.backend, self.position, self.layer, self.compiling)
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+
+def _read(
+    backend: Backend, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    mask: torch.Tensor | None, scaling: float | None, dropout: float, sliding_window: int | None,
+    softcap: float | None, sinks: torch.Tensor | None, is_causal: bool | None, bias: torch.Tensor | None,
+    others: dict[str, Any],
+) -> AttentionCall:  # fmt: skip
+    """Raises InvalidArgument, and RuntimeError for a handle that was lost."""
+    compiling = torch.compiler.is_compiling()
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    window = int(sliding_window or 0)
+    if not compiling:
+        tell(key, query, scale)
+        _check_meaning(mask, window, others)
+    if others.get("cache") is not None:
+        raise InvalidArgument(
+            "continuous batching brings a cache of its own, which these kernels do not read"
+        )
+    starts = None if mask is None else getattr(mask, "_kvclient_starts", None)
+    position = None if mask is None else getattr(mask, "_kvclient_positions", None)
+    layer = layer_of(key)
+    unknown = mask is not None and starts is None and not _rows(backend, position, layer, compiling)
+    reason = "mask" if unknown else _unfit(backend, query, key, value, dropout, sinks, bias, compiling)
+    return AttentionCall(
+        backend, query, key, value, mask, starts, position, sinks, bias, scale, float(softcap or 0.0), window,
+        causal, dropout, layer, compiling, reason,
+    )  # fmt: skip
+
+
+def _rows(backend: Backend, position: torch.Tensor | None, layer: Any, compiling: bool) -> bool:
+    return position is not None and layer is None and not compiling and backend.name not in sdpa.ORDER
+
+
+def _unfit(
+    backend: Backend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float,
+    sinks: torch.Tensor | None, bias: torch.Tensor | None, compiling: bool,
+) -> str | None:  # fmt: skip
+    """Why the kernels cannot take these tensors, as a word for counting; None: they can."""
+    operands = (query, key, value, sinks, bias)
+    if dropout or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
+        return "training"
+    if bias is not None:
+        return "position_bias"
+    if value.shape != key.shape or len(key) != len(query) or query.shape[-1] != key.shape[-1]:
+        return "shape"
+    if not query.dtype == key.dtype == value.dtype:  # autocast makes them differ
+        return "shape"
+    if query.shape[1] // key.shape[1] > contract.MAX_GQA:
+        return "shape"
+    unfit = backends.unfit if compiling else _unfit_known
+    return unfit(query.device, query.dtype, query.shape[-1], backend)
+
+
+_unfit_known = functools.cache(backends.unfit)  # dynamo would look into it, and say so
+
+
+def _check_meaning(mask: torch.Tensor | None, window: int, others: dict[str, Any]) -> None:
+    """Raises InvalidArgument if this call of attention means what no argument known here says."""
+    if unread := [name for name in UNREAD if others.get(name) is not None]:
+        raise InvalidArgument(f"the model gives its attention {unread[0]}, which is not read here")
+    asked = getattr(mask, WINDOW, window)
+    if asked != window:
+        raise InvalidArgument(
+            f"the model's mask has a window of {asked} (0: none), its call of attention one of {window}"
+        )
+
+
+# ---------------------------------------------------------------- who answers it
 
 
 def attention(
@@ -263,7 +267,7 @@ def attention(
             backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
             s_aux, is_causal, position_bias, **kwargs,
         )  # fmt: skip
-    call = read_call(
+    call = _read(
         backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux,
         is_causal, position_bias, kwargs,
     )  # fmt: skip

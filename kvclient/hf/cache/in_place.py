@@ -293,7 +293,7 @@ class InPlaceLayer(StoreLayer):
         rows = self._storage.shape[1]
         parts: list[list[Any]] = [[] for _ in range(rows)]
         for row, start, (keys, values), count, first in self._prefix or []:
-            parts[row].append(kernels.segment(keys, values, start, first=first, tokens=count).struct)
+            parts[row].append(dense.block_segment(keys, values, start, first, count))
         lists = [(contract.Segment * len(segments_of_row))(*segments_of_row) for segments_of_row in parts]
         sequences = (contract.Sequence * rows)()
         for row, pad in enumerate(self._pads):

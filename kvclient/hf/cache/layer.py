@@ -11,6 +11,7 @@ The overridden methods are the few whose meaning is the same in transformers 5.0
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,6 +224,7 @@ def writable(memory: torch.Tensor) -> torch.Tensor:
     return memory if torch.is_inference_mode_enabled() or not memory.is_inference() else memory.clone()
 
 
+@functools.cache
 def array_dtype(dtype: torch.dtype) -> np.dtype:
     """The type of its memory as an array: bfloat16 as its bits (uint16)."""
     return as_array(torch.empty(0, dtype=dtype)).dtype

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvclient import kernels
+from kvclient.hf.attention import dense
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.hf.cache.device import DeviceLayer
 from kvclient.hf.cache.in_place import Blocks, InPlaceLayer
@@ -211,7 +211,7 @@ class PagedLayer(InPlaceLayer):
 
     def _structs(self) -> Iterable[tuple[int, Any]]:
         for row, start, (keys, values), count, first in self._prefix or []:
-            yield row, kernels.segment(keys, values, start, first=first, tokens=count).struct
+            yield row, dense.block_segment(keys, values, start, first, count)
 
 
 class PagedDeviceLayer(PagedLayer, DeviceLayer):

@@ -103,20 +103,28 @@ class BlockFormat:
 
     def fits(self, view: Any, tokens: int, layer: int) -> bool:
         try:
-            array = bits(view.layer(layer))
+            array = self._array(view, layer)
         except (Closed, InvalidArgument):
             return False
         if self.codec is None:
-            shape = (self.arrays, self.heads, tokens, self.head_dim)
-            return array.dtype == array_dtype(self.dtype) and array.shape == shape
+            return self._as_computed(array, tokens)
         length = tokens * self.codec.bytes_per_token(self.heads, self.head_dim)
         return array.dtype == np.uint8 and array.shape == (length,) and tokens % self.codec.group == 0
+
+    def _as_computed(self, array: np.ndarray, tokens: int) -> bool:
+        shape = (self.arrays, self.heads, tokens, self.head_dim)
+        return array.shape == shape and array.dtype == array_dtype(self.dtype)
+
+    def _array(self, view: Any, layer: int) -> np.ndarray:
+        """A layer of a block; bfloat16 as its bits."""
+        array = view.layer(layer)
+        return bits(array) if self.dtype == torch.bfloat16 else array
 
     def read(self, view: Any, layer: int) -> np.ndarray:
         """[arrays, heads, tokens, head_dim] of that layer; bfloat16 as uint16. Without a codec, the
         block's own memory.
         """
-        stored = bits(view.layer(layer))
+        stored = self._array(view, layer)
         if self.codec is None:
             return stored
         out = np.empty((2, self.heads, view.tokens, self.head_dim), array_dtype(self.dtype))
@@ -124,9 +132,14 @@ class BlockFormat:
         return out
 
     def in_place(self, view: Any, layer: int) -> tuple[Any, Any]:
-        """K and V of that layer where they lie, for kvclient.kernels.segment()."""
-        stored = bits(view.layer(layer))
+        """K and V of that layer where they lie, for kvclient.hf.attention.dense. Raises InvalidArgument where
+        the block is not of this form.
+        """
+        stored = self._array(view, layer)
         if self.codec is None:
+            if not self._as_computed(stored, view.tokens):
+                is_now = f"{stored.dtype}{list(stored.shape)}"
+                raise InvalidArgument(f"layer {layer} of a block is {is_now}: no K and V of {self}")
             return stored[0], stored[1]
         return self.codec.views(stored, view.tokens, self.heads, self.head_dim)
 

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.identity import DIGEST_BYTES, encode, without_denied
 from kvclient.hf.attention.proof import MOST_TOKENS, TOLERANCE, evaluating, tokens
-from kvclient.hf.attention.registered import without
+from kvclient.hf.attention.switch import without
 from kvclient.hf.model.identity import plain
 from kvclient.hf.model.structure import KVShape, Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch

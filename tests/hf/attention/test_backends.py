@@ -15,7 +15,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attention import backends, dense, registered, sdpa, torch_reference
+from kvclient.hf.attention import backends, dense, registered, sdpa, switch, torch_reference
 from kvclient.kernels import contract
 from tests.hf.zoo import SERVED, generate, known, prompt
 from tests.kernels.cpu_paths import provide
@@ -113,7 +113,7 @@ def test_a_model_with_its_own_attention_is_refused(name):
     model = known(name)
     with pytest.raises(InvalidArgument, match="its own attention"):
         attention.install(model)
-    assert registered.PLACE not in model.__dict__
+    assert switch.PLACE not in model.__dict__
 
 
 def test_every_backend_is_named_with_its_reason():

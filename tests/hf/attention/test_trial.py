@@ -11,7 +11,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attach, attention
-from kvclient.hf.attention import backends, proof, registered, torch_reference
+from kvclient.hf.attention import backends, proof, registered, switch, torch_reference
 from kvclient.testing.in_memory import InMemoryClient
 from tests.hf.zoo import known, near, prompt
 
@@ -58,7 +58,7 @@ def test_a_model_that_would_get_another_attention_is_refused_with_the_reason(nam
     own = model.config._attn_implementation
     with pytest.raises(InvalidArgument, match=OTHERS[name][1]):
         attention.install(model)
-    assert model.config._attn_implementation == own and registered.PLACE not in model.__dict__
+    assert model.config._attn_implementation == own and switch.PLACE not in model.__dict__
     assert attention.fallbacks() == before
 
 

@@ -5,7 +5,9 @@ the same in torch.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.handle import layer_of as layer_of_keys
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.cache.layer import Shape
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.kernels import contract
 
 NONE_HERE = bool(attention.available_backends()["cpu_avx2"])
@@ -141,3 +144,14 @@ def test_continuous_batching_is_refused(counts):
     with pytest.raises(InvalidArgument, match="continuous batching"):
         attended(4, 2, 16, 16, cache=object())
     assert counts() == {}
+
+
+@pytest.mark.parametrize("array", [np.zeros(512, np.uint8), np.zeros((2, 2, 7, 16), np.float32)])
+def test_a_block_of_another_form_is_not_read_in_place(array):
+    """Its last layer may be right: C would read beyond the others."""
+    form = BlockFormat(2, 2, 16, torch.float32)
+    layers = [array, np.zeros((2, 2, 8, 16), np.float32)]
+    view = SimpleNamespace(tokens=8, layer=layers.__getitem__)
+    assert form.fits(view, 8, 1) and len(form.in_place(view, 1)) == 2
+    with pytest.raises(InvalidArgument, match="no K and V of BlockFormat"):
+        form.in_place(view, 0)

@@ -11,9 +11,9 @@ import torch
 
 import kvclient.hf
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.attention import call
+from kvclient.hf.attention import registered
 from kvclient.hf.attention.handle import tell
-from kvclient.hf.attention.registered import without
+from kvclient.hf.attention.switch import without
 from kvclient.hf.model.rope import Rope, Turning, rotated
 from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.blend import Blend
@@ -182,7 +182,7 @@ def test_live_columns_before_and_behind_are_as_computed(attach, model):
 
 
 def test_another_attention_tells_nothing_and_deviation_decides(attach, model, chosen, monkeypatch):
-    monkeypatch.setattr(call, "tell", lambda *_args: None)
+    monkeypatch.setattr(registered, "tell", lambda *_args: None)
     results = []
     for repair in (Repair("attention", ratio=0.1, **BARE), Repair("cacheblend", ratio=0.1, **BARE)):
         kv = attach(repair)
