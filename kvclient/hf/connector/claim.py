@@ -23,7 +23,8 @@ from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Group, Report
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.layer_groups import StoredGroup
-from kvclient.hf.connector.load import MIN_TAIL, PrefixMatch
+from kvclient.hf.connector.load import PrefixMatch
+from kvclient.hf.connector.part import MIN_TAIL
 from kvclient.hf.connector.save import Publisher
 from kvclient.hf.connector.snapshots import Snapshots
 from kvclient.hf.model.states import capture

@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from kvclient.blocks import meta
-from kvclient.blocks.keys import chain
 from kvclient.blocks.match import common_length, verified
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
+from kvclient.hf.connector.part import confirmed_part, follow_part, part_keys
 from kvclient.hf.connector.snapshots import StateMatch
 
 MISSING, RESIDENT, ON_DISK, ON_PEER = 0, 2, 3, 4  # a look-up's states
-MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
 class BlockSpan(NamedTuple):
@@ -54,6 +53,7 @@ class PrefixMatch:
     peer_tokens: int = 0  # and what came from other hosts
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
+    part_pending: bool = False  # it was still being written, and is the prompt's as a whole
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
     # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
     tail: Any = None
@@ -101,7 +101,7 @@ class PrefixMatch:
         self.peer_tokens += sum(n for n, state in zip(taken, states, strict=False) if state in elsewhere)
 
     def _take(self, blocks: Any, start: int, stop: int) -> None:
-        self.part, self.part_tokens = None, 0
+        self.drop_part()
         self.handles.append(blocks)
         for offset in range(stop - start):
             try:
@@ -119,29 +119,29 @@ class PrefixMatch:
     def extend_part(self, client: Any, patience: Callable[[int, int, int], float]) -> None:
         """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it.
         One that agrees with more, as a whole, is brought here from disk or another host if it is worth the
-        wait.
+        wait. Behind blocks that are still being written there may be one that is, too: it is followed.
         """
-        if not self.views or self.pending:
+        if not self.views:
             return
         last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
+        if self.pending:
+            follow_part(self, client, rest, patience)
+            return
         if keys := client.children(self.chain[last]) if len(rest) else []:
             self._take_part(last, rest, keys, client.get(keys))
-        key, tokens, state = self._longest_below(client, last, rest)
+        key, tokens, state = self._longest_below(client, rest)
         if not tokens or (wait_s := patience(tokens, 1, int(state == ON_PEER))) == 0:
             return
         if self._take_part(last, rest, [key], client.get([key], wait_s=wait_s)):
             self.peer_tokens += tokens if state == ON_PEER else 0
             self.disk_tokens += tokens if state == ON_DISK else 0
 
-    def _longest_below(self, client: Any, last: int, rest: Any) -> tuple[bytes, int, int]:
+    def _longest_below(self, client: Any, rest: Any) -> tuple[bytes, int, int]:
         """Of the blocks that may lie behind the last, shorter than one, the longest that is whole in the
         prompt and not in memory, its tokens, and where it is. 0 tokens: none has more than was found. What
         lies on disk is known by its key alone, so all lengths are asked for.
         """
-        size = self.chain.token_counts[last]
-        lengths = range(min(len(rest), size - 1), max(self.part_tokens, int(MIN_TAIL * size) - 1), -1)
-        where = {"start": self.starts[last + 1], "root": self.chain[last]}
-        keys = [chain(self.chain.identity, rest[:n], n, **where).keys[0] for n in lengths]
+        keys, lengths = part_keys(self, rest)
         states = client.lookup(keys, peers=True).states if keys else []
         found = zip(keys, lengths, states, strict=True)
         return next((place for place in found if place[2] in (ON_DISK, ON_PEER)), (b"", 0, MISSING))
@@ -171,13 +171,18 @@ class PrefixMatch:
         """Forgets what was still being written and lies behind token `stop`: nobody waits for it."""
         late = [index for index in self.pending if self.starts[index] >= stop]
         if late:
+            self.drop_part()
             del self.views[min(late) :]
             self.pending.difference_update(late)
 
     def drop_pending(self) -> None:
         if self.pending:
+            self.drop_part()
             del self.views[min(self.pending) :]
             self.pending.clear()
+
+    def drop_part(self) -> None:
+        self.part, self.part_tokens, self.part_pending = None, 0, False
 
     def confirmed(self, index: int, view: Any) -> bool:
         start, stop = self.starts[index : index + 2]
@@ -189,7 +194,8 @@ class PrefixMatch:
 
     def release(self) -> None:
         self.views.clear()
-        self.part, self.part_tokens, self.sinks, self.tail = None, 0, None, None
+        self.drop_part()
+        self.sinks, self.tail = None, None
         for group in self.groups:
             group.release()
         for handle in self.handles:
@@ -214,12 +220,15 @@ class PrefixSource:
 
     @property
     def followed_tokens(self) -> int:
-        return sum(
-            max(0, min(self.columns - found.group.pad, found.starts[index + 1]) - found.starts[index])
-            * len(found.group.rows)
-            for found in self.found
-            for index in found.pending
-        )
+        count = 0
+        for found in self.found:
+            stretches = [found.starts[index : index + 2] for index in found.pending]
+            if found.part_pending:
+                start = found.starts[len(found.views)]
+                stretches.append([start, start + found.part_tokens])
+            held = self.columns - found.group.pad
+            count += sum(max(0, min(held, stop) - start) for start, stop in stretches) * len(found.group.rows)
+        return count
 
     @property
     def largest(self) -> int:
@@ -344,6 +353,10 @@ class PrefixSource:
                 found.views[index].wait_layer(place, self._stall_s)
                 if not form.fits(found.views[index], found.chain.token_counts[index], place):
                     raise Lost(f"block {index} has another layout than its key says")
+            if isinstance(found, PrefixMatch) and found.part_pending:
+                found.part.wait_layer(place, self._stall_s)
+                if not form.fits(found.part, found.part_tokens, place):
+                    raise Lost("the part behind has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
         finally:
@@ -382,3 +395,5 @@ class PrefixSource:
             for index in found.pending:
                 if not found.confirmed(index, found.views[index]):
                     raise Lost(f"block {index} holds other tokens than its key says")
+        if not all(confirmed_part(found) for found in self.found if found.part_pending):
+            raise Lost("the part behind holds other tokens than its key says")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.hf.handoff.first_token import First, choice_of, chosen, sampler_state
 from kvclient.hf.handoff.lease import outlast
 from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
 
@@ -27,8 +28,11 @@ CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come 
 class Prefill:
     """A thread that computes prompts, publishes their blocks, and holds them."""
 
-    def __init__(self, compute: Callable[[], Any], hold: Callable[[threading.Event], None]) -> None:
+    def __init__(
+        self, compute: Callable[[], First | None], hold: Callable[[threading.Event], None]
+    ) -> None:
         self._compute, self._hold = compute, hold
+        self.first: First | None = None  # the first token, once it was chosen
         self._error: BaseException | None = None
         self._ended, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
@@ -36,7 +40,7 @@ class Prefill:
 
     def _run(self) -> None:
         try:
-            self._compute()
+            self.first = self._compute()
         except BaseException as error:
             self._error = error
             return
@@ -75,18 +79,25 @@ def rows_of(inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: dict[str, Any]) -> Handoff:
-    """Begins the prefill, and returns once its blocks can be found. Raises InvalidArgument for padding on the
-    right, and what is beyond a handoff's limits."""
+    """Begins the prefill, and returns once its blocks can be found. `inputs`: with the options that the first
+    token is chosen by, if it is to be used. Raises InvalidArgument for padding on the right, and what is
+    beyond a handoff's limits."""
     rows, mark = rows_of(inputs), os.urandom(MARK_BYTES)
     size = attachment.chunker.block_tokens
     Handoff(attachment.identity, rows, size, mark, lease_s).check()
     chains, client = chains_of(attachment, model, rows), attachment.client
     told = {name: said for name, said in vars(attachment._local).items() if name in TOLD}
 
-    def compute() -> None:  # one more token than is kept: generate() wants to make one
+    how = choice_of(model, inputs, rows)
+    state = sampler_state(model, how)
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": how is not None}
+
+    def compute() -> First | None:  # one more token than is kept: generate() wants to make one
         vars(attachment._local).update(told)
+        alone = {} if how is not None else {"do_sample": False}
         with attachment.keeping(tails=True):
-            model.generate(**{**inputs, "max_new_tokens": 1, "do_sample": False})
+            out = model.generate(**{**inputs, **options, **alone})
+        return chosen(out, how, rows, state)
 
     def hold(over: threading.Event) -> None:
         handles = [client.get(chain) for chain in chains]
@@ -103,4 +114,4 @@ def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: di
     while not all(client.lookup(key).states[0] for key in last) and time.monotonic() < end:
         if prefill._ended.wait(0.0005):
             break
-    return Handoff(attachment.identity, rows, size, mark, lease_s, prefill)
+    return Handoff(attachment.identity, rows, size, mark, lease_s, _prefill=prefill)

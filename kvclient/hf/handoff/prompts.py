@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
 from kvclient.hf.connector.claim import tail_tokens
+from kvclient.hf.handoff.first_token import First
 from kvclient.hf.handoff.lease import Lease
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Handoff:
     block_tokens: int  # of whole blocks
     mark: bytes  # 32 random bytes: what a host that decodes them says that it does by
     lease_s: float = LEASE_S  # without a word of who decodes, until the blocks are held no more
+    _first: First | None = field(default=None, compare=False)
     _prefill: Prefill | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -44,11 +46,19 @@ class Handoff:
         """Of the first prompt."""
         return self.rows[0]
 
+    @property
+    def first(self) -> First | None:
+        """The first token of each prompt, and the sampler's state behind it: once the prefill has ended, and
+        if it chose by options that both ends can compare."""
+        return self._first if self._prefill is None else self._prefill.first
+
     def to_json(self) -> str:
-        """A text for the other host: the identity, the block size, the mark and the token ids, which name the
-        keys."""
+        """A text for the other host: the identity, the block size, the mark, the token ids, which name the
+        keys, and the first token, if it is there by now."""
         said = {"version": VERSION, "identity": self.identity.hex(), "block_tokens": self.block_tokens}
         said |= {"mark": self.mark.hex(), "lease_s": self.lease_s}
+        if (first := self.first) is not None:
+            said["first"] = first.said()
         return json.dumps({**said, "rows": [list(row) for row in self.rows]})
 
     @classmethod
@@ -62,14 +72,15 @@ class Handoff:
                 raise InvalidArgument(f"a handoff of version {said['version']!r}; this is {VERSION}")
             rows, size = tuple(tuple(row) for row in said["rows"]), said["block_tokens"]
             identity, mark = bytes.fromhex(said["identity"]), bytes.fromhex(said["mark"])
-            lease_s = said["lease_s"]
-        except (ValueError, TypeError, KeyError) as error:
+            lease_s, first = said["lease_s"], said.get("first")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"no handoff: {error!r:.200}") from None
         if len(identity) != 32 or len(mark) != MARK_BYTES or type(size) is not int:
             raise InvalidArgument("no handoff: identity and mark have 32 bytes, and a block a size")
         if type(lease_s) not in (int, float):
             raise InvalidArgument(f"no handoff: lease_s={lease_s!r:.40}")
-        handoff = cls(identity, rows, size, mark, float(lease_s))
+        first = None if first is None else First.of(first)
+        handoff = cls(identity, rows, size, mark, float(lease_s), first)
         handoff.check()
         return handoff
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.hf.handoff.first_token import continued
 from kvclient.hf.handoff.prompts import Handoff, chains_of
 
 FETCH_S = 5.0  # for the first layer, beside what this host has
@@ -30,7 +31,8 @@ def batch(rows: tuple[tuple[int, ...], ...], pad: int, device: Any) -> dict[str,
 
 
 def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: dict[str, Any]) -> Any:
-    """generate() of the handed prompts, which takes what has been computed of them. Raises InvalidArgument
+    """generate() of the handed prompts, which takes what has been computed of them, the first token too if
+    the handoff has it and it was chosen by the same options. Raises InvalidArgument
     where the model, its dtype, the codec or the way it is cut is another than where it was handed off."""
     if handoff.identity != attachment.identity:
         raise InvalidArgument(
@@ -44,6 +46,12 @@ def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: d
         )
     pad = options.get("pad_token_id", getattr(model.generation_config, "pad_token_id", None))
     inputs = batch(handoff.rows, pad if isinstance(pad, int) else 0, model.device)
+    behind = continued(model, handoff.first, handoff.rows, inputs, options)
+    if behind is not None:
+        behind.begin()
+        inputs, options = behind.inputs, behind.options
+        if behind.ended:
+            return inputs["input_ids"]
     told = attachment.keeping(tails=True)
     with handoff.lease(attachment.client), _held(attachment, model, handoff), told:
         return model.generate(**inputs, **options)
