@@ -140,8 +140,9 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5
-soak: build $(VENV)/.dev ## clients, daemon, files, the disk and three hosts broken at random, each for MINUTES=5; every byte is checked
+soak: build $(VENV)/.dev ## 4 and 64 clients, daemon, files, the disk and three hosts broken at random, each for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)
+	@$(PY) -m tests.soak --clients 64 --minutes $(MINUTES)
 	@$(PY) -m tests.soak.hosts --minutes $(MINUTES)
 
 soak-serving: model ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked

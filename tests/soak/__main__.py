@@ -37,11 +37,12 @@ ACCOUNT_S = 30.0
 
 
 class Soak:
-    def __init__(self, seed: int, base: Path) -> None:
+    def __init__(self, seed: int, base: Path, clients: int = CLIENTS) -> None:
         self.choose = random.Random(seed)
         self.base = base
-        self.universe = Universe(seed, CLIENTS, KEYS_PER_KIND)
-        self.ledger = Ledger(CLIENTS, len(self.universe.keys))
+        self.places = clients
+        self.universe = Universe(seed, clients, KEYS_PER_KIND)
+        self.ledger = Ledger(clients, len(self.universe.keys))
         self.survived: Counter[str] = Counter()
         self.problems: list[str] = []
         self.leaked_bytes = 0
@@ -55,7 +56,7 @@ class Soak:
     # ------------------------------------------------------------ clients
 
     def start_clients(self) -> None:
-        for place in range(CLIENTS):
+        for place in range(self.places):
             if place not in self.clients:
                 self.clients[place] = self._fork(place)
 
@@ -156,7 +157,7 @@ class Soak:
                 self.start_daemon(a_schedule(self.choose))
                 next_death = time.monotonic() + self.choose.uniform(0.5, 8.0)
             if self.choose.random() < 0.3:
-                self.kill_client(self.choose.randrange(CLIENTS))
+                self.kill_client(self.choose.randrange(self.places))
                 self.survived["clients killed"] += 1
                 self.start_clients()
             if self.choose.random() < 0.6 and harm_a_file(self.disk / "default", self.choose):
@@ -180,7 +181,7 @@ class Soak:
             self.end_daemon()
             self.start_daemon()
         command = [sys.executable, "-m", "tests.soak.account", self.daemon.dir, self.disk]
-        about = [str(self.universe.seed), str(CLIENTS), json.dumps(KEYS_PER_KIND)]
+        about = [str(self.universe.seed), str(self.places), json.dumps(KEYS_PER_KIND)]
         done = subprocess.run([*command, *about], capture_output=True, text=True)
         if done.returncode:
             self.problems.append(f"{done.stderr[-3000:]}\n{self.daemon.log()[-3000:]}")
@@ -230,11 +231,12 @@ class Soak:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n\n")[1])
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="processes (default %(default)s)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     chosen = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="kvstored-soak-", dir="/var/tmp"))
-    print(f"seed {chosen.seed}, {chosen.minutes:g} minutes, in {base}", flush=True)
-    soak = Soak(chosen.seed, base)
+    print(f"seed {chosen.seed}, {chosen.clients} clients, {chosen.minutes:g} minutes, in {base}", flush=True)
+    soak = Soak(chosen.seed, base, chosen.clients)
     try:
         soak.run(chosen.minutes * 60)
     finally:
