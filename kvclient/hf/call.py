@@ -74,7 +74,7 @@ class Prompt:
         """Of each row, what came from a prefix (`columns`) and from inside (`found`, `recomputed`). found: by
         group, how many tokens came from disk."""
         columns = 0 if prefix is None else prefix.columns
-        inside = (0, 0) if blend is None else (blend.found, blend.recomputed)
+        inside: Any = (0, 0) if blend is None else (blend.found, blend.recomputed, blend.estimated_kl)
         rows: list[tuple[int, Row]] = []
         for group, match in zip(self.groups, found, strict=True):
             reused = max(0, columns - group.pad)
@@ -160,6 +160,7 @@ class Row:
     from_disk: int = 0  # of the reused ones
     approximate_tokens: int = 0
     recomputed_tokens: int = 0
+    estimated_kl: float | None = None
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Report:
     approximate_tokens: int = 0  # found inside the prompt, computed behind other tokens; not in reused_tokens
     approximate_from_disk: int = 0  # of the approximate ones: what this call had loaded
     recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
-    estimated_kl: float | None = None  # of the answer, in nats, where repair="auto" promises max_kl
+    estimated_kl: float | None = None  # of the answer, in nats, where max_kl is promised; of a batch, most
     followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
     published_blocks: int = 0
     lookup_s: float = 0.0  # keys, look-up, pins, claims

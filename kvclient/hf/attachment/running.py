@@ -23,6 +23,7 @@ from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.call import Report
 from kvclient.hf.release import NAMES
+from kvclient.hf.request.batch.row_by_row import RowByRow
 from kvclient.hf.request.continuation import Continuation, Opened
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import STORE_ERRORS
@@ -145,6 +146,8 @@ def _request(
     called = (kv.client, served, dataclasses.replace(state.options, **limits))
     client, served, options = called if trial is None else trial.on(served)
     made = Continuation if cache is not None and cache.get_seq_length() else kind
+    if made is Request and served.non_prefix is not None:
+        made = RowByRow
     request = made(
         client, served, options, kv._memory, kv._pace, kv._returned, not no_read, not no_write, kv.padded,
         started, lambda: not (watch.random() or watch.changed()),

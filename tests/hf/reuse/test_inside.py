@@ -110,13 +110,14 @@ def test_short_stretches_are_computed(attach, model):
     assert kv.last.approximate_tokens == 0
 
 
-def test_batches_chunked_prefill_and_padding_stay_with_prefixes(attach, model):
+def test_chunked_prefill_stays_with_prefixes(attach, model):
     kv = attach("none")
     generate(model, asked(5), prefill_chunk_size=32)
     assert kv.last.approximate_tokens == 0
-    rows = torch.cat([asked(5), torch.cat([prompt(14, seed=9), DOCUMENT], dim=1)])
-    generate(model, rows)
-    assert kv.last.approximate_tokens == 0
+
+
+def test_beams_of_one_prompt_are_reused_inside(attach, model):
+    kv = attach("none")
     generate(model, asked(6), num_beams=2)
     assert kv.last.approximate_tokens >= 200  # two rows of one prompt
 

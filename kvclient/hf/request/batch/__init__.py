@@ -1,0 +1,1 @@
+"""A batch of different prompts, of which some are reused inside."""

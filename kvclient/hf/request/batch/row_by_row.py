@@ -1,0 +1,208 @@
+"""A batch whose prompts are reused inside: each is computed by itself, as a prompt alone is, and its columns
+are put into the batch's cache behind its padding.
+
+Owns that order, a request of its own for each different prompt, and what the batch's report says of them.
+Never cuts a row's pass. Invariant: a row has the K and V, and the logits, that a call of that prompt alone
+would have; two of these requests never hold claims at the same time, so batches never wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvclient.hf.attention.registered import count_fallback
+from kvclient.hf.cache.layer import replace_layers
+from kvclient.hf.call import Bypassed, Group, Prompt, Report, read_prompt
+from kvclient.hf.release import name_of
+from kvclient.hf.request.cache_layers import CacheBuilder
+from kvclient.hf.request.claiming import make_claims, match
+from kvclient.hf.request.hit_end import hit_end
+from kvclient.hf.request.inside import search
+from kvclient.hf.request.load_or_compute import WaitBudget
+from kvclient.hf.request.options import Options
+from kvclient.hf.request.request import Request
+
+ADDED = (
+    "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens", "followed_tokens",
+    "lookup_s", "load_s", "wait_s", "prefill_s", "followed_lost", "full_tokens", "disk_refused",
+    "store_failed_s",
+)  # fmt: skip
+PUBLISHED = (
+    "published_blocks", "no_space", "unavailable", "lost_blocks", "published_full_blocks",
+    "published_group_blocks", "not_quantisable",
+)  # fmt: skip
+FIRST_SAID = ("store_error", "write_bypassed", "read_bypassed")
+
+
+class RowByRow(Request):
+    """In the place of a Request where a model's prompts are reused inside."""
+
+    def __init__(self, client: Any, served: Any, options: Options, *args: Any) -> None:
+        super().__init__(client, served, options, *args)
+        self._args = args
+        self._parts: list[tuple[Group, Report, Any]] = []  # rows, what became of them, their cache
+
+    def prefill(
+        self, model: torch.nn.Module, run: Callable[..., Any], input_ids: torch.Tensor, config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """The model's own pass where a prompt stands alone, or nothing is found inside of any; else one for
+        each prompt."""
+        prompt = self._several(model, input_ids, config, model_kwargs)
+        if prompt is None:
+            return super().prefill(model, run, input_ids, config, model_kwargs)
+        self._prompt, self.report.prompt_tokens = prompt, prompt.tokens
+        self._note_config(config)
+        name, decoder = name_of(model), model.config.get_text_config(decoder=True)
+        if model_kwargs.get(name) is None:
+            model_kwargs[name] = DynamicCache(config=decoder)
+        saved, cache, inside = dict(model_kwargs), model_kwargs[name], []
+        logits: dict[int, torch.Tensor] = {}
+        outputs: Any = None
+        try:
+            for group in prompt.groups:
+                row_request = self._of_one()
+                rows, alone = input_ids[group.rows, group.pad :], DynamicCache(config=decoder)
+                model_kwargs.clear()
+                model_kwargs.update({**_of_rows(saved, group, prompt.length), name: alone})
+                try:
+                    pass_over = functools.partial(run, rows)
+                    outputs = row_request.prefill(model, pass_over, rows, config, model_kwargs)
+                    inside.append(row_request._inside.segments)
+                finally:
+                    row_request.finish()
+                    self._parts.append((group, row_request.report, alone))
+                logits.update(zip(group.rows, outputs.logits[:, -1:], strict=True))
+        finally:
+            model_kwargs.clear()
+            model_kwargs.update(saved)
+        self._cache = cache
+        self._join(config, input_ids.device)
+        self._answers(inside)
+        return type(outputs)(**{"logits": torch.stack([logits[row] for row in sorted(logits)]), name: cache})
+
+    # ---------------------------------------------------------------- before
+
+    def _several(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]
+    ) -> Prompt | None:
+        """The prompts, if they are to be computed one by one."""
+        served, options = self._served_model, self._options
+        asked = config.output_attentions or config.output_hidden_states or config.prefill_chunk_size
+        if served.non_prefix is None or not (self._read and options.search) or asked:
+            return None
+        try:
+            prompt = read_prompt(model, input_ids, model_kwargs)
+            served.check_call(prompt, config, self._padded)
+        except Bypassed:
+            return None
+        if len(prompt.groups) == 1 and not prompt.groups[0].pad:
+            return None
+        self._patience = WaitBudget(self._pace, self._client, prompt.tokens)
+        began = time.perf_counter()
+        found: list[bool] = []
+        self._tolerance.tried(lambda: found.append(any(map(self._found_inside, prompt.groups))))
+        self.report.lookup_s += time.perf_counter() - began
+        return prompt if found == [True] else None
+
+    def _found_inside(self, group: Group) -> bool:
+        served, options = self._served_model, self._options
+        assert served.non_prefix is not None
+        prefix = match(served, options, dataclasses.replace(group, pad=0))
+        try:
+            prefix.extend(self._client, len(prefix.chain), False)
+            exact, most = prefix.tokens, len(group.tokens) - 1
+            if served.grouped:
+                waits = self._worth_waiting_s, options.follow_timeout_s
+                exact = hit_end(self._client, [prefix], min(most, exact), False, *waits)
+            of = (served.non_prefix, options.chunker, prefix, exact, self._worth_waiting_s)
+            inside = search(self._client, served, *of)
+            inside.release()
+            return bool(inside.segments)
+        finally:
+            prefix.release()
+
+    def _of_one(self) -> Request:
+        """The request of one of the prompts; without the store, once it has failed."""
+        memory, pace, returned, read, write, *rest = self._args
+        if any(report.store_error is not None for _, report, _ in self._parts):
+            read = write = False
+        dense = {"in_place": None, "static": False, "pool": None, "publish_generated": False}
+        options = dataclasses.replace(self._options, **dense)
+        args = (memory, pace, returned, read, write, *rest)
+        return Request(self._client, self._served_model, options, *args)
+
+    # ---------------------------------------------------------------- behind
+
+    def _join(self, config: Any, device: torch.device) -> None:
+        """Puts the rows into layers of the batch, and these into its cache."""
+        assert self._prompt is not None
+        for reason, left in (("inside", self._options.in_place), ("graph_inside", self._options.static)):
+            if left:
+                count_fallback(reason)
+                self.report.dense = reason
+        options = dataclasses.replace(self._options, in_place=None, static=False, pool=None)
+        builder = CacheBuilder(options, self._served_model, self._prompt, [], None, None, self.report)
+        self._layers = builder.layers(config, device, None, self._memory)
+        for layer in self._layers:
+            parts = [(group, cache.layers[layer.index]) for group, _, cache in self._parts]
+            sides = []
+            for side in ("keys", "values"):
+                first = getattr(parts[0][1], side)
+                size = (self._prompt.rows, first.shape[1], self._prompt.length, first.shape[3])
+                whole = first.new_zeros(size)
+                for group, part in parts:
+                    whole[group.rows, :, group.pad :] = getattr(part, side)
+                sides.append(whole)
+            layer.update(*sides)
+            for _, part in parts:
+                part.reset()
+        replace_layers(self._cache, self._layers)
+
+    def _answers(self, inside: list[list[Any]]) -> None:
+        """From here on what the rows say is published. inside: by group, what was reused inside of it."""
+        served, report, rows = self._served_model, self.report, dict[int, Any]()
+        for group, told, _ in self._parts:
+            for name in ADDED:
+                setattr(report, name, getattr(report, name) + getattr(told, name))
+            for name in FIRST_SAID:
+                setattr(report, name, getattr(report, name) or getattr(told, name))
+            for tier, tokens in told.reused_by_tier.items():
+                report.reused_by_tier[tier] += tokens
+            self._clock.publish_s += told.publish_s
+            rows.update(zip(group.rows, told.rows, strict=True))
+        report.rows = [rows[row] for row in sorted(rows)]
+        estimated = [row.estimated_kl for row in report.rows if row.estimated_kl is not None]
+        report.estimated_kl = max(estimated, default=None)
+        self._claims = make_claims(self._client, served, self._options, self._clock, self._same)
+        if report.store_error is not None:
+            self._stop_writing()
+        for (group, _, _), segments in zip(self._parts, inside, strict=True):
+            if self._generated and not (segments and served.grouped):  # of windows, nobody's prefix
+                self._claims.follow([match(served, self._options, group)], segments)
+        self._note_published()
+
+    def _note_published(self) -> None:
+        super()._note_published()
+        for _, told, _ in self._parts:
+            for name in PUBLISHED:
+                setattr(self.report, name, getattr(self.report, name) + getattr(told, name))
+
+
+def _of_rows(model_kwargs: dict[str, Any], group: Group, length: int) -> dict[str, Any]:
+    """The arguments of a pass over these rows alone, without their padding."""
+    changed = dict(model_kwargs)
+    if (mask := changed.get("attention_mask")) is not None:
+        changed["attention_mask"] = mask[group.rows, group.pad :]
+    if (positions := changed.get("position_ids")) is not None:
+        changed["position_ids"] = positions[group.rows if len(positions) > 1 else [0], group.pad :]
+    if (columns := changed.get("cache_position")) is not None:
+        changed["cache_position"] = columns[: length - group.pad]
+    return changed
