@@ -1,13 +1,19 @@
-"""What a request can be answered instead of an answer, in OpenAI's shape.
+"""What a request can be answered instead of an answer, in OpenAI's shape and in Anthropic's.
 
 Owns the statuses and their words. Never says what a prompt holds.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 MOST_CHARS = 1000  # of a message: it may quote what was asked
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"  # whose streams name their events
+KINDS = {  # Anthropic's, by status
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -24,6 +30,21 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {
             "error": {"message": message, "type": kind, "param": param, "code": code}
         }
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """As the API of this path has it."""
+        if not path.startswith(ANTHROPIC):
+            return self.body
+        kind = KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+
+    def event_at(self, path: str) -> str:
+        """As an event of a stream that has begun."""
+        body = self.body_at(path)
+        if path == RESPONSES:
+            body = {"type": "error", **{name: body["error"][name] for name in ("code", "message", "param")}}
+        named = "event: error\n" if path in (ANTHROPIC, RESPONSES) else ""
+        return f"{named}data: {json.dumps(body)}\n\n"
 
 
 def unsupported(name: str, detail: str = "") -> ApiError:

@@ -109,9 +109,7 @@ class Scheduler:
     is.
     """
 
-    def __init__(
-        self, limits: Limits, now: Callable[[], float], look: Looking = lambda entry: None
-    ) -> None:
+    def __init__(self, limits: Limits, now: Callable[[], float], look: Looking = lambda entry: None) -> None:
         self.limits, self._now, self._look = limits, now, look
         self._waiting: deque[Entry] = deque()
         self._filling: list[Entry] = []

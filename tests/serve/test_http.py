@@ -86,7 +86,40 @@ def test_responses(client):
         client.responses.create(model="tiny", input="hello", max_output_tokens=8, temperature=0, stream=True)
     )
     assert whole.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert events[-1].type == "response.completed"
+    assert (events[-1].type, whole.status) == ("response.incomplete", "incomplete")
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_responses_call_functions_and_take_what_they_gave(client):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"],
+              "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "name": "look", "parameters": schema}
+    given = {"model": "tiny", "temperature": 0, "tools": [tool], "max_output_tokens": 90}
+    chosen = {"tool_choice": {"type": "function", "name": "look"}, "input": "x"}
+    whole = client.responses.create(**given, **chosen)
+    (call,) = whole.output
+    assert (call.type, call.name, whole.status) == ("function_call", "look", "completed")
+    assert json.loads(call.arguments)["k"] in "ab"
+    events = list(client.responses.create(**given, **chosen, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 1 and "".join(pieces) == call.arguments == events[-1].response.output[0].arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "three"}
+    items = [{"role": "user", "content": "x"}, call.model_dump(), result]
+    after = client.responses.create(**{**given, "max_output_tokens": 8}, input=items)
+    spelled = {"id": call.call_id, "type": "function",
+               "function": {"name": "look", "arguments": call.arguments}}  # fmt: skip
+    wanted = client.chat.completions.create(
+        model="tiny", temperature=0, max_tokens=8,
+        tools=[{"type": "function", "function": {"name": "look", "parameters": schema}}],
+        messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [spelled]},
+                  {"role": "tool", "tool_call_id": call.call_id, "content": "three"}],
+    )  # fmt: skip
+    assert after.output_text == wanted.choices[0].message.content
+    shape = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    told = client.responses.create(model="tiny", input="x", text=shape, max_output_tokens=60, temperature=0)
+    assert json.loads(told.output_text)["k"] in "ab"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: greedy. top_k 0: all. logprobs: how many alternatives are told; None: nothing is."""
+    """temperature 0: greedy. top_k 0: all. logprobs: how many alternatives are told; None: nothing is. among:
+    the tokens whose logprobs are told instead, in this order.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -28,6 +30,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
+    among: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ class Sampler:
         self._seen.add(token) if wanted.repetition_penalty != 1 else None
         if self.matcher is not None:
             self.matcher.take(token)
+        if wanted.among:
+            logprobs = logits.float().log_softmax(-1)
+            told = zip(wanted.among, logprobs[list(wanted.among)].tolist(), strict=True)
+            return Chosen(token, float(logprobs[token]), tuple(told))
         if wanted.logprobs is None:
             return Chosen(token)
         return chosen(logits.float(), token, wanted.logprobs)

@@ -1,8 +1,8 @@
 """The HTTP server: its routes, its errors, its bounds.
 
 Owns the translation between HTTP and asking/answers. Never computes and never logs what was asked. Invariant:
-every error has OpenAI's shape, an unknown field is one that names it, and a client that hangs up costs at
-most the step under way.
+every error has OpenAI's shape (under /v1/messages Anthropic's), an unknown field is one that names it, and a
+client that hangs up costs at most the step under way.
 """
 
 import time
@@ -14,17 +14,21 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from kvclient.serve.errors import ApiError, unsupported
-from kvclient.serve.http import answers
+from kvclient.serve.errors import ANTHROPIC, ApiError, unsupported
+from kvclient.serve.http.answers import chat, completions, messages, responses
+from kvclient.serve.http.answers.run import Run, as_events, farthest_tier
 from kvclient.serve.http.asking import Ask, Asking
+from kvclient.serve.http.decisions import DecisionRequest, decision_whole, decisions
 from kvclient.serve.http.figures import prometheus
+from kvclient.serve.http.messages import Counted, MessagesRequest
+from kvclient.serve.http.responses import ResponsesRequest
 from kvclient.serve.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
     WarmRequest,
 )
@@ -39,14 +43,13 @@ def create_app(asking: Asking, version: str = "") -> FastAPI:
     app.add_middleware(Bounded)
 
     def salt(request: Request) -> bytes:
-        return asking.salt_of(request.headers.get("authorization"))
+        return asking.salt_of(request.headers.get("authorization") or request.headers.get("x-api-key"))
 
     Salt = Annotated[bytes, Depends(salt)]
     _figures(app, asking, Salt, version)
     _answers(app, asking, Salt)
     _tokens(app, asking, Salt)
-    _held(app, asking, Salt)
-    _prefills(app, asking, Salt)
+    _ahead(app, asking, Salt)
     return app
 
 
@@ -93,22 +96,35 @@ def _answers(app: FastAPI, asking: Asking, Salt: Any) -> None:
     """What computes an answer."""
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request, salt: Salt) -> Response:
-        shapes = answers.chat_whole, answers.chat_stream
+    async def _(asked: ChatRequest, request: Request, salt: Salt) -> Response:
+        shapes = chat.chat_whole, chat.chat_stream
         return await _answer(asking, asking.chat(asked), asked.stream, request, salt, *shapes)
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
-        shapes = answers.completion_whole, answers.completion_stream
+    async def _(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
+        shapes = completions.completion_whole, completions.completion_stream
         return await _answer(asking, asking.completion(asked), asked.stream, request, salt, *shapes)
 
     @app.post("/v1/responses")
-    async def responses(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
-        def whole(run: answers.Run) -> dict[str, Any]:
-            return answers.response_body(run, answers.new_id("resp"), "completed")
+    async def _(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
+        shapes = responses.response_whole, responses.response_stream
+        return await _answer(asking, asking.responses(asked), asked.stream, request, salt, *shapes)
 
-        asks = asking.responses(asked)
-        return await _answer(asking, asks, asked.stream, request, salt, whole, answers.response_stream, True)
+    @app.post("/v1/messages")
+    async def _(asked: MessagesRequest, request: Request, salt: Salt) -> Response:
+        shapes = messages.message_whole, messages.message_stream
+        return await _answer(asking, asking.messages(asked), asked.stream, request, salt, *shapes)
+
+    @app.post("/v1/messages/count_tokens")
+    async def _(asked: Counted, _: Salt) -> dict[str, int]:
+        return {"input_tokens": asking.count(asked)}
+
+    @app.post("/v1/systemone")
+    async def _(asked: DecisionRequest, request: Request, salt: Salt) -> Response:
+        def whole(run: Run) -> dict[str, Any]:
+            return decision_whole(run, asked)
+
+        return await _answer(asking, decisions(asking, asked), False, request, salt, whole, None)
 
 
 def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
@@ -143,61 +159,48 @@ def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
         else:
             prompt = asking.chat_tokens(asked.messages or [])
         made = CompletionRequest(prompt=prompt, max_tokens=1, temperature=0, cache=asked.cache)
-        return await _answer(asking, asking.completion(made), False, request, salt, answers.Run.reuse, None)
+        return await _answer(asking, asking.completion(made), False, request, salt, Run.reuse, None)
 
 
-def _held(app: FastAPI, asking: Asking, Salt: Any) -> None:
-    """What of a request's prompt is in the store: for a router, before anything is computed."""
+def _ahead(app: FastAPI, asking: Asking, Salt: Any) -> None:
+    """For a router, before a server answers: what of a request's prompt is in the store, without computing
+    (/v1/held); and its prompt computed, with nothing said (/v1/prefill).
+    """
 
-    @app.post("/v1/held/chat/completions")
-    async def chat(asked: ChatRequest, salt: Salt) -> dict[str, int]:
-        return asking.held(asking.chat(asked)[0], salt)
+    def add(path: str, Asked: Any, asks: Callable[[Any], list[Ask]]) -> None:
+        @app.post(f"/v1/held/{path}")
+        async def _(asked: Asked, salt: Salt) -> dict[str, int]:
+            return asking.held(asks(asked)[0], salt)
 
-    @app.post("/v1/held/completions")
-    async def completions(asked: CompletionRequest, salt: Salt) -> dict[str, int]:
-        return asking.held(asking.completion(asked)[0], salt)
+        @app.post(f"/v1/prefill/{path}")
+        async def _(asked: Asked, request: Request, salt: Salt) -> Response:
+            ask = asks(asked)[0]
+            made = CompletionRequest(prompt=ask.prompt, max_tokens=1, temperature=0, cache=ask.request.cache,
+                                     kv_codec=ask.request.kv_codec)  # fmt: skip
+            return await _answer(asking, asking.completion(made), False, request, salt, Run.reuse, None)
 
-    @app.post("/v1/held/responses")
-    async def responses(asked: ResponsesRequest, salt: Salt) -> dict[str, int]:
-        return asking.held(asking.responses(asked)[0], salt)
-
-
-def _prefills(app: FastAPI, asking: Asking, Salt: Any) -> None:
-    """A request's prompt is computed and nothing said: for a router, before another server answers."""
-
-    async def computed(ask: Ask, request: Request, salt: bytes) -> Response:
-        made = CompletionRequest(prompt=ask.prompt, max_tokens=1, temperature=0, cache=ask.request.cache,
-                                 kv_codec=ask.request.kv_codec)  # fmt: skip
-        return await _answer(asking, asking.completion(made), False, request, salt, answers.Run.reuse, None)
-
-    @app.post("/v1/prefill/chat/completions")
-    async def chat(asked: ChatRequest, request: Request, salt: Salt) -> Response:
-        return await computed(asking.chat(asked)[0], request, salt)
-
-    @app.post("/v1/prefill/completions")
-    async def completions(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
-        return await computed(asking.completion(asked)[0], request, salt)
-
-    @app.post("/v1/prefill/responses")
-    async def responses(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
-        return await computed(asking.responses(asked)[0], request, salt)
+    add("chat/completions", ChatRequest, asking.chat)
+    add("completions", CompletionRequest, asking.completion)
+    add("responses", ResponsesRequest, asking.responses)
+    add("messages", MessagesRequest, asking.messages)
+    add("systemone", DecisionRequest, lambda asked: decisions(asking, asked))
 
 
 async def _answer(
     asking: Asking, asks: list[Ask], stream: bool, request: Request, salt: bytes,
-    whole: Callable[[answers.Run], dict[str, Any]],
-    chunks: Callable[[answers.Run], AsyncIterator[dict[str, Any]]] | None, named: bool = False,
+    whole: Callable[[Run], dict[str, Any]],
+    chunks: Callable[[Run], AsyncIterator[dict[str, Any]]] | None,
 ) -> Response:  # fmt: skip
-    run = answers.Run(asking, asks, salt)
+    run = Run(asking, asks, salt)
     if stream and chunks is not None:
-        events = answers.as_events(chunks(run), run, named)
+        events = as_events(chunks(run), run, request.url.path)
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     await run.whole(request.is_disconnected)
     reuse = run.reuse()
     headers = {
         "X-KV-Reused-Tokens": str(reuse.get("reused_tokens", 0)),
-        "X-KV-Tier": answers.farthest_tier(reuse),
+        "X-KV-Tier": farthest_tier(reuse),
         "X-KV-TTFT": str(reuse.get("ttft_s") or ""),
     }
     return JSONResponse(whole(run), headers=headers)
@@ -205,28 +208,33 @@ async def _answer(
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return _shown(error)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return _shown(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body" and not isinstance(part, int))
         if first["type"] == "extra_forbidden":
-            return _shown(unsupported(place))
-        return _shown(ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None))
+            return _shown(unsupported(place), request.url.path)
+        told = ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None)
+        return _shown(told, request.url.path)
 
     @app.exception_handler(UnicodeEncodeError)
-    async def no_text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
-        return _shown(ApiError(400, f"half a surrogate pair at character {error.start} of a text"))
+    async def no_text(request: Request, error: UnicodeEncodeError) -> JSONResponse:
+        told = ApiError(400, f"half a surrogate pair at character {error.start} of a text")
+        return _shown(told, request.url.path)
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> JSONResponse:
-        return _shown(ApiError(500, f"the server failed: {type(error).__name__}", "server_error"))
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        told = ApiError(500, f"the server failed: {type(error).__name__}", "server_error")
+        return _shown(told, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _shown(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        path = request.url.path
+        return _shown(ApiError(error.status_code, f"{request.method} {path}: {error.detail}"), path)
 
 
 class Bounded:
@@ -249,17 +257,20 @@ class Bounded:
             if message["type"] == "http.response.start":
                 took = str(int(1000 * (time.perf_counter() - began)))
                 added = [(b"x-request-id", ident.encode()), (b"openai-processing-ms", took.encode())]
+                if scope["path"].startswith(ANTHROPIC):
+                    added.append((b"request-id", ident.encode()))
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         if scope["method"] == "POST" and not length.isdigit():
-            return await _shown(ApiError(411, "Content-Length is needed"))(scope, receive, numbered)
+            told = _shown(ApiError(411, "Content-Length is needed"), scope["path"])
+            return await told(scope, receive, numbered)
         if scope["method"] == "POST" and int(length) > MOST_BODY_BYTES:
             text = f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}"
-            return await _shown(ApiError(413, text))(scope, receive, numbered)
+            return await _shown(ApiError(413, text), scope["path"])(scope, receive, numbered)
         return await self._app(scope, receive, numbered)
 
 
-def _shown(error: ApiError) -> JSONResponse:
+def _shown(error: ApiError, path: str) -> JSONResponse:
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
-    return JSONResponse(error.body, error.status, headers=headers)
+    return JSONResponse(error.body_at(path), error.status, headers=headers)

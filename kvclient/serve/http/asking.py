@@ -28,7 +28,11 @@ from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.errors import ApiError, too_large, too_long, unsupported
 from kvclient.serve.http.grammar import Grammars
+from kvclient.serve.http.messages import Counted
+from kvclient.serve.http.messages import as_chat as messages_as_chat
 from kvclient.serve.http.reasoning import OPEN
+from kvclient.serve.http.responses import ResponsesRequest
+from kvclient.serve.http.responses import as_chat as responses_as_chat
 from kvclient.serve.http.schema import (
     CacheOptions,
     ChatRequest,
@@ -36,7 +40,6 @@ from kvclient.serve.http.schema import (
     CompletionRequest,
     Message,
     NamedTool,
-    ResponsesRequest,
 )
 
 DEFAULT_NEW_TOKENS = 1024
@@ -114,7 +117,7 @@ class Asking:
         tools = request.tools if request.tool_choice != "none" else []
         if (named or request.tool_choice == "required") and not tools:
             raise ApiError(400, "tool_choice wants a tool, and tools has none", param="tool_choice")
-        prompt = self.chat_tokens(request.messages, tools, request.chat_template_kwargs or {})
+        prompt = self._chat_prompt(request)
         wanted = request.max_completion_tokens
         wanted = request.max_tokens if wanted is None else wanted
         sampling = self._sampling(request, request.top_logprobs if request.logprobs else None)
@@ -150,7 +153,7 @@ class Asking:
             if not count:
                 return 0
             try:
-                told = self.chat_tokens(request.messages[:count], tools, keywords, opened=False)
+                told = self.chat_tokens(request.messages[:count], tools, keywords, "closed")
             except ApiError:  # a template that wants a question behind
                 return 0
             return next((i for i, pair in enumerate(zip(told, prompt, strict=False)) if pair[0] != pair[1]),
@@ -184,16 +187,27 @@ class Asking:
         ]
 
     def responses(self, request: ResponsesRequest) -> list[Ask]:
-        messages = request.input
-        if isinstance(messages, str):
-            messages = [Message(role="user", content=messages)]
-        if request.instructions:
-            messages = [Message(role="system", content=request.instructions), *messages]
-        chat = ChatRequest(
-            model=request.model, messages=messages, max_tokens=request.max_output_tokens,
-            temperature=request.temperature, top_p=request.top_p, stream=request.stream,
-        )  # fmt: skip
-        return self.chat(chat)
+        return self.chat(responses_as_chat(request))
+
+    def messages(self, request: Counted) -> list[Ask]:
+        return self.chat(self.messages_as_chat(request))
+
+    def messages_as_chat(self, request: Counted) -> ChatRequest:
+        return messages_as_chat(request, OPEN in str(getattr(self.tokenizer, "chat_template", "")))
+
+    def count(self, request: Counted) -> int:
+        """The tokens of its prompt."""
+        chat = self.messages_as_chat(request)
+        self.check_model(chat.model)
+        return len(self._chat_prompt(chat))
+
+    def _chat_prompt(self, request: ChatRequest) -> list[int]:
+        tools = request.tools if request.tool_choice != "none" else []
+        ends = "continued" if request.continue_final_message else "opened"
+        if ends == "continued" and request.messages[-1].role != "assistant":
+            text = "continue_final_message wants a message of the assistant at the end"
+            raise ApiError(400, text, param="continue_final_message")
+        return self.chat_tokens(request.messages, tools, request.chat_template_kwargs or {}, ends)
 
     def tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -209,10 +223,10 @@ class Asking:
 
     def chat_tokens(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), keywords: dict[str, Any] | None = None,
-        opened: bool = True,
+        ends: str = "opened",
     ) -> list[int]:  # fmt: skip
-        """By the model's chat template. opened: with what opens the answer. given: the template's own
-        arguments.
+        """By the model's chat template. ends: "opened", with what opens the answer; "continued", within the
+        last message; "closed". keywords: the template's own arguments.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
@@ -225,8 +239,9 @@ class Asking:
             plain = with_tools(plain, spelled)
         try:
             text = self.tokenizer.apply_chat_template(
-                plain, tools=spelled, add_generation_prompt=opened, tokenize=False, **(keywords or {})
-            )
+                plain, tools=spelled, add_generation_prompt=ends == "opened",
+                continue_final_message=ends == "continued", tokenize=False, **(keywords or {})
+            )  # fmt: skip
         except Exception as error:  # a template is a program of the model's author
             raise ApiError(400, f"the chat template refuses these messages: {error}") from error
         text.encode()

@@ -157,6 +157,7 @@ class ChatRequest(Common):
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False  # the answer goes on where the last message ends
     window: WindowOptions | None = None
 
 
@@ -166,19 +167,6 @@ class CompletionRequest(Common):
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None
     suffix: None = None
-
-
-class ResponsesRequest(Strict):
-    model: str | None = None
-    input: str | list[Message]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=5)
-    top_p: float = Field(1.0, gt=0, le=1)
-    stream: bool = False
-    store: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
 
 
 class TokenizeRequest(BaseModel):

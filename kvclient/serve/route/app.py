@@ -25,7 +25,9 @@ from kvclient.serve.route.prefill import prefill, prefiller, worth
 from kvclient.serve.route.prefixes import Prefixes, pieces_of
 from kvclient.serve.route.servers import Probing, Server
 
-ANSWERED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/warm"}
+ANSWERED = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/systemone", "/v1/warm",
+}  # fmt: skip
 MOST_BODY_BYTES = 8 << 20  # the servers' own bound
 MOST_ANSWER_BYTES = 256 << 20  # of one that is held until it is whole
 HELD_TIMEOUT_S = 0.5
@@ -56,7 +58,7 @@ class Router:
             return await self._life(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1003})
-        back = Back(send, _header(scope, b"x-request-id"))
+        back = Back(send, _header(scope, b"x-request-id"), scope["path"])
         try:
             await self._request(scope, receive, back)
         except ApiError as error:
@@ -119,7 +121,8 @@ class Router:
         if sum(server.load.under_way for server in self.servers) >= self._most:
             text = f"{self._most} requests are under way already"
             raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
-        pieces = pieces_of(asked, _header(scope, b"authorization")) if asked else []
+        who = _header(scope, b"authorization") or _header(scope, b"x-api-key")
+        pieces = pieces_of(asked, who) if asked else []
         named = asked.get("model")
         tried: set[str] = set()
         while True:
@@ -252,8 +255,8 @@ class Router:
 class Back:
     """The way back to one client. busy: an answer that said `not now`, kept while others are asked."""
 
-    def __init__(self, send: Any, ident: str) -> None:
-        self._send, self.begun, self._streams = send, False, False
+    def __init__(self, send: Any, ident: str, path: str) -> None:
+        self._send, self._path, self.begun, self._streams = send, path, False, False
         self._ident = ident if ident.isprintable() and 0 < len(ident) <= 128 else uuid.uuid4().hex
         self.busy: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
@@ -285,14 +288,14 @@ class Back:
     async def error(self, error: ApiError) -> None:
         again = error.retry_after_s
         more = [(b"retry-after", str(again).encode())] if again else []
-        await self.json(error.status, error.body, more)
+        await self.json(error.status, error.body_at(self._path), more)
 
     async def broken(self, text: str) -> None:
         """In the middle of an answer: told as an event of a stream; another ends before its end."""
         if not self._streams:
             raise ConnectionError(text)
-        said = json.dumps(ApiError(502, text, "server_error", "server_lost").body)
-        await self.more(f"data: {said}\n\n".encode(), False)
+        said = ApiError(502, text, "server_error", "server_lost").event_at(self._path)
+        await self.more(said.encode(), False)
 
 
 async def _passed(

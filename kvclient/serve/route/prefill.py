@@ -14,7 +14,9 @@ from kvclient.serve.route.exchange import Headers, ServerLost
 from kvclient.serve.route.prefixes import PIECE_BYTES
 from kvclient.serve.route.servers import Server
 
-PATHS = {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"}
+PATHS = {
+    b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/v1/systemone",
+}  # fmt: skip
 TIMEOUT_S = 600.0  # the servers' own for a request
 
 

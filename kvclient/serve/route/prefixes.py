@@ -72,9 +72,11 @@ def pieces_of(body: dict[str, Any], who: str) -> list[bytes]:
 def _prompt(body: dict[str, Any]) -> bytes:
     """What a template makes the prompt of, in its order; of several prompts the first."""
     if "messages" in body:
-        content: Any = [body.get("tools") or None, body["messages"]]
+        content: Any = [body.get("tools") or None, body.get("system"), body["messages"]]
     elif "input" in body:
         content = [body.get("instructions"), body["input"]]
+    elif "state" in body:
+        content = body["state"]
     else:
         content = body.get("prompt")
         several = isinstance(content, list) and content and not isinstance(content[0], int)

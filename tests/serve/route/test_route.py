@@ -211,3 +211,20 @@ def wait_for(condition, deadline_s=60.0):
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
         time.sleep(0.02)
+
+
+def test_anthropics_api_goes_through_and_its_errors_are_in_its_shape(pair):
+    router = Route(*pair)
+    try:
+        wait_for(lambda: router.up() == 2)
+        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "temperature": 0}
+        told = [router.post("/v1/messages", body) for _ in range(2)]
+        assert [status for status, _, _ in told] == [200, 200]
+        assert told[0][2]["content"] == told[1][2]["content"]
+        assert told[0][1]["X-KV-Server"] == told[1][1]["X-KV-Server"]
+        assert told[1][2]["usage"]["cache_read_input_tokens"] >= 128
+        status, _, refused = router.post("/v1/messages", {**body, "model": "claude"})
+        assert (status, refused["error"]["type"]) == (404, "not_found_error")
+        assert "event: message_stop" in router.text("/v1/messages", {**body, "stream": True})
+    finally:
+        router.end()

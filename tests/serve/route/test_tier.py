@@ -5,7 +5,7 @@ Method: the pure rule, on what Run.reuse() gives.
 
 import pytest
 
-from kvclient.serve.http.answers import farthest_tier
+from kvclient.serve.http.answers.run import farthest_tier
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,19 @@ def test_every_spelling_is_read(text, beside):
 
 @pytest.mark.parametrize(
     "text",
-    ["no call", '{"name": "other", "arguments": {}}', "<tool_call>{</tool_call>", "{}", "a <tool_call> b",
-     "[TOOL_CALLS]", " <tool_", "[1, 2]", '{"names": "look"}', "[TOOL_CALLS] [3]", "x [ {"],
+    [
+        "no call",
+        '{"name": "other", "arguments": {}}',
+        "<tool_call>{</tool_call>",
+        "{}",
+        "a <tool_call> b",
+        "[TOOL_CALLS]",
+        " <tool_",
+        "[1, 2]",
+        '{"names": "look"}',
+        "[TOOL_CALLS] [3]",
+        "x [ {",
+    ],
 )
 def test_what_is_no_call_stays_text(text):
     assert calls_in(text, {"look"}) == (text, [])

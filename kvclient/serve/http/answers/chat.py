@@ -1,0 +1,118 @@
+"""Answers of /v1/chat/completions, and what a model's text is in them: words, thoughts, calls of tools.
+
+Owns the shapes. Never computes. Invariant: the pieces of a stream, put together, are the whole answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvclient.serve.engine.job import Done, Token
+from kvclient.serve.engine.sampling import Chosen
+from kvclient.serve.http.answers.run import Choice, Run, head, new_id
+from kvclient.serve.http.asking import Ask
+from kvclient.serve.http.reasoning import Reasoning, parted
+from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
+
+
+def chat_whole(run: Run) -> dict[str, Any]:
+    out = head(run, "chatcmpl", "chat.completion", int(time.time()), new_id("chatcmpl"))
+    choices = []
+    for index, choice in enumerate(run.choices):
+        message, finish = chat_message(choice)
+        said = {"content": [spelled(run, chosen) for chosen in choice.tokens]}
+        logprobs = said if choice.ask.sampling.logprobs is not None else None
+        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
+    return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
+
+
+def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
+    (thought, text), calls = (None, choice.text), []
+    if choice.ask.reasoning is not None:
+        thought, text = parted(text, choice.ask.reasoning)
+    if choice.ask.forced_tool:
+        calls = forced_call(text)
+        text = "" if calls else text
+    elif choice.ask.tools:
+        text, calls = calls_in(text, offered(choice.ask))
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thought is not None:
+        message["reasoning_content"] = thought
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+        return message, "tool_calls" if choice.finish == "stop" else choice.finish
+    return message, choice.finish
+
+
+async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    base = head(run, "chatcmpl", "chat.completion.chunk", int(time.time()), new_id("chatcmpl"))
+
+    def chunk(
+        index: int, delta: dict[str, Any], finish: str | None = None, said: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
+        return {**base, "choices": [choice]}
+
+    heard = [listeners(choice.ask) for choice in run.choices]
+    for index, _ in enumerate(run.choices):
+        yield chunk(index, {"role": "assistant", "content": ""})
+    async for index, event in run.events():
+        choice, ended = run.choices[index], isinstance(event, Done)
+        if not isinstance(event, Token | Done):
+            continue
+        said = None
+        if isinstance(event, Token) and choice.ask.sampling.logprobs is not None:
+            said = {"content": [spelled(run, event.chosen)]}
+        for delta in deltas(event.text, *heard[index], bool(said), ended):
+            yield chunk(index, delta, None, said)
+            said = None
+        if ended:
+            yield chunk(index, {}, chat_message(choice)[1])
+    last = {**base, "choices": [], "usage": run.usage(), "kv_reuse": run.reuse()}
+    if wants_usage(run):
+        yield last
+
+
+def listeners(ask: Ask) -> tuple[Reasoning | None, ForcedCall | SpokenCalls | None]:
+    """What reads its text as it grows."""
+    thinking = None if ask.reasoning is None else Reasoning(ask.reasoning)
+    if ask.forced_tool:
+        return thinking, ForcedCall()
+    return thinking, SpokenCalls(offered(ask)) if ask.tools else None
+
+
+def deltas(
+    text: str, thinking: Reasoning | None, calling: ForcedCall | SpokenCalls | None, always: bool, ended: bool
+) -> list[dict[str, Any]]:
+    """Of one piece. always: also an empty one, for what stands beside it."""
+    thought = ""
+    if thinking is not None:
+        thought, text = thinking.add(text)
+        rest = thinking.end() if ended else ("", "")
+        thought, text = thought + rest[0], text + rest[1]
+    out: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
+    if calling is not None:
+        out += calling.add(text, ended)
+    elif text:
+        out.append({"content": text})
+    return out or ([{"content": ""}] if always else [])
+
+
+def offered(ask: Ask) -> set[str]:
+    """The names of its tools."""
+    return {tool.function.name for tool in ask.request.tools}  # type: ignore[attr-defined]
+
+
+def wants_usage(run: Run) -> bool:
+    options = run.choices[0].ask.request.stream_options
+    return options is not None and options.include_usage
+
+
+def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
+    def word(token: int, logprob: float | None) -> dict[str, Any]:
+        text = run.asking.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {**word(chosen.token, chosen.logprob), "top_logprobs": [word(*pair) for pair in chosen.top]}

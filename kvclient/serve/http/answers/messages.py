@@ -1,0 +1,119 @@
+"""Answers in the shapes of Anthropic's messages API, whole or as a stream of blocks.
+
+Owns the shapes. Never computes. Invariant: the blocks of a stream, put together, are those of the whole
+answer; one block is open at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from kvclient.serve.engine.job import Done, Prompt, Token
+from kvclient.serve.http.answers.chat import chat_message, deltas, listeners
+from kvclient.serve.http.answers.run import Choice, Run, new_id
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+def message_whole(run: Run) -> dict[str, Any]:
+    choice = run.choices[0]
+    message, _ = chat_message(choice)
+    content: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        content.append(_called(call, _arguments(call["function"]["arguments"])))
+    return {**_head(run, new_id("msg")), "content": content, **_stopped(choice), "usage": _usage(run)}
+
+
+async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    blocks, choice = Blocks(), run.choices[0]
+    thinking, calling = listeners(choice.ask)
+    async for _, event in run.events():
+        if isinstance(event, Prompt):
+            begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(run)}
+            yield {"type": "message_start", "message": {**_head(run, new_id("msg")), **begun}}
+        if isinstance(event, Token | Done):
+            for delta in deltas(event.text, thinking, calling, False, isinstance(event, Done)):
+                for told in blocks.of(delta):
+                    yield told
+    for told in blocks.closed():
+        yield told
+    yield {"type": "message_delta", "delta": _stopped(choice), "usage": _usage(run)}
+    yield {"type": "message_stop"}
+
+
+class Blocks:
+    """Which block is open, and the events that a delta of a chat is."""
+
+    def __init__(self) -> None:
+        self._open, self._index = "", -1
+
+    def of(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
+        out: list[dict[str, Any]] = []
+        if thought := delta.get("reasoning_content"):
+            out += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            out.append(self._delta({"type": "thinking_delta", "thinking": thought}))
+        if text := delta.get("content"):
+            out += self._opened("text", {"type": "text", "text": ""})
+            out.append(self._delta({"type": "text_delta", "text": text}))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                out += self._opened(call["id"], _called(call, {}))
+            if arguments := call["function"]["arguments"]:
+                out.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return out
+
+    def closed(self) -> list[dict[str, Any]]:
+        opened, self._open = self._open, ""
+        return [{"type": "content_block_stop", "index": self._index}] if opened else []
+
+    def _opened(self, name: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+        if name == self._open:
+            return []
+        out = self.closed()
+        self._open, self._index = name, self._index + 1
+        return [*out, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _head(run: Run, ident: str) -> dict[str, Any]:
+    return {"id": ident, "type": "message", "role": "assistant", "model": run.asking.model_name}
+
+
+def _called(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    ident = call["id"].replace("call_", "toolu_", 1)
+    return {"type": "tool_use", "id": ident, "name": call["function"]["name"], "input": arguments}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """What there is of them where max_tokens cut them, as its clients read a stream that is."""
+    try:
+        told = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _stopped(choice: Choice) -> dict[str, Any]:
+    _, finish = chat_message(choice)
+    if finish == "stop" and choice.stopped is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped}
+    return {"stop_reason": REASONS[finish or "stop"], "stop_sequence": None}
+
+
+def _usage(run: Run) -> dict[str, int]:
+    """There, what was read from the cache is not among the input tokens."""
+    told = run.usage()
+    cached = told["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": told["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0, "output_tokens": told["completion_tokens"],
+    }  # fmt: skip

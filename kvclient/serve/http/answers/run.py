@@ -1,0 +1,178 @@
+"""One HTTP request's answers as they grow, from what the loop tells of their jobs.
+
+Owns the waiting for its jobs, and gives them up when its client is gone. Never computes, and knows no API's
+shapes. Invariant: a job is cancelled or has ended when its Run is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvclient.serve.engine.job import Done, Event, Job, Prompt, Token
+from kvclient.serve.engine.sampling import Chosen
+from kvclient.serve.errors import ANTHROPIC, RESPONSES, ApiError
+from kvclient.serve.http.asking import Ask, Asking
+from kvclient.serve.scheduler import QueueFull
+
+RETRY_AFTER_S = 2
+
+
+@dataclass
+class Choice:
+    """What one answer is so far."""
+
+    ask: Ask
+    text: str = ""
+    tokens: list[Chosen] = field(default_factory=list)
+    prompt: Prompt | None = None
+    finish: str | None = None
+    stopped: str | None = None  # the stop string that ended it
+    window: dict[str, int] | None = None
+    accepted: int = 0  # tokens that were guessed, and right
+    rejected: int = 0
+
+
+class Run:
+    """The jobs of one HTTP request. Raises ApiError."""
+
+    def __init__(self, asking: Asking, asks: list[Ask], salt: bytes) -> None:
+        self.began, self.first_at = time.perf_counter(), 0.0
+        self.asking = asking
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.choices: list[Choice] = []
+        self._jobs: list[Job] = []
+        for ask in asks:
+            base = len(self.choices)
+
+            def tell(index: int, event: Event, base: int = base) -> None:
+                loop.call_soon_threadsafe(self._events.put_nowait, (base + index, event))
+
+            jobs = asking.jobs(ask, salt, tell)
+            self._jobs += jobs
+            self.choices += [Choice(ask) for _ in jobs]
+        try:
+            for job in self._jobs:
+                asking.loop.submit(job)
+        except QueueFull as full:
+            self.close()
+            raise ApiError(429, str(full), "rate_limit_error", "queue_full", None, RETRY_AFTER_S) from full
+
+    def close(self) -> None:
+        for job, choice in zip(self._jobs, self.choices, strict=False):
+            if choice.finish is None:
+                self.asking.loop.cancel(job)
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Until every answer has ended. Raises ApiError for one that failed."""
+        left = len(self.choices)
+        while left:
+            index, event = await self._events.get()
+            choice = self.choices[index]
+            if isinstance(event, Prompt):
+                choice.prompt = event
+            elif isinstance(event, Token):
+                self.first_at = self.first_at or time.perf_counter()
+                choice.text += event.text
+                choice.tokens.append(event.chosen)
+            elif isinstance(event, Done):
+                choice.text += event.text
+                choice.finish, choice.stopped, choice.window = event.reason, event.stopped, event.window
+                choice.accepted, choice.rejected = event.accepted, event.rejected
+                left -= 1
+            else:
+                choice.finish = "error"
+                kind = "server_error" if event.status >= 500 else "invalid_request_error"
+                raise ApiError(event.status, event.message, kind)
+            yield index, event
+
+    async def whole(self, gone: Any) -> None:
+        """Waits for all answers. gone: says whether the client is; asked while waiting."""
+        done = asyncio.ensure_future(self._all())
+        try:
+            while not (await asyncio.wait({done}, timeout=0.25))[0]:
+                if await gone():
+                    return
+            await done
+        finally:
+            done.cancel()
+            self.close()
+
+    async def _all(self) -> None:
+        async for _ in self.events():
+            pass
+
+    # ---------------------------------------------------------------- figures
+
+    def usage(self) -> dict[str, Any]:
+        prompts = {id(choice.ask): choice.ask for choice in self.choices}.values()
+        first = {id(c.ask): c.prompt for c in reversed(self.choices) if c.prompt is not None}
+        cached = sum(prompt.cached_tokens for prompt in first.values())
+        asked, said = sum(len(a.prompt) for a in prompts), sum(len(c.tokens) for c in self.choices)
+        return {
+            "prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(c.accepted for c in self.choices),
+                "rejected_prediction_tokens": sum(c.rejected for c in self.choices),
+            },
+        }  # fmt: skip
+
+    def reuse(self) -> dict[str, Any]:
+        """Of the first answer: for the page and for headers."""
+        prompt = next((c.prompt for c in self.choices if c.prompt is not None), None)
+        if prompt is None:
+            return {}
+        disk, peer, asked = prompt.from_disk, prompt.from_peer, len(self.choices[0].ask.prompt)
+        return {
+            "prompt_tokens": asked, "reused_tokens": prompt.cached_tokens,
+            "memory_tokens": prompt.cached_tokens - disk - peer, "disk_tokens": disk, "peer_tokens": peer,
+            "approximate_tokens": prompt.approximate_tokens,
+            "ttft_s": round(self.first_at - self.began, 4) if self.first_at else None,
+            # At the rate prompts were computed lately: an estimate, and called one.
+            "cold_ttft_estimate_s": None if prompt.cold_s is None else round(prompt.cold_s, 4),
+            **({"window": held} if (held := self.choices[0].window) is not None else {}),
+        }  # fmt: skip
+
+
+def farthest_tier(reuse: dict[str, Any]) -> str:
+    """Where the reused tokens of `Run.reuse()` came from: of several places the farthest."""
+    for tier in ("peer", "disk", "memory"):
+        if reuse.get(f"{tier}_tokens"):
+            return tier
+    return "none"
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def head(run: Run, kind: str, shown: str, made: int, ident: str) -> dict[str, Any]:
+    name = run.asking.model_name
+    return {
+        "id": ident, "object": shown, "created": made, "model": name,
+        "system_fingerprint": run.asking.fingerprint,
+    }  # fmt: skip
+
+
+async def as_events(chunks: AsyncIterator[dict[str, Any]], run: Run, path: str) -> AsyncIterator[str]:
+    """Server-sent events, as the API of this path has them. A failure in the middle is told as one, for the
+    status is sent already.
+    """
+    named = path in (ANTHROPIC, RESPONSES)
+    try:
+        async for chunk in chunks:
+            name = f"event: {chunk['type']}\n" if named else ""
+            yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    except ApiError as error:
+        yield error.event_at(path)
+    finally:
+        run.close()
+    if not named:
+        yield "data: [DONE]\n\n"
