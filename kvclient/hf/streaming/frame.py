@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
@@ -47,7 +47,7 @@ def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         group, _ = _group_of(quantisation)
         del config.quantization_config
-    with _without_memory():
+    with _without_memory(), initialization.no_init_weights():  # they are drawn for nothing
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     if quantisation is not None:
         model.config.quantization_config = quantisation

@@ -24,7 +24,7 @@ from kvclient.hf.streaming import frame
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
-from kvclient.hf.streaming.files.index import Arrangement, Part, Stored, Table, sources, split
+from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.frame import name_of, put
 from kvclient.hf.streaming.mover import DiskMover, pages
@@ -33,9 +33,10 @@ from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.vocabulary import StreamedEmbedding, StreamedHead, digest
+from kvclient.hf.streaming.weights import copies, kept, leave, places
 
+COPIES = 2
 ROLES = {"embedding": "input", "head": "output"}
-Place = tuple[torch.nn.Module, str, torch.Tensor]
 # Not an attribute of the model: what a module has is part of its identity.
 _streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams] = weakref.WeakKeyDictionary()
 
@@ -69,10 +70,19 @@ class StreamingCausalLM:
             math.prod(tensor.shape) * model.dtype.itemsize
             for name, tensor in others.items()
             if name not in names.values()
-        ) + max((_copies(layer) for layer in arranged.layers), default=0)
-        chosen = plan(config, sizes, outside, frame.sizes(tables))
+        )
+        held = [
+            {name: kept(part, model.dtype, arranged.in_place) for name, part in layer.items()}
+            for layer in arranged.layers
+        ]
+        working = max((_copied(layer, model.dtype) for layer in arranged.layers), default=0)
+        chosen = plan(config, sizes, outside + working, frame.sizes(tables), held)
         streamed = {names[role] for role in chosen.vocabulary}
-        rest = {name: frame.read(source) for name, source in others.items() if name not in streamed}
+        rest = {
+            name: frame.read(source).to(model.dtype)
+            for name, source in others.items()
+            if name not in streamed
+        }
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
@@ -139,11 +149,11 @@ class Streams:
             for name in PARTS:
                 if name in chosen.streamed[number]:
                     self._streamed.setdefault(number, []).append(parts[name])
-                    _leave(layer, parts[name])
+                    leave(layer, parts[name])
                 else:
                     held = pages(parts[name].length)
                     mover.fill(number, parts[name].pieces, held)
-                    put(_places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
+                    put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
@@ -238,7 +248,7 @@ class Streams:
                 self._users[number] -= 1
                 if not self._users[number]:
                     for part in self._streamed[number]:
-                        _leave(layer, part)
+                        leave(layer, part)
             held.close()
 
         return after
@@ -246,41 +256,14 @@ class Streams:
     def _point(self, number: int, layer: torch.nn.Module, slot: Slot) -> None:
         at = 0
         for part in self._streamed[number]:
-            put(_places(layer, part, slot.memory[at : at + part.length], self._dtype))
+            put(places(layer, part, slot.memory[at : at + part.length], self._dtype))
             at += part.length
 
 
-def _places(
-    layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False
-) -> Iterator[Place]:
-    """copied: the tensors have memory of their own, and what was read can go."""
-    for stored in part.tensors:
-        owner, _, attribute = stored.name.rpartition(".")
-        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, attribute, copied)
-
-
-def _tensor(
-    stored: Stored, memory: memoryview, dtype: torch.dtype, attribute: str, copied: bool
-) -> torch.Tensor:
-    kind = getattr(torch, stored.dtype)
-    if not stored.length:
-        return torch.empty(stored.shape, dtype=kind)
-    found = torch.frombuffer(memory, dtype=torch.uint8, count=stored.length, offset=stored.offset)
-    if copied or stored.unaligned:
-        found = found.clone()
-    found = found.view(kind).view(stored.shape)
-    return found.to(dtype) if found.is_floating_point() and attribute != "scales" else found
-
-
-def _leave(layer: torch.nn.Module, part: Part) -> None:
-    """The part's weights have no memory from here on."""
-    for stored in part.tensors:
-        owner, _, attribute = stored.name.rpartition(".")
-        module = layer.get_submodule(owner)
-        empty = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
-        put(iter([(module, attribute, empty)]))
-
-
-def _copies(layer: dict[str, Part]) -> int:
-    """Bytes of tensors that are copied to where a product wants them, while the layer computes."""
-    return sum(stored.length for part in layer.values() for stored in part.tensors if stored.unaligned)
+def _copied(layer: dict[str, Part], dtype: torch.dtype) -> int:
+    """Bytes of a layer's tensors that are copied to where a product wants them, while it computes: twice, for
+    the next layer's seldom fit into the holes that they leave. Or of what a part is read into until all of it
+    is copied.
+    """
+    made = COPIES * sum(copies(part, dtype) for part in layer.values())
+    return max([made, *(part.length for part in layer.values() if kept(part, dtype) == copies(part, dtype))])

@@ -100,16 +100,17 @@ class Plan:
 
 def plan(
     config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int,
-    vocabulary: Vocabulary = NO_VOCABULARY,
+    vocabulary: Vocabulary = NO_VOCABULARY, held: Sequence[dict[str, int]] | None = None,
 ) -> Plan:  # fmt: skip
-    """layers: bytes of each part; outside: of what is in no layer and not the vocabulary's. Raises
-    InvalidArgument, with the numbers, for a memory that cannot hold what the residency wants.
+    """layers: bytes of each part as it is read; held: as it stays in memory, if that is not the same;
+    outside: of what is in no layer and not the vocabulary's. Raises InvalidArgument, with the numbers, for a
+    memory that cannot hold what the residency wants.
     """
-    count, memory = len(layers), config.memory
+    count, memory, held = len(layers), config.memory, layers if held is None else held
     if config.residency == "auto":
         memory = free_memory() if memory is None else memory
         found = [
-            _plan(config, layers, outside, [()] * first + [PARTS] * (count - first), vocabulary, way)
+            _plan(config, layers, held, outside, [()] * first + [PARTS] * (count - first), vocabulary, way)
             for way in vocabulary.ways()
             for first in range(count, -1, -1)
         ]
@@ -126,7 +127,7 @@ def plan(
             "work with"
         )
     ways = vocabulary.ways()[: 1 if config.residency == "full_resident" else None]
-    found = [_plan(config, layers, outside, _parts(config, count), vocabulary, way) for way in ways]
+    found = [_plan(config, layers, held, outside, _parts(config, count), vocabulary, way) for way in ways]
     for choice in found:
         if memory is None or choice.bytes <= memory:
             return choice
@@ -146,11 +147,16 @@ def _parts(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:
 
 
 def _plan(
-    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int, streamed: list[tuple[str, ...]],
-    vocabulary: Vocabulary, way: tuple[str, ...],
+    config: StreamingConfig, layers: Sequence[dict[str, int]], held: Sequence[dict[str, int]], outside: int,
+    streamed: list[tuple[str, ...]], vocabulary: Vocabulary, way: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     moved = [sum(layer[part] for part in parts) for layer, parts in zip(layers, streamed, strict=True)]
-    kept = sum(sum(layer.values()) for layer in layers) - sum(moved)
+    kept = sum(
+        count
+        for layer, parts in zip(held, streamed, strict=True)
+        for name, count in layer.items()
+        if name not in parts
+    )
     units = [unit for unit in moved if unit]
     if "head" in way:
         units += [vocabulary.piece] * -(-vocabulary.head // max(1, vocabulary.piece))

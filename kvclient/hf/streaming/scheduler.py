@@ -47,6 +47,7 @@ class Scheduler:
         self.loads = self.hits = self.retries = self.bytes = 0
         self.filling_s, self.waited_s = 0.0, dict.fromkeys(layers, 0.0)
         self.first_s: float | None = None  # when the first layer was asked for
+        self._early_s = 0.0  # that the link had been busy until then
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"kvclient-streaming-{i}", daemon=True)
             for i in range(min(MOST_FILLING, len(made)))
@@ -73,7 +74,7 @@ class Scheduler:
         started = time.monotonic()
         with self._changed:
             if self.first_s is None:
-                self.first_s = started
+                self.first_s, self._early_s = started, self._busy(started)
             self.hits += self._table.ask(layer)
             try:
                 self._changed.notify_all()
@@ -135,8 +136,11 @@ class Scheduler:
         """Seconds in which the link had something to do, and all since the first layer was asked for."""
         now = time.monotonic()
         with self._changed:
-            busy = self.filling_s + (now - self._since if self._filling else 0.0)
+            busy = self._busy(now) - self._early_s
             return {"busy_s": busy, "since_s": now - self.first_s if self.first_s is not None else 0.0}
+
+    def _busy(self, now: float) -> float:
+        return self.filling_s + (now - self._since if self._filling else 0.0)
 
     def close(self) -> None:
         with self._changed:

@@ -32,7 +32,8 @@ class SlotTable:
         self._at = {layer: i for i, layer in enumerate(self._order)}
         self._ahead = min(ahead, len(self.slots) - 1)
         self._asked: Counter[int] = Counter()  # layers that are waited for
-        self._soon: tuple[int, ...] = ()  # to be read before they are asked for
+        # To be read before they are asked for: of the first pass, what fits, while the model is still made.
+        self._soon = tuple(self._order[: self._ahead + 1]) if self._ahead else ()
         self._failed: dict[int, BaseException] = {}
 
     def ask(self, layer: int) -> bool:

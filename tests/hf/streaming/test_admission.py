@@ -5,6 +5,7 @@ short and long prompts; one and several rows) and reads its peak of memory from 
 it before each call (/proc/self/clear_refs); then the arithmetic of what fits.
 """
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import torch
 import transformers
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
 from kvclient.hf.streaming.admission import Admission, RequestTooLarge
+from kvclient.hf.streaming.model import streams_of
 
 MEASURE = """
 import ctypes, json, pathlib, sys, tempfile
@@ -129,3 +132,36 @@ def test_a_call_that_took_more_raises_all_that_follow(model):
     assert admission.estimate(100, 20).working >= 2 * before.working - 8
     fresh = Admission(model, memory=1 << 40).estimate(50, 20)
     assert admission.estimate(50, 20).working >= 2 * fresh.working - 8
+
+
+@pytest.mark.parametrize("rearrange", [True, False])
+@pytest.mark.parametrize("stored, computed", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_weights_in_another_type_are_planned_as_what_they_become(
+    model, tmp_path, stored, computed, rearrange
+):
+    """The plan said the bytes on the disk: half of what fp32 takes that was stored as bf16."""
+    copy.deepcopy(model).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    config = StreamingConfig(residency="full_resident", rearrange=rearrange)
+    held = StreamingCausalLM.from_pretrained(tmp_path, config, dtype=getattr(torch, computed))
+    said = streaming_stats(held)["bytes_held"]
+    parts = [sum(t.nbytes for t in layer.parameters()) for layer in held.model.layers]
+    assert said >= sum(tensor.nbytes for tensor in held.parameters())
+    streamed = StreamingConfig(residency="full_stream", rearrange=rearrange)
+    other = StreamingCausalLM.from_pretrained(tmp_path, streamed, dtype=getattr(torch, computed))
+    stats = streaming_stats(other)
+    outside = sum(t.nbytes for name, t in held.named_parameters() if ".layers." not in name)
+    slots = 2 * stats["bytes_per_pass"] // len(parts)
+    assert stats["bytes_held"] >= outside + slots + max(parts)  # the copies beside what was read
+    streams_of(other).close()
+
+
+@pytest.mark.slow
+def test_no_residency_type_or_codec_takes_more_than_was_said(tmp_path):
+    """Weights, slots and the call, by every way of the matrix; 0 bytes over the plan."""
+    command = [sys.executable, "-m", "tests.hf.streaming.planner_matrix", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) > 200
+    assert not [row for row in rows if row["taken"] > row["said"]]
+    print(min(rows, key=lambda row: row["ratio"]))

@@ -1,0 +1,73 @@
+"""A part's tensors in a layer's modules: as they lie in what was read, or copied where a product wants them.
+
+Owns which tensors are copies, and how many bytes that makes. Never reads a file. Invariant: what the plan
+counts as a copy is what filled() copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from kvclient.hf.streaming.files.index import Part, Stored
+from kvclient.hf.streaming.frame import put
+
+Place = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+def places(
+    layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False
+) -> Iterator[Place]:
+    """Each of the part's tensors with its module and attribute. memory: the part's bytes. copied: the tensors
+    have memory of their own, and what was read can go.
+    """
+    for stored in part.tensors:
+        owner, _, attribute = stored.name.rpartition(".")
+        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, copied)
+
+
+def leave(layer: torch.nn.Module, part: Part) -> None:
+    """The part's weights have no memory from here on."""
+    for stored in part.tensors:
+        owner, _, attribute = stored.name.rpartition(".")
+        module = layer.get_submodule(owner)
+        empty = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+        put(iter([(module, attribute, empty)]))
+
+
+def copies(part: Part, dtype: torch.dtype, copied: bool = False) -> int:
+    """Bytes of the tensors that do not stay in what was read."""
+    return sum(
+        math.prod(stored.shape) * _kind(stored, dtype).itemsize
+        for stored in part.tensors
+        if copied or _is_copied(stored, dtype)
+    )
+
+
+def kept(part: Part, dtype: torch.dtype, copied: bool = False) -> int:
+    """Bytes of a part that stays in memory: its copies, and what was read if a tensor lies in it."""
+    lies = any(stored.length and not (copied or _is_copied(stored, dtype)) for stored in part.tensors)
+    return copies(part, dtype, copied) + (part.length if lies else 0)
+
+
+def _kind(stored: Stored, dtype: torch.dtype) -> torch.dtype:
+    """What it is computed in; packed words and their scales are read as they lie."""
+    written: torch.dtype = getattr(torch, stored.dtype)
+    computed = written.is_floating_point and stored.name.rpartition(".")[2] != "scales"
+    return dtype if computed else written
+
+
+def _is_copied(stored: Stored, dtype: torch.dtype) -> bool:
+    return stored.unaligned or _kind(stored, dtype) != getattr(torch, stored.dtype)
+
+
+def _tensor(stored: Stored, memory: memoryview, dtype: torch.dtype, copied: bool) -> torch.Tensor:
+    written, kind = getattr(torch, stored.dtype), _kind(stored, dtype)
+    if not stored.length:
+        return torch.empty(stored.shape, dtype=written)
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=stored.length, offset=stored.offset)
+    if (copied or stored.unaligned) and written == kind:
+        found = found.clone()
+    return found.view(written).view(stored.shape).to(kind)
