@@ -194,7 +194,7 @@ lint: $(VENV)/.dev build/.locks ## ruff, clang-format, import contracts, what th
 	@$(VENV)/bin/ruff check .
 	@git ls-files -z 'native/*.cc' 'native/*.h' 'native/*.cu' 'native/*.hpp' 'examples/cpp/*.cc' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/lint-imports
-	@$(PY) -m pytest -q tests/unit/house/test_tidy.py
+	@$(PY) -m pytest -q tests/unit/house/test_tidy.py tests/unit/docstrings
 
 format: $(VENV)/.dev ## sort imports, wrap C++ lines
 	@$(VENV)/bin/ruff check --quiet --select I --fix .

@@ -24,7 +24,9 @@ BITS = np.dtype(np.uint16)
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The same memory as a plain array of uint16, if it is of bfloat16; any other array as it is."""
+    """The same memory as a plain array of uint16, if it is of bfloat16, of any shape and unchanged in it; any
+    other array as it is.
+    """
     return array.view(BITS, np.ndarray) if array.dtype == ELEMENT else array
 
 

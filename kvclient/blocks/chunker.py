@@ -56,7 +56,7 @@ class Chunker:
         self.certain = block_tokens if name == "fixed" else self.most + 1
 
     def counts(self, ids: Sequence[int] | np.ndarray) -> list[int]:
-        """The tokens of each block, as far as their ends are certain."""
+        """The tokens of each block of `ids` [tokens], as far as their ends are certain."""
         size, out, at = self.block_tokens, [], 0
         if self.name == "fixed":
             return [size] * (len(ids) // size)
@@ -103,6 +103,7 @@ class Texts:
         return self._decode is not None
 
     def of(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """The text of each token of `ids` [tokens]."""
         assert self._decode is not None, "Chunker refuses rules that need texts without a tokenizer"
         known = self._kept
         for token in {int(token) for token in ids}.difference(known):
@@ -116,6 +117,7 @@ class Texts:
         return twice[len(alone) :] if twice.startswith(alone) and twice != alone else alone
 
     def ends(self, rule: str, ids: Sequence[int] | np.ndarray) -> list[int]:
+        """Behind which tokens of `ids` [tokens] the rule lets a block end, ascending."""
         return _ends(rule, self.of(ids))
 
 

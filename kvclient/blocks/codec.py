@@ -46,6 +46,7 @@ class Kivi:
 
     @property
     def name(self) -> str:
+        """As options and layouts name it: int4 or int8."""
         return f"int{self.bits}"
 
     @property
@@ -69,7 +70,7 @@ class Kivi:
         return codes + math.ceil(scales)
 
     def views(self, layer: np.ndarray, tokens: int, heads: int, head_dim: int) -> tuple[Quantised, Quantised]:
-        """K and V of a layer's bytes, in place."""
+        """K and V [heads, tokens, head_dim] of a layer's bytes [length], quantised, in place."""
         width, groups = head_dim * self.bits // 8, tokens // self.group
         at = 0
 

@@ -149,9 +149,11 @@ class Geometry:
         return self.layer_offset(self.num_layers, tokens)
 
     def meta_offset(self, tokens: int) -> int:
+        """Where the meta area of a block of so many tokens begins, in bytes from the block's beginning."""
         return self.layers_length(tokens) + round_up(4 * self.num_layers, LAYER_ALIGN)
 
     def meta_length(self, tokens: int) -> int:
+        """The bytes of its meta area."""
         return self.meta_fixed + self.meta_per_token * tokens
 
     def length(self, tokens: int) -> int:
@@ -218,6 +220,7 @@ class Layout:
 
     @cached_property
     def geometry(self) -> Geometry:
+        """The same as numbers that the store counts with: bytes of a layer, of a token, of the meta area."""
         sizes = self.layer_bytes_per_token
         if sizes is None:
             element = DTYPES[self.dtype][1]

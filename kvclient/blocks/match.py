@@ -38,6 +38,7 @@ class Known:
 
     @property
     def base(self) -> int:
+        """The position of its first token in the prompt it was computed in."""
         return self.view.base_position
 
 
@@ -63,18 +64,22 @@ class Run:
 
     @property
     def pieces(self) -> list[Piece]:
+        """What of each block is used, in the order of the prompt."""
         return [Piece(known.view, offset, count, known.key) for known, offset, count in self.blocks]
 
     @property
     def position(self) -> int:
+        """At which position the run's first token was computed."""
         known, offset, _ = self.blocks[0]
         return known.base + offset
 
     def append(self, known: Known, offset: int, count: int) -> None:
+        """The run goes on with `count` tokens of a block from token `offset` on."""
         self.blocks.append((known, offset, count))
         self.stop += count
 
     def prepend(self, known: Known, offset: int, count: int) -> None:
+        """Before the run stand `count` tokens of a block from token `offset` on."""
         self.blocks.insert(0, (known, offset, count))
         self.start -= count
 
@@ -114,6 +119,7 @@ class Library:
         return [self._known[key] for key in keys]
 
     def get(self, key: bytes) -> Known | None:
+        """The block of this key, read and held; None if the store has it not."""
         return self.get_all([key])[0]
 
     def load(self, keys: list[bytes], tokens: int) -> None:
@@ -131,7 +137,9 @@ class Library:
             self._known[key] = self._verify(key, blocks, index)
 
     def extend_back(self, run: Run, ids: np.ndarray, low: int) -> None:
-        """Takes along what agrees of the blocks before the run, not beyond token `low` of the prompt."""
+        """Takes along what agrees of the blocks before the run with the prompt `ids` [tokens], not beyond its
+        token `low`.
+        """
         while run.start > low:
             first, offset, _ = run.blocks[0]
             if offset or first.parent_key == meta.NO_PARENT:
@@ -146,7 +154,7 @@ class Library:
             run.prepend(parent, len(parent.ids) - count, count)
 
     def extend_forward(self, run: Run, ids: np.ndarray) -> None:
-        """Takes along what agrees of the blocks behind the run."""
+        """Takes along what agrees of the blocks behind the run with the prompt `ids` [tokens]."""
         while run.stop < len(ids):
             last, offset, count = run.blocks[-1]
             if offset + count < len(last.ids):
@@ -166,6 +174,7 @@ class Library:
             run.append(best, 0, agreed)
 
     def release(self) -> None:
+        """Gives the pins of everything that was read back."""
         self._known.clear()
         for handle in self._handles:
             handle.release()
@@ -193,8 +202,8 @@ def verified(identity: bytes, key: bytes, view: Any) -> Known | None:
 
 
 def find_runs(library: Library, ids: np.ndarray, start: int, window: int) -> list[Run]:
-    """Every stretch behind token `start` that holds the first `window` tokens of a block at least, each
-    extended as far as it goes.
+    """Every stretch of the prompt `ids` [tokens] behind token `start` that holds the first `window` tokens of
+    a block at least, each extended as far as it goes.
     """
     sightings = library.client.find(library.identity, ids[start:], window, library.patience is not None)
     if not sightings:
@@ -303,7 +312,7 @@ class Widest:
 
 
 def common_length(ids: np.ndarray, other: np.ndarray) -> int:
-    """How many leading items are equal."""
+    """How many leading items of two arrays [tokens] are equal."""
     count = min(len(ids), len(other))
     different = np.flatnonzero(ids[:count] != other[:count])
     return int(different[0]) if len(different) else count

@@ -29,6 +29,7 @@ class Meta(NamedTuple):
 
 
 def pack(meta: Meta) -> bytes:
+    """The bytes of a block's meta area, as docs/formats.md has them."""
     tokens = len(meta.token_ids) // 4
     extra_words = len(meta.extra_ids) // (8 * tokens) if tokens else 0
     header = _HEADER.pack(MAGIC, tokens, extra_words, bool(meta.identity), meta.parent_key, meta.content_key)

@@ -55,12 +55,14 @@ class Breaker:
             self._retry_at = min(self._retry_at, self._failed_at + HURRIED_BACKOFF_S)
 
     def succeeded(self) -> None:
+        """A call did what it should: the breaker closes."""
         if self.open:
             with self._lock:
                 self.open = self._probing = False
                 self._backoff_s = FIRST_BACKOFF_S
 
     def failed(self) -> None:
+        """A call failed: the breaker opens, or stays open for twice as long."""
         with self._lock:
             if self.open and not self._probing:
                 return  # a call from before the opening; it says nothing about the probe to come
@@ -103,6 +105,7 @@ class NoBlocks:
         """There is nothing to wait for."""
 
     def layers(self, layer: int, timeout_s: float | None = None) -> list[None]:
+        """No layer of any block is there: None for each."""
         return [None] * self._count
 
     def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
@@ -134,6 +137,7 @@ class NoWriter:
         raise InvalidArgument(f"key {index} was not granted: the store is unreachable")
 
     def copy_layer(self, layer: int, source: Any, indices: Any, offsets: Any) -> None:
+        """Raises InvalidArgument for any index: nothing was granted."""
         if len(indices):
             self[indices[0]]
 
@@ -144,6 +148,7 @@ class NoWriter:
         """There is nothing to give up."""
 
     def wait_pending(self, timeout_s: float | None = None) -> bool:
+        """True: nobody else's blocks are waited for."""
         return True
 
     def __enter__(self) -> NoWriter:

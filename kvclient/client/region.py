@@ -79,13 +79,14 @@ class Region:
 
     @property
     def array(self) -> np.ndarray:
-        """Its bytes, writable. Raises Closed after close()."""
+        """Its bytes [length], writable. Raises Closed after close()."""
         if self._array is None:
             raise Closed("the region was given back")
         return self._array
 
     @property
     def memory(self) -> memoryview:
+        """The same as a memoryview. Raises Closed after close()."""
         return memoryview(self.array)
 
     def register(

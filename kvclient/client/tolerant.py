@@ -199,9 +199,11 @@ class TolerantWriter:
         return self._forgive(self._writer.seal, index, zero_rest) is not False
 
     def abort(self, index: int | None = None) -> None:
+        """Gives the block of this index back unsealed, or all of them; a failing store is no error here."""
         self._forgive(self._writer.abort, index)
 
     def wait_pending(self, timeout_s: float | None = None) -> Any:
+        """Until the blocks that others write are sealed: whether they are. None from a failing store."""
         return self._forgive(self._writer.wait_pending, timeout_s)
 
     def __enter__(self) -> TolerantWriter:

@@ -84,7 +84,9 @@ class Prompt:
 
 
 def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Prompt:
-    """The rows of a call, as generate() is about to prefill them. Raises Bypassed with the reason."""
+    """The rows of a call with input_ids [batch, columns], as generate() is about to prefill them. Raises
+    Bypassed with the reason.
+    """
     if torch.is_autocast_enabled(input_ids.device.type):
         raise Bypassed("autocast", "autocast changes the dtype the model computes in")
     made = model.__dict__.get("prepare_inputs_for_generation")
@@ -240,6 +242,7 @@ class Totals:
         self._tiers: Counter[str] = Counter()  # reused tokens
 
     def add(self, report: Report) -> None:
+        """One call more."""
         with self._lock:
             self._sums["requests"] += 1
             self._sums["store_errors"] += report.store_error is not None
@@ -252,6 +255,7 @@ class Totals:
                     self._bypassed[reason] += 1
 
     def snapshot(self) -> dict[str, Any]:
+        """Sums over all calls by name, with their hit rate and tokens by tier."""
         with self._lock:
             known = dict.fromkeys(("requests", "hits", "store_errors", *self._SUMMED), 0)
             tiers = {**Report().reused_by_tier, **self._tiers}

@@ -46,6 +46,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
+        """How many tokens of its block it uses."""
         return self.struct.tokens
 
 
@@ -113,7 +114,7 @@ def segment(
 def attend(
     q: np.ndarray, q_position: np.ndarray, rows: Items[Items[Segment]], scale: float, **options: Any
 ) -> np.ndarray:
-    """prepare(), run once; returns `out`."""
+    """prepare(), run once; returns `out`, like q [batch, heads, queries, head_dim]."""
     out = options.pop("out", None)
     out = np.empty_like(q) if out is None else out
     prepare(q, q_position, rows, scale, out=out, **options).run()
@@ -232,4 +233,5 @@ class Call:
         self._attend, self._reference = library.kvk_attend, byref(args)
 
     def run(self) -> None:
+        """Computes what prepare() described, into its `out`, once more. Raises what the kernel refuses."""
         contract.check(self._attend(self._reference))

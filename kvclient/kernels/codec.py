@@ -45,10 +45,12 @@ class Quantised:
 
     @property
     def tokens(self) -> int:
+        """How many tokens its codes are of."""
         return self.codes.shape[1]
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head; two 4-bit codes share a byte."""
         return self.codes.shape[2] * (2 if self.bits == 4 else 1)
 
 
@@ -66,7 +68,8 @@ def empty(heads: int, tokens: int, head_dim: int, bits: int, group: int) -> Quan
 def quantise(
     elements: np.ndarray, bits: int, group: int, out: Quantised | None = None, path: str = "auto"
 ) -> Quantised:
-    """K with group 32, 64 or 128; V with group 0. Into `out`, or into arrays made here.
+    """[heads, tokens, head_dim] of K with group 32, 64 or 128, of V with group 0. Into `out`, or into arrays
+    made here.
 
     Raises NotQuantisable if a value is not finite or beyond 65504; `out` is then of no use.
     InvalidArgument if `out` is for other bits or groups.
@@ -83,7 +86,7 @@ def quantise(
 
 
 def dequantise(quantised: Quantised, out: np.ndarray, path: str = "auto") -> np.ndarray:
-    """Writes the elements into `out`, in its type."""
+    """Writes the elements [heads, tokens, head_dim] into `out`, in its type, and returns it."""
     elements_shape(out)
     writeable(out)
     contract.check(contract.cpu().kvk_dequantise(byref(_conversion(out, quantised, path))))
@@ -148,20 +151,24 @@ def element_code(dtype: np.dtype) -> int | None:
 
 
 def writeable(array: np.ndarray) -> None:
-    """Raises InvalidArgument if it is read-only."""
+    """Raises InvalidArgument if an array, of any shape, is read-only."""
     if not array.flags.writeable:
         raise InvalidArgument("out is read-only")
 
 
 def apart(source: np.ndarray, out: np.ndarray) -> None:
-    """Raises InvalidArgument if rows of `out` would be written over rows that are not read yet."""
+    """Raises InvalidArgument if rows of `out` would be written over rows that are not read yet; both of one
+    shape.
+    """
     same = out.ctypes.data == source.ctypes.data and out.strides == source.strides
     if not same and np.may_share_memory(source, out, MOST_WORK):
         raise InvalidArgument("out overlaps what is read; it must be the same array, or another")
 
 
 def table_shape(turned: np.ndarray) -> int:
-    """The rotary_dim of what turn() made. Raises InvalidArgument for anything else."""
+    """The rotary_dim of what turn() made: float32 [2, rotary_dim / 2]. Raises InvalidArgument for anything
+    else.
+    """
     contiguous = turned.flags.c_contiguous
     if turned.dtype != np.float32 or turned.ndim != 2 or turned.shape[0] != 2 or not contiguous:
         wanted = "expected float32 [2, rotary_dim / 2], as turn() makes it"

@@ -27,12 +27,13 @@ DEVICES = ("cuda",)  # whose tensors are better served where they lie
 
 
 def library_for(device: torch.device) -> Any:
+    """The loaded kernels for tensors of this device. Raises what contract.cuda() raises without them."""
     return contract.cuda() if device.type == "cuda" else contract.cpu()
 
 
 def run(name: str, args: Any, like: torch.Tensor) -> None:
-    """One call of the library for the device of `like`, on its current stream. Raises Unsupported for a
-    kernel that the library has not.
+    """One call of the library for the device of `like`, of any shape, on its current stream. Raises
+    Unsupported for a kernel that the library has not.
     """
     library = library_for(like.device)
     if like.device.type != "cuda":
@@ -159,7 +160,8 @@ def segment(
     tokens: int | None = None, turn: torch.Tensor | None = None, bits: int = 0, position: int = 0,
     moved: int = 0,
 ) -> Any:  # fmt: skip
-    """What a kernel reads of one block: (elements,) or (codes, scale, zero), each of keys and of values.
+    """What a kernel reads of one block: (elements,) or (codes, scale, zero), each of keys and of values, all
+    [heads, tokens or groups, …].
 
     `first` tokens of the block are passed over; turn: as for rotate(). The first token used stands at
     `position`, for which its key was rotated but for `moved`. The tensors must outlive its use.
@@ -197,7 +199,7 @@ def table(structs: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Where they lie, as the device reads it; host tensors must be registered with it."""
+    """Where they lie, as the device reads it: int64 [tensors]; host tensors must be registered with it."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(device)
 
 

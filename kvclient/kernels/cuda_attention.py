@@ -33,6 +33,7 @@ class Workspace:
         self.memory: torch.Tensor | None = None
 
     def give(self, args: Any, device: torch.device) -> None:
+        """Puts memory into `args`, as many bytes as the call needs, zeroed when it was made."""
         need = _needed(args)
         if self.memory is None or self.memory.numel() < need:
             self.memory = torch.zeros(need, dtype=torch.uint8, device=device)
@@ -75,7 +76,9 @@ class Table:
         self.memory.copy_(torch.frombuffer(host, dtype=torch.uint8))
 
     def of(self, q: torch.Tensor) -> torch.Tensor:
-        """Its memory, for a call with these queries. Raises InvalidArgument for queries of another batch."""
+        """Its memory, uint8 [bytes], for a call with queries q [batch, heads, queries, head_dim]. Raises
+        InvalidArgument for queries of another batch.
+        """
         if self.rows != q.shape[0]:
             raise InvalidArgument(f"a table of {self.rows} rows for queries {list(q.shape)}")
         return self.memory
@@ -127,7 +130,9 @@ def attend(
     table: Table, q: torch.Tensor, position: torch.Tensor, scale: float, out: torch.Tensor, kv_heads: int,
     workspace: Workspace | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One launch. workspace: the current stream's, or that of who captures the launch and keeps it."""
+    """One launch for q [batch, heads, queries, head_dim], at `position` [batch, queries]; returns `out`, of
+    q's shape. workspace: the current stream's, or that of who captures the launch and keeps it.
+    """
     args = arguments(table.of(q), q, position, scale, out, kv_heads, **options)
     if workspace is None:
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
@@ -143,7 +148,7 @@ def attend_op(
     sinks: torch.Tensor | None = None, causal: bool = True, window: int = 0, softcap: float = 0.0,
     interleaved: bool = False, rotary_dim: int = 0, path: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """attend() for torch.compile: `table` is Table.memory, which must outlive the launch."""
+    """attend() for torch.compile, of its shapes: `table` is Table.memory, which must outlive the launch."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     args = arguments(
         table, q, position, scale, out, kv_heads, sinks=sinks, causal=causal, window=window, softcap=softcap,
@@ -182,6 +187,7 @@ class Call:
         self._workspace.give(self.args, q.device)
 
     def run(self) -> torch.Tensor:
+        """Launches it once more on the current stream; returns its `out`, of q's shape."""
         run("kvk_attend", self.args, self.out)
         return self.out
 

@@ -82,8 +82,9 @@ class HostMemory:
                     self._forget(start)
 
     def take(self, source: np.ndarray) -> list[Piece] | None:
-        """The bytes of `source`, cut where registrations meet; None if they cannot be registered. They stay
-        registered until give_back(). Whoever calls keeps them mapped since look().
+        """The bytes of `source`, contiguous and of any shape, cut where registrations meet; None if they
+        cannot be registered. They stay registered until give_back(). Whoever calls keeps them mapped since
+        look().
         """
         start, length = extent(source)
         with self._lock:
@@ -104,6 +105,7 @@ class HostMemory:
             return pieces
 
     def give_back(self, pieces: Sequence[Piece]) -> None:
+        """What take() returned may be unregistered when room is needed."""
         with self._lock:
             self._release(pieces)
 
@@ -115,6 +117,7 @@ class HostMemory:
 
     @property
     def registered_bytes(self) -> int:
+        """How much is registered with the device now."""
         with self._lock:
             return sum(window.length for window in self._windows.values())
 
@@ -166,7 +169,9 @@ class Ring:
             self._events.append(_made(self._library, "kvk_event_create"))
 
     def copy(self, target: int, source: np.ndarray, stream: int) -> None:
-        """Queues the bytes of a contiguous array; they may be changed when this returns."""
+        """Queues the bytes of a contiguous array, of any shape, to the device's address `target`; they may be
+        changed when this returns.
+        """
         start, length = extent(source)
         for at in range(0, length, self._slot_bytes):
             count = min(self._slot_bytes, length - at)
@@ -296,7 +301,7 @@ class Transfer:
 
 
 def extent(memory: np.ndarray) -> tuple[int, int]:
-    """(address, bytes). Raises InvalidArgument for memory that is not contiguous."""
+    """(address, bytes) of an array of any shape. Raises InvalidArgument for memory that is not contiguous."""
     if not memory.flags.c_contiguous:
         raise InvalidArgument(f"{list(memory.shape)} with strides {memory.strides} is not contiguous")
     return memory.ctypes.data, memory.nbytes

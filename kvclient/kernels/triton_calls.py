@@ -25,6 +25,7 @@ MAX_SPLITS = 32
 
 
 def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -42,12 +43,14 @@ def lacks() -> str | None:
 
 @cache
 def tiles() -> Any:
+    """The module of kernels, imported at its first use: whoever only asks has no Triton."""
     from kvclient.kernels import triton_tiles
 
     return triton_tiles
 
 
 def device() -> torch.device:
+    """Where the tensors of a call belong: the CPU if interpreted."""
     return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
 
 

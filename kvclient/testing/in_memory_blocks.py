@@ -55,7 +55,8 @@ class Holder(Protocol):
     store: InMemoryStore
     max_pins: int
 
-    def deadline(self, timeout_s: float | None) -> float: ...
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a wait that begins now ends, by the monotonic clock."""
 
 
 class Lookup:
@@ -88,20 +89,26 @@ class Span:
         self._memory, self._record, self._owner = memory, record, owner
 
     def part(self, offset: int, length: int, writable: bool) -> memoryview:
+        """`length` bytes from byte `offset` of the block on."""
         array = (ctypes.c_uint8 * length).from_address(self._base + self._record.offset + offset)
         array.owner = (self._owner, self._memory)
         view = memoryview(array).cast("B")
         return view if writable else view.toreadonly()
 
     def layers(self, writable: bool) -> memoryview:
+        """The bytes of all layers."""
         r = self._record
         return self.part(0, r.geometry.layers_length(r.tokens), writable)
 
     def meta(self, writable: bool) -> memoryview:
+        """The bytes of the meta area."""
         r = self._record
         return self.part(r.geometry.meta_offset(r.tokens), r.geometry.meta_length(r.tokens), writable)
 
     def layer(self, layer: int, writable: bool) -> np.ndarray:
+        """One layer [kv, heads, tokens, head_dim], or [bytes] where the layout gives no shape. Raises
+        InvalidArgument for a layer it has not.
+        """
         r = self._record
         check_bounds("layer", layer, 0, r.geometry.num_layers - 1)
         length = r.geometry.layer_length(layer, r.tokens)
@@ -111,6 +118,7 @@ class Span:
         return array.view(bfloat16.Layer) if writable and array.dtype == bfloat16.ELEMENT else array
 
     def tensor(self, layer: int) -> Any:
+        """The same as a torch tensor over the same memory."""
         import torch  # only who asks for tensors pays for torch
 
         # torch knows no read-only tensors: what protects a reader's block is that its mapping is read-only.
@@ -135,23 +143,28 @@ class BlockView:
 
     @property
     def key(self) -> bytes:
+        """The block's key. Raises Closed after release()."""
         self._held()
         return self._record.key
 
     @property
     def sealed(self) -> bool:
+        """Whether its writer has sealed it."""
         return self._record.sealed
 
     @property
     def layers_ready(self) -> int:
+        """How many leading layers may be read."""
         return self._record.layers_ready
 
     @property
     def view(self) -> memoryview:
+        """The bytes of all layers, read-only; waits for them."""
         return self._ready(self._record.geometry.num_layers - 1).layers(writable=False)
 
     @property
     def meta(self) -> memoryview:
+        """The bytes of the meta area, read-only."""
         return self._ready(self._record.geometry.num_layers - 1).meta(writable=False)
 
     def layer(self, layer: int) -> np.ndarray:

@@ -137,9 +137,11 @@ class InMemoryStore:
         return found
 
     def children(self, parent: bytes) -> list[bytes]:
+        """Keys of the sealed blocks that name `parent` as theirs."""
         return [k for k, r in self._records.items() if r.state == SEALED and r.trace[1] == parent]
 
     def touch(self, key: bytes) -> bool:
+        """The block is the last to be evicted; False if it is not there."""
         record = self._find(key)
         if record is None or record.state != SEALED:
             return False
@@ -147,6 +149,7 @@ class InMemoryStore:
         return True
 
     def stats(self) -> dict[str, int]:
+        """Counts by name, in the units the names end in."""
         self.settle()
         live = list(self._records.values())
         return {
@@ -213,6 +216,7 @@ class InMemoryStore:
         self.changed.notify_all()
 
     def seal(self, record: Record) -> None:
+        """Everybody finds the block from now on; who waits is woken."""
         record.state, record.owner = SEALED, None
         record.layers_ready = record.geometry.num_layers
         record.used_at = next(self._clock)
@@ -229,6 +233,7 @@ class InMemoryStore:
         self.changed.notify_all()
 
     def delete(self, key: bytes) -> bool:
+        """Takes a sealed block away; False if it is not there."""
         record = self._find(key)
         if record is None or record.state != SEALED:
             return False
@@ -248,6 +253,7 @@ class InMemoryStore:
     # ---------------------------------------------------------------- memory
 
     def crc_of(self, record: Record) -> int:
+        """Of the bytes of its layers."""
         end = record.offset + record.geometry.layers_length(record.tokens)
         return zlib.crc32(self.readable[record.offset : end])
 

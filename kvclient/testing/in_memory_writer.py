@@ -27,7 +27,8 @@ class Creator(Protocol):
     session: Session
     attached: Any
 
-    def deadline(self, timeout_s: float | None) -> float: ...
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a wait that begins now ends, by the monotonic clock."""
 
 
 class GrantedBlock:
@@ -137,6 +138,7 @@ class Writer:
 
     @property
     def granted(self) -> list[int]:
+        """Indices of the chain's blocks that this writer fills, ascending."""
         return sorted(self._granted)
 
     def __len__(self) -> int:

@@ -27,7 +27,8 @@ def compute_ahead(
     kv: Attachment, model: torch.nn.Module, request: Any, input_ids: torch.Tensor, config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Fills the cache of a loop that is about to begin with all but the prompt's last token."""
+    """Fills the cache of a loop that is about to begin with all but the last token of input_ids [1, tokens].
+    """
     rows, length = input_ids.shape
     if rows != 1 or length < FEWEST or config.output_attentions or config.output_hidden_states:
         return

@@ -18,6 +18,7 @@ PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that bo
 
 
 def generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What model.generate() is while a store is attached; the model's own once it is not."""
     attachment = model.__dict__.get(PLACE)
     if attachment is None:
         return type(model).generate(model, *args, **kwargs)
@@ -60,6 +61,7 @@ HOOKS = {
 
 
 def chunked_reads(model: torch.nn.Module) -> bool:
+    """Whether this release prefills in chunks on top of a filled cache."""
     # Releases whose _prefill knows of later iterations slice what a filled cache already holds, chunks
     # included.
     return "is_first_iteration" in inspect.signature(type(model)._prefill).parameters

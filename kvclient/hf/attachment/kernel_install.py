@@ -103,6 +103,7 @@ class Adopted:
         return wanted
 
     def give_up(self, model: torch.nn.Module, reason: str) -> None:
+        """The model computes with its own attention again; counted under `reason`."""
         self.wanted = False
         self._count(reason)
         self.give_back(model)

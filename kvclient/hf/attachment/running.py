@@ -44,6 +44,7 @@ class Running:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
+        """While the body runs, a call of this thread is under way."""
         thread = threading.get_ident()
         with self._changed:
             self._threads[thread] += 1

@@ -35,6 +35,7 @@ class TokenSeen(StoppingCriteria):
 def with_criterion(
     args: tuple[Any, ...], kwargs: dict[str, Any], criterion: StoppingCriteria
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of generate() with this stopping criterion behind the user's."""
     place = POSITIONAL.index("stopping_criteria")
     users = args[place] if len(args) > place else kwargs.get("stopping_criteria")
     criteria = StoppingCriteriaList([*(users or []), criterion])

@@ -33,6 +33,7 @@ class Stored(NamedTuple):
 
 
 def check_overlap(overlap_tokens: int) -> int:
+    """The same number of tokens. Raises InvalidArgument beyond the limit."""
     check_bounds("overlap_tokens", overlap_tokens, 0, MOST_TOKENS)
     return overlap_tokens
 

@@ -42,7 +42,7 @@ def run(args: contract.Attention) -> None:
 
 
 def positions(start: int, stop: int, rows: int) -> torch.Tensor:
-    """start..stop for each row; the same tensor for all layers of a step."""
+    """start..stop for each row, int64 [rows, stop - start]; the same tensor for all layers of a step."""
     wanted = (start, stop, rows)
     known, tensor = getattr(_local, "positions", (None, None))
     if known != wanted or tensor is None:
@@ -52,6 +52,7 @@ def positions(start: int, stop: int, rows: int) -> torch.Tensor:
 
 
 def heads_together(tensor: torch.Tensor) -> torch.Tensor:
+    """The same [..., head_dim], its last axis without gaps: a copy only where it has some."""
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -137,6 +138,9 @@ def attend_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, window: int, causal: bool, path: int,
 ) -> torch.Tensor:  # fmt: skip
+    """attend() of the same shapes as a registered operation: torch.compile sees its result's shape, not its
+    body.
+    """
     return attend(query, key, value, starts, sinks, scale, softcap, window, causal, path)
 
 

@@ -36,6 +36,7 @@ def lacks(name: str) -> str | None:
 
 
 def no_device() -> str | None:
+    """Why there is no CUDA device; None if there is one."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"

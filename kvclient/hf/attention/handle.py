@@ -21,7 +21,9 @@ _pending = threading.local()  # the layer whose attention has not been asked for
 
 
 def give_handle(keys: torch.Tensor, layer: Any) -> torch.Tensor:
-    """These keys, marked: the attention that is called next must bring them."""
+    """These keys [batch, kv_heads, keys, head_dim], marked: the attention that is called next must bring
+    them.
+    """
     keys = keys.view_as(keys)
     setattr(keys, HANDLE, layer)
     _pending.layer = layer
@@ -39,11 +41,14 @@ def stepping() -> Iterator[None]:
 
 
 def in_step() -> bool:
+    """Whether this thread is inside a recorded decode step."""
     return getattr(_pending, "step", False)
 
 
 def layer_of(key: torch.Tensor) -> Any:
-    """The layer that these keys are a handle of, or None. Raises RuntimeError if one was lost on the way."""
+    """The layer that these keys [batch, kv_heads, keys, head_dim] are a handle of, or None. Raises
+    RuntimeError if one was lost on the way.
+    """
     layer, expected = getattr(key, HANDLE, None), getattr(_pending, "layer", None)
     _pending.layer = None
     if expected is not None and layer is not expected:
@@ -70,6 +75,6 @@ def forget_pending() -> None:
 
 
 def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
-    """The attention that these keys were handed to has its queries."""
+    """The attention that these keys were handed to has its queries, both [batch, heads, tokens, head_dim]."""
     if (ask := getattr(keys, ASK, None)) is not None:
         ask(keys, query, scale)

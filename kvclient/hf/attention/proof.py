@@ -67,7 +67,7 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def tokens(model: torch.nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Fixed tokens from the middle of the vocabulary, without the random number generators."""
+    """Fixed tokens [1, count] from the middle of the vocabulary, without the random number generators."""
     size = model.config.get_text_config(decoder=True).vocab_size
     low = min(16, size // 4)
     ids, state = [], seed * 2654435761 % (1 << 32)

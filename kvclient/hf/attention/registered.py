@@ -48,6 +48,7 @@ def fallbacks() -> dict[str, int]:
 
 
 def count_fallback(reason: str) -> None:
+    """One call more that a backend left to torch, under this reason; not while a self-test runs."""
     if getattr(_trial, "under_way", False):
         return
     with _lock:
@@ -70,6 +71,7 @@ def trying(windows: bool = False) -> Iterator[None]:
 
 @functools.cache
 def register(backend: Backend) -> str:
+    """Makes the backend known to transformers; returns the name that attn_implementation takes."""
     name = PREFIX + backend.name
     AttentionInterface.register(name, functools.partial(attention, backend))
     AttentionMaskInterface.register(name, mask)
@@ -80,6 +82,9 @@ def register(backend: Backend) -> str:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask that transformers asks for: None in a step and where attention needs none, [batch, keys] where
+    rows are padded on the left, else [batch, 1, queries, keys].
+    """
     if in_step():
         return None
     padding, keys = kwargs.get("attention_mask"), kwargs.get("kv_length")
@@ -183,6 +188,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def keys(self) -> int:
+        """How many columns of keys the call brings."""
         return self.key.shape[2]
 
 
@@ -262,6 +268,10 @@ def attention(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' attention interface: query [batch, heads, queries, head_dim], key and value [batch,
+    kv_heads, keys, head_dim]; returns [batch, queries, heads, head_dim] and no weights. Raises InvalidArgument
+    for a call that means what is not read here, RuntimeError for a layer's handle that was lost.
+    """
     if torch.compiler.is_compiling() and hasattr(key, HANDLE):  # what its layer does is not for a graph
         return _attention_outside(
             backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,

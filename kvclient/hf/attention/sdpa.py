@@ -23,7 +23,9 @@ ORDER = {
 def unfit(
     starts: torch.Tensor | None, window: int, keys: int, softcap: float, sinks: torch.Tensor | None
 ) -> str | None:
-    """Why torch's fused attention cannot take this call, as a word for counting."""
+    """Why torch's fused attention cannot take this call, as a word for counting; None if it can. starts:
+    [batch], sinks: [heads].
+    """
     if starts is not None:
         return "mask"
     if window and window < keys:

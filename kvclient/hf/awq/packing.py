@@ -66,7 +66,7 @@ def to_lanes(words: torch.Tensor) -> torch.Tensor:
 
 
 def from_lanes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of to_lanes()."""
+    """The inverse of to_lanes(): int32 [inputs, outputs / 8] from its shape."""
     inputs, outputs = words.shape[0], words.shape[1] * 8
     shifts = torch.arange(0, 32, BITS, device=words.device, dtype=torch.int32)
     size = (outputs // LANES_OUTPUTS, inputs // LANES_INPUTS, 8, 4, 4, 2, 2, 2)

@@ -32,7 +32,7 @@ class Memory:
         self._spare: list[_Spare] = []
 
     def take(self, size: int) -> np.ndarray:
-        """An array of at least `size` bytes, their contents undefined."""
+        """An array [bytes] of at least `size` bytes, their contents undefined."""
         if size > SPARE_BYTES:
             return np.empty(size, dtype=np.uint8)
         with self._lock:

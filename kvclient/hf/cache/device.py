@@ -26,6 +26,8 @@ class Positions:
         self._last: tuple[Any, torch.Tensor] | None = None
 
     def of(self, length: int, tokens: int, batch: int, device: torch.device) -> torch.Tensor:
+        """Where the last `tokens` of `length` columns stand, int64 [batch, tokens]; kept for the next layer.
+        """
         key = (length, tokens, batch, device)
         if self._last is None or self._last[0] != key:
             columns = torch.arange(length - tokens, length, device=device)

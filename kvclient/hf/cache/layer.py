@@ -220,7 +220,9 @@ class StoreLayer(DynamicLayer):
 
 
 def writable(memory: torch.Tensor) -> torch.Tensor:
-    """The same, or a copy if it was made in torch.inference_mode(), outside which it cannot be written."""
+    """The same, of any shape, or a copy if it was made in torch.inference_mode(), outside which it cannot be
+    written.
+    """
     return memory if torch.is_inference_mode_enabled() or not memory.is_inference() else memory.clone()
 
 
@@ -231,8 +233,8 @@ def array_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory, typed as the bits() of a block's `.layer(i)` are. NumPy copies a slice in
-    half the time torch needs to set out.
+    """A CPU tensor's memory, of its shape, typed as the bits() of a block's `.layer(i)` are. NumPy copies a
+    slice in half the time torch needs to set out.
     """
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
@@ -240,7 +242,9 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | None]:
-    """Memory for each layer to begin with. On a GPU, torch's own allocator recycles."""
+    """Memory for each layer to begin with, [arrays, rows, heads, capacity, head_dim]. On a GPU, None: torch's
+    own allocator recycles.
+    """
     if shape.device.type != "cpu":
         return [None] * layers
     size = (layers, shape.arrays, shape.rows, shape.heads, shape.capacity, shape.head_dim)

@@ -86,12 +86,14 @@ class PagePool:
             return page
 
     def share(self, pages: Sequence[int], owners: int = 1) -> None:
+        """So many owners more for each of these pages."""
         with self._lock:
             for page in pages:
                 if page != NOTHING:
                     self._owners[page] += owners
 
     def release(self, pages: Sequence[int]) -> None:
+        """One owner less for each of these pages; without owners they are free."""
         with self._lock:
             for page in pages:
                 if page == NOTHING:
@@ -118,6 +120,7 @@ class PagePool:
 
     @property
     def stats(self) -> PagedStats:
+        """Pages and bytes as they are now."""
         with self._lock:
             used, page_bytes = self.pages - len(self._free), self.memory[0].nbytes
             shared = sum(owners > 1 for owners in self._owners)
@@ -171,7 +174,9 @@ class PageTable:
         return alone
 
     def ids(self, index: int, rows: list[int]) -> torch.Tensor:
-        """The index-th page of these rows, as the pool's memory is indexed: made once for all layers."""
+        """The index-th page of these rows, int64 [rows], as the pool's memory is indexed: made once for all
+        layers.
+        """
         key = (self.version, index, tuple(rows))
         if self._ids is None or self._ids[0] != key:
             pages = torch.tensor([self.rows[row][index] for row in rows])
@@ -250,6 +255,7 @@ class PageTable:
             self.clear()
 
     def clear(self) -> None:
+        """Gives all pages back; the rows are empty."""
         for pages in self.rows:
             self.pool.release(pages)
             pages.clear()

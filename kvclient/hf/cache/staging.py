@@ -25,7 +25,8 @@ POINTERS = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
 class Blocks(Protocol):
     largest: int  # the layer whose blocks take the most bytes
 
-    def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]: ...
+    def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]:
+        """What there is of a layer, in order of columns, as PrefixSource.arrays() has it."""
 
 
 @cache
@@ -35,6 +36,7 @@ def host_memory() -> HostMemory:
 
 
 def own_stream(device: torch.device) -> int:
+    """The handle of the current stream; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -50,8 +52,8 @@ class Staged:
         self._moving: Transfer | None = None
 
     def layer(self, index: int) -> tuple[list[tuple[int, Any]], torch.Tensor | None]:
-        """(row, segment of the device's memory) in order of columns, and that memory; the current stream
-        waits for it.
+        """(row, segment of the device's memory) in order of columns, and that memory, uint8 [bytes]; the
+        current stream waits for it.
         """
         if self._moving is None:
             self._start()
@@ -118,6 +120,7 @@ def _spans(parts: list[tuple[int, int, Any, int, int]]) -> list[tuple[int, int]]
 
 
 def segments_of_rows(found: list[tuple[int, Any]], rows: int) -> list[list[contract.Segment]]:
+    """The segments of each of `rows` rows, in order."""
     lists: list[list[Any]] = [[] for _ in range(rows)]
     for row, struct in found:
         lists[row].append(struct)

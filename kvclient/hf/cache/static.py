@@ -35,6 +35,7 @@ class Steps:
         self.workspace = Workspace()  # of the layers' kernels, one after the other
 
     def start(self, length: int) -> None:
+        """Recorded steps begin behind `length` columns."""
         self.length, self.running = length, True
 
     def seen(self, window: int) -> torch.Tensor:
@@ -62,6 +63,9 @@ class Stepping:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values [batch, kv_heads, columns, head_dim] with the new ones behind them;
+        inside a step the memory whole.
+        """
         if self._stepping and not in_step():
             self._leave()
         if not self._stepping:
@@ -74,17 +78,21 @@ class Stepping:
         return self._handed_out(key_states, value_states)
 
     def get_seq_length(self) -> int:
+        """How many columns are written."""
         return self._steps.length if self._stepping else super().get_seq_length()
 
     def crop(self, count: int) -> None:
+        """Forgets what stands behind column `count`."""
         self._leave()
         super().crop(count)
 
     def reset(self) -> None:
+        """Forgets all columns."""
         self._leave()
         super().reset()
 
     def detach_store(self) -> None:
+        """The layer is the user's alone from now on."""
         self._leave()
         super().detach_store()
 

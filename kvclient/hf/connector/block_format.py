@@ -63,6 +63,7 @@ class BlockFormat:
 
     @property
     def holds_marks(self) -> bool:
+        """Whether its blocks hold no layer: all they say is how far a prompt is stored."""
         return self.of == ()
 
     @property
@@ -102,6 +103,7 @@ class BlockFormat:
         return 1 if self.codec is None else self.codec.group
 
     def fits(self, view: Any, tokens: int, layer: int) -> bool:
+        """Whether a block's layer is of this format, for so many tokens."""
         try:
             array = self._array(view, layer)
         except (Closed, InvalidArgument):
@@ -144,6 +146,7 @@ class BlockFormat:
         return self.codec.views(stored, view.tokens, self.heads, self.head_dim)
 
     def read_tensor(self, view: Any, layer: int) -> torch.Tensor:
+        """A layer's elements [arrays, heads, tokens, head_dim], in place where nothing must be decoded."""
         if self.codec is None:
             return view.tensor(layer)
         tensor = torch.from_numpy(self.read(view, layer))

@@ -149,18 +149,21 @@ class Claims:
     # ---------------------------------------------------------------- after it
 
     def seal(self) -> None:
+        """Publishes what was filled, or nothing if the model has changed since."""
         if any(publisher.claimed for publisher in self._publishers) and not self._same():
             self.abort()
         for publisher in self._publishers:
             publisher.seal()
 
     def abort(self) -> None:
+        """Gives back what is not sealed."""
         for publisher in self._publishers:
             publisher.abort()
         if self.snapshots is not None:
             self.snapshots.abort()
 
     def note_published(self, report: Report) -> None:
+        """Writes into the report what came of the claims."""
         publisher, sinks = self.publisher, self.sinks
         report.published_blocks, report.lost_blocks = publisher.published, publisher.lost
         report.no_space, report.unavailable = publisher.no_space, publisher.unavailable
@@ -210,7 +213,7 @@ class Claims:
         self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer],
         cache: Any,
     ) -> None:  # fmt: skip
-        """Publishes the blocks that the tokens chosen so far have filled."""
+        """Publishes the blocks that the tokens chosen so far, input_ids [batch, columns], have filled."""
         columns = input_ids.shape[1] - 1  # the newest token has no KV yet
         for stretch in self._stretches:
             if columns - stretch.pad < stretch.next_at:

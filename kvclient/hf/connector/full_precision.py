@@ -35,6 +35,7 @@ class FullPrecisionFormat:
 
     @classmethod
     def of(cls, client: Any, form: BlockFormat, dimensions: Dimensions, tokens: int) -> FullPrecisionFormat:
+        """The unquantised format beside `form`, its layout registered with the store."""
         plain = dataclasses.replace(form, codec=None)
         layout = plain.layout(tokens)
         of_plain = dataclasses.replace(dimensions, codec=plain.parameters, layout=bytes(layout))
@@ -67,6 +68,7 @@ class FullPrecisionFormats:
         return cls(*(FullPrecisionFormat.of(client, form, dimensions, size) for size in sizes))
 
     def elsewhere(self, client: Any) -> FullPrecisionFormats:
+        """The same formats, registered with another client."""
         return FullPrecisionFormats(self.first.elsewhere(client), self.last.elsewhere(client))
 
     def keys(self, chunker: Chunker, tokens: Any) -> list[bytes]:
@@ -93,6 +95,7 @@ class FullPrecisionBlocks:
 
     @property
     def published(self) -> int:
+        """How many of its blocks were sealed."""
         return sum(publisher.published for publisher in self.publishers)
 
     def take(self, prefix: PrefixMatch) -> None:

@@ -155,6 +155,7 @@ class GroupMatch:
         return known is not None and known.token_ids == self.tokens[start:stop].tobytes()
 
     def release(self) -> None:
+        """Gives its pins back."""
         self.views.clear()
         self.pending.clear()
         handles, self.handles = self.handles, []

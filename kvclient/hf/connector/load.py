@@ -66,14 +66,13 @@ class PrefixMatch:
 
     @property
     def tokens(self) -> int:
+        """How many leading tokens of its rows are stored."""
         return self.starts[len(self.views)] + self.part_tokens
 
     def extend(self, client: Any, stop: int, follow: bool) -> None:
         """Gets the blocks from the last one had to `stop`; ends at the first that cannot be used."""
-        start = len(self.views)
-        if start >= stop:
-            return
-        self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
+        if (start := len(self.views)) < stop:
+            self._take(client.get(self.chain[start:stop], follow=follow), start, stop)
 
     def extend_from_below(
         self, client: Any, follow: bool, patience: Callable[[int, int, int], float]
@@ -176,15 +175,18 @@ class PrefixMatch:
             self.pending.difference_update(late)
 
     def drop_pending(self) -> None:
+        """Leaves out the blocks whose writers are not done, and what follows them."""
         if self.pending:
             self.drop_part()
             del self.views[min(self.pending) :]
             self.pending.clear()
 
     def drop_part(self) -> None:
+        """Leaves out the part behind the last whole block."""
         self.part, self.part_tokens, self.part_pending = None, 0, False
 
     def confirmed(self, index: int, view: Any) -> bool:
+        """Whether the block's meta area has the very tokens that are asked for."""
         start, stop = self.starts[index : index + 2]
         if view.tokens != stop - start or not self.form.fits(view, stop - start, self.layers - 1):
             return False
@@ -193,6 +195,7 @@ class PrefixMatch:
         return known is not None and known.token_ids == wanted
 
     def release(self) -> None:
+        """Gives all pins back."""
         self.views.clear()
         self.drop_part()
         self.sinks, self.tail = None, None
@@ -210,16 +213,13 @@ class PrefixSource:
         self, found: list[PrefixMatch], columns: int, layers: int, stall_s: float, clock: Clock
     ) -> None:
         """layers: of the model, at most; the last that keeps K and V is asked for last."""
-        self.found = found
-        self.columns = columns
-        self._last = max(
-            (layer for layer in range(layers) if self._keeps(layer)), default=layers - 1
-        )
-        self._stall_s = stall_s
-        self._clock = clock
+        self.found, self.columns = found, columns
+        self._last = max((layer for layer in range(layers) if self._keeps(layer)), default=layers - 1)
+        self._stall_s, self._clock = stall_s, clock
 
     @property
     def followed_tokens(self) -> int:
+        """How many of the loaded tokens came from blocks still being written."""
         count = 0
         for found in self.found:
             stretches = [found.starts[index : index + 2] for index in found.pending]
@@ -267,7 +267,7 @@ class PrefixSource:
         return count
 
     def load(self, layer: int, storage: torch.Tensor) -> None:
-        """Copies the blocks to where a dense cache has them."""
+        """Copies the blocks into a dense cache's storage [arrays, rows, heads, columns, head_dim]."""
         on_cpu = storage.device.type == "cpu"
         target = as_array(storage) if on_cpu else storage
         for found in self.found:

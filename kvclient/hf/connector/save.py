@@ -57,10 +57,12 @@ class Publisher:
 
     @property
     def holds_marks(self) -> bool:
+        """Whether its blocks hold no layer, and only mark how far a prompt is stored."""
         return self._form.holds_marks
 
     @property
     def claimed(self) -> bool:
+        """Whether it has blocks to fill."""
         return bool(self._slots)
 
     def claim(self, chain: Any, first: int, row: int, pad: int, priority: int | None = None) -> list[str]:
@@ -82,8 +84,8 @@ class Publisher:
         return writer.results
 
     def written(self, layer: int, start: int, stop: int, storage: torch.Tensor, origin: int) -> None:
-        """Columns start..stop of that layer of the model are new, and stand in `storage` from column `origin`
-        on: copies those that belong to granted blocks.
+        """Columns start..stop of that layer of the model are new, and stand in `storage` [arrays, rows,
+        heads, columns, head_dim] from column `origin` on: copies those that belong to granted blocks.
         """
         if not self._slots or (layer := self._form.place(layer)) is None:
             return
@@ -152,7 +154,8 @@ class Publisher:
         priority: int | None = None,
     ) -> None:  # fmt: skip
         """Claims, fills and seals the blocks from `first` on, all of whose tokens are in `storages`: the
-        number in the model, the memory and the origin of each layer.
+        number in the model, the memory and the origin of each layer. Memory is [arrays, rows, heads,
+        columns, head_dim].
         """
         self.claim(chain, first, row, pad, priority)
         blocks = chain[first:]

@@ -40,7 +40,9 @@ class StoredStates:
     def of(
         cls, states: tuple[StateTensor, ...], client: Any, dimensions: Dimensions, tokens: int
     ) -> StoredStates:
-        """dimensions: the model's, whatever their codec and layout. tokens: of every block."""
+        """dimensions: the model's, whatever their codec and layout. tokens: of every block. states: of one
+        row, each with its shape.
+        """
         stored = cls(states, tokens, b"", None)
         layout = stored.layout
         codec = {"name": "none", "states": [dataclasses.astuple(s)[:4] for s in states]}
@@ -71,6 +73,7 @@ class StoredStates:
 
     @property
     def layout(self) -> Layout:
+        """One layer per layer of the model that has states, of as many bytes a token as they need."""
         sizes = [sum(round_up(self.states[n].nbytes, ALIGN) for n in numbers) for numbers in self.layers]
         per_token = tuple(-(-size // self.block_tokens) for size in sizes)
         return Layout(
@@ -78,6 +81,7 @@ class StoredStates:
         )
 
     def write(self, block: Any, tensors: list[torch.Tensor]) -> None:
+        """Copies tensors of the shapes of `states`, in their order, into a granted block."""
         for place, numbers in enumerate(self.layers):
             target, at = bits(block.layer(place)).reshape(-1), 0
             for number in numbers:
@@ -88,7 +92,7 @@ class StoredStates:
             block.mark_layer(place)
 
     def read(self, view: Any) -> list[torch.Tensor]:
-        """Copies, in the order of `states`."""
+        """Copies of the shapes of `states`, in their order."""
         out: dict[int, torch.Tensor] = {}
         for place, numbers in enumerate(self.layers):
             source, at = np.array(bits(view.layer(place))).reshape(-1), 0
@@ -100,6 +104,7 @@ class StoredStates:
         return [out[number] for number in range(len(self.states))]
 
     def fits(self, view: Any) -> bool:
+        """Whether a block has the sizes of this layout."""
         per_token = self.layout.geometry.layer_bytes_per_token
         try:
             sizes = [bits(view.layer(place)).nbytes for place in range(len(per_token))]
@@ -188,7 +193,7 @@ class Snapshots:
             self._seal(writer)
 
     def put(self, chain: Any, end: int, tensors: list[torch.Tensor]) -> None:
-        """Stores the state behind the chain's first `end` blocks."""
+        """Stores the state behind the chain's first `end` blocks: tensors of the shapes of its states."""
         self.claim(chain, end, 0)
         for _, writer in self._claimed.pop(end * self.stored.block_tokens, ()):
             self.stored.write(writer[0], tensors)

@@ -30,6 +30,7 @@ class Step:
         self._out: Any = None
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the model is the step that was recorded."""
         ids = kwargs.get("input_ids")
         wanted = kwargs.get("output_attentions") or kwargs.get("output_hidden_states")
         return (
@@ -70,6 +71,9 @@ def recorder(device: torch.device) -> Callable[[Callable[[], Any]], tuple[Callab
 
 
 def record_cuda(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Runs `run` until it is warm and captures it: what replays it, and its result, filled anew by each
+    replay.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

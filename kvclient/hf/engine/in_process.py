@@ -57,11 +57,13 @@ class InProcessStore(InMemoryStore):
         super().evict(victim)
 
     def delete(self, key: bytes) -> bool:
+        """Takes a sealed block away, from memory and its file; False if it is nowhere."""
         on_disk = key in self._files
         self._forget(key)
         return super().delete(key) or on_disk
 
     def stats(self) -> dict[str, int]:
+        """Counts by name, the files' among them."""
         disk = {"disk_files": len(self._files), "disk_bytes": sum(self._files.values())}
         quota = self._disk_bytes if self._disk_dir is not None else 0
         return {**super().stats(), **disk, "disk_quota_bytes": quota}

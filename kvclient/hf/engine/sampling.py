@@ -14,7 +14,7 @@ from kvclient.errors import InvalidArgument
 def sampling_of(
     temperature: float, top_p: float, top_k: int, repetition_penalty: float, prefill_chunk_size: int | None
 ) -> dict[str, Any]:
-    """The arguments of generate(). Raises InvalidArgument."""
+    """The arguments of generate(); a chunk has so many tokens. Raises InvalidArgument."""
     whole = isinstance(top_k, Integral) and top_k >= 0
     if not (temperature >= 0 and 0 < top_p <= 1 and whole and repetition_penalty > 0):
         values = f"temperature={temperature}, top_p={top_p}, top_k={top_k}"

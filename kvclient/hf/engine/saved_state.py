@@ -121,6 +121,7 @@ class SavedState:
         return turns.index(turn if turn in turns else min(turns))
 
     def forget(self) -> None:
+        """Deletes its blocks from the store."""
         self._client.delete(self._keys)
 
     def _told(self, place: int) -> dict[str, int] | None:

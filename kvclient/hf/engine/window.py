@@ -187,7 +187,7 @@ class WindowCache:
 
     @torch.no_grad()
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Computes tokens behind all others. The logits of the one that follows."""
+        """Computes tokens behind all others. The logits [1, vocabulary] of the one that follows."""
         self.check_room(len(ids))
         logits = None
         for start in range(0, len(ids), step := self._step):
@@ -254,6 +254,8 @@ class WindowCache:
 
     @property
     def held(self) -> Held:
+        """Bytes of each of its parts, beside what all tokens would take."""
+
         def size(parts: list[Any]) -> int:
             return sum(part.nbytes for part in parts)
 

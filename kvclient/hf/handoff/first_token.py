@@ -91,7 +91,9 @@ def choice_of(model: torch.nn.Module, options: dict[str, Any], rows: Sequence[Se
 
 
 def sampler_state(model: torch.nn.Module, how: str | None) -> torch.Tensor | None:
-    """Where torch's generator stands, if it is drawn from. None: it is not, or not of the CPU."""
+    """Where torch's generator stands, if it is drawn from. None: it is not, or not of the CPU. As torch has
+    it, uint8 [bytes].
+    """
     drawn = how is not None and json.loads(how)[0] and model.device.type == "cpu"
     return torch.get_rng_state() if drawn else None
 
@@ -99,7 +101,9 @@ def sampler_state(model: torch.nn.Module, how: str | None) -> torch.Tensor | Non
 def chosen(
     out: Any, how: str | None, rows: Sequence[Sequence[int]], state: torch.Tensor | None
 ) -> First | None:
-    """Of a generate() of one token with scores; drawn from a generator that stood at `state`."""
+    """Of a generate() of one token with scores; drawn from a generator that stood at `state`. state: as
+    sampler_state() gives it, of that shape.
+    """
     if how is None:
         return None
     if not json.loads(how)[0]:
@@ -123,6 +127,7 @@ class Continued:
     sampler: torch.Tensor | None
 
     def begin(self) -> None:
+        """Takes the sampler's state over, as the prefiller left it."""
         if self.sampler is not None:
             torch.set_rng_state(self.sampler)
 
@@ -131,7 +136,9 @@ def continued(
     model: torch.nn.Module, first: First | None, rows: Sequence[Sequence[int]],
     inputs: dict[str, torch.Tensor], options: dict[str, Any],
 ) -> Continued | None:  # fmt: skip
-    """generate() of the prompts as one behind their first tokens. None where it would not be the same."""
+    """generate() of the prompts as one behind their first tokens. None where it would not be the same.
+    inputs: [batch, columns].
+    """
     if first is None or len(first.tokens) != len(rows) or first.prompts != digest_of(rows):
         return None
     config = model.generation_config

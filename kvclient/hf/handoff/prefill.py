@@ -50,6 +50,7 @@ class Prefill:
             self._hold(self._over)
 
     def wait(self, timeout_s: float | None) -> bool:
+        """Whether it ended within so many seconds. Raises what the prefill raised."""
         ended = self._ended.wait(timeout_s)
         if self._error is not None:
             raise self._error
@@ -57,9 +58,11 @@ class Prefill:
 
     @property
     def held(self) -> bool:
+        """Whether its blocks are still held for the decoder."""
         return self._thread.is_alive()
 
     def release(self) -> None:
+        """Gives the blocks back without waiting for the decoder."""
         self._over.set()
         if self._ended.is_set():
             self._thread.join()

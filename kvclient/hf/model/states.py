@@ -34,11 +34,12 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
+        """Of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def states_in(cache: Any) -> tuple[StateTensor, ...]:
-    """What a cache's layers keep, after a forward pass of one row."""
+    """What a cache's layers keep, with the shape of one row of each, after a forward pass of one row."""
     out = []
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, STATES):
@@ -56,14 +57,14 @@ def _place(cache: Any, state: StateTensor) -> dict[int, torch.Tensor]:
 
 
 def capture(cache: Any, states: Iterable[StateTensor], row: int) -> list[torch.Tensor]:
-    """Copies of one row's states."""
+    """Copies of one row's states, each of its StateTensor's shape."""
     return [_place(cache, state)[state.index][row].clone() for state in states]
 
 
 def restore(
     cache: Any, states: Sequence[StateTensor], rows: Sequence[Sequence[torch.Tensor]], device: Any
 ) -> None:
-    """Puts each row's states into fresh layers."""
+    """Puts each row's states, each of its StateTensor's shape, into fresh layers."""
     for number, state in enumerate(states):
         whole = torch.stack([row[number] for row in rows]).to(device)
         layer = cache.layers[state.layer]

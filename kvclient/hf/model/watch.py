@@ -65,6 +65,7 @@ class Watch:
         self._seen[0] = self.attributes.look()
 
     def changed(self) -> bool:
+        """Whether a hook, an attribute or a tensor is another than when it began to watch."""
         return self._look() != self._seen
 
     def random(self) -> str | None:
@@ -138,6 +139,7 @@ def of_all_modules() -> list[Any]:
 
 
 def foreign(module: torch.nn.Module) -> list[Any]:
+    """Hooks of the module that are not this library's."""
     return _foreign(module._forward_hooks, module._forward_pre_hooks)
 
 
@@ -181,6 +183,7 @@ def adapter_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def adapter_state(module: torch.nn.Module) -> str:
+    """What an adapter's layer multiplies and adds, as text to compare."""
     state = {name: getattr(module, name) for name in ADAPTER_STATE if hasattr(module, name)}
     if isinstance(scaling := state.get("scaling"), dict):  # of tensors maybe, which repr rounds
         state["scaling"] = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in scaling.items()}
@@ -249,10 +252,12 @@ class Attributes:
         ]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that are tensors, of any shape, by their dotted names."""
         held = [(f"{name}.{key}", attributes.get(key)) for name, attributes, key in self._entries]
         return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
 
     def numbers(self) -> dict[str, Any]:
+        """Those that are plain values, by their dotted names."""
         held = {f"{name}.{key}": attributes.get(key) for name, attributes, key in self._entries}
         return {name: value for name, value in held.items() if type(value) in PLAIN}
 

@@ -46,6 +46,7 @@ class Trial:
         self.report = Report()
 
     def on(self, served: ServedModel) -> tuple[Any, ServedModel, Options]:
+        """The client, the model and the options of a run on this one."""
         measured = served.elsewhere(self._client, self._options.chunker.most)
         measured = dataclasses.replace(measured, non_prefix=self._non_prefix)
         return self._client, measured, self._options

@@ -50,6 +50,7 @@ class CacheBuilder:
     def layers(
         self, config: Any, device: torch.device, written: Callable[..., None] | None, memory: Memory
     ) -> list[StoreLayer]:
+        """The layers of a cache for this call, filled with what was found."""
         length = self._prompt.length
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         static = self._static(config)

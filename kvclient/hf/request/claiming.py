@@ -38,6 +38,7 @@ def match(served: ServedModel, options: Options, group: Group) -> PrefixMatch:
 def make_claims(
     client: Any, served: ServedModel, options: Options, clock: Clock, same: Callable[[], bool]
 ) -> Claims:
+    """What the call may publish: the prompt's blocks, groups, states and unquantised ends."""
     above = min(MAX_PRIORITY, options.priority + ABOVE)
 
     def publisher(layout_id: int | None, form: BlockFormat, priority: int = options.priority) -> Publisher:

@@ -30,7 +30,9 @@ class Continuation(Request):
         self, model: torch.nn.Module, run: Callable[[], Any], input_ids: torch.Tensor, config: Any,
         model_kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """The first pass, over what the cache does not hold; one changed since is Bypassed."""
+        """The first pass over what of input_ids [batch, columns] the cache does not hold; one changed since
+        is Bypassed.
+        """
         cache = model_kwargs[CACHE]
         columns = cache.get_seq_length()
         try:

@@ -17,7 +17,8 @@ def run_in_pieces(
     run: Callable[..., Any], ids: torch.Tensor, model_kwargs: dict[str, Any], start: int, cuts: Sequence[int],
     at: Callable[[int], Any], *, whole: bool, stepwise: bool,
 ) -> Any:  # fmt: skip
-    """What run(ids) gives for the prompt's rest behind column `start`; at(column) is called after each pass.
+    """What run(ids), ids [batch, columns], gives for the prompt's rest behind column `start`; at(column) is
+    called after each pass.
 
     whole: generate() itself leaves out what the cache holds; without, as its cache tells no length, what is
     given is the rest. stepwise: the model goes on behind a state with one token at a time only.

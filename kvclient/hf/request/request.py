@@ -88,6 +88,7 @@ class Request:
         self, model: torch.nn.Module, run: Callable[[], Any], input_ids: torch.Tensor, config: Any,
         model_kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
+        """What `run` gives for input_ids [batch, columns], over what the store has; raises what it raises."""
         try:
             self._prompt = read_prompt(model, input_ids, model_kwargs)
             self._served_model.check_call(self._prompt, config, self._padded)
@@ -151,7 +152,7 @@ class Request:
         return run_in_pieces(run, ids, model_kwargs, self._hit, claims.snapshots.columns, at, **how)
 
     def token(self, input_ids: torch.Tensor) -> None:
-        """A token was chosen in each row; `input_ids` has it as its last column."""
+        """A token was chosen in each row; input_ids [batch, columns] has it as its last column."""
         self._ids = input_ids
         if not self.report.ttft_s:
             if input_ids.device.type != "cpu":

@@ -54,7 +54,9 @@ class Returned:
         self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
 
     def keep(self, cache: Any, identity: bytes, input_ids: torch.Tensor, pads: Sequence[int]) -> None:
-        """The call that filled the cache ended with these ids; the last has no KV yet."""
+        """The call that filled the cache ended with input_ids [batch, columns]; the last column has no KV
+        yet.
+        """
         columns = input_ids.shape[1] - 1
         marks = _marks(cache)
         if marks is None or {layer.get_seq_length() for layer in cache.layers} != {columns}:

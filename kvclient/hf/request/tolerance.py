@@ -33,6 +33,7 @@ class Tolerance:
 
     @property
     def failed(self) -> bool:
+        """Whether a call of the store failed."""
         return self._report.store_error is not None
 
     def tried(self, step: Callable[..., Any], *args: Any) -> bool:
@@ -48,7 +49,9 @@ class Tolerance:
         return True
 
     def note(self, error: BaseException, seconds: float = 0.0) -> None:
-        """What the call goes on without the store for; the first error is the one that is told."""
+        """What the call goes on without the store for, and how many seconds it took; the first error is the
+        one that is told.
+        """
         self._report.store_error = self._report.store_error or f"{type(error).__name__}: {error}"
         self._report.store_failed_s += seconds
 
@@ -61,6 +64,7 @@ class Rest:
 
     @property
     def over(self) -> bool:
+        """Whether the store may be asked again."""
         return monotonic() >= self._until_s
 
     def begin(self, lost_s: float) -> None:

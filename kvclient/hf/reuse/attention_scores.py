@@ -43,7 +43,7 @@ class AttentionScores:
     def of(self) -> torch.Tensor | None:
         """Per column what the question's attention owes it: the square of (weight times the distance from the
         value there to what the head says), which is how far that goes if the key is off, summed over rows,
-        heads and layers.
+        heads and layers. float32 [columns]; None if nothing was attended.
         """
         return None if self._sum is None else self._sum.cpu()
 

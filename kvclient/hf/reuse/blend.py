@@ -153,6 +153,7 @@ class Blend:
     # ---------------------------------------------------------------- the layers' side
 
     def columns(self) -> torch.Tensor:
+        """Which columns the pass computes, int64 [rows]."""
         return self._rows + self.exact
 
     def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
@@ -177,7 +178,9 @@ class Blend:
         return torch.zeros_like(columns) if part is None else part.first_seen(columns)
 
     def check(self, layer: int, storage: torch.Tensor) -> None:
-        """K and V of a layer are there of all that may be chosen: chooses the rows that go on into it."""
+        """K and V of a layer, storage [arrays, 1, heads, columns, head_dim], are there of all that may be
+        chosen: chooses the rows that go on into it.
+        """
         low = min(segment.start for segment in self._segments)
         high = max(segment.stop for segment in self._segments)
         stored = torch.empty_like(storage[:, :1, :, low:high])

@@ -133,8 +133,8 @@ def compared(
 def place(
     rope: Rope, form: BlockFormat, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
 ) -> None:
-    """Copies one piece of a block to columns at.., its keys turned. Raises Lost if the store was closed
-    meanwhile.
+    """Copies one piece of a block to columns at.. of storage [arrays, 1, heads, columns, head_dim], its keys
+    turned. Raises Lost if the store was closed meanwhile.
     """
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
     stands = form.place(layer)

@@ -101,7 +101,7 @@ class Repair:
         return min(self.check_layer if self.check_layer is not None else 1 + (layers >= DEEP), layers - 1)
 
     def fresh(self, segments: Sequence[Segment], length: int) -> torch.Tensor:
-        """Which of the `length` columns are computed in every layer, whatever deviates: bool."""
+        """Which columns are computed in every layer, whatever deviates: bool [length]."""
         fresh = torch.ones(length, dtype=torch.bool)
         for segment in segments:
             fresh[segment.start : segment.stop] = False
@@ -114,7 +114,7 @@ class Repair:
         return fresh
 
     def scanned(self, segments: Sequence[Segment], fresh: torch.Tensor) -> torch.Tensor:
-        """`fresh` with the tokens added that may be chosen for their deviation."""
+        """`fresh`, bool [columns], with the tokens added that may be chosen for their deviation."""
         out = fresh.clone()
         for segment in segments:
             count = max(self.scan_tokens, math.ceil(2 * self.ratio * len(segment)))
@@ -122,7 +122,7 @@ class Repair:
         return out
 
     def worst(self, deviation: torch.Tensor, fresh: torch.Tensor, scanned: torch.Tensor) -> torch.Tensor:
-        """`fresh` with those of the scanned tokens added that deviate most. All over all columns."""
+        """`fresh` with those of the scanned tokens added that deviate most. All [columns]."""
         candidates = torch.nonzero(scanned & ~fresh).squeeze(1)
         return _most(deviation, candidates, self.ratio * int((~fresh).sum()), fresh)
 
@@ -130,8 +130,9 @@ class Repair:
         self, attention: torch.Tensor, fresh: torch.Tensor, share: float | None = None,
         may: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """`fresh` with those of the other tokens added that are attended to most. All over all columns.
-        share: of the others; None: attended_ratio. may: those that can be computed; None: all."""
+        """`fresh` with those of the other tokens added that are attended to most. All [columns]. share: of
+        the others; None: attended_ratio. may: those that can be computed; None: all.
+        """
         share = self.attended_ratio if share is None else share
         count = share * int((~fresh).sum())
         candidates = torch.nonzero(~fresh if may is None else ~fresh & may).squeeze(1)

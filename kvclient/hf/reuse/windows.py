@@ -33,14 +33,14 @@ class GroupPieces:
         return sorted((part for part in out if part is not None), key=lambda part: part.start)
 
     def held(self, length: int) -> torch.Tensor:
-        """Which columns: bool."""
+        """Which columns: bool [length]."""
         held = torch.zeros(length, dtype=torch.bool)
         for segment in self.segments:
             held[segment.start : segment.stop] = True
         return held
 
     def first_seen(self, columns: torch.Tensor) -> torch.Tensor:
-        """Per column the first that it sees."""
+        """Per column the first that it sees, of the shape of `columns`."""
         if not self.group.window:
             return torch.zeros_like(columns)
         if self.group.chunked:
@@ -76,8 +76,9 @@ class Windows:
     def computable(
         self, segments: Sequence[Segment], fresh: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`fresh` without what cannot be computed, the columns inside the segments that can be besides and
-        whose stored K and V there are in all layers). segments: as fitted() has them."""
+        """(`fresh` [columns] without what cannot be computed, the columns inside the segments that can be
+        besides and whose stored K and V there are in all layers). segments: as fitted() has them.
+        """
         reused = torch.zeros(self._length, dtype=torch.bool)
         for segment in segments:
             reused[segment.start : segment.stop] = True
@@ -97,7 +98,7 @@ class Windows:
         return fresh, may
 
     def stored(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Which columns have stored K and V in all layers, or are not reused: bool."""
+        """Which columns have stored K and V in all layers, or are not reused: bool [columns]."""
         stored = torch.ones(self._length, dtype=torch.bool)
         for part in self.parts:
             held = part.held(self._length)

@@ -26,7 +26,8 @@ class Path:
 class Chance(Protocol):
     """Where randomness comes from."""
 
-    def happens(self, probability: float) -> bool: ...
+    def happens(self, probability: float) -> bool:
+        """True with this probability."""
 
     def draw(self, p: torch.Tensor) -> int:
         """A token of [vocabulary] probabilities."""
@@ -39,9 +40,11 @@ class Dice:
         self._generator = generator
 
     def happens(self, probability: float) -> bool:
+        """True with this probability."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator)) < probability
 
     def draw(self, p: torch.Tensor) -> int:
+        """An index of p [vocabulary], each as often as it says."""
         return int(torch.multinomial(p, 1, generator=self._generator))
 
 

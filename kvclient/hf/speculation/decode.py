@@ -47,6 +47,7 @@ class SpeculationReport:
 
     @property
     def acceptance(self) -> float:
+        """Accepted tokens of those drafted, 0 to 1."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -84,6 +85,7 @@ class Speculation:
 
     @property
     def last(self) -> SpeculationReport | None:
+        """Of the last call of this thread; None before it."""
         return getattr(self._local, "last", None)
 
     def __call__(

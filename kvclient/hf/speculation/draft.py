@@ -35,10 +35,12 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> Draft:
+        """A draft whose tokens follow each other."""
         return cls(tuple(tokens), tuple(range(len(tokens))))
 
     @property
     def is_chain(self) -> bool:
+        """Whether its tokens follow each other."""
         return all(parent == i for i, parent in enumerate(self.parents))
 
     @cached_property
@@ -58,6 +60,7 @@ class Draft:
         return tuple(map(tuple, found))
 
     def child(self, node: int, token: int) -> int | None:
+        """The node behind `node` that has this token; None if none has."""
         return next((child for child in self.children[node] if self.tokens[child - 1] == token), None)
 
     def seen(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ class PromptLookup:
         self._lengths, self._branches = range(run, least - 1, -1), branches
 
     def begin(self, vocabulary: int) -> _Text:
+        """A drafter of a new text."""
         return _Text(self._lengths, self._branches)
 
 

@@ -30,6 +30,7 @@ class Pace:
         return True
 
     def plain(self, seconds: float) -> None:
+        """A step without a draft took so many seconds."""
         self._since = 0
         self.plain_s = seconds if self.plain_s is None else _mean(self.plain_s, seconds)
 
@@ -55,6 +56,7 @@ class Pace:
 
     @property
     def resting(self) -> bool:
+        """Whether no drafts are tried for now."""
         return self._left > 0
 
 

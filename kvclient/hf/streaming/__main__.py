@@ -25,7 +25,7 @@ UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
 
 
 def memory(text: str) -> int:
-    """Bytes of `2GiB`, `512MiB` or a plain number."""
+    """Bytes of `2GiB`, `512MiB` or a plain number. Raises ArgumentTypeError for anything else."""
     number, shift = (text[:-3], UNITS[text[-3:]]) if text[-3:] in UNITS else (text, 0)
     try:
         return int(float(number) * (1 << shift))
@@ -35,6 +35,7 @@ def memory(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     name, about = "python -m kvclient.hf.streaming", "Generates with a model whose layers are read from disk."
     asked = argparse.ArgumentParser(prog=name, description=about)
     asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
@@ -51,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def drafts(named: str | None) -> Speculation | None:
+    """What --draft names: None, the prompt's own text, or a model. Raises InvalidArgument for what is
+    neither.
+    """
     if named is None or named == "lookup":
         return None if named is None else Speculation()
     home = Path(named)
@@ -60,6 +64,7 @@ def drafts(named: str | None) -> Speculation | None:
 
 
 def said(speculation: Speculation | None) -> dict[str, object]:
+    """What speculation did, for the output; empty without."""
     if speculation is None or (last := speculation.last) is None:
         return {}
     figures = {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance}
@@ -67,6 +72,7 @@ def said(speculation: Speculation | None) -> dict[str, object]:
 
 
 def run(asked: argparse.Namespace) -> dict[str, object]:
+    """Generates as the command line says: text, seconds, bytes and estimates by name."""
     began = time.perf_counter()
 
     def told(done: int, whole: int) -> None:
@@ -108,6 +114,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
+    """The command; its exit status."""
     asked = parser().parse_args()
     try:
         found = run(asked)

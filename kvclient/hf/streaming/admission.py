@@ -54,10 +54,12 @@ class Estimate:
 
     @property
     def working(self) -> int:
+        """Bytes that the call needs beside weights."""
         return self.kv + self.activations + self.logits
 
     @property
     def bytes(self) -> int:
+        """All bytes."""
         return self.held + self.working
 
 

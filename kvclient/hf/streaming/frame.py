@@ -78,6 +78,7 @@ def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtyp
 
 
 def name_of(model: Any, module: torch.nn.Module) -> str:
+    """The module's dotted name in the model."""
     return next(name for name, named in model.named_modules() if named is module)
 
 
@@ -98,6 +99,7 @@ def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
 
 
 def sizes(tables: dict[str, Table]) -> Vocabulary:
+    """Bytes of the embedding and the head, and of what is held of them while they are streamed."""
     if not tables:
         return NO_VOCABULARY
     embedding, head = tables["embedding"], tables["head"]
@@ -106,7 +108,7 @@ def sizes(tables: dict[str, Table]) -> Vocabulary:
 
 
 def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
-    """Each tensor in its module's place, as a buffer or a parameter."""
+    """Each tensor, of its parameter's shape, in its module's place, as a buffer or a parameter."""
     for module, attribute, tensor in places:
         if attribute in module._buffers:
             module._buffers[attribute] = tensor
@@ -115,7 +117,7 @@ def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
 
 
 def read(source: Source) -> torch.Tensor:
-    """In memory that torch aligned: a product's last bits depend on it."""
+    """The tensor, of the source's shape, in memory that torch aligned: a product's last bits depend on it."""
     found = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
     if source.length:
         source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))

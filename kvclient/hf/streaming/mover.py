@@ -45,6 +45,7 @@ class Piece:
 
     @property
     def there(self) -> int:
+        """How many of its bytes must be there before the layer runs."""
         return self.length if self.need is None else self.need
 
 
@@ -80,10 +81,12 @@ class DiskMover:
 
     @property
     def path(self) -> Path:
+        """The first of its files."""
         return self.paths[0]
 
     @property
     def engine(self) -> str:
+        """How it reads: by name."""
         return self._reader.engine
 
     def _open(self, path: Path) -> int:
@@ -135,6 +138,7 @@ class MemoryMover:
         self._image = memoryview(image)
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
+        """Copies a layer's pieces into the slot, one behind the other. Raises what a wrong checksum is."""
         at = 0
         for piece in pieces:
             into = slot[at : at + piece.length]
@@ -144,7 +148,7 @@ class MemoryMover:
             at += piece.length
 
     def close(self) -> None:
-        pass
+        """Nothing runs that must end."""
 
 
 def _compare(path: Path, layer: int, piece: Piece, crc: int, wanted: int) -> None:

@@ -51,6 +51,7 @@ class StreamingConfig:
 
     @property
     def ahead(self) -> int:
+        """How many layers are read before they are needed."""
         most = self.n_staging_slots - 1
         return most if self.prefetch_layers_ahead is None else min(most, self.prefetch_layers_ahead)
 
@@ -74,6 +75,7 @@ class Vocabulary:
         return [(), ("embedding", "head")] if self.tied else [(), ("embedding",), ("embedding", "head")]
 
     def held(self, streamed: tuple[str, ...]) -> int:
+        """Bytes that stay in memory if the named tables are streamed."""
         if not streamed:
             return self.embedding + (0 if self.tied else self.head)
         return min(self.rows, self.embedding) + (0 if "head" in streamed else self.head)

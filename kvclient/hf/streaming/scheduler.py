@@ -24,9 +24,11 @@ MOST_FILLING = 3  # layers at one time: the next one's reads stand behind this o
 class Mover(Protocol):
     """Called by several threads at one time."""
 
-    def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None: ...
+    def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
+        """Brings a layer's pieces into the slot, one behind the other."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what runs."""
 
 
 class Scheduler:
@@ -57,6 +59,7 @@ class Scheduler:
 
     @property
     def slots(self) -> list[Slot]:
+        """The memory that layers are read into."""
         return self._table.slots
 
     @contextlib.contextmanager
@@ -143,6 +146,7 @@ class Scheduler:
         return self.filling_s + (now - self._since if self._filling else 0.0)
 
     def close(self) -> None:
+        """Ends reads and threads; who waits gets an error. Twice is once."""
         with self._changed:
             if self._closed:
                 return

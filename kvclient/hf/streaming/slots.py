@@ -21,6 +21,7 @@ class Slot:
     users: int = 0
 
     def free(self) -> bool:
+        """Whether another layer may be read into it."""
         return self.users == 0 and (self.ready or self.layer is None)
 
 
@@ -80,6 +81,7 @@ class SlotTable:
         return None
 
     def filled(self, slot: Slot, error: BaseException | None) -> None:
+        """The slot's read ended: its layer may be used, or `error` is kept for who asks for it."""
         assert slot.layer is not None and not slot.ready and not slot.users
         slot.ready = error is None
         if error is not None:

@@ -23,6 +23,7 @@ ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
 
 def empty(table: Table) -> torch.nn.Parameter:
+    """A parameter of the table's shape and dtype without memory."""
     made = torch.empty(table.shape, dtype=getattr(torch, table.dtype), device="meta")
     return torch.nn.Parameter(made, requires_grad=False)
 
@@ -96,6 +97,7 @@ class StreamedHead:
         return {self._first + i: (piece,) for i, piece in enumerate(self._table.pieces)}
 
     def follow(self, scheduler: Scheduler) -> None:
+        """Its pieces come from this scheduler from now on."""
         self.scheduler = scheduler
         self._module.register_forward_pre_hook(self._before)
         self._module.register_forward_hook(self._after, always_call=True)
@@ -131,7 +133,7 @@ class StreamedHead:
 
 
 def piece_of(table: Table, i: int, memory: memoryview) -> torch.Tensor:
-    """The rows of the table's i-th piece, as they lie."""
+    """The rows of the table's i-th piece, as they lie: [rows, width]."""
     rows = min(table.rows, table.shape[0] - i * table.rows)
     kind = getattr(torch, table.dtype)
     return torch.frombuffer(memory, dtype=kind, count=rows * table.shape[1]).view(rows, table.shape[1])

@@ -303,55 +303,6 @@ def test_names_say_what_they_hold():
     fail_if(problems)
 
 
-PROMISED = (
-    "kvclient/blocks", "kvclient/checks", "kvclient/client", "kvclient/hf", "kvclient/kernels",
-    "kvclient/testing/in_",
-)  # fmt: skip
-
-
-PROTOCOL = {"AttributeError", "NotImplementedError", "StopIteration"}  # Python's own ways to say no
-
-
-def raised_by(function: ast.AST) -> set[str]:
-    """The classes that its `raise` statements name; a bare one, and one of a variable, name none."""
-    names = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-            names.add(getattr(error, "id", getattr(error, "attr", "")))
-    return {found for found in names if found[:1].isupper()} - PROTOCOL
-
-
-def unsaid(body: list[ast.stmt], within: str = "") -> list[tuple[int, str, set[str]]]:
-    """Public functions and methods with what they raise and do not say in their docstrings."""
-    found = []
-    for node in body:
-        if getattr(node, "name", "_").startswith("_"):
-            continue
-        if isinstance(node, ast.ClassDef):
-            found += unsaid(node.body, f"{within}{node.name}.")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node) or ""
-            if silent := {error for error in raised_by(node) if error not in said}:
-                found.append((node.lineno, within + node.name, silent))
-    return found
-
-
-def test_docstrings_say_what_is_raised():
-    problems = []
-    for path in PYTHON:
-        if name(path).startswith(PROMISED) and path.stem != "__main__":
-            for line, function, silent in unsaid(ast.parse(text(path)).body):
-                problems.append(f"{name(path)}:{line}: {function} raises {', '.join(sorted(silent))} unsaid")
-    fail_if(problems)
-
-
-def test_the_check_of_docstrings_sees_a_breach():
-    wrong = 'class A:\n  def f(self):\n    """Does."""\n    raise Lost("x")'
-    assert unsaid(ast.parse(wrong).body) == [(2, "A.f", {"Lost"})]
-    assert not unsaid(ast.parse(wrong.replace("Does.", "Raises Lost.")).body)
-
-
 def test_cited_sections_exist():
     """`docs/design.md §5`: a page of this repository, and a heading of it."""
     problems = []

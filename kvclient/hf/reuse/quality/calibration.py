@@ -62,6 +62,7 @@ def save(identity: bytes, repair: Repair, outcome: Outcome) -> Path:
 
 
 def forget(identity: bytes) -> None:
+    """The model's calibration is made anew next time."""
     _path(identity).unlink(missing_ok=True)
 
 

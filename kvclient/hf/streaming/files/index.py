@@ -52,6 +52,7 @@ class Part:
 
     @property
     def length(self) -> int:
+        """Bytes of its pieces."""
         return sum(piece.length for piece in self.pieces)
 
 
