@@ -269,8 +269,8 @@ def attention(
     is_causal: bool | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention interface: query [batch, heads, queries, head_dim], key and value [batch,
-    kv_heads, keys, head_dim]; returns [batch, queries, heads, head_dim] and no weights. Raises InvalidArgument
-    for a call that means what is not read here, RuntimeError for a layer's handle that was lost.
+    kv_heads, keys, head_dim]; returns [batch, queries, heads, head_dim] and no weights. Raises
+    InvalidArgument for a call that means what is not read here, RuntimeError for a handle that was lost.
     """
     if torch.compiler.is_compiling() and hasattr(key, HANDLE):  # what its layer does is not for a graph
         return _attention_outside(
