@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, START_TIMEOUT_S
 from tests.hf.conftest import home
+from tests.warm_python import WarmPython
 
 __all__ = ["home"]
 
@@ -21,7 +22,7 @@ class Server:
     """One kvclient-serve process on a free port of loopback."""
 
     def __init__(self, model, *args, env=None):
-        self.process = subprocess.Popen(
+        self.process = WarmPython(
             [sys.executable, "-m", "kvclient.serve", str(model), "--port", "0", "--dtype", "float32",
              "--served-model-name", "tiny", "--threads", "1", *args],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

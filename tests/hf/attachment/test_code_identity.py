@@ -17,6 +17,7 @@ import torch
 import kvclient.hf
 from tests.conftest import ROOT
 from tests.hf.zoo import build, generate, prompt
+from tests.warm_python import WarmPython
 
 BLOCK = 16
 PROGRAM = """
@@ -97,16 +98,17 @@ def program(formula="1.0 * self.inner(x)", default="1.0"):
     return PROGRAM.replace("FORMULA", formula).replace("DEFAULT", default)
 
 
-def run(daemon, *programs, seed="0"):
+def run(daemon, *programs, python=WarmPython, **env):
     """Of each edit of each program, a process for each program, in turn: tokens reused, whether the answer is
     right, blocks published, the identity."""
-    done = subprocess.run(
-        [sys.executable, "-c", IN_TURN, str(daemon.dir)], input=json.dumps(programs), cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+    process = python(
+        [sys.executable, "-c", IN_TURN, str(daemon.dir)], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    said, errors = process.communicate(json.dumps(programs), timeout=300)
+    assert process.returncode == 0, errors
+    return [json.loads(line) for line in said.splitlines()]
 
 
 def test_an_edit_misses_what_the_unedited_published(daemon):
@@ -127,8 +129,9 @@ def test_an_edit_misses_what_the_unedited_published(daemon):
 
 def test_the_same_code_hits_in_another_process_with_another_hash_seed(daemon):
     served = daemon("64MiB")
-    [[*_, before]] = run(served, (program(), ["closure"]), seed="1")
-    [[reused, right, _, after]] = run(served, (program(), ["closure"]), seed="2")
+    [[*_, before]] = run(served, (program(), ["closure"]))
+    there = {"python": subprocess.Popen, "PYTHONHASHSEED": "2"}
+    [[reused, right, _, after]] = run(served, (program(), ["closure"]), **there)
     assert before == after
     assert right and reused >= 64
 

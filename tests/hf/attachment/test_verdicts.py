@@ -6,7 +6,6 @@ test's own.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import kvclient.hf
 from kvclient.hf.proof import self_test, verdicts
 from tests.hf.zoo import build, generate, prompt
+from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -50,7 +50,7 @@ for case in sys.argv[1:]:  # a process each, which has imported and not yet done
 def attached(*cases: str) -> list[int]:
     """Passes that attach() made, each in a process of its own, one after the other."""
     command = [sys.executable, "-c", PROGRAM, *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = run_warm(command, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert all(padded == "True" and backend for _, backend, padded in rows)

@@ -12,6 +12,7 @@ import torch
 from kvclient.hf import attention
 from kvclient.hf.attention import backends
 from kvclient.kernels import contract
+from tests.warm_python import run as run_warm
 
 
 def test_the_native_path_can_be_forced_from_outside():
@@ -42,9 +43,7 @@ for name in sys.argv[1:]:
         os._exit(0)
     os.wait()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], env={"PYTHONPATH": "."}, capture_output=True, text=True
-    )
+    done = run_warm([sys.executable, "-c", code, *names], env={"PYTHONPATH": "."}, timeout=120)
     said = done.stdout.splitlines()
     assert len(said) == len(names), done.stderr
     for name, line in zip(names, said, strict=True):
@@ -83,12 +82,8 @@ with kvclient.InMemoryClient(8 << 20) as client:
             tokens, found, _ = generate(model, ids)
         print(kv.backend, kv.last.reused_tokens, torch.equal(tokens, plain), near(found, logits))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"KVK_CPU_PATH": "reference", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-    )
+    env = {"KVK_CPU_PATH": "reference", "PYTHONPATH": "."}
+    done = run_warm([sys.executable, "-c", code], env=env, timeout=120)
     assert done.stdout.split() == ["cpu_reference", "48", "True", "True"], done.stderr
 
 

@@ -7,7 +7,6 @@ process for the take-over, the in-memory fake for the rest. Turns that fail: tes
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from kvclient.hf.engine.window import WindowCache
 from kvclient.hf.model.structure import Refused
 from kvclient.kernels import NotQuantisable
 from tests.hf.zoo import REFUSED, SERVED, build, generate, prompt
+from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Window(recent=32, older=64)
@@ -186,10 +186,7 @@ def test_another_process_takes_the_conversation_over(daemon, model):
         both = [engine.conversation(name, ids(9), SMALL) for name in ("moved", "stays")]
         for talk in both:
             assert talk.say(ids(150), 20).saved
-        done = subprocess.run(
-            [sys.executable, "-c", SECOND, str(server.dir)],
-            cwd=ROOT, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = run_warm([sys.executable, "-c", SECOND, str(server.dir)], cwd=ROOT, timeout=120)
         assert done.returncode == 0, done.stderr
         turn, *tokens = map(int, done.stdout.split())
         assert turn == 1 and tokens == both[1].say(ids(30, seed=2), 20).tokens

@@ -5,7 +5,6 @@ Tiny random models in fp32. A prompt is cut where states are stored, so logits a
 are compared for equality.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import kvclient
 import kvclient.hf
 from kvclient.hf.release import STATES
 from tests.hf.zoo import RECURRENT, generate, known, near, prompt
+from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK, NEW = 8, 18
@@ -170,9 +170,7 @@ def test_two_processes_on_one_daemon_with_different_distances(name, daemon):
     said = []
     for every in (1, 5):
         code = CHILD.format(root=str(ROOT), name=name, dir=str(served.dir), every=every)
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
-        )
+        done = run_warm([sys.executable, "-c", code], cwd=ROOT, timeout=240, check=True)
         said.append(done.stdout.splitlines()[-1].split(" ", 1))
     assert [reused for reused, _ in said] == ["0", "96"]
     assert said[0][1] == said[1][1]

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvclient
 import kvclient.hf
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 64
@@ -63,7 +64,7 @@ class Process:
     """An inference process of the demo (examples/demo_worker.py)."""
 
     def __init__(self, model_dir, daemon):
-        self.process = subprocess.Popen(
+        self.process = WarmPython(
             [sys.executable, str(ROOT / "examples" / "demo_worker.py"), str(model_dir), str(daemon.dir)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -109,7 +110,7 @@ def computed(client, chain, layer, wait_until):
 def processes(model_dir):
     made = []
 
-    def make(daemon):
+    def make(daemon, model_dir=model_dir):
         made.append(Process(model_dir, daemon))
         return made[-1]
 
@@ -228,9 +229,10 @@ def test_one_computes_another_finds_a_third_survives(daemon, processes, model_di
     assert survivor["text"] == second.answer()["text"]
 
 
-def test_two_that_start_at_once_compute_it_once(daemon, processes):
+def test_two_that_start_at_once_compute_it_once(daemon, processes, home):
+    """Of a tiny model: what each is told does not rest on what it says."""
     server = daemon(memory="256MiB")
-    first, second = processes(server), processes(server)
+    first, second = processes(server, home), processes(server, home)
     for process in (first, second):
         process.answer()
     document, question = (ROOT / "docs" / "tour.md").read_text()[:900], "\n\nIn short,"

@@ -7,7 +7,6 @@ Tiny random models; what a model is asked is not the point here.
 import os
 import pickle
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import kvclient
 import kvclient.hf
 from kvclient.hf.connector.save import Publisher
 from tests.hf.zoo import build, generate, prompt
+from tests.warm_python import run as run_warm
 
 BLOCK = 16
 ROOT = Path(__file__).resolve().parents[3]
@@ -221,7 +221,7 @@ with kvclient.connect(dir=sys.argv[1]) as client:
     with kvclient.hf.attach(build("llama"), client, block_tokens=16, repair="auto", self_test=False) as kv:
         generate(kv._model, torch.cat([prompt(21, seed=2), prompt(100, seed=5), prompt(20, seed=3)], dim=1))
 """
-    subprocess.run([sys.executable, "-c", there, str(server.dir)], check=True, cwd=ROOT, timeout=120)
+    run_warm([sys.executable, "-c", there, str(server.dir)], check=True, cwd=ROOT, timeout=120)
     ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
     with server.connect() as client:
         for repair, recomputed in (("cacheblend", 5), (kvclient.hf.Repair(max_kl=0.0), 100)):

@@ -4,7 +4,6 @@ blocks come back, in another process too, figures, a reset; what is damaged on d
 Method: the tiny model with a tokenizer of bytes, a budget for a few of its blocks, files written over.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.engine import in_process
 from kvclient.hf.engine.in_process import InProcessClient
+from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = [f"{word} " * 24 for word in ("first", "second", "third", "fourth", "fifth", "sixth")]
@@ -71,10 +71,7 @@ with kvclient.hf.Engine.from_pretrained(
     print(engine.generate(sys.argv[3], 1).report.reused_tokens)
 """
     command = [sys.executable, "-c", program, str(home), str(tmp_path), TEXTS[0]]
-    told = [
-        int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout)
-        for _ in range(2)
-    ]
+    told = [int(run_warm(command, cwd=ROOT, check=True, timeout=300).stdout) for _ in range(2)]
     assert told[0] == 0 and told[1] > 100
 
 

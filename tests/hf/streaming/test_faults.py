@@ -20,6 +20,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import write_checkpoint
+from tests.warm_python import WarmPython
 
 PROMPT = torch.arange(1, 25)[None]
 FULL = StreamingConfig(residency="full_stream", n_staging_slots=3)
@@ -187,7 +188,7 @@ def test_of_two_processes_that_rearrange_one_waits(home, tmp_path):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((home / file).read_bytes())
     command = [sys.executable, "-c", TWO, str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [WarmPython(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate(timeout=300)[0].split() for one in both]
     assert [one.returncode for one in both] == [0, 0]
     assert sorted(count != "0" for count, _ in said) == [False, True]

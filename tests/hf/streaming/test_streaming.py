@@ -27,6 +27,7 @@ from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.scheduler import Scheduler
 from tests.hf.awq_checkpoint import write_checkpoint
+from tests.warm_python import run as run_warm
 
 RESIDENCIES = {
     "full_resident": {},
@@ -230,7 +231,7 @@ def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
     command = [sys.executable, "-m", "kvclient.hf.streaming"]
     asked = ["--residency", "full_stream", "--max-new-tokens", "4", "--json"]
     asked += ["--trace", str(tmp_path / "trace.json")]
-    done = subprocess.run([*command, str(tmp_path), *asked], capture_output=True, text=True, timeout=300)
+    done = run_warm([*command, str(tmp_path), *asked], timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens"] == 4 and "Paris" in found["text"] and found["ceiling_tokens_per_s"] > 0

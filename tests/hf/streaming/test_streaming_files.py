@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -25,6 +24,7 @@ from kvclient.hf.streaming.files.index import BLOCK_BYTES
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import Vocabulary, plan
 from tests.hf.awq_checkpoint import write_checkpoint
+from tests.warm_python import run as run_warm
 
 PROMPT = torch.arange(1, 25)[None]
 
@@ -160,7 +160,7 @@ def test_who_is_killed_while_rearranging_is_gone_on_from(tmp_path):
     tiny().save_pretrained(tmp_path)
     want = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     command = [sys.executable, "-c", KILLED, str(tmp_path), "5"]
-    done = subprocess.run(command, capture_output=True, timeout=300)
+    done = run_warm(command, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "kvstored-streaming.bin").exists()
     part = tmp_path / "kvstored-streaming.bin.part"
@@ -192,7 +192,7 @@ def test_who_is_killed_while_rearranging_is_gone_on_from(tmp_path):
 
 def test_a_journal_of_another_checkpoint_is_not_believed(tmp_path):
     tiny().save_pretrained(tmp_path)
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "5"], capture_output=True, timeout=300)
+    run_warm([sys.executable, "-c", KILLED, str(tmp_path), "5"], timeout=300)
     assert (tmp_path / "kvstored-streaming.journal").exists()
     torch.manual_seed(9)
     other = transformers.LlamaForCausalLM(tiny().config).eval()

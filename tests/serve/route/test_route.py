@@ -20,6 +20,7 @@ import pytest
 
 from tests.conftest import ROOT, START_TIMEOUT_S
 from tests.serve.conftest import Server
+from tests.warm_python import WarmPython
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: make test installs it")
 
@@ -31,7 +32,7 @@ class Route(Server):
 
     def __init__(self, *servers, flags=()):
         urls = [server if isinstance(server, str) else server.url for server in servers]
-        self.process = subprocess.Popen(
+        self.process = WarmPython(
             [sys.executable, "-m", "kvclient.serve", "route", *urls, "--port", "0", "--health-interval",
              "0.1", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -1,0 +1,159 @@
+"""Python processes that have torch and transformers already: forked from one that imported them once.
+
+Importing torch, transformers and kvclient.hf costs five seconds of processor, more than most tests that need
+a second process cost otherwise. `WarmPython([sys.executable, …])` is a subprocess.Popen whose process is
+forked from a server behind those imports, with its own arguments, environment, directory and pipes; run() is
+subprocess.run() of it. Never for a test of the imports themselves, of an environment variable that is read
+while importing, or of another hash seed: those start Python.
+
+Invariant: the process is a child of the test's like any other: it is waited for, killed and counted the same
+way. The server forks twice and its test process adopts the orphan (PR_SET_CHILD_SUBREAPER, set only
+meanwhile). The server has no threads, and ends with the test process: its socket does.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 150_000  # of a request: the environment and a program
+PR_SET_CHILD_SUBREAPER = 36
+IMPORTED = (
+    "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.auto",
+    "kvclient.hf", "kvclient.serve.__main__", "kvclient.serve.http.app", "tests.hf.zoo",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the test's process
+
+
+@cache
+def _server() -> socket.socket:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.warm_python", str(there.fileno())], pass_fds=[there.fileno()], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    there.close()
+    return here
+
+
+def _adopt(orphans: bool) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
+
+
+class WarmPython(subprocess.Popen):
+    """Popen([sys.executable, "-c", code | "-m", module | script, …]). What it cannot hand over is refused."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int,
+        c2pwrite: int, errread: int, errwrite: int, *_others: Any,
+    ) -> None:  # fmt: skip
+        assert args[0] == sys.executable and not (executable or preexec_fn or pass_fds or shell)
+        wanted = {
+            "argv": [str(word) for word in args[1:]],
+            "cwd": str(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+        }
+        request = json.dumps(wanted).encode()
+        assert len(request) <= MOST_BYTES, "a request is one message"
+        files = [p2cread, c2pwrite, errwrite]
+        _adopt(True)
+        try:
+            socket.send_fds(_server(), [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
+            self.pid = int(_server().recv(64))
+        finally:
+            _adopt(False)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def run(args: list, timeout: float, check: bool = False, **options: Any) -> subprocess.CompletedProcess:
+    """subprocess.run() with the output captured as text, in a WarmPython."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    with WarmPython(args, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+    if check:
+        assert done.returncode == 0, stderr
+    return done
+
+
+# ---------------------------------------------------------------- in the server
+
+
+def _forked(door: socket.socket) -> dict[str, Any] | None:
+    """Answers requests. Returns in each forked process what it is to do; None when nobody asks any more."""
+    while True:
+        message, files, _, _ = socket.recv_fds(door, MOST_BYTES, 3)
+        if not message:
+            return None
+        read, write = os.pipe()
+        if (between := os.fork()) == 0:
+            if (child := os.fork()) == 0:
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                for file in (*files, read, write, door.fileno()):
+                    os.close(file)
+                door.detach()
+                return json.loads(message)
+            os.write(write, str(child).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        door.send(os.read(read, 64))
+        for file in (*files, read, write):
+            os.close(file)
+
+
+def _become(wanted: dict[str, Any]) -> None:
+    """As the interpreter begins with these arguments, but for its imports."""
+    os.chdir(wanted["cwd"])
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for name, mode, number in (("stdin", "r", 0), ("stdout", "w", 1), ("stderr", "w", 2)):
+        file = open(number, mode, closefd=False)  # noqa: SIM115
+        if mode == "w":
+            file.reconfigure(line_buffering=number == 2, write_through=unbuffered or number == 2)
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    kind, *rest = wanted["argv"]
+    if kind == "-c":
+        code, *arguments = rest
+        sys.argv, sys.path[0] = ["-c", *arguments], ""
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [kind, *rest], str(Path(kind).resolve().parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import importlib
+
+    for imported in IMPORTED:
+        importlib.import_module(imported)
+    gc.freeze()  # what is shared is not looked at, and so not copied, by those that are forked
+    asked = _forked(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        _become(asked)
