@@ -92,17 +92,19 @@ class BlockWriter {
 
   ~BlockWriter();
 
-  size_t size() const { return items_.size(); }
-  Item& item(size_t i) { return items_[i]; }
+  size_t size() const { return items_.size(); }  // keys that were asked for
+  Item& item(size_t i) { return items_[i]; }     // i < size()
   const Layout& layout() const { return layout_; }
-  double timeout_s() const { return attachment_->options().timeout_s; }
-  bool closed() const { return attachment_->closed(); }
+  double timeout_s() const { return attachment_->options().timeout_s; }  // of a wait that names none
+  bool closed() const { return attachment_->closed(); }                  // by its client
 
   // Memory for the caller to fill. A layer given out counts as written: one that was not still has another prompt's bytes.
   std::byte* bytes(size_t i);                  // all layers
   std::byte* layer(size_t i, uint32_t layer);  // one
+  // The meta area of block i, which was granted.
   std::byte* meta(size_t i) const { return memory(i) + layout_.meta_offset(items_[i].wanted.tokens); }
 
+  // Followers may read this layer of block i from now on. Throws InvalidArgument out of order, or if it was not given out.
   void mark_layer(size_t i, uint32_t layer);
   // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer().
   void copy_layer(size_t i, uint32_t layer, const void* source);
@@ -111,8 +113,8 @@ class BlockWriter {
   // and `zero_rest` does not say that they are to be zeros; BlockLost, after the others, if some were aborted or the store no
   // longer knew them as ours.
   void seal(std::span<const size_t> which, bool zero_rest = false);
-  void abort(std::span<const size_t> which);
-  std::vector<size_t> open_items() const;
+  void abort(std::span<const size_t> which);  // gives the open ones among them back
+  std::vector<size_t> open_items() const;     // indices granted, neither sealed nor aborted
   // Waits for the blocks others write: each turns into Exists or Granted. False if some are still pending at the deadline.
   bool wait_pending(const timespec& deadline);
 
@@ -159,17 +161,19 @@ class Client {
       : options_(std::move(options)), door_(door), attachment_(Attachment::make(options_, nullptr)) {}
   ~Client() { close(); }
 
-  void reattach();
-  void close();
+  void reattach();  // to the daemon that is there now. Throws Unavailable
+  void close();     // ends the session; what is asked afterwards throws Closed
   // In a forked child, before anything else: a thread that the child does not have may have held it at the fork.
   void renew_lock() { std::construct_at(&mutex_); }
 
   std::vector<uint8_t> lookup(std::span<const Key> keys);  // a Presence each
+  // The blocks that are in memory, pinned; with `follow` also those being written. Waits for nothing. Throws Detached.
   std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
   // Asks the daemon to load what lies on disk. Waits for nothing.
   std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
   // Turns the batch's misses into hits as their blocks are loaded, or sealed by who writes them. False: the deadline came first.
   bool await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline);
+  // Compares the bytes of the batch's blocks with their checksums; those that differ become misses.
   void verify(BlockBatch& batch, std::span<const Key> keys);
   // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
   double load_estimate_s(uint64_t bytes) const;
@@ -178,20 +182,23 @@ class Client {
   void look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& states);
   double peer_estimate_s(uint64_t bytes) const;  // as load_estimate_s
   uint64_t peers_up() const;                     // other hosts that get() with a wait would ask
+  // Claims what of the keys nobody has. Throws InvalidArgument, NoSpace is an answer of the block.
   std::shared_ptr<BlockWriter> create(const Create& request);
+  // How many sealed blocks were deleted.
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }
+  // How many blocks count as used now.
   uint32_t touch(std::span<const Key> keys) { return count_over(protocol::Op::Touch, keys); }
-  uint64_t mailed() { return usable()->mailed(); }
-  uint32_t register_layout(std::span<const uint8_t> blob);
-  std::string stats();
-  std::vector<uint8_t> token();  // what this session shows on the gRPC socket for other users
-  std::array<uint8_t, 32> salt() const { return attachment()->salt(); }
+  uint64_t mailed() { return usable()->mailed(); }          // messages that went through shared memory
+  uint32_t register_layout(std::span<const uint8_t> blob);  // its id; the same for the same bytes
+  std::string stats();                                      // the daemon's, of this namespace, as JSON
+  std::vector<uint8_t> token();                             // what this session shows on the gRPC socket for other users
+  std::array<uint8_t, 32> salt() const { return attachment()->salt(); }  // of the namespace, for identities
 
   Door door() const { return door_; }
   bool closed() const { return closed_.load(); }
   std::shared_ptr<Attachment> attachment() const;  // throws Closed
   std::shared_ptr<Attachment> usable() const;      // throws Detached when it must be taken up anew
-  bool attached() const;
+  bool attached() const;                           // to a daemon that still runs, as far as this client has noticed
   bool answers() const;  // memory answers reads: no daemon has taken it over since the last that this client was attached to
   bool awaited() const;  // one has, or began to, and kept the pool: it or its successor will be there for this client
 

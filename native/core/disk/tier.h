@@ -82,9 +82,9 @@ class DiskTier final : public LowerTier {
   // Apart, for a file system that may not answer: attached, the tier knows of no file and keeps in mind what is deleted. open()
   // does I/O, on any thread, and leaves the store alone: each directory once, if the options only named them. Then begin().
   void attach();
-  void open(uint8_t directory, Directory opened);
-  void begin();
-  void stop();  // what is in flight ends or is abandoned; no file is left half
+  void open(uint8_t directory, Directory opened);  // see above
+  void begin();                                    // its thread
+  void stop();                                     // what is in flight ends or is abandoned; no file is left half
 
   Presence promote(const Key& key, uint32_t priority) override;
   Below forget(const Key& key) override;
@@ -92,12 +92,12 @@ class DiskTier final : public LowerTier {
   void remember_flush() override;
   Figures figures() override;
 
-  void set_quota(uint64_t bytes);
-  Stats stats();
-  std::vector<Condition> conditions();
+  void set_quota(uint64_t bytes);       // of all directories together; the thread makes room
+  Stats stats();                        // counts since the start, bytes and files now
+  std::vector<Condition> conditions();  // empty if all directories are well
   const LatencyHistogram& load_latency() const { return load_latency_; }
   const LatencyHistogram& write_latency() const { return write_latency_; }
-  double thread_cpu_s() const;
+  double thread_cpu_s() const;  // processor time of its thread since the start
 
  private:
   struct Step;

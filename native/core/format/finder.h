@@ -27,6 +27,7 @@ class Finder {
  public:
   // What is looked for. A fingerprint is below 2^61, so the two never meet. 0 is nothing.
   static constexpr uint64_t by_fingerprint(uint64_t fingerprint) { return fingerprint; }
+  // The low word of a parent's key.
   static constexpr uint64_t by_parent(uint32_t parent) { return parent == 0 ? 0 : uint64_t{1} << 62 | parent; }
 
   Finder() = default;
@@ -35,13 +36,13 @@ class Finder {
   // Two entries a block: all of them have room up to about 80 % of max_blocks, nine tenths at 100 % (two-choice hashing).
   static uint32_t buckets_for(uint32_t max_blocks) { return max_blocks / 9 + 2; }
 
-  void prefetch(uint64_t word) const;
+  void prefetch(uint64_t word) const;  // the cache lines that find() will read
   // Writes up to out.size() records that may have this word and says how many.
   size_t find(uint64_t word, std::span<uint32_t> out) const;
 
   bool insert(uint64_t word, uint32_t record);  // false: no room, and it is left out
-  void erase(uint64_t word, uint32_t record);
-  void clear();
+  void erase(uint64_t word, uint32_t record);   // nothing if it was left out
+  void clear();                                 // every entry
 
  private:
   struct Place {

@@ -44,19 +44,20 @@ class Index {
   explicit Index(std::byte* table);  // a table segment whose header has been validated
 
   TableHeader& header() const { return *header_; }
-  Record& record(uint32_t number) const { return records_[number]; }
-  Upkeep& upkeep(uint32_t number) const { return upkeep_[number]; }
+  Record& record(uint32_t number) const { return records_[number]; }  // number < max_blocks()
+  Upkeep& upkeep(uint32_t number) const { return upkeep_[number]; }   // of the same record
   uint32_t max_blocks() const { return max_blocks_; }
 
   // Reader side.
   Find find(const Key& key, Snapshot& out) const;
+  // The cache line that find() reads first.
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   // The record that probably holds the key, by the first bucket it may be in; kAbsent if none there does.
   uint32_t prefetch_record(const Key& key) const;
   Find find(const Key& key, uint32_t likely, Snapshot& out) const;  // the same, looking first at the record that was said
   void prefetch_contents(uint32_t record) const;                    // the cache lines that insert_contents() will touch
   void prefetch_erase(uint32_t record) const;                       // and erase()
-  void prefetch_whole(uint32_t record) const {
+  void prefetch_whole(uint32_t record) const {                      // the record and its upkeep
     __builtin_prefetch(&records_[record]);
     __builtin_prefetch(&upkeep_[record]);
   }
@@ -64,19 +65,22 @@ class Index {
   // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size(). With
   // on_disk also those that lie only there, of which the table still knows these words.
   size_t sightings(uint64_t word, std::span<Sighting> out, bool on_disk = false) const;
+  // Of a record: state, generation and flags, read once.
   Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 
   // Writer side: no other thread may be inside these.
   uint32_t find_exclusive(const Key& key) const;     // record, or kAbsent
   bool insert_key(const Key& key, uint32_t record);  // false: no bucket within reach has room
   void insert_contents(uint32_t record);             // into the finder. Once, and before it is sealed
+  // Both of these.
   bool insert(const Key& key, uint32_t record) { return insert_key(key, record) && (insert_contents(record), true); }
-  void erase(const Key& key, uint32_t record);
+  void erase(const Key& key, uint32_t record);               // from the buckets and the finder
   void replace(const Key& key, uint32_t from, uint32_t to);  // one store: readers see one or the other
-  void clear();
+  void clear();                                              // every key
 
   static constexpr uint32_t kAbsent = ~0u;
   static constexpr uint32_t kMaxProbe = 64;  // buckets
+  // How many buckets a table of so many blocks has: 4.5 blocks each when it is full.
   static uint32_t buckets_for(uint32_t max_blocks) { return static_cast<uint32_t>(uint64_t{max_blocks} * 2 / 9) + 2; }
 
  private:

@@ -73,8 +73,8 @@ class Chain {
   Chain(const Key& identity, const int32_t* tokens, size_t count, const uint64_t* extra, uint32_t extra_words,
         uint32_t block_tokens, bool partial, const Cuts& cuts = {});
 
-  size_t size() const { return count_; }
-  bool empty() const { return count_ == 0; }
+  size_t size() const { return count_; }      // chunks
+  bool empty() const { return count_ == 0; }  // without a chunk
 
   // Chunks [first, first + count) as a chain. Requires first + count <= size().
   Chain slice(size_t first, size_t count) const { return Chain(storage_, first_ + first, count); }
@@ -83,21 +83,22 @@ class Chain {
   const Key* keys() const { return storage_->keys.data() + 1 + first_; }
   // The same for content keys and fingerprints. The first call for a prompt computes them; any thread may make it.
   const Key* content_keys() const;
-  const uint64_t* fingerprints() const;
-  uint64_t fingerprint(size_t i) const { return fingerprints()[i]; }
+  const uint64_t* fingerprints() const;                               // size() of them
+  uint64_t fingerprint(size_t i) const { return fingerprints()[i]; }  // of chunk i
 
   // The prefix key before chunk i, also where that chunk lies before this slice; all zeros for a prompt's first chunk.
   const Key& parent_key(size_t i) const { return storage_->keys[first_ + i]; }
 
   // Position of chunk i's first token in the prompt.
   size_t start_token(size_t i) const { return storage_->start + offset(i); }
-  uint32_t token_count(size_t i) const {
+  uint32_t token_count(size_t i) const {  // of chunk i
     if (!storage_->ends.empty()) return static_cast<uint32_t>(storage_->ends[first_ + i] - offset(i));
     const size_t left = storage_->tokens.size() - offset(i);
     return left < block_tokens() ? static_cast<uint32_t>(left) : block_tokens();
   }
   // Tokens of all chunks of this chain; those of chunk i are followed by those of chunk i+1.
   size_t num_tokens() const;
+  // Of chunk i, token_count(i) of them.
   const int32_t* tokens(size_t i) const { return storage_->tokens.data() + offset(i); }
   // Extra ids of chunk i, extra_words() per token; null if the chain was made without.
   const uint64_t* extra(size_t i) const {
@@ -105,6 +106,7 @@ class Chain {
   }
   uint32_t extra_words() const { return storage_->extra_words; }
 
+  // What keys of this chain mean, and the tokens of a whole chunk.
   const Key& identity() const { return storage_->identity; }
   uint32_t block_tokens() const { return storage_->block_tokens; }
 

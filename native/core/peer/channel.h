@@ -44,12 +44,12 @@ class Channel {
   void put(Frame head, std::span<const std::byte> payload, bool copy = true);
   // The same, of bytes whose checksum is known.
   void put_summed(Frame head, std::span<const std::byte> payload);
-  void flush();
+  void flush();  // sends what is queued. Throws Broken
 
-  Frame take_head(int timeout_ms = kStallMs);  // -1: no limit until its first byte
-  void take(std::byte* to, uint64_t bytes);
+  Frame take_head(int timeout_ms = kStallMs);           // -1: no limit until its first byte
+  void take(std::byte* to, uint64_t bytes);             // of the payload, all of them. Throws Broken
   uint32_t take_summed(std::byte* to, uint64_t bytes);  // the CRC32C of what came
-  void skip(uint64_t bytes);
+  void skip(uint64_t bytes);                            // of the payload, unread. Throws Broken
   // A whole frame of one kind whose payload is a T. Throws Broken if another comes.
   template <class T>
   T take_value(Kind kind, int timeout_ms = kStallMs) {
@@ -59,13 +59,13 @@ class Channel {
     take_checked(head, reinterpret_cast<std::byte*>(&value));
     return value;
   }
-  void take_checked(const Frame& head, std::byte* to);  // throws Broken if the checksum differs
-  static void expect(const Frame& head, Kind kind, uint64_t bytes);
+  void take_checked(const Frame& head, std::byte* to);               // throws Broken if the checksum differs
+  static void expect(const Frame& head, Kind kind, uint64_t bytes);  // throws Broken if it is another frame
 
   bool buffered() const { return in_at_ != in_end_; }  // more has come already
   bool hung_up() const;                                // the other end is gone, or said what nobody asked for
   void cut() const;                                    // from any thread: whoever waits on it gets Broken
-  int fd() const { return socket_.get(); }
+  int fd() const { return socket_.get(); }             // to poll
 
  private:
   size_t receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms);

@@ -37,10 +37,10 @@ class Server {
 
   void share(Store& store, const Secret& salt);  // before start()
   void start();                                  // throws Unavailable
-  void stop();
+  void stop();                                   // ends all connections and their threads
   void renew();  // connections that were made with an earlier identity end, those that are busy when they have answered
   uint16_t port() const { return port_; }
-  Stats stats() const;
+  Stats stats() const;  // since start()
 
  private:
   struct Space {

@@ -54,14 +54,14 @@ class Tier final : public Fetcher {
   Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
        std::shared_ptr<TlsIdentity> tls = nullptr);
   ~Tier() override { stop(); }
-  void start();
-  void stop();
+  void start();  // its threads, one that listens to news and one a stream
+  void stop();   // ends them; what was asked for is a miss
 
   Presence fetch(const Key& key, uint32_t priority) override;
   void go() override;
   bool known(const Key& key) const override;
   double estimate_s(uint64_t bytes) const override;
-  std::vector<PeerStats> stats();
+  std::vector<PeerStats> stats();  // one a peer, in the order of their addresses
 
  private:
   using Place = std::pair<uint32_t, uint64_t>;  // highest priority first, then order of arrival

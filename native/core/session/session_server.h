@@ -36,8 +36,8 @@ class SessionServer {
   // What a gRPC call that shows this token may do; nothing if no living session has it.
   std::optional<Tokens::Grant> token(std::span<const uint8_t> shown) const { return tokens_.check(shown); }
   uint64_t refused() const { return refused_.load(); }
-  uint64_t steps_aside() const;
-  double thread_cpu_s() const;  // of all threads
+  uint64_t steps_aside() const;  // of all threads, as SessionThread has them
+  double thread_cpu_s() const;   // of all threads
   struct Latency {
     std::string name, operation;
     LatencyCounts counts;

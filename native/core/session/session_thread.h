@@ -42,14 +42,16 @@ class SessionThread {
   SessionThread(Shared shared, Store& store);
   ~SessionThread();
 
-  void start(const Tenant& tenant);
-  void stop();
+  void start(const Tenant& tenant);  // whom it serves. Throws Unavailable
+  void stop();                       // the session stays as it is, for the next daemon
   // From any thread.
   void take(Arrival arrival);
   void set_tenant(const Tenant& tenant);  // a session whose user may no longer do what it attached for ends
+  // How often it left its processor to a client that waits in its mailbox.
   uint64_t steps_aside() const { return steps_aside_.load(std::memory_order_relaxed); }
-  double cpu_s() const { return cpu_of(thread_); }
+  double cpu_s() const { return cpu_of(thread_); }  // processor time since start()
   const Store& store() const { return store_; }
+  // How long requests of this operation took, since start().
   LatencyCounts latency(size_t operation) const { return latencies_[operation].read(); }
 
  private:

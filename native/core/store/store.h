@@ -66,7 +66,7 @@ class Store {
   static uint64_t table_bytes(uint32_t max_blocks, uint64_t capacity_bytes, uint32_t layouts = kMaxLayouts);
   // A word per record, and one more that counts the ends of loads.
   static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * (uint64_t{max_blocks} + 1); }
-  static void retire(int table_fd);
+  static void retire(int table_fd);  // marks a table that no daemon will serve any more
 
   // Stops growing, leaves the segments to the next daemon.
   void close();
@@ -75,21 +75,21 @@ class Store {
   uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);  // its id. `session`: that means to use it
   LayoutTable::Known find_layout(const Key& digest);                              // null: nobody has registered it here
   LayoutTable::Known layout(uint32_t id);                                         // null: not here, or not any more
-  std::vector<Granted> create(const CreateRequest& request);
+  std::vector<Granted> create(const CreateRequest& request);  // an answer a block. Throws InvalidArgument before anything
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
-  Done abort(uint32_t owner, Handle handle);
+  Done abort(uint32_t owner, Handle handle);  // its memory is free once nobody can write there
   // Where they lie in a region of the owner's; what is left of it stays open. NoSpace: not its memory, or not cut there.
   std::vector<RegionChange> publish(const CreateRequest& request, std::span<const Publish> items);
   // They are not found any more, and the region's again once nobody but the owner, once, holds a pin on them.
   std::vector<RegionChange> take_back(uint32_t owner, uint32_t layout, std::span<const TakeBack> items);
-  void mark_layer(Handle handle, uint32_t layers);  // for writers without shared memory
-  Found lookup(const Key& key);
-  bool remove(const Key& key);
-  std::vector<bool> touch(std::span<const Key> keys);
-  uint64_t flush();
-  void settle();
-  void drain(bool on);
+  void mark_layer(Handle handle, uint32_t layers);     // for writers without shared memory
+  Found lookup(const Key& key);                        // where it is; no use is counted
+  bool remove(const Key& key);                         // false: there was no sealed block
+  std::vector<bool> touch(std::span<const Key> keys);  // counts as a use; whether each is there
+  uint64_t flush();                                    // deletes all sealed blocks, in slices; how many
+  void settle();                                       // frees what the four above left
+  void drain(bool on);                                 // on: no room is made any more
 
   // ---- bytes, for those without shared memory. False or nothing: a miss.
   std::optional<std::vector<uint8_t>> read(const Key& key, uint64_t offset, uint64_t length);
@@ -97,19 +97,19 @@ class Store {
   std::optional<std::vector<uint8_t>> read_at(Handle handle, uint64_t offset, uint64_t length);
   // Waits until so many layers are ready. Returns how many are: fewer after the time. Throws BlockLost if the writer gave it up.
   std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
-  uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
-  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
+  uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);  // of a block being written
+  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);  // throws BlockLost: not open
   ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
   bool drop_if_corrupt(const Key& key);                    // true if its bytes did not match their checksums
 
   // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
   void attach_disk(int wake, LowerTier* tier);
-  void detach_disk();
-  LowerTier* lower() const { return lower_.load(std::memory_order_acquire); }
-  std::optional<WriteJob> begin_write();  // of the blocks that wait, the most valuable
+  void detach_disk();                                                          // it is asked nothing any more
+  LowerTier* lower() const { return lower_.load(std::memory_order_acquire); }  // null: no disk
+  std::optional<WriteJob> begin_write();                                       // of the blocks that wait, the most valuable
   // True: the file stays. False: the block was deleted meanwhile, the file must go before anybody can find the key again.
   bool end_write(Handle handle, bool written);
-  Deleted take_deleted();
+  Deleted take_deleted();  // blocks whose files are to go
   // Records a block that lies only on disk. False: no record is free, or the key is known.
   bool add_disk(const Key& key, uint32_t expiry_s);
   void drop_disk(const Key& key);                                // its file is gone
@@ -120,18 +120,18 @@ class Store {
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
   // True while creates and seals (no look-ups) come close behind each other: what need not be done now can wait a moment.
   bool streaming() const { return puts_.runs(monotonic_ns()); }
-  void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);
+  void tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64_t latency_us);  // what one takes now
 
   // ---- other hosts' daemons: blocks read by them, and fetched from them
   void tell_peers(int more) { index_.header().peers_up.fetch_add(static_cast<uint64_t>(more), std::memory_order_relaxed); }
-  void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);
+  void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);                       // what a fetch takes now
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
-  const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }
+  const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }        // null: none
   // Has them brought into memory by what lies below, or from a peer.
   std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);
-  std::optional<ReadJob> begin_read(const Key& key);  // sealed or being written; its memory stays until end_read
-  void end_read(Handle handle);
-  bool is_sealed(Handle handle) const;
+  std::optional<ReadJob> begin_read(const Key& key);                   // sealed or being written; its memory stays until end_read
+  void end_read(Handle handle);                                        // its memory may go
+  bool is_sealed(Handle handle) const;                                 // and is still that block
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
@@ -154,28 +154,28 @@ class Store {
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins
-  void end_session(uint32_t session);
-  uint64_t session_page_bytes(uint32_t session);
-  Mapping session_page_head(uint32_t session);  // for its mailbox
-  std::vector<SessionInfo> sessions();
-  void note_put(uint64_t now_ns) { puts_.note(now_ns); }  // by the one thread that serves sessions
+  void end_session(uint32_t session);                            // its pins end, what it had open is quarantined
+  uint64_t session_page_bytes(uint32_t session);                 // of its page, as the client may map it
+  Mapping session_page_head(uint32_t session);                   // for its mailbox
+  std::vector<SessionInfo> sessions();                           // those attached
+  void note_put(uint64_t now_ns) { puts_.note(now_ns); }         // by the one thread that serves sessions
   // Frees what has become free. Returns in how many milliseconds to call again. Like flush() it does so in slices.
   int tick();
   // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
   void finish_claims();
-  void make_room_ahead();
+  void make_room_ahead();  // for another batch like the last
 
   // ---- looking at it
-  Stats stats();
-  std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);
-  std::optional<Description> describe(const Key& key);
-  std::vector<LayoutInfo> layouts();
-  void check_integrity();
-  std::string problem();  // empty if all is well
+  Stats stats();  // bytes, blocks and counts, at one moment
+  std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);  // from record `after` on
+  std::optional<Description> describe(const Key& key);                                                 // nothing: unknown
+  std::vector<LayoutInfo> layouts();  // those registered, with who uses them
+  void check_integrity();             // throws with what does not agree
+  std::string problem();              // empty if all is well
 
   const std::string& name() const { return options_.name; }
   const Options& options() const { return options_; }
-  const TableHeader& header() const { return index_.header(); }
+  const TableHeader& header() const { return index_.header(); }  // of the mapped table
 
  private:
   using Session = SessionState;

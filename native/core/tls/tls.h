@@ -49,10 +49,10 @@ class TlsStream {
   bool buffered() const;                   // something came that nobody has asked for
   bool is(const std::string& node) const;  // the certificate at the other end bears the name
 
-  void encrypt(std::span<const std::byte> bytes);
-  void finish();                                  // no more follows at once: what makes no full record makes one
-  std::vector<std::byte>& out() { return out_; }  // to be sent, and cleared
-  uint64_t generation() const { return generation_; }
+  void encrypt(std::span<const std::byte> bytes);      // into out(). Throws Broken
+  void finish();                                       // no more follows at once: what makes no full record makes one
+  std::vector<std::byte>& out() { return out_; }       // to be sent, and cleared
+  uint64_t generation() const { return generation_; }  // of the identity, as it counts its reloads
 
  private:
   static int give(bio_st* bio, const char* bytes, int n);
