@@ -14,7 +14,7 @@ PROTOS := $(wildcard proto/kvstored/v1/*.proto)
 CMAKE := $(VENV)/bin/cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo serve site page model test test-all releases soak soak-serving bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts cluster
+.PHONY: help build demo serve site page model test test-all releases soak soak-serving bench bench-serving bench-kernels bench-reuse triton engines wheels wheels-test containers lint format asan asan-capi fuzz clean native native-tests cuda cuda-release gpu gpu-sanitize demo-hosts cluster
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -206,3 +206,8 @@ fuzz: build $(VENV)/.fuzz ## fuzz what decodes foreign bytes, FUZZ_SECONDS=30 ea
 asan: $(VENV)/.run ## the C++ tests under ASan/UBSan and under TSan
 	@mkdir -p build && flock build/asan.lock .ci/sanitize address build/asan
 	@mkdir -p build && flock build/asan.lock .ci/sanitize thread build/tsan
+	@$(MAKE) --no-print-directory asan-capi
+
+asan-capi: build $(VENV)/.dev ## the C library under ASan/UBSan and under TSan: its own test, and from Python conformance and regions
+	@mkdir -p build && flock build/asan.lock .ci/capi address build/asan
+	@mkdir -p build && flock build/asan.lock .ci/capi thread build/tsan

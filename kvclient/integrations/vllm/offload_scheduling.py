@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
 PENDING = 1
@@ -95,6 +96,7 @@ class KvstoredManager(OffloadingManager):
         self._verifying: dict[OffloadKey, set[str]] = {}
         self._pool = ThreadPoolExecutor(1, "kvstored-verify")
         self._events: list[OffloadingEvent] | None = [] if events else None
+        self._told: Watched[OffloadKey] = Watched()
 
     # ---------------------------------------------------------------- look-ups
 
@@ -243,12 +245,28 @@ class KvstoredManager(OffloadingManager):
     ) -> None:
         if self._events is not None and success and keys:
             self._events.append(OffloadingEvent(list(keys), Medium.CPU, False))
+            for name, key in zip(self._names.whole(keys), keys, strict=True):
+                self._told.add(name, key)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        """Also of blocks that were told as stored and have gone since, as the engine's steps find them."""
         if self._events is None:
             return ()
+        gone = self._told.gone(self._there)
         events, self._events = self._events, []
-        return events
+        return [*events, OffloadingEvent(gone, Medium.CPU, True)] if gone else events
+
+    def _there(self, names: Sequence[bytes]) -> list[bool]:
+        """Of each rank."""
+        try:
+            parts = [
+                self._client.lookup(each_of_rank(list(names), rank, self._names.ranks)).states
+                for rank in range(self._names.ranks)
+            ]
+        except KVClientError as error:
+            self._health.failed("a look-up", error)
+            return [False] * len(names)
+        return [MISSING not in states for states in zip(*parts, strict=True)]
 
     # ---------------------------------------------------------------- requests
 

@@ -32,6 +32,7 @@ from kvclient.integrations.health import Health
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
 from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
 OPTIONS = {
@@ -80,6 +81,7 @@ class KvstoredTier(SecondaryTierManager):
         self._finished: deque[JobResult] = deque()
         self._failed: dict[OffloadKey, float] = {}  # until when a key counts as a miss
         self._events: list[OffloadingEvent] | None = None
+        self._told: Watched[OffloadKey] = Watched()
         if options["enable_kv_events"] and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
 
@@ -140,6 +142,8 @@ class KvstoredTier(SecondaryTierManager):
                 self._failed.update(dict.fromkeys(set(job.keys).difference(done), until))
             if not job.is_promotion and done and self._events is not None:
                 self._events.append(OffloadingEvent(done, Medium.CPU, False, self.locality, self.tier_type))
+                for name, key in zip(self._names.whole(done), done, strict=True):
+                    self._told.add(name, key)
             self._finished.append(result)
 
     def _buffers(self, job: TransferJob) -> tuple[list[OffloadKey], list[list[np.ndarray]]]:
@@ -175,10 +179,16 @@ class KvstoredTier(SecondaryTierManager):
         wait(running)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        """Also of blocks that were told as stored and have gone since, as the engine's steps find them."""
         if self._events is None:
             return ()
         with self._lock:
+            gone = self._told.gone(
+                lambda names: [state in (RESIDENT, ON_DISK) for state in self._pages.states(names)]
+            )
             events, self._events = self._events, []
+        if gone:
+            events.append(OffloadingEvent(gone, Medium.CPU, True, self.locality, self.tier_type))
         return events
 
     def shutdown(self) -> None:

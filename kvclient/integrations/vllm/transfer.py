@@ -113,8 +113,8 @@ class Worker:
             self._pin(load)
         if self.failed_blocks:
             return  # what this step computes may stand on what is not there
-        for save in step.saves:
-            self._claim(save)
+        if step.saves:
+            self._claim(step.saves)
 
     def _pin(self, load: Transfer) -> None:
         keys = of_rank(load.keys, self._rank, self._ranks)
@@ -137,21 +137,24 @@ class Worker:
                 self.failed_blocks.add(number)
         self._loading.append((blocks, present))
 
-    def _claim(self, save: Transfer) -> None:
-        keys = of_rank(save.keys, self._rank, self._ranks)
+    def _claim(self, saves: list[Transfer]) -> None:
+        """Of all requests of the step at once: one question to the daemon, and one at the seal."""
+        keys = of_rank(b"".join(save.keys for save in saves), self._rank, self._ranks)
+        numbers = [number for save in saves for number in save.block_ids]
         try:
             states = self._client.lookup(keys).states
-            if not (count := states.count(MISSING)):
+            if MISSING not in states:
                 return
-            new = [i for i, state in enumerate(states) if state == MISSING]
-            if count < len(states):
-                keys = b"".join(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in new)
-            writer = self._client.create(keys, self._layout_id)
+            new = {}  # key -> block: what two requests of one step compute is saved once
+            for i, state in enumerate(states):
+                if state == MISSING:
+                    new.setdefault(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], numbers[i])
+            writer = self._client.create(b"".join(new), self._layout_id)
         except KVClientError as error:
             self._health.failed("a save", error)
             return
-        granted = [(i, save.block_ids[new[i]]) for i in writer.granted]
-        if granted:
+        blocks = list(new.values())
+        if granted := [(i, blocks[i]) for i in writer.granted]:
             self._writers.append((writer, granted))
 
     def load_layer(self, name: str) -> None:

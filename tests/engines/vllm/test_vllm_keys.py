@@ -2,16 +2,39 @@
 gauge says whether the store is there.
 
 Method: the connector's scheduler half with vLLM's own configurations, hashes, events and metrics in a process
-of its own, with no engine, which is what makes it cheap.
+of its own, with no engine, which is what makes it cheap; then engines with two adapters of random weights,
+whose answers differ.
 """
 
 import os
+import shutil
+import subprocess
 
 import pytest
 
-from tests.engines.conftest import ROOT, run_scene
+from tests.engines.conftest import ANSWER_S, ROOT, python_of, run_scene
+from tests.engines.vllm.test_vllm import FULL_BLOCKS, PROMPT, same
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+
+ADAPTER = """
+import json, pathlib, sys, torch
+from safetensors.torch import save_file
+root, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+root.mkdir()
+(root / "adapter_config.json").write_text(json.dumps({
+    "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+    "task_type": "CAUSAL_LM"}))
+torch.manual_seed(seed)
+tensors = {}
+for layer in range(4):
+    for name, rows in (("q_proj", 128), ("v_proj", 64)):
+        at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{at}.lora_A.weight"] = 0.3 * torch.randn(8, 128)
+        tensors[f"{at}.lora_B.weight"] = 0.3 * torch.randn(rows, 8)
+save_file(tensors, root / "adapter_model.safetensors")
+"""
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
@@ -21,3 +44,39 @@ def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     env.pop("PYTHONHASHSEED", None)
     scene = "tests.engines.vllm.vllm_keys_scene"
     run_scene(one, [scene, str(one.dir), tiny_model(0), str(tmp_path)], env, 600.0)
+
+
+def adapter(path, seed):
+    subprocess.run(
+        [python_of("vllm"), "-c", ADAPTER, path, str(seed)], check=True, capture_output=True, timeout=ANSWER_S
+    )
+    return str(path)
+
+
+def test_adapters_share_by_content(daemon, vllm, tiny_model, tmp_path):
+    options = {"model": tiny_model(0), "store": {"dir": str(daemon().dir)}, "llm": LORA}
+    first, second = vllm(options, options)
+    one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
+    (base,) = first.generate(PROMPT)
+    (cold,) = first.generate(PROMPT, lora=["a", 1, one])
+    (other,) = first.generate(PROMPT, lora=["b", 2, two])
+    assert [answer["cached"] for answer in (base, cold, other)] == [0, 0, 0]
+    assert len({tuple(answer["tokens"]) for answer in (base, cold, other)}) == 3, "the adapters do something"
+
+    (warm,) = second.generate(PROMPT, lora=["a", 1, one])
+    (warm_other,) = second.generate(PROMPT, lora=["b", 2, two])
+    assert (warm["cached"], warm_other["cached"]) == (FULL_BLOCKS, FULL_BLOCKS)
+    same(warm, cold)
+    same(warm_other, other)
+
+    shutil.rmtree(one)
+    shutil.copytree(two, one)  # the same name and path, another content
+    for engine in (first, second):
+        engine.send({"do": "reset"})  # vLLM's own cache goes by name and path
+        assert engine.answer() is True
+    (changed,) = second.generate(PROMPT, lora=["a", 3, one])  # loaded anew, under another number
+    assert changed["cached"] == 0
+    same(changed, other)
+    (kept,) = first.generate(PROMPT, lora=["a", 1, one])  # has the old content in memory
+    assert kept["cached"] == 0
+    same(kept, cold)

@@ -19,7 +19,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -205,6 +205,7 @@ def events_tell_hashes_of_what_is_there():
     assert not any(event.token_ids or event.extra_keys or event.lora_name for event in told)
     assert b"secret" not in batch
     assert not list(scheduling.take_events()) and not list(half(own).take_events())
+    what_has_gone_is_told(scheduling, secret, hashes[:BLOCKS])
     for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"):
         for config in (
             KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint),
@@ -214,6 +215,22 @@ def events_tell_hashes_of_what_is_there():
     refused(lambda: checked_endpoints(KVEventsConfig()), "--kv-events-config")
     for endpoint in ("tcp://127.0.0.1:5557", "ipc:///tmp/x", "tcp://[::1]:5557", "tcp://localhost:1"):
         checked_endpoints(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint))
+
+
+def what_has_gone_is_told(scheduling, one, hashes):
+    keys = scheduling._running[one.request_id].keys
+    client.delete(keys.between(1, BLOCKS))  # as an eviction: all but the first
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=list(scheduling.take_events())))
+    gone = msgspec.msgpack.decode(batch, type=KVEventBatch).events
+    assert [event.block_hashes for event in gone] == [[own] for own in hashes[1:]]
+    assert all(isinstance(event, BlockRemoved) and event.medium == "CPU" for event in gone)
+    assert not list(scheduling.take_events()), "what is gone is told once"
+    save(scheduling, one).seal()
+    again = [event.block_hashes for event in scheduling.take_events()]
+    assert again == [[own] for own in hashes]
+    assert not list(scheduling.take_events())
+    client.delete(keys.between(0, BLOCKS))
+    assert [event.block_hashes for event in scheduling.take_events()] == again
 
 
 def refused(call, word):

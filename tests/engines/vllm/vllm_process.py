@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from kvclient.integrations.vllm import KvstoredConnector
 
@@ -112,8 +113,9 @@ def generate(llm, command):
     for prompt in prompts:
         if "salt" in command:
             prompt["cache_salt"] = command["salt"]
+    lora = LoRARequest(*command["lora"]) if "lora" in command else None  # name, number, path
     answers = []
-    for out in llm.generate(prompts, sampling, use_tqdm=False):
+    for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora):
         one = out.outputs[0]
         answers.append({
             "tokens": list(one.token_ids),

@@ -102,6 +102,9 @@ need("flip " + memory[5].tobytes()[:64].hex())
 fresh, target = tier()
 loaded = job(fresh, names[:3], [0, 1, 2], True)
 assert list(loaded.successful_keys) == [names[0], names[2]] and not target[1].any()
+told, gone = one.take_events()
+assert list(told.keys) == names[4:] and (gone.keys, gone.removed) == ([names[1]], True), (told, gone)
+assert not list(one.take_events()), "what is gone is told once"
 need("kill")
 gone = job(fresh, keys(50, 2), [0, 1], False)
 assert not gone.success and gone.successful_keys is None

@@ -1,0 +1,228 @@
+// Goal: the C library may be called from many threads on one client, as kvstored.h says: nobody sees another block's bytes, a
+// region loses no slot, every thread has its own error text, and what is freed half done is given back.
+//
+// Method: a daemon's socket in this process, clients of libkvstored_client.so on it; every byte of a block is a function of its
+// key. `make asan-capi` runs it under ASan, UBSan and TSan.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kvstored/kvstored.hpp"
+#include "tests/check.h"
+#include "tests/session_fixture.h"
+
+using namespace kv::test;
+
+namespace {
+
+constexpr std::uint32_t kLayers = 3, kTokens = 8;
+constexpr std::uint64_t kLayerBytes = 2 * 2 * 64 * kTokens * 2;  // K and V, 2 heads of 64, 16 bits each
+#ifdef KV_TSAN
+constexpr int kRounds = 150;
+#else
+constexpr int kRounds = 600;
+#endif
+
+// The socket is where kvs_connect looks for it.
+struct Served {
+  Served() : daemon(64 * kMiB, 1024) {
+    directory = std::filesystem::path(daemon.path).parent_path().string();
+    std::filesystem::create_symlink(daemon.path, directory + "/kvstored.sock");
+  }
+  kvstored::Client client() {
+    return kvstored::Client::connect({.directory = directory, .namespace_name = "test", .max_pins = 512}).value();
+  }
+  Daemon daemon;
+  std::string directory;
+};
+
+std::uint32_t layout_of(kvstored::Client& client) {
+  return client.register_layout({kLayers, 2, 2, 64, KVS_FLOAT16, kTokens, 0, 0, nullptr}).value();
+}
+
+kvstored::Key key_of(std::uint64_t number) {
+  const kv::Key made = key(number);
+  kvstored::Key out;
+  static_assert(sizeof made == sizeof out);
+  std::memcpy(&out, &made, sizeof out);
+  return out;
+}
+
+std::byte stamp(std::uint64_t number, std::uint32_t layer) { return static_cast<std::byte>(1 + (number * 7 + layer) % 250); }
+
+bool right(kvstored::Bytes bytes, std::uint64_t number, std::uint32_t layer) {
+  return bytes.size() == kLayerBytes && std::ranges::all_of(bytes, [&](std::byte b) { return b == stamp(number, layer); });
+}
+
+// Does what is there under this number have its bytes? False: it is a miss.
+bool read(kvstored::Client& client, std::uint64_t number) {
+  const kvstored::Key name[] = {key_of(number)};
+  const auto blocks = client.get(name, {.verify = true});
+  if (!CHECK(blocks.has_value()) || !blocks->hit(0)) return false;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) CHECK(right(blocks->layer(0, layer).value(), number, layer));
+  return true;
+}
+
+void write(kvstored::Client& client, std::uint32_t layout, std::uint64_t number, bool finish) {
+  const kvstored::Key name[] = {key_of(number)};
+  auto writer = client.create(name, layout);
+  if (!CHECK(writer.has_value()) || !writer->granted(0)) return;
+  std::vector<std::byte> bytes(kLayerBytes);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    std::ranges::fill(bytes, stamp(number, layer));
+    CHECK(writer->copy_layer(0, layer, bytes).has_value());
+    CHECK(writer->mark_layer(0, layer).has_value());
+  }
+  if (finish) CHECK(writer->seal().has_value());
+}  // and what is not sealed is given up
+
+void fill_slot(kvstored::Client& client, kvstored::Region& region, std::uint32_t layout, std::uint64_t at, std::uint64_t number) {
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    const kvstored::Buffer place = client.block_layer(layout, layer).value();
+    std::ranges::fill(region.memory().subspan(at + place.offset, place.length), stamp(number, layer));
+  }
+}
+
+// Two threads of one client share a region: each has slots of its own, seals them where they lie and takes them back.
+void own_slots(kvstored::Client& client, kvstored::Region& region, std::uint32_t layout, std::uint64_t first,
+               std::uint64_t base) {
+  const std::uint64_t slot = client.block_bytes(layout).value();
+  for (int round = 0; round < kRounds; ++round) {
+    const std::uint64_t number = base + static_cast<std::uint64_t>(round % 5),
+                        at = first + slot * static_cast<std::uint64_t>(round % 4);
+    const kvstored::Key name[] = {key_of(number)};
+    fill_slot(client, region, layout, at, number);
+    const std::uint64_t offsets[] = {at};
+    const auto sealed = region.seal(name, layout, offsets).value();
+    if (!CHECK_EQ(int{sealed[0]}, int{KVS_SEALED})) return;
+    CHECK(read(client, number));
+    CHECK(eventually([&] {  // another thread may be reading it
+      return region.give_back(name).value()[0] == KVS_TAKEN;
+    }));
+  }
+}
+
+}  // namespace
+
+TEST(many_threads_of_one_client) {
+  Served served;
+  auto client = served.client(), other = served.client();
+  const std::uint32_t layout = layout_of(client);
+  CHECK_EQ(layout_of(other), layout);
+  const std::uint64_t slot = client.block_bytes(layout).value();
+  auto region = client.register_region(8 * slot).value();
+  std::atomic<bool> over{false};
+  std::atomic<std::uint64_t> hits{0};
+  std::vector<std::thread> threads;
+  for (const std::uint64_t which : {0u, 1u})
+    threads.emplace_back([&, which] { own_slots(client, region, layout, which * 4 * slot, 100 + which * 50); });
+  threads.emplace_back([&] {
+    for (int round = 0; round < kRounds; ++round) write(client, layout, static_cast<std::uint64_t>(round % 20), round % 3 != 0);
+  });
+  threads.emplace_back([&] {
+    for (int round = 0; round < kRounds; ++round) {
+      const kvstored::Key name[] = {key_of(static_cast<std::uint64_t>(round % 20))};
+      CHECK(client.remove(name).has_value());
+      CHECK(client.touch(name).has_value());
+    }
+  });
+  std::vector<std::thread> readers;
+  for (kvstored::Client* door : {&client, &other})
+    readers.emplace_back([&, door] {
+      for (std::uint64_t i = 0; !over.load(); ++i) {
+        hits += read(*door, i % 20);
+        hits += read(*door, 100 + i % 5 + 50 * (i % 2));
+        CHECK(door->stats().has_value());
+      }
+    });
+  for (std::thread& one : threads) one.join();
+  over = true;
+  for (std::thread& one : readers) one.join();
+  CHECK(hits.load() > 0);
+}
+
+TEST(buffers_anywhere_from_two_threads_and_layers_one_after_the_other) {
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = layout_of(client);
+  auto region = client.register_region(2 * kLayers * kLayerBytes).value();
+  const kvstored::BufferShape shape{{1, 1, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
+  const auto put = [&](std::uint64_t which) {
+    const std::uint64_t base = which * kLayers * kLayerBytes;
+    for (std::uint64_t number = 200 + which * 50; number < 230 + which * 50; ++number) {
+      const kvstored::Key name[] = {key_of(number)};
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        const kvstored::Buffer buffer[] = {{base + (kLayers - 1 - layer) * kLayerBytes, kLayerBytes}};
+        std::ranges::fill(region.memory().subspan(buffer[0].offset, kLayerBytes), stamp(number, layer));
+        const auto said = region.put(name, layout, shape, buffer, {.layer_index = layer}).value();
+        CHECK_EQ(int{said[0]}, int{layer + 1 == kLayers ? KVS_SEALED : KVS_OPEN});
+      }
+      CHECK(read(client, number));
+    }
+  };
+  std::thread one([&] { put(0); }), two([&] { put(1); });
+  one.join(), two.join();
+}
+
+TEST(every_thread_has_its_own_text) {
+  Served served;
+  auto client = served.client();
+  const auto ask = [&](std::uint32_t priority) {
+    const std::string value = std::to_string(priority);
+    const kvstored::Key name[] = {key_of(1)};
+    for (int i = 0; i < kRounds; ++i) {
+      const auto refused = client.prefetch(name, priority);
+      CHECK(!refused && refused.error().status == KVS_INVALID_ARGUMENT && refused.error().text.find(value) != std::string::npos);
+    }
+  };
+  std::thread one([&] { ask(101); }), two([&] { ask(7777); });
+  one.join(), two.join();
+  CHECK(client.prefetch({}, 35).has_value());
+  CHECK_EQ(std::string(kvs_last_error()), "");
+}
+
+TEST(what_is_freed_half_done_is_given_back) {
+  Served served;
+  {
+    auto client = served.client();
+    const std::uint32_t layout = layout_of(client);
+    auto region = client.register_region(4 * client.block_bytes(layout).value()).value();
+    const kvstored::Key names[] = {key_of(1), key_of(2)};
+    const kvstored::Buffer buffers[] = {{0, kLayerBytes}, {kLayerBytes, kLayerBytes}};
+    const kvstored::BufferShape shape{{1, 1, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
+    const auto said = region.put(names, layout, shape, buffers).value();
+    CHECK(std::ranges::all_of(said, [](std::uint8_t one) { return one == KVS_OPEN; }));
+    const kvstored::Key mine[] = {key_of(3)};
+    auto writer = client.create(mine, layout).value();
+    CHECK(writer.layer(0, 0).has_value());
+  }
+  CHECK(eventually([&] { return served.daemon.stats().used_bytes == 0; }));
+  served.daemon.rig.store->check_integrity();
+}
+
+TEST(a_daemon_that_begins_anew_costs_an_error_and_no_more) {
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = layout_of(client);
+  auto region = client.register_region(2 * client.block_bytes(layout).value()).value();
+  write(client, layout, 1, true);
+  CHECK(read(client, 1));
+  served.daemon.restart();
+  CHECK(eventually([&] {
+    const kvstored::Key name[] = {key_of(1)};
+    const auto states = client.lookup(name);
+    return states && (*states)[0] == KVS_RESIDENT;
+  }));
+  CHECK(read(client, 1));
+  fill_slot(client, region, layout, 0, 2);  // the memory is still mapped
+  const kvstored::Key name[] = {key_of(2)};
+  const std::uint64_t offsets[] = {0};
+  const auto said = region.seal(name, layout, offsets).value();
+  CHECK_EQ(int{said[0]}, int{KVS_REGION_NO_SPACE});
+  write(client, layout, 3, true);
+  CHECK(read(client, 3));
+}
