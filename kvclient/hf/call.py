@@ -96,7 +96,9 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
         raise Bypassed("inputs", "inputs_embeds")
     _check_cache(name_of(model), model_kwargs)
     for name, value in model_kwargs.items():
-        if name not in HARMLESS and value is not None and value is not False:
+        nothing = value is None or value is False or (isinstance(value, dict) and not value)
+        # pictures and sounds, of which there are none
+        if name not in HARMLESS and not nothing:
             raise Bypassed("model_arguments", name)
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32) or not input_ids.numel():
         raise Bypassed("inputs", f"input_ids of shape {list(input_ids.shape)} and {input_ids.dtype}")

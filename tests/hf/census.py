@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kvclient
 import kvclient.hf
-from tests.hf.zoo import LATENT, RECURRENT, SERVED, VOCAB, WINDOWED, build, generate, prompt
+from tests.hf.census_sizes import LACKING, SIZES
+from tests.hf.zoo import LATENT, MOVED, RECURRENT, REFUSED, SERVED, VOCAB, WINDOWED, build, generate, prompt
 
 BLOCK, NEW = 8, 12
 # Around the borders of blocks, of states, and of the zoo's windows of 16.
@@ -46,9 +47,15 @@ def known_types() -> list[str]:
 def zoo() -> dict[str, str]:
     """The zoo's models by the name of their class: where there are several, the first."""
     out: dict[str, str] = {}
-    for name, (_, model_name, *_) in {**SERVED, **LATENT, **WINDOWED, **RECURRENT}.items():
+    every = {**SERVED, **LATENT, **WINDOWED, **RECURRENT, **MOVED, **REFUSED}
+    for name, (_, model_name, *_) in every.items():
         out.setdefault(model_name, name)
     return out
+
+
+def _numbers(kind: str) -> dict:
+    small = {**TINY, **SIZES.get(kind, {})}
+    return {name: value for name, value in small.items() if name not in LACKING.get(kind, ())}
 
 
 def tiny(kind: str):
@@ -58,7 +65,8 @@ def tiny(kind: str):
     if name in zoo():
         return build(zoo()[name])
     try:
-        config = CONFIG_MAPPING[kind](**TINY)
+        made = getattr(transformers, name).config_class or CONFIG_MAPPING[kind]  # of the text part alone
+        config = made(**_numbers(kind))
         with torch.device("meta"):
             size = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
         if size > MOST_PARAMETERS:

@@ -7,12 +7,14 @@ gives.
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
+from kvclient.hf.call import Bypassed, read_prompt
 from tests.hf.census import COLUMNS, examine, known_types, tiny
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "models.md"
-SOME = ("llama", "deepseek_v3", "gemma2", "llama4_text", "qwen3_next")
+SOME = ("llama", "deepseek_v3", "gemma2", "gemma3", "llama4_text", "qwen3_next")
 KINDS = [pytest.param(kind, marks=[] if kind in SOME else pytest.mark.slow) for kind in known_types()]
 
 
@@ -35,3 +37,12 @@ def test_what_is_accepted_answers_as_plain_generation_does(kind):
     assert (said is None) == ("refused" in found), "python -m tests.hf.census prints the table anew"
     if said is not None:
         assert dict(zip(COLUMNS, said, strict=True)) == found
+
+
+def test_a_prompt_with_a_picture_goes_without_the_store():
+    """What stands for it in the prompt says nothing of what is on it."""
+    model, ids = tiny("gemma3"), torch.ones(1, 9, dtype=torch.int64)
+    assert read_prompt(model, ids, {"mm_encoder_outputs": {}}).tokens == 9
+    for name, value in (("mm_encoder_outputs", {"image": torch.ones(1)}), ("pixel_values", torch.ones(1))):
+        with pytest.raises(Bypassed, match=f"model_arguments: {name}"):
+            read_prompt(model, ids, {name: value})
