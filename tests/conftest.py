@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody imports torch: t
 import pytest
 
 from tests.turns import turn
+from tests.warm_python import WarmDaemon
 
 pytest_plugins = ["tests.processors", "tests.order"]
 
@@ -44,6 +45,7 @@ class Daemon:
         self.args = ["serve", "--dir", str(dir), "--memory", memory, *args]
         self.env = env
         self.command = [sys.executable]  # what runs `-m kvstored`: a test may put a program in front
+        self.warm = False  # forked behind the imports; not for tests of how the process starts
         self.log_path = dir.parent / (dir.name + ".log")
         self.process: subprocess.Popen[bytes] | None = None
         self._prefixes: set[str] = set()  # of shared memory names ever seen in state.json
@@ -69,7 +71,8 @@ class Daemon:
                 os.unlink(notify_path)
             notify.bind(notify_path)
             with open(self.log_path, "ab") as log:
-                self.process = subprocess.Popen(
+                python = WarmDaemon if self.warm and self.command == [sys.executable] else subprocess.Popen
+                self.process = python(
                     [*self.command, "-m", "kvstored", *self.args],
                     cwd=ROOT, env={**os.environ, **self.env, "NOTIFY_SOCKET": notify_path},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -148,6 +151,11 @@ class Daemon:
 
 
 BASE_NAME = "kvstored-test-"
+# Daemons of these tests are forked behind their imports; elsewhere they start as a user's do.
+WARM = (
+    "tests/daemon/disk/", "tests/daemon/memory/", "tests/daemon/rpc/", "tests/fault/", "tests/hf/",
+    "tests/hosts/", "tests/hostile/", "tests/serve/",
+)  # fmt: skip
 
 
 def remove_left_behind() -> None:
@@ -159,7 +167,8 @@ def remove_left_behind() -> None:
         for directory in base.glob("d*/"):
             with contextlib.suppress(OSError, ValueError):
                 pid = int((directory / "pid").read_text())
-                if str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+                if any(file.startswith(str(directory)) for file in files):
                     os.kill(pid, signal.SIGKILL)
             left = Daemon(directory, "", (), {})
             left._note_segments()
@@ -220,6 +229,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
         directory = base / f"d{len(started)}"
         directory.mkdir(mode=0o755)  # sessions of other users reach the socket through it
         new = Daemon(directory, memory, tuple(args), env or {})
+        new.warm = request.node.nodeid.startswith(WARM)
         started.append(new)
         return new.start() if start else new
 

@@ -1,10 +1,11 @@
-"""Python processes that have torch and transformers already: forked from one that imported them once.
+"""Python processes that have imported already: forked from one that did so once.
 
-Importing torch, transformers and kvclient.hf costs five seconds of processor, more than most tests that need
-a second process cost otherwise. `WarmPython([sys.executable, …])` is a subprocess.Popen whose process is
-forked from a server behind those imports, with its own arguments, environment, directory and pipes; run() is
-subprocess.run() of it. Never for a test of the imports themselves, of an environment variable that is read
-while importing, or of another hash seed: those start Python.
+Importing torch, transformers and kvclient.hf costs five seconds of processor, what a daemon imports a fifth
+of one: more than most tests that need such a process cost otherwise. `WarmPython([sys.executable, …])` is a
+subprocess.Popen whose process is forked from a server behind those imports, with its own arguments,
+environment, directory and pipes; WarmDaemon is the same behind a daemon's. run() is subprocess.run() of it.
+Never for a test of the imports themselves, of an environment variable that is read while importing, of
+another hash seed or of what a process's command line says: those start Python.
 
 Invariant: the process is a child of the test's like any other: it is waited for, killed and counted the same
 way. The server forks twice and its test process adopts the orphan (PR_SET_CHILD_SUBREAPER, set only
@@ -28,21 +29,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 150_000  # of a request: the environment and a program
 PR_SET_CHILD_SUBREAPER = 36
-IMPORTED = (
+IMPORTED_BY_MODELS = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.auto",
     "kvclient.hf", "kvclient.serve.__main__", "kvclient.serve.http.app", "tests.hf.zoo",
 )  # fmt: skip
+IMPORTED_BY_DAEMONS = ("kvstored.cli.main", "kvstored.cli.commands", "kvstored.server")
 
 
 # ---------------------------------------------------------------- in the test's process
 
 
 @cache
-def _server() -> socket.socket:
+def _server(imported: tuple[str, ...]) -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_python", str(there.fileno())], pass_fds=[there.fileno()], cwd=ROOT,
+        [sys.executable, "-m", "tests.warm_python", str(there.fileno()), *imported], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        pass_fds=[there.fileno()],
     )  # fmt: skip
     there.close()
     return here
@@ -54,6 +57,8 @@ def _adopt(orphans: bool) -> None:
 
 class WarmPython(subprocess.Popen):
     """Popen([sys.executable, "-c", code | "-m", module | script, …]). What it cannot hand over is refused."""
+
+    imported = IMPORTED_BY_MODELS
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
@@ -71,18 +76,27 @@ class WarmPython(subprocess.Popen):
         files = [p2cread, c2pwrite, errwrite]
         _adopt(True)
         try:
-            socket.send_fds(_server(), [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
-            self.pid = int(_server().recv(64))
+            server = _server(self.imported)
+            socket.send_fds(server, [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
+            self.pid = int(server.recv(64))
         finally:
             _adopt(False)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def run(args: list, timeout: float, check: bool = False, **options: Any) -> subprocess.CompletedProcess:
+class WarmDaemon(WarmPython):
+    """Of what `-m kvstored` runs."""
+
+    imported = IMPORTED_BY_DAEMONS
+
+
+def run(
+    args: list, timeout: float, check: bool = False, python: type[WarmPython] = WarmPython, **options: Any
+) -> subprocess.CompletedProcess:
     """subprocess.run() with the output captured as text, in a WarmPython."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    with WarmPython(args, **options) as process:
+    with python(args, **options) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException:
@@ -130,7 +144,7 @@ def _become(wanted: dict[str, Any]) -> None:
     for name, mode, number in (("stdin", "r", 0), ("stdout", "w", 1), ("stderr", "w", 2)):
         file = open(number, mode, closefd=False)  # noqa: SIM115
         if mode == "w":
-            file.reconfigure(line_buffering=number == 2, write_through=unbuffered or number == 2)
+            file.reconfigure(write_through=unbuffered or number == 2, errors="backslashreplace")
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
     kind, *rest = wanted["argv"]
@@ -151,8 +165,8 @@ def _become(wanted: dict[str, Any]) -> None:
 if __name__ == "__main__":
     import importlib
 
-    for imported in IMPORTED:
-        importlib.import_module(imported)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     gc.freeze()  # what is shared is not looked at, and so not copied, by those that are forked
     asked = _forked(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:

@@ -5,10 +5,11 @@ import contextlib
 import json
 import select
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
+
+from tests.warm_python import WarmDaemon, run
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -50,10 +51,8 @@ class Hosts:
 
     def peers(self, i: int) -> dict:
         """`kvstored peers --json` there: by peer's name, and "server"."""
-        ran = subprocess.run(
-            [sys.executable, "-m", "kvstored", "peers", "--json", "--dir", str(self.made[i].dir)],
-            capture_output=True, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "kvstored", "peers", "--json", "--dir", str(self.made[i].dir)]
+        ran = run(command, timeout=60, python=WarmDaemon)
         assert ran.returncode in (0, 1) and not ran.stderr, ran.stderr
         said = json.loads(ran.stdout)
         return {one["node"]: one for one in said["peers"]} | {"server": said["server"]}

@@ -21,8 +21,8 @@ __all__ = ["home"]
 class Server:
     """One kvclient-serve process on a free port of loopback."""
 
-    def __init__(self, model, *args, env=None):
-        self.process = WarmPython(
+    def __init__(self, model, *args, env=None, python=WarmPython):
+        self.process = python(
             [sys.executable, "-m", "kvclient.serve", str(model), "--port", "0", "--dtype", "float32",
              "--served-model-name", "tiny", "--threads", "1", *args],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -9,6 +9,7 @@ import functools
 import http.client
 import json
 import socket
+import subprocess
 import threading
 import time
 import urllib.parse
@@ -282,13 +283,15 @@ def test_a_full_queue_answers_429_with_when_to_come_again(server):
 
 
 def test_two_servers_share_what_one_computed_and_a_daemons_death_costs_no_answer(daemon, server):
-    own = daemon(memory="64MiB")
-    first, second = server("--dir", str(own.dir)), server("--dir", str(own.dir))
+    """One of them started as a user starts it."""
+    started = daemon(memory="64MiB")
+    first = server("--dir", str(started.dir), python=subprocess.Popen)
+    second = server("--dir", str(started.dir))
     wanted = first.chat(TEXT)
     got = second.chat(TEXT)
     assert got["choices"] == wanted["choices"]
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
-    own.kill()
+    started.kill()
     again = second.chat(TEXT)
     assert again["choices"] == wanted["choices"]
 

@@ -1,0 +1,57 @@
+"""Goal: a process that is forked behind the imports is a child like any other: its output, end and death.
+
+Method: small programs, each once by Python and once forked, which say the same; a kill; what it inherits.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.warm_python import WarmDaemon, run
+
+PROGRAMS = {
+    "words, environment, directory": (
+        "import os, sys; print(sys.argv, os.environ['A'], os.getcwd(), __name__, sys.path[0])"
+    ),
+    "standard input": "import sys; print(sys.stdin.read().upper(), file=sys.stderr)",
+    "a status": "raise SystemExit(7)",
+    "a message for a status": "raise SystemExit('no')",
+    "at the end": "import atexit; atexit.register(print, 'over')",
+    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "an interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()",
+    "descriptors": "import os; print(sorted(int(fd) for fd in os.listdir('/proc/self/fd'))[:-1])",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_it_is_as_if_python_had_started(program, tmp_path):
+    said = []
+    for python in (subprocess.Popen, WarmDaemon):
+        process = python(
+            [sys.executable, "-c", program, "b", "c"], cwd=tmp_path, env={**os.environ, "A": "d"}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        output, errors = process.communicate("in", timeout=60)
+        said.append((process.returncode, output, errors.splitlines()[-1:]))
+    assert said[0] == said[1]
+
+
+def test_it_is_a_child_that_can_be_killed_and_has_imported():
+    program = "import sys; print('kvstored.server' in sys.modules, flush=True); sys.stdin.read()"
+    process = WarmDaemon(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "True\n" and process.poll() is None
+    with open(f"/proc/{process.pid}/stat") as stat:
+        assert int(stat.read().rsplit(")", 1)[1].split()[1]) == os.getpid()
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    process.communicate()
+
+
+def test_a_traceback_is_told():
+    done = run([sys.executable, "-c", "1 / 0"], timeout=60, python=WarmDaemon)
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
