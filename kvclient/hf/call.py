@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import DUMMIES, NAMES, STATES, name_of
+from kvclient.hf.release import DUMMIES, NAMES, STATES
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
@@ -70,6 +70,21 @@ class Prompt:
         """Prompt tokens of all rows."""
         return sum(len(group.tokens) * len(group.rows) for group in self.groups)
 
+    @property
+    def pads(self) -> list[int]:
+        """Of each row, the columns of padding at its left."""
+        return [pad for _, pad in sorted((row, group.pad) for group in self.groups for row in group.rows)]
+
+    def check(self, config: Any, states: bool, padded: bool) -> None:
+        """Raises Bypassed where a model is not served with such rows or such a call. states: it has recurrent
+        layers. padded: the self-test found rows with padding right.
+        """
+        if (states or not padded) and any(group.pad for group in self.groups):
+            why = "its recurrent layers" if states else "the self-test found it wrong with this model"
+            raise Bypassed("padding", why)
+        if states and (config.output_attentions or config.output_hidden_states):
+            raise Bypassed("prompt_outputs", "a prompt is cut where states are stored")
+
     def reports(self, prefix: Any, blend: Any, found: list[Any]) -> list[Row]:
         """Of each row, what came from a prefix (`columns`) and from inside (`found`, `recomputed`). found: by
         group, how many tokens came from disk."""
@@ -94,7 +109,7 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
         raise Bypassed("prepare_inputs", "the model's own: peft's soft prompts stand before the tokens")
     if model_kwargs.get("inputs_embeds") is not None:
         raise Bypassed("inputs", "inputs_embeds")
-    _check_cache(name_of(model), model_kwargs)
+    _check_cache(model_kwargs)
     for name, value in model_kwargs.items():
         nothing = value is None or value is False or (isinstance(value, dict) and not value)
         # pictures and sounds, of which there are none
@@ -114,12 +129,16 @@ def read_prompt(model: torch.nn.Module, input_ids: torch.Tensor, model_kwargs: d
     return Prompt(list(groups.values()), rows, length)
 
 
-def _check_cache(name: str, model_kwargs: dict[str, Any]) -> None:
-    cache = model_kwargs.get(name)
+def _check_cache(model_kwargs: dict[str, Any]) -> None:
     if not model_kwargs.get("use_cache", True):
         raise Bypassed("no_cache")
-    if cache is None:
-        return  # transformers 5.0 leaves it to the model to make a DynamicCache
+    # Without one transformers 5.0 leaves it to the model to make a DynamicCache.
+    for name in NAMES:
+        if (cache := model_kwargs.get(name)) is not None:
+            _check_given(cache)
+
+
+def _check_given(cache: Any) -> None:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         raise Bypassed("cache_implementation", type(cache).__name__)
     if any(isinstance(layer, DynamicLayer) for layer in cache.layers) and cache.get_seq_length():

@@ -9,25 +9,24 @@ cuts is gone when its call has ended.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvclient.hf.call import Bypassed, read_prompt
 from kvclient.hf.release import CACHE
 
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
-
 LONG = ("input_ids", "position_ids", "cache_position")  # inputs with a column per token
 FEWEST = 2  # tokens of a prompt: one is computed ahead, one is left
 
 
 def compute_ahead(
-    kv: Attachment, model: torch.nn.Module, request: Any, input_ids: torch.Tensor, config: Any,
+    request: Any, prefill: Callable[..., Any], model: torch.nn.Module, input_ids: torch.Tensor, config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fills the cache of a loop that is about to begin with all but the last token of input_ids [1, tokens].
+    prefill: the model's own.
     """
     rows, length = input_ids.shape
     if rows != 1 or length < FEWEST or config.output_attentions or config.output_hidden_states:
@@ -42,7 +41,6 @@ def compute_ahead(
         if ahead.get(name) is not None:
             ahead[name] = ahead[name][..., :-1]
     ids = input_ids[:, :-1]
-    prefill = kv._own(model, "_prefill")
     request.prefill(model, lambda: prefill(ids, config, ahead), ids, config, ahead)
     request.report.prompt_tokens += 1
     request.ends_with(_cut_once(model, model_kwargs[CACHE], length - 1))

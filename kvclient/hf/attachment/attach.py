@@ -8,10 +8,8 @@ goes by kvclient.hf.attachment.running, and none after detach() has begun.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +18,14 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salt_of
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
-from kvclient.checks import check_bounds
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import assisted, decode_graph, running
-from kvclient.hf.attachment.hooks import HOOKS, PLACE, chunked_reads
+from kvclient.hf.attachment import decode_graph, hooks, running
+from kvclient.hf.attachment.hooks import PLACE, chunked_reads
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
+from kvclient.hf.attachment.settings import Scoped, Settings, ThisThread
 from kvclient.hf.attachment.warm import Stored, check_overlap, warm
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.page_pool import PagedStats
@@ -39,15 +37,14 @@ from kvclient.hf.handoff.resume import resume
 from kvclient.hf.model.structure import Refused, base_model
 from kvclient.hf.proof import measure
 from kvclient.hf.proof.self_test import Verdict, prove, prove_model
+from kvclient.hf.release import name_of
 from kvclient.hf.request.load_or_compute import PrefillSpeed
-from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options
+from kvclient.hf.request.options import STATE_EVERY_BLOCKS, Options, raising
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel, codec_of
 from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.quality.verify import Verification
 from kvclient.hf.reuse.repair import Repair
-
-MOST_TOKENS = 1 << 24  # of a chain
 
 
 def attach(
@@ -106,8 +103,8 @@ def attach(
     codec = codec_of(codec, cut := Chunker(chunker, block_tokens, tokenizer))
     options = Options(
         cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
-        on_error=on_error, state_every_blocks=state_every_blocks,
-    )  # fmt: skip
+        name_of(model), raises=raising(on_error), state_every_blocks=state_every_blocks,
+    ).checked()  # fmt: skip
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
     adopted = Adopted(model, in_place, paged_tokens if paged else None)
     try:
@@ -118,7 +115,7 @@ def attach(
     except BaseException:
         adopted.give_back(model)
         raise
-    attachment._install(model)
+    hooks.install(attachment, model)
     return attachment
 
 
@@ -135,7 +132,7 @@ def self_test(model: torch.nn.Module, in_place: bool = False, paged: bool = Fals
     return prove_model(model, attach, in_place, paged)
 
 
-class Attachment:
+class Attachment(Scoped):
     """What attach() returns. `last` is the Report of the last call that ended, `stats` the sums over all."""
 
     def __init__(
@@ -145,8 +142,10 @@ class Attachment:
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
         self.decoding, self._warned, self.overlap_tokens = 0, False, check_overlap(overlap_tokens)
-        self._model_state, self._local, self._lock = model_state, threading.local(), threading.Lock()
+        self._model_state, self._lock = model_state, threading.Lock()
+        self._local = ThisThread(Settings(model_state.codec))
         self._model: torch.nn.Module | None = model
+        self._before: dict[str, Any] = {}  # the model's methods, where hooks stand now
         self._totals, self._memory, self._pace = Totals(), Memory(), PrefillSpeed()
         self._running, self._rest, self._returned = running.Running(), Rest(), Returned()
 
@@ -160,7 +159,7 @@ class Attachment:
     @property
     def last_here(self) -> Report | None:
         """The Report of this thread's last call, whatever others have asked meanwhile."""
-        return getattr(self._local, "last", None)
+        return self._local.last
 
     @property
     def backend(self) -> str:
@@ -245,73 +244,9 @@ class Attachment:
         """What generate() returns for handed prompts, with the KV that was, or is being, computed there."""
         return resume(self, self._attached_model(), handoff, generate_kwargs)
 
-    @contextlib.contextmanager
-    def bypass(self, read: bool = True, write: bool = True) -> Iterator[None]:
-        """Within it, this thread's calls do not read from the store, do not write to it, or neither."""
-        before = getattr(self._local, "bypass", (False, False))
-        self._local.bypass = (before[0] or read, before[1] or write)
-        try:
-            yield
-        finally:
-            self._local.bypass = before
-
     def decode_graph(self) -> contextlib.AbstractContextManager[None]:
         """Within it, this thread's calls decode over memory that does not move: on a GPU, a CUDA graph."""
         return decode_graph.decoding(self, self._attached_model())
-
-    @contextlib.contextmanager
-    def limited(self, inside: bool = True, publish_tokens: int | None = None) -> Iterator[None]:
-        """Within it, this thread's calls reuse nothing but prefixes (inside=False), and publish no more than
-        the first publish_tokens tokens of a prompt, and no generated text.
-        """
-        if publish_tokens is not None:
-            check_bounds("publish_tokens", publish_tokens, 0, MOST_TOKENS)
-        before = getattr(self._local, "limits", (True, None))
-        self._local.limits = (inside, publish_tokens)
-        try:
-            yield
-        finally:
-            self._local.limits = before
-
-    @contextlib.contextmanager
-    def keeping(
-        self, priority: int | None = None, ttl_s: float | None = None, tails: bool | None = None
-    ) -> Iterator[None]:
-        """Within it, the blocks that this thread's calls publish have these; None: as attach() was told.
-        tails: what is left behind the last whole block is kept too, and found where a prompt goes on from it.
-        """
-        limits = {"priority": priority, "ttl_s": ttl_s, "tails": tails}
-        before = getattr(self._local, "keeping", {})
-        self._local.keeping = {**before, **{name: v for name, v in limits.items() if v is not None}}
-        try:
-            yield
-        finally:
-            self._local.keeping = before
-
-    @contextlib.contextmanager
-    def coded(self, codec: str | Kivi) -> Iterator[None]:
-        """Within it, this thread's calls store and find blocks of this codec instead of attach()'s: "int8",
-        "int4", a Kivi, or "none" for blocks as computed. Those of one codec do not serve another.
-        """
-        chosen = codec_of(codec, self._model_state.options.chunker)
-        if chosen is not None:
-            self.form.coded(chosen).layout(self._model_state.options.chunker.most)
-        before = getattr(self._local, "codec", self._model_state.codec)
-        self._local.codec = chosen
-        try:
-            yield
-        finally:
-            self._local.codec = before
-
-    @contextlib.contextmanager
-    def salted(self, salt: bytes) -> Iterator[None]:
-        """Within it, this thread's calls share KV only with calls under the same salt, beside attach()'s."""
-        before = getattr(self._local, "salt", b"")
-        self._local.salt = salt_of(salt)
-        try:
-            yield
-        finally:
-            self._local.salt = before
 
     def refresh(self) -> None:
         """Digests the model anew: needed only after its weights were written through `.data`."""
@@ -326,19 +261,13 @@ class Attachment:
         if model is None or model.__dict__.get(PLACE) is not self:
             self._model = None
             return
-        self._put_back(model, "generate")
+        hooks.put_back(self, model, "generate")
         self._running.wait()
         self._model = None
         self._model_state.adopted.give_back(model)
         model.__dict__.pop(PLACE, None)
         for name in self._before:
-            self._put_back(model, name)
-
-    def _put_back(self, model: torch.nn.Module, name: str) -> None:
-        if getattr(model.__dict__.get(name), "__func__", None) is HOOKS[name]:
-            del model.__dict__[name]
-            if self._before[name] is not None:
-                model.__dict__[name] = self._before[name]
+            hooks.put_back(self, model, name)
 
     def __enter__(self) -> Attachment:
         return self
@@ -371,30 +300,5 @@ class Attachment:
 
     def _chosen(self) -> ServedModel:
         """That of the codec and the salt this thread's calls want."""
-        codec = getattr(self._local, "codec", self._model_state.codec)
-        return self._model_state.of(codec, getattr(self._local, "salt", b""))
-
-    # ---------------------------------------------------------------- inside generate()
-
-    def _install(self, model: torch.nn.Module) -> None:
-        for name, ours in HOOKS.items():
-            if getattr(model.__dict__.get(name), "__func__", None) is ours:
-                del model.__dict__[name]  # of the model that this one was copied from
-        self._before = {name: model.__dict__.get(name) for name in HOOKS}
-        for name, ours in HOOKS.items():
-            model.__dict__[name] = types.MethodType(ours, model)
-        model.__dict__[PLACE] = self
-
-    def _own(self, model: torch.nn.Module, name: str) -> Any:
-        before = self._before[name]
-        return before if before is not None else functools.partial(getattr(type(model), name), model)
-
-    def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return running.run(self, model, args, kwargs)
-
-    def _ahead(self, model: torch.nn.Module, begun: dict[str, Any]) -> None:
-        """A loop of assisted decoding begins, with these arguments of its first step."""
-        request = getattr(self._local, "request", None)
-        asked = [begun.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
-        if request is not None and all(position is not None for position in asked):
-            assisted.compute_ahead(self, model, request, *asked)
+        settings = self._local.settings
+        return self._model_state.of(settings.codec, settings.salt)

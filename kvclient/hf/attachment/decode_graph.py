@@ -54,7 +54,7 @@ def forward_of(model: torch.nn.Module) -> Any:
     @functools.wraps(forward_of_class)
     def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         attachment = model.__dict__.get(PLACE)
-        request = getattr(attachment._local, "request", None) if attachment is not None else None
+        request = attachment._local.request if attachment is not None else None
         step = request.step if request is not None else None
         if step is not None and step.takes(args, kwargs):
             return step(kwargs["input_ids"])
@@ -69,7 +69,6 @@ def forward_of(model: torch.nn.Module) -> Any:
 @contextlib.contextmanager
 def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
     """Attachment.decode_graph()."""
-    local = attachment._local
     # In place on a CPU it is the model's own forward, over a tail that does not move.
     recorded = not attachment._model_state.options.in_place or model.device.type == DeviceLayer.device_type
     if recorded:
@@ -78,11 +77,10 @@ def decoding(attachment: Any, model: torch.nn.Module) -> Iterator[None]:
         attachment.decoding += 1
         if recorded and not hasattr(model.__dict__.get("forward"), BEFORE):
             model.__dict__["forward"] = forward_of(model)
-    before, local.static = getattr(local, "static", False), True
     try:
-        yield
+        with attachment.set_here(static=True):
+            yield
     finally:
-        local.static = before
         with attachment._lock:
             attachment.decoding -= 1
             if not attachment.decoding and hasattr(model.__dict__.get("forward"), BEFORE):

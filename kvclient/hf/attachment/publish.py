@@ -6,16 +6,15 @@ or reused exactly, by the model as it is now; the caller knows that, and calls i
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
-from kvclient.hf.connector.claim import tail_tokens
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.save import Publisher
+from kvclient.hf.request.claims import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
@@ -26,7 +25,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     blocks, are left as they are.
     """
     served, options = attachment._current(model), attachment._model_state.options
-    options = dataclasses.replace(options, **getattr(attachment._local, "keeping", {}))
+    options = attachment._local.settings.over(options)
     layers = list(cache.layers)
     if served is None or served.states is not None:
         return 0
@@ -35,7 +34,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
-    kept = served.keeps_tails(options.tails) and len(chain) and first <= len(chain)
+    kept = (served.tails or (options.tails and served.plain)) and len(chain) and first <= len(chain)
     left = tail_tokens(held - chain.num_tokens, served.form.step, options.chunker.block_tokens) if kept else 0
     if first >= len(chain) and not left:
         return 0

@@ -1,37 +1,42 @@
 """One call of generate() through an attachment: with the store, or, for a reason that is counted, without.
 
-Owns that decision, the count of calls that run, and what is said of a store that failed. Never looks anything
-up: that is the Request's. Invariant: a call runs either wholly with what was found out about the model as it
-is now, or wholly without the store; and detach() ends when none is left that began before it.
+Owns that decision, for which it reads generate()'s arguments, the count of calls that run, how a request
+hears of every new token, and what is said of a store that failed. Never looks anything up: that is the
+Request's. Never changes what generate() answers. Invariant: a call runs either wholly with what was found out
+about the model as it is now, or wholly without the store; and detach() ends when none is left that began
+before it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache
 
 from kvclient.errors import DeadlineExceeded
-from kvclient.hf.attachment.token_hook import TokenSeen, none_of_ours, with_criterion
 from kvclient.hf.call import Report
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
 from kvclient.hf.request.continuation import Continuation, Opened
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import STORE_ERRORS
+from kvclient.hf.speculation import Speculation
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
 
 DETACH_S = 600.0  # that detach() waits for calls of other threads
+POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")  # of generate()
 
 log = logging.getLogger("kvclient.hf")
 
@@ -66,13 +71,33 @@ class Running:
                 raise DeadlineExceeded(f"{still} threads still run generate() after {timeout_s} s")
 
 
-def run(kv: Attachment, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """generate() with these arguments, by way of the store where it can have a part in it."""
+class TokenSeen(StoppingCriteria):
+    """Stops nothing: transformers calls it with every new token."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._none: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
+        self._request.token(input_ids)
+        if self._none is None or self._none.shape[0] != input_ids.shape[0]:
+            self._none = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._none
+
+
+def run(
+    kv: Attachment, plain: Callable[..., Any], model: torch.nn.Module, args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """generate() with these arguments, by way of the store where it can have a part in it. plain: the model's
+    own generate().
+    """
     with kv._running.call():
         started, local = time.perf_counter(), kv._local
-        whole = getattr(local, "bypass", None) == (True, True)
-        if (reason := "bypass" if whole else none_of_ours(model, args, kwargs)) is not None:
-            return _run_without(kv, Report(bypassed=reason), started, model, args, kwargs)
+        without = functools.partial(_run_without, kv, plain, args, kwargs, started)
+        wanted = local.settings.read or local.settings.write
+        if (reason := _none_of_ours(model, args, kwargs) if wanted else "bypass") is not None:
+            return without(Report(bypassed=reason))
         try:
             cache = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
             made = _request(kv, model, started, cache)
@@ -81,20 +106,44 @@ def run(kv: Attachment, model: torch.nn.Module, args: tuple[Any, ...], kwargs: d
                 raise
             failed = Report(bypassed="unavailable", bypass_detail=f"{type(error).__name__}: {error}")
             failed.store_error, failed.store_failed_s = failed.bypass_detail, time.perf_counter() - started
-            return _run_without(kv, failed, started, model, args, kwargs)
+            return without(failed)
         if isinstance(made, Report):
-            return _run_without(kv, made, started, model, args, kwargs)
-        args, kwargs = with_criterion(args, kwargs, TokenSeen(made))
-        trial = getattr(local, "trial", None)
-        outer, local.request = getattr(local, "request", None), made
+            return without(made)
+        args, kwargs = _with_criterion(args, kwargs, TokenSeen(made))
+        outer, local.request, trial = local.request, made, local.trial
         try:
-            return kv._own(model, "generate")(*args, **kwargs)
+            return plain(*args, **kwargs)
         finally:
             local.request = outer
             try:
                 made.finish()
             finally:
                 _note(kv, made.report, trial)
+
+
+def _none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the store has no part in a call with these arguments; None: it has."""
+    arguments = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    caches = [arguments[name] for name in NAMES if arguments.get(name) is not None]
+    if any(type(cache) is not DynamicCache for cache in caches):
+        return "user_cache"
+    custom = arguments.get("custom_generate")
+    if custom is not None and not isinstance(custom, Speculation):  # which calls _prefill, and cuts first
+        return "custom_generate"
+    config = arguments.get("generation_config") or model.generation_config
+    implementation = arguments.get("cache_implementation", getattr(config, "cache_implementation", None))
+    return "cache_implementation" if implementation not in (None, "dynamic") else None
+
+
+def _with_criterion(
+    args: tuple[Any, ...], kwargs: dict[str, Any], criterion: StoppingCriteria
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    place = POSITIONAL.index("stopping_criteria")
+    users = args[place] if len(args) > place else kwargs.get("stopping_criteria")
+    criteria = StoppingCriteriaList([*(users or []), criterion])
+    if len(args) > place:
+        return (*args[:place], criteria, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "stopping_criteria": criteria}
 
 
 def opened(kv: Attachment, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> Opened | None:
@@ -136,21 +185,18 @@ def _request(
     if not state.current(model):
         return Report(bypassed="refused", bypass_detail=state.refusal)
     watch = state.watch  # before the served model: of a later one it would know the change
-    served = kv._chosen()
+    settings, trial = local.settings, local.trial
+    served = state.of(settings.codec, settings.salt)
     if (random := watch.random()) is not None:
         return Report(bypassed="training", bypass_detail=random)
-    no_read, no_write = getattr(local, "bypass", (False, False))
-    trial = getattr(local, "trial", None)
-    inside, publish_tokens = getattr(local, "limits", (True, None))
-    limits = {"publish_tokens": publish_tokens, "search": inside, **getattr(local, "keeping", {})}
-    limits["static"] = getattr(local, "static", False)
-    called = (kv.client, served, dataclasses.replace(state.options, **limits))
+    options = state.options if settings is local.default else settings.over(state.options)
+    called = (kv.client, served, options)
     client, served, options = called if trial is None else trial.on(served)
     made = Continuation if cache is not None and cache.get_seq_length() else kind
     if made is Request and served.non_prefix is not None:
         made = RowByRow
     request = made(
-        client, served, options, kv._memory, kv._pace, kv._returned, not no_read, not no_write, kv.padded,
+        client, served, options, kv._memory, kv._pace, kv._returned, settings.read, settings.write, kv.padded,
         started, lambda: not (watch.random() or watch.changed()),
     )  # fmt: skip
     if trial is None and options.in_place is None:
@@ -159,12 +205,12 @@ def _request(
 
 
 def _run_without(
-    kv: Attachment, report: Report, started: float, model: torch.nn.Module, args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kv: Attachment, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], started: float,
+    report: Report,
 ) -> Any:  # fmt: skip
-    outer, kv._local.request = getattr(kv._local, "request", None), None
+    outer, kv._local.request = kv._local.request, None
     try:
-        return kv._own(model, "generate")(*args, **kwargs)
+        return plain(*args, **kwargs)
     finally:
         kv._local.request = outer
         report.total_s = time.perf_counter() - started

@@ -11,19 +11,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kvclient.blocks import meta
-from kvclient.blocks.match import common_length, verified
+from kvclient.blocks.chunker import Chunker
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
-from kvclient.hf.connector.part import confirmed_part, follow_part, part_keys
+from kvclient.hf.connector.part import agreeing_part, confirmed_part, follow_part, longest_below
 from kvclient.hf.connector.snapshots import StateMatch
+
+if TYPE_CHECKING:
+    from kvclient.hf.request.served_model import ServedModel
 
 MISSING, RESIDENT, ON_DISK, ON_PEER = 0, 2, 3, 4  # a look-up's states
 
@@ -63,6 +66,16 @@ class PrefixMatch:
 
     def __post_init__(self) -> None:
         self.starts = list(accumulate(self.chain.token_counts, initial=0))
+
+    @classmethod
+    def of(cls, group: Group, chunker: Chunker, served: ServedModel) -> PrefixMatch:
+        """Of one text, of which nothing was found yet."""
+        ids, states = group.tokens, served.states
+        match = cls(group, chunker.chain(served.identity, ids), served.form, served.form.layers)
+        match.groups = [GroupMatch(part, chunker.chain(part.identity, ids), ids) for part in served.groups]
+        if states is not None:
+            match.states = StateMatch(states, chunker.chain(states.identity, ids), ids)
+        return match
 
     @property
     def tokens(self) -> int:
@@ -127,40 +140,13 @@ class PrefixMatch:
             follow_part(self, client, rest, patience)
             return
         if keys := client.children(self.chain[last]) if len(rest) else []:
-            self._take_part(last, rest, keys, client.get(keys))
-        key, tokens, state = self._longest_below(client, rest)
+            agreeing_part(self, rest, keys, client.get(keys))
+        key, tokens, state = longest_below(self, client, rest)
         if not tokens or (wait_s := patience(tokens, 1, int(state == ON_PEER))) == 0:
             return
-        if self._take_part(last, rest, [key], client.get([key], wait_s=wait_s)):
+        if agreeing_part(self, rest, [key], client.get([key], wait_s=wait_s)):
             self.peer_tokens += tokens if state == ON_PEER else 0
             self.disk_tokens += tokens if state == ON_DISK else 0
-
-    def _longest_below(self, client: Any, rest: Any) -> tuple[bytes, int, int]:
-        """Of the blocks that may lie behind the last, shorter than one, the longest that is whole in the
-        prompt and not in memory, its tokens, and where it is. 0 tokens: none has more than was found. What
-        lies on disk is known by its key alone, so all lengths are asked for.
-        """
-        keys, lengths = part_keys(self, rest)
-        states = client.lookup(keys, peers=True).states if keys else []
-        found = zip(keys, lengths, states, strict=True)
-        return next((place for place in found if place[2] in (ON_DISK, ON_PEER)), (b"", 0, MISSING))
-
-    def _take_part(self, last: int, rest: Any, keys: list[bytes], blocks: Any) -> bool:
-        """The one of these blocks that agrees most. False: none with more than what was had."""
-        self.handles.append(blocks)
-        before = self.part_tokens
-        for index, key in enumerate(keys):
-            try:
-                view = blocks[index]
-            except PinsExhausted:
-                break
-            known = verified(self.chain.identity, key, view)
-            if known is None or known.parent_key != self.chain[last]:
-                continue
-            count = common_length(known.ids, rest)
-            if count > self.part_tokens and self.form.fits(view, view.tokens, self.layers - 1):
-                self.part, self.part_tokens = view, count
-        return self.part_tokens > before
 
     def group_of(self, layer: int) -> GroupMatch | None:
         """The group that has this layer of the model; None: it is one of those that need all tokens."""

@@ -1,5 +1,5 @@
 """The shorter blocks that there may be behind the whole ones of a prompt, and the one that is taken while it
-and they are still being written.
+and they are still being written, or because it agrees most.
 
 Owns their keys and the choice. Never waits longer than it is worth. Invariant: what is followed is the
 prompt's as a whole by its key, and its tokens are compared when its last layer has come, as those of the
@@ -13,9 +13,10 @@ from typing import Any
 
 from kvclient.blocks import meta
 from kvclient.blocks.keys import chain
+from kvclient.blocks.match import common_length, verified
 from kvclient.errors import PinsExhausted
 
-MISSING, PENDING, ON_PEER = 0, 1, 4  # a look-up's states
+MISSING, PENDING, ON_DISK, ON_PEER = 0, 1, 3, 4  # a look-up's states
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
@@ -27,6 +28,37 @@ def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
     lengths = range(min(len(rest), size - 1), max(prefix.part_tokens, int(MIN_TAIL * size) - 1), -1)
     where = {"start": prefix.starts[last + 1], "root": prefix.chain[last]}
     return [chain(prefix.chain.identity, rest[:n], n, **where).keys[0] for n in lengths], lengths
+
+
+def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
+    """Of these blocks the longest that is whole in the prompt and not in memory, its tokens, and where it is.
+    0 tokens: none has more than was found. What lies on disk is known by its key alone, so all lengths are
+    asked for.
+    """
+    keys, lengths = part_keys(prefix, rest)
+    states = client.lookup(keys, peers=True).states if keys else []
+    found = zip(keys, lengths, states, strict=True)
+    return next((place for place in found if place[2] in (ON_DISK, ON_PEER)), (b"", 0, MISSING))
+
+
+def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> bool:
+    """Takes the one of these blocks that agrees most with the tokens `rest`. False: none with more than what
+    was had.
+    """
+    prefix.handles.append(blocks)
+    before, parent = prefix.part_tokens, prefix.chain[len(prefix.views) - 1]
+    for index, key in enumerate(keys):
+        try:
+            view = blocks[index]
+        except PinsExhausted:
+            break
+        known = verified(prefix.chain.identity, key, view)
+        if known is None or known.parent_key != parent:
+            continue
+        count = common_length(known.ids, rest)
+        if count > prefix.part_tokens and prefix.form.fits(view, view.tokens, prefix.layers - 1):
+            prefix.part, prefix.part_tokens = view, count
+    return prefix.part_tokens > before
 
 
 def follow_part(

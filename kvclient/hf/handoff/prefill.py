@@ -8,6 +8,7 @@ Invariant: what is held is let go when the lease ends, whatever the prefill did.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -21,7 +22,6 @@ from kvclient.hf.handoff.first_token import First, choice_of, chosen, sampler_st
 from kvclient.hf.handoff.lease import outlast
 from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
 
-TOLD = ("bypass", "limits", "keeping", "codec", "salt")  # what a thread tells an attachment for its calls
 CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come before it
 
 
@@ -89,14 +89,14 @@ def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: di
     size = attachment.chunker.block_tokens
     Handoff(attachment.identity, rows, size, mark, lease_s).check()
     chains, client = chains_of(attachment, model, rows), attachment.client
-    told = {name: said for name, said in vars(attachment._local).items() if name in TOLD}
+    settings = dataclasses.replace(attachment._local.settings, static=False)
 
     how = choice_of(model, inputs, rows)
     state = sampler_state(model, how)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": how is not None}
 
     def compute() -> First | None:  # one more token than is kept: generate() wants to make one
-        vars(attachment._local).update(told)
+        attachment._local.settings = settings
         alone = {} if how is not None else {"do_sample": False}
         with attachment.keeping(tails=True):
             out = model.generate(**{**inputs, **options, **alone})

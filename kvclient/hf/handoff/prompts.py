@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
-from kvclient.hf.connector.claim import tail_tokens
 from kvclient.hf.handoff.first_token import First
 from kvclient.hf.handoff.lease import Lease
+from kvclient.hf.request.claims import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.handoff.prefill import Prefill
@@ -126,7 +126,7 @@ def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> lis
         chain = chunker.chain(served.identity, row)
         rest = len(row) - chain.num_tokens
         left = tail_tokens(rest, served.form.step, chunker.block_tokens) if len(chain) else 0
-        if left and served.keeps_tails(True):
+        if left and (served.tails or served.plain):
             chain = chunker.chain(served.identity, row[: chain.num_tokens + left], partial=True)
         chains.append(chain)
     for row in rows:

@@ -130,10 +130,10 @@ def _trial(
     inside = None if repair is None or non_prefix is None else dataclasses.replace(non_prefix, repair=repair)
     with InMemoryClient(layout.block_bytes() * (ROOM * longest // size + ROOM)) as client:
         trial = Trial(client, options, inside)
-        outer = getattr(kv._local, "bypass", (False, False))
-        kv._local.trial, kv._local.bypass = trial, (False, False)
+        kv._local.trial = trial
         try:
-            call()
+            with kv.set_here(read=True, write=True):
+                call()
         finally:
-            kv._local.trial, kv._local.bypass = None, outer
+            kv._local.trial = None
         return trial.report

@@ -43,7 +43,7 @@ class CacheBuilder:
         self._left = functools.partial(_left, report)
         self._options, self._served, self._prompt, self._found = options, served, prompt, found
         self._prefix, self._blend = prefix, blend
-        self._pads = [pad for _, pad in sorted((row, g.pad) for g in prompt.groups for row in g.rows)]
+        self._pads = prompt.pads
         self.staged: Staged | None = None
         self.steps: Steps | None = None
 

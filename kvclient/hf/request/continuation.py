@@ -18,8 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.hf.call import Bypassed, read_prompt
 from kvclient.hf.release import CACHE
-from kvclient.hf.request.claiming import make_claims
-from kvclient.hf.request.load_or_compute import WaitBudget
+from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.request import Request
 
 
@@ -45,7 +44,7 @@ class Continuation(Request):
         self._prompt = prompt
         self.report.prompt_tokens, self.report.read_bypassed = prompt.tokens, "user_cache"
         self._note_config(config)
-        self._claims = make_claims(
+        self._claims = Claims(
             self._client, self._served_model, self._options, self._clock, self._same
         )
         self._layers = list(cache.layers)
@@ -70,13 +69,12 @@ class Opened(Request):
         served = self._served_model
         try:
             self._prompt = read_prompt(model, input_ids, {})
-            served.check_call(self._prompt, config, self._padded)
+            self._prompt.check(config, served.states is not None, self._padded)
         except Bypassed:
             return False
         if served.grouped or served.non_prefix is not None or self._options.in_place is None:
             return False  # states, windows and repairs cut a prompt's pass
         self.report.prompt_tokens = self._prompt.tokens
-        self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
         self._generated = False  # its caller publishes the answer
         self.cache = self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -27,6 +27,7 @@ class Options:
     follow_timeout_s: float
     publish_generated: bool
     chunked_reads: bool  # this transformers can prefill in chunks behind a filled cache
+    cache_name: str  # the argument that the model takes its cache in
     in_place: Reader | None = None  # the model's attention reads blocks where they lie
     static: bool = False  # decoding does not move the tail; its step is recorded where it can be
     pool: PagePool | None = None  # …and what it computes lies in pages of this one
@@ -34,19 +35,21 @@ class Options:
     tails: bool = False  # what is left behind a text's last whole block has a block of its own
     search: bool = True  # behind the prefix too, where the model allows it
     state_every_blocks: int = STATE_EVERY_BLOCKS  # between two stored states of recurrent layers
-    on_error: str = "miss"  # what a store that fails means: "miss" goes on without, "raise" ends the call
+    raises: bool = False  # a store that fails ends the call, which else goes on without
 
-    @property
-    def raises(self) -> bool:
-        """Whether a store that fails ends the call."""
-        return self.on_error == "raise"
-
-    def __post_init__(self) -> None:
-        if self.on_error not in ("miss", "raise"):
-            raise InvalidArgument(f'on_error={self.on_error!r}; it must be "miss" or "raise"')
+    def checked(self) -> Options:
+        """The same. Raises InvalidArgument for what a user may not say: asked where they say it."""
         check_bounds("state_every_blocks", self.state_every_blocks, 1, MOST_EVERY)
         check_bounds("priority", self.priority, 0, MAX_PRIORITY)
         whole_seconds(self.ttl_s)
         if not isinstance(self.follow_timeout_s, Real) or not 0 < self.follow_timeout_s <= MAX_FOLLOW_S:
             limits = f"it must be above 0 and at most {MAX_FOLLOW_S}"
             raise InvalidArgument(f"follow_timeout_s={self.follow_timeout_s!r}; {limits}")
+        return self
+
+
+def raising(on_error: str) -> bool:
+    """Whether a store that fails ends the call. Raises InvalidArgument for another word than the two."""
+    if on_error not in ("miss", "raise"):
+        raise InvalidArgument(f'on_error={on_error!r}; it must be "miss" or "raise"')
+    return on_error == "raise"

@@ -12,26 +12,24 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.layer import StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
-from kvclient.hf.connector.claim import Claims
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.decoding.decode_step import Step
-from kvclient.hf.decoding.stopping import end_tokens
 from kvclient.hf.model.states import restore
-from kvclient.hf.release import name_of
 from kvclient.hf.request.cache_layers import CacheBuilder
-from kvclient.hf.request.claiming import claim_ends, claim_text, make_claims, match
+from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.hit_end import hit_end
 from kvclient.hf.request.inside import Inside, search
 from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
@@ -71,7 +69,7 @@ class Request:
         self._prefix: PrefixSource | None = None
         self._staged: Staged | None = None  # the same on its way to a GPU
         self._claims: Claims | None = None
-        self._inside = Inside()  # what is reused behind the prefix
+        self._inside: Inside | None = None  # what is reused behind the prefix
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
         self._cache: Any = None
@@ -80,7 +78,7 @@ class Request:
         self.step: Step | None = None
         self._beams, self._end = False, None
         self._generated = False  # whether completed blocks of generated text are published
-        self._eos: Sequence[int] = ()
+        self._eos: Any = None  # as generate() was told it
 
     # ---------------------------------------------------------------- the steps
 
@@ -91,13 +89,12 @@ class Request:
         """What `run` gives for input_ids [batch, columns], over what the store has; raises what it raises."""
         try:
             self._prompt = read_prompt(model, input_ids, model_kwargs)
-            self._served_model.check_call(self._prompt, config, self._padded)
+            self._prompt.check(config, self._served_model.states is not None, self._padded)
         except Bypassed as bypassed:
             return self._pass_by(bypassed, run)
         self.report.prompt_tokens = self._prompt.tokens
-        self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
         self._note_config(config)
-        name, decoder = name_of(model), model.config.get_text_config(decoder=True)
+        name, decoder = self._options.cache_name, model.config.get_text_config(decoder=True)
         if model_kwargs.get(name) is None:
             model_kwargs[name] = DynamicCache(config=decoder)
         cache = self._cache = model_kwargs[name]
@@ -122,7 +119,7 @@ class Request:
             model_kwargs.clear()
             model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
-        if not self._inside.segments:
+        if not self._segments:
             self._keep(cache)
         if self._steps is not None:
             self._steps.length = self._prompt.length
@@ -140,7 +137,7 @@ class Request:
         if self._blend is not None:
             outputs = run_passes(model, self._blend, run)
             if self._served_model.grouped and claims is not None:
-                self._tolerance.tried(claims.computed, self._cache, self._inside.segments[0].start)
+                self._tolerance.tried(claims.computed, self._cache, self._segments[0].start)
             return outputs
         if not self._served_model.grouped or claims is None:
             return run()
@@ -195,9 +192,7 @@ class Request:
         cache = self._kept() if self._kept is not None else None
         if cache is None or self._ids is None or self._prompt is None or not self._same():
             return
-        pads = {row: group.pad for group in self._prompt.groups for row in group.rows}
-        pads_in_order = [pads[row] for row in sorted(pads)]
-        self._returned.keep(cache, self._served_model.identity, self._ids, pads_in_order)
+        self._returned.keep(cache, self._served_model.identity, self._ids, self._prompt.pads)
 
     def _complete_report(self) -> None:
         if self._prompt is None and self.report.bypassed is None:
@@ -215,7 +210,7 @@ class Request:
         self._beams = (config.num_beams or 1) > 1
         publishes = self._options.publish_generated and self._options.publish_tokens is None
         self._generated = self._write and publishes and not self._beams
-        self._eos = end_tokens(config.eos_token_id)
+        self._eos = config.eos_token_id
 
     def _begin(
         self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
@@ -238,9 +233,10 @@ class Request:
         assert self._prompt is not None
         began = time.perf_counter()
         served, options = self._served_model, self._options
-        self._claims = claims = make_claims(self._client, served, options, self._clock, self._same)
-        self._found = found = [match(served, options, group) for group in self._prompt.groups]
-        grouped = served.grouped
+        self._claims = claims = Claims(self._client, served, options, self._clock, self._same)
+        groups, cut = self._prompt.groups, options.chunker
+        self._found = found = [PrefixMatch.of(group, cut, served) for group in groups]
+        grouped, tails = served.grouped, served.tails or (options.tails and served.plain)
         if grouped and (len(found) > 1 or served.form.holds_marks):
             follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()
@@ -248,16 +244,15 @@ class Request:
             if read:
                 prefix.extend(self._client, len(prefix.chain), follow)
                 prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
-            if read and served.keeps_tails(options.tails):
+            if read and tails:
                 prefix.extend_part(self._client, self._worth_waiting_s)
             if not grouped:
                 self._search(prefix, config, read)
             if self._write and not grouped:
-                segments, several = self._inside.segments, len(found) > 1
-                claim_text(claims, served, options, prefix, segments, claimed, read, follow, several)
+                claims.claim_text(prefix, self._segments, claimed, read, follow, len(found) > 1)
             if claims.sinks is not None:
                 claims.sinks.take(prefix)
-        if len(found) > 1 and claims.publisher.claimed:
+        if len(found) > 1 and claims.claimed:
             for prefix in found:
                 prefix.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(prefix.group.pad + prefix.tokens for prefix in found))
@@ -268,8 +263,8 @@ class Request:
         self._prefix = PrefixSource(found, columns, served.layers, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
-        if inside := self._inside.segments:
-            assert served.non_prefix is not None
+        if inside := self._segments:
+            assert served.non_prefix is not None and self._inside is not None
             length, windows = self._prompt.length, self._inside.windows
             self._blend = Blend(served.non_prefix, inside, columns, length, self._clock, served.form, windows)
         self._fill(cache, config, device)
@@ -278,13 +273,12 @@ class Request:
     def _hit_end(self, most: int, follow: bool, config: Any, read: bool) -> int:
         """The column that the hit ends at, where not all layers need all tokens; claims what is missing."""
         assert self._claims is not None and self._prompt is not None
-        found, served, options = self._found, self._served_model, self._options
-        column = hit_end(self._client, found, most, follow, self._worth_waiting_s, options.follow_timeout_s)
+        found, stall_s = self._found, self._options.follow_timeout_s
+        column = hit_end(self._client, found, most, follow, self._worth_waiting_s, stall_s)
         for prefix in found:
             self._search(prefix, config, read, column - prefix.group.pad)
         for prefix in found if self._write else ():
-            most = self._prompt.length - 1
-            claim_ends(self._claims, served, options, prefix, found, column, most, self._inside.segments)
+            self._claims.claim_ends(prefix, found, column, self._prompt.length - 1, self._segments)
         for prefix in found:
             prefix.ends_at(column - prefix.group.pad)
         return column
@@ -296,8 +290,9 @@ class Request:
         return self.report.write_bypassed != "changed"
 
     @property
-    def _block_bytes(self) -> int:
-        return self._served_model.form.layout(self._options.chunker.most).block_bytes()
+    def _segments(self) -> list[Segment]:
+        """Stretches behind the prefix that are reused."""
+        return [] if self._inside is None else self._inside.segments
 
     def _search(self, prefix: PrefixMatch, config: Any, read: bool, exact: int | None = None) -> None:
         """Stretches behind the prefix that are stored, but were computed behind other tokens. exact: where
@@ -313,8 +308,10 @@ class Request:
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""
-        assert self._patience is not None
-        size = self._block_bytes
+        if self._patience is None:
+            assert self._prompt is not None
+            self._patience = WaitBudget(self._pace, self._client, self._prompt.tokens)
+        size = self._served_model.form.layout(self._options.chunker.most).block_bytes()
         wait_s = self._patience.wait_s(tokens, (blocks - on_peers) * size, on_peers * size)
         self.report.disk_refused += wait_s == 0
         return wait_s
@@ -358,7 +355,7 @@ class Request:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
-            report.approximate_from_disk = self._inside.from_disk
+            report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
         else:
             self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)
@@ -368,7 +365,7 @@ class Request:
         self._note_published()
         for layer in self._layers:
             layer.written = None
-        segments = self._inside.segments
+        segments = self._segments
         self._generated &= not (segments and self._served_model.grouped)  # of windows, nobody's prefix
         if self._generated:
             self._claims.follow(self._found, segments)
@@ -384,13 +381,14 @@ class Request:
         finally:
             self._let_go()
             self._prefix = self._blend = None
-            self._inside = Inside()
+            self._inside = None
 
     def _let_go(self) -> None:
         """Of all that was pinned to be read."""
         with contextlib.ExitStack() as every:  # each, whatever becomes of the others
             found = (prefix.release for prefix in self._found)
-            for step in (self._close_staged, self._inside.release, *found):
+            inside = () if self._inside is None else (self._inside.release,)
+            for step in (self._close_staged, *inside, *found):
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
-from kvclient.hf.call import Bypassed, Prompt
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.full_precision import FullPrecisionFormats
 from kvclient.hf.connector.layer_groups import StoredGroup
@@ -43,25 +42,18 @@ class ServedModel:
     layers: int = 0  # of the model's cache
     stepwise: bool = False  # behind a state the model takes one token at a time only
 
-    @property
-    def grouped(self) -> bool:
-        """Whether a prefix is of use only where other layers, or states, are found too."""
-        return bool(self.groups) or self.states is not None
+    # Whether a prefix is of use only where other layers, or states, are found too.
+    grouped: bool = field(init=False)
+    # Whether what is left behind a text's last whole block can be stored and looked for, by a call that asks
+    # for it; and whether that is done for every call.
+    plain: bool = field(init=False)
+    tails: bool = field(init=False)
 
-    def keeps_tails(self, asked: bool) -> bool:
-        """Whether what is left behind a text's last whole block is stored and looked for."""
-        plain = not self.grouped and self.sinks is None and self.form.codec is None
-        return (self.non_prefix is not None and not self.grouped) or (asked and plain)
-
-    def check_call(self, prompt: Prompt, config: Any, padded: bool) -> None:
-        """Raises Bypassed for a call that this model is not served with. padded: whether the self-test found
-        rows with padding right."""
-        states = self.states is not None
-        if (states or not padded) and any(group.pad for group in prompt.groups):
-            why = "its recurrent layers" if states else "the self-test found it wrong with this model"
-            raise Bypassed("padding", why)
-        if states and (config.output_attentions or config.output_hidden_states):
-            raise Bypassed("prompt_outputs", "a prompt is cut where states are stored")
+    def __post_init__(self) -> None:
+        grouped = bool(self.groups) or self.states is not None
+        object.__setattr__(self, "grouped", grouped)
+        object.__setattr__(self, "plain", not grouped and self.sinks is None and self.form.codec is None)
+        object.__setattr__(self, "tails", self.non_prefix is not None and not grouped)
 
     def beside(self, chunker: Chunker, ids: Sequence[int]) -> list[Any]:
         """The chains of a text's blocks of groups and states, whichever of them are stored."""

@@ -20,9 +20,9 @@ from transformers.cache_utils import DynamicCache
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.cache.layer import replace_layers
 from kvclient.hf.call import Bypassed, Group, Prompt, Report, read_prompt
-from kvclient.hf.release import name_of
+from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.request.cache_layers import CacheBuilder
-from kvclient.hf.request.claiming import make_claims, match
+from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.hit_end import hit_end
 from kvclient.hf.request.inside import search
 from kvclient.hf.request.load_or_compute import WaitBudget
@@ -60,7 +60,7 @@ class RowByRow(Request):
             return super().prefill(model, run, input_ids, config, model_kwargs)
         self._prompt, self.report.prompt_tokens = prompt, prompt.tokens
         self._note_config(config)
-        name, decoder = name_of(model), model.config.get_text_config(decoder=True)
+        name, decoder = self._options.cache_name, model.config.get_text_config(decoder=True)
         if model_kwargs.get(name) is None:
             model_kwargs[name] = DynamicCache(config=decoder)
         saved, cache, inside = dict(model_kwargs), model_kwargs[name], []
@@ -75,7 +75,7 @@ class RowByRow(Request):
                 try:
                     pass_over = functools.partial(run, rows)
                     outputs = row_request.prefill(model, pass_over, rows, config, model_kwargs)
-                    inside.append(row_request._inside.segments)
+                    inside.append(row_request._segments)
                 finally:
                     row_request.finish()
                     self._parts.append((group, row_request.report, alone))
@@ -100,7 +100,7 @@ class RowByRow(Request):
             return None
         try:
             prompt = read_prompt(model, input_ids, model_kwargs)
-            served.check_call(prompt, config, self._padded)
+            prompt.check(config, served.states is not None, self._padded)
         except Bypassed:
             return None
         if len(prompt.groups) == 1 and not prompt.groups[0].pad:
@@ -115,7 +115,7 @@ class RowByRow(Request):
     def _found_inside(self, group: Group) -> bool:
         served, options = self._served_model, self._options
         assert served.non_prefix is not None
-        prefix = match(served, options, dataclasses.replace(group, pad=0))
+        prefix = PrefixMatch.of(dataclasses.replace(group, pad=0), options.chunker, served)
         try:
             prefix.extend(self._client, len(prefix.chain), False)
             exact, most = prefix.tokens, len(group.tokens) - 1
@@ -181,12 +181,12 @@ class RowByRow(Request):
         report.rows = [rows[row] for row in sorted(rows)]
         estimated = [row.estimated_kl for row in report.rows if row.estimated_kl is not None]
         report.estimated_kl = max(estimated, default=None)
-        self._claims = make_claims(self._client, served, self._options, self._clock, self._same)
+        self._claims = Claims(self._client, served, self._options, self._clock, self._same)
         if report.store_error is not None:
             self._stop_writing()
         for (group, _, _), segments in zip(self._parts, inside, strict=True):
             if self._generated and not (segments and served.grouped):  # of windows, nobody's prefix
-                self._claims.follow([match(served, self._options, group)], segments)
+                self._claims.follow([PrefixMatch.of(group, self._options.chunker, served)], segments)
         self._note_published()
 
     def _note_published(self) -> None:

@@ -1,7 +1,8 @@
 """What one request offers to the store of what it computes: its prompt's missing blocks, and its answer's.
 
-Owns which blocks are claimed, under which keys. Never copies KV (publish does) and never looks for any.
-Invariant: a block has its prefix key only if every token before it was computed, or reused exactly, by the
+Owns which blocks are claimed, under which keys, and the publishers that fill them, one for each form of
+blocks. Never copies KV (publishers do) and never looks for any. Invariants: what is claimed lies behind what
+was found; a block has its prefix key only if every token before it was computed, or reused exactly, by the
 model that the key stands for: where that is changed in a call, nothing is published from then on. What is
 computed behind approximate tokens has a root of its own, so that it is found by its content and nobody takes
 it for a prefix.
@@ -17,17 +18,23 @@ from typing import Any
 
 import torch
 
-from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.cache.layer import StoreLayer
-from kvclient.hf.call import Group, Report
+from kvclient.hf.call import Clock, Group, Report
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.connector.part import MIN_TAIL
 from kvclient.hf.connector.save import Publisher
 from kvclient.hf.connector.snapshots import Snapshots
+from kvclient.hf.decoding.stopping import end_tokens
 from kvclient.hf.model.states import capture
+from kvclient.hf.request.hit_end import ends_to_keep
+from kvclient.hf.request.options import MAX_PRIORITY, Options
+from kvclient.hf.request.served_model import ServedModel
+
+ABOVE = 5  # priority of what a hit cannot do without, above that of the tokens it is about
 
 
 def approximate_root(identity: bytes) -> bytes:
@@ -56,24 +63,102 @@ class Stretch:
 
 
 class Claims:
-    """The claims of one request. `tail_tokens`: whether what is left behind whole blocks is offered too."""
+    """The claims of one request. Its publishers are made when there is something to publish."""
 
     def __init__(
-        self, client: Any, identity: bytes, chunker: Chunker, publisher: Publisher,
-        sinks: FullPrecisionBlocks | None, *, priority: int, step: int, same: Callable[[], bool],
-        groups: Sequence[tuple[StoredGroup, Publisher]] = (), snapshots: Snapshots | None = None,
-        every: int = 0,
-    ) -> None:  # fmt: skip
-        """groups: of layers that do not need all tokens. every: blocks between two states of an answer."""
-        self._client, self._identity, self._chunker = client, identity, chunker
-        self.publisher, self.sinks = publisher, sinks
-        self._priority, self._step, self._same = priority, step, same
-        self.groups, self.snapshots, self._every = groups, snapshots, every
+        self, client: Any, served: ServedModel, options: Options, clock: Clock, same: Callable[[], bool]
+    ) -> None:
+        """same: whether the model is still the one that `served` stands for."""
+        self._client, self._served, self._options, self._clock = client, served, options, clock
+        self._same, self._chunker = same, options.chunker
+        self._main: Publisher | None = None
+        self._loaded = 0  # columns that the store's blocks fill
         self._stretches: list[Stretch] = []
+        above = min(MAX_PRIORITY, options.priority + ABOVE)
+        self.sinks: FullPrecisionBlocks | None = None
+        if (forms := served.sinks) is not None:
+            first, last = (self._made(kind.layout_id, kind.form) for kind in (forms.first, forms.last))
+            self.sinks = FullPrecisionBlocks(
+                forms, client, self._chunker, first=first, last=last, priority=options.priority
+            )
+        # Of layers that do not need all tokens.
+        self.groups = [(group, self._made(group.layout_id, group.form, above)) for group in served.groups]
+        states, self.snapshots = served.states, None
+        if states is not None:
+            self.snapshots = Snapshots(client, states, above, options.ttl_s)
+
+    def _made(self, layout_id: int | None, form: BlockFormat, priority: int | None = None) -> Publisher:
+        priority = self._options.priority if priority is None else priority
+        layout_id = -1 if layout_id is None else layout_id
+        ttl_s, clock = self._options.ttl_s, self._clock
+        return Publisher(self._client, layout_id, form.layers, priority, ttl_s, clock, form)
+
+    @property
+    def _publisher(self) -> Publisher:
+        """Of the layers that need all tokens."""
+        if self._main is None:
+            self._main = self._made(self._served.layout_id, self._served.form)
+            self._main.loaded = self._loaded
+        return self._main
+
+    @property
+    def _publishers(self) -> list[Publisher]:
+        main = [] if self._main is None else [self._main]
+        sinks = self.sinks.publishers if self.sinks is not None else ()
+        return [*main, *sinks, *(publisher for _, publisher in self.groups)]
+
+    @property
+    def claimed(self) -> bool:
+        """Whether there are blocks of all layers to be filled."""
+        return self._main is not None and self._main.claimed
 
     # ---------------------------------------------------------------- before the forward pass
 
-    def claim(
+    def claim_text(
+        self, prefix: PrefixMatch, inside: Sequence[Segment], claimed: set[bytes], read: bool, follow: bool,
+        shared: bool,
+    ) -> None:  # fmt: skip
+        """Claims what is missing of one text; `shared` and `claimed` as _claim() has them. inside: what is
+        reused behind the prefix.
+        """
+        stop = self._stop(prefix)
+        limit = min(inside[0].start, stop) if inside else stop
+        self._claim(prefix, read, follow, claimed, limit, shared)
+        if self.sinks is not None:  # not before the claim: it may find more blocks
+            self.sinks.offer(prefix, limit)
+        tails = self._served.tails or (self._options.tails and self._served.plain)
+        if inside:
+            self._claim_gaps(prefix, inside, stop)
+        elif tails and stop == len(prefix.group.tokens):
+            self._claim_tail(prefix)
+
+    def claim_ends(
+        self, prefix: PrefixMatch, found: Sequence[PrefixMatch], column: int, most: int,
+        inside: Sequence[Segment] = (),
+    ) -> None:  # fmt: skip
+        """Claims what is missing of one of the texts of a batch whose hit ends at a column, and of groups and
+        states what lets later hits end behind it. inside: what is reused behind it, which nothing goes on
+        from.
+        """
+        hit, parted = column - prefix.group.pad, len(prefix.views)
+        every = self._options.state_every_blocks if self._served.states is not None else 0
+        common = min(most, *(other.group.pad + other.starts[-1] for other in found))
+        stop = self._stop(prefix)
+        if inside:
+            stop = min(stop, inside[0].start)
+            common = min(common, prefix.group.pad + stop)
+            self._claim(prefix, False, False, set(), stop, False)
+        else:
+            self.claim_text(prefix, (), set(), False, False, False)
+        ends = ends_to_keep(prefix, stop, hit, parted, every)
+        self._claim_ends(prefix, ends, hit, common - prefix.group.pad)
+
+    def _stop(self, prefix: PrefixMatch) -> int:
+        """How many tokens of a text are stored."""
+        most, tokens = self._options.publish_tokens, len(prefix.group.tokens)
+        return tokens if most is None else min(tokens, most)
+
+    def _claim(
         self, prefix: PrefixMatch, read: bool, follow: bool, claimed: set[bytes], limit: int, shared: bool
     ) -> None:
         """Claims what is missing of the blocks within the first `limit` tokens. What others hold or just
@@ -87,14 +172,14 @@ class Claims:
                 first += 1  # an earlier row of this batch computes it
         if first >= blocks:
             return
-        results = self.publisher.claim(prefix.chain[:blocks], first, prefix.group.rows[0], prefix.group.pad)
+        results = self._publisher.claim(prefix.chain[:blocks], first, prefix.group.rows[0], prefix.group.pad)
         run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
         if read and run and first == len(prefix.views):
             prefix.extend(self._client, first + run, follow)
         if shared:
             claimed.update(keys[first + i] for i, word in enumerate(results) if word == "granted")
 
-    def claim_ends(self, prefix: PrefixMatch, ends: Sequence[int], hit: int, common: int) -> None:
+    def _claim_ends(self, prefix: PrefixMatch, ends: Sequence[int], hit: int, common: int) -> None:
         """Claims what layers of groups, and states, need for a hit to end behind so many blocks. hit: tokens
         that were found: what is behind them is computed. common: tokens behind which a hit of the whole batch
         could end."""
@@ -109,7 +194,7 @@ class Claims:
             for end in ends:
                 self.snapshots.claim(prefix.states.chain, end, row)
 
-    def claim_tail(self, prefix: PrefixMatch) -> None:
+    def _claim_tail(self, prefix: PrefixMatch) -> None:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
@@ -117,22 +202,22 @@ class Claims:
             group = prefix.group
             self._claim_rest(group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
 
-    def claim_gaps(self, prefix: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
+    def _claim_gaps(self, prefix: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
         """Claims what is computed behind approximate tokens, up to token `stop`, where it fills a block."""
-        root, row, pad = approximate_root(self._identity), prefix.group.rows[0], prefix.group.pad
+        root, row, pad = approximate_root(self._served.identity), prefix.group.rows[0], prefix.group.pad
         ends = [*(segment.start for segment in inside[1:]), len(prefix.group.tokens)]
         for segment, end in zip(inside, ends, strict=True):
             tokens = prefix.group.tokens[segment.stop : min(end, stop)]
-            chain = self._chunker.chain(self._identity, tokens, start=segment.stop, root=root)
+            chain = self._chunker.chain(self._served.identity, tokens, start=segment.stop, root=root)
             if len(chain):
-                self.publisher.claim(chain, 0, row, pad)
+                self._publisher.claim(chain, 0, row, pad)
                 used = chain.num_tokens
                 self._claim_rest(tokens, len(chain), used, row, pad, start=segment.stop, root=root)
 
     def _claim_rest(self, tokens: Any, blocks: int, used: int, row: int, pad: int, **where: Any) -> None:
-        if left := tail_tokens(len(tokens) - used, self._step, self._chunker.block_tokens):
-            chain = self._chunker.chain(self._identity, tokens[: used + left], partial=True, **where)
-            self.publisher.claim(chain, blocks, row, pad, self._priority // 2)
+        if left := tail_tokens(len(tokens) - used, self._served.form.step, self._chunker.block_tokens):
+            chain = self._chunker.chain(self._served.identity, tokens[: used + left], partial=True, **where)
+            self._publisher.claim(chain, blocks, row, pad, self._options.priority // 2)
 
     def written(self) -> Callable[..., None] | None:
         """Who is told of new columns."""
@@ -164,36 +249,34 @@ class Claims:
 
     def note_published(self, report: Report) -> None:
         """Writes into the report what came of the claims."""
-        publisher, sinks = self.publisher, self.sinks
-        report.published_blocks, report.lost_blocks = publisher.published, publisher.lost
-        report.no_space, report.unavailable = publisher.no_space, publisher.unavailable
-        report.not_quantisable = publisher.not_quantisable
+        main, sinks, none = self._main, self.sinks, (0, 0, 0, 0, 0)
+        counts = none if main is None else (
+            main.published, main.lost, main.no_space, main.unavailable, main.not_quantisable
+        )  # fmt: skip
+        report.published_blocks, report.lost_blocks, report.no_space, *rest = counts
+        report.unavailable, report.not_quantisable = rest
         report.published_full_blocks = sinks.published if sinks is not None else 0
         report.published_group_blocks = sum(publisher.published for _, publisher in self.groups)
         if self.snapshots is not None:
             report.published_group_blocks += self.snapshots.published
 
-    @property
-    def _publishers(self) -> list[Publisher]:
-        sinks = self.sinks.publishers if self.sinks is not None else ()
-        return [self.publisher, *sinks, *(publisher for _, publisher in self.groups)]
-
     def loaded(self, columns: int) -> None:
         """So many columns are the store's: nobody tells of them."""
-        for publisher in (self.publisher, *(publisher for _, publisher in self.groups)):
+        self._loaded = columns
+        for publisher in self._publishers:
             publisher.loaded = columns
 
     def computed(self, cache: Any, column: int) -> None:
         """The tokens up to this column are: states are those behind them, and marks can be set."""
-        if self.publisher.holds_marks:
-            self.publisher.marked(column)
+        if self._served.form.holds_marks:
+            self._publisher.marked(column)
         if self.snapshots is not None and column in self.snapshots.columns and self._same():
             self.snapshots.take(cache, column)
 
     def follow(self, found: Sequence[PrefixMatch], inside: Sequence[Segment]) -> None:
         """From here on generated() is told of what the rows say."""
         for prefix in found:
-            start, root = (inside[-1].stop, approximate_root(self._identity)) if inside else (0, None)
+            start, root = (inside[-1].stop, approximate_root(self._served.identity)) if inside else (0, None)
             counts = self._chunker.counts(prefix.group.tokens[start:])
             next_at = start + sum(counts) + self._chunker.certain
             for row in prefix.group.rows:
@@ -210,40 +293,41 @@ class Claims:
                 self._stretches.append(Stretch(row, group.pad, 0, None, offered, next_at))
 
     def generated(
-        self, input_ids: torch.Tensor, prompt_columns: int, eos: Sequence[int], layers: Sequence[StoreLayer],
+        self, input_ids: torch.Tensor, prompt_columns: int, eos: Any, layers: Sequence[StoreLayer],
         cache: Any,
     ) -> None:  # fmt: skip
-        """Publishes the blocks that the tokens chosen so far, input_ids [batch, columns], have filled."""
+        """Publishes the blocks that the tokens chosen so far, input_ids [batch, columns], have filled. eos:
+        generate()'s eos_token_id.
+        """
         columns = input_ids.shape[1] - 1  # the newest token has no KV yet
         for stretch in self._stretches:
             if columns - stretch.pad < stretch.next_at:
                 continue
             tokens = input_ids[stretch.row, stretch.pad + stretch.start : columns].to("cpu", torch.int32)
             chain = self._chunker.chain(
-                self._identity, tokens.numpy(), start=stretch.start, root=stretch.root
+                self._served.identity, tokens.numpy(), start=stretch.start, root=stretch.root
             )
             first, stretch.offered = stretch.offered, max(stretch.offered, len(chain))
             stretch.next_at = stretch.start + chain.num_tokens + self._chunker.certain
             if first >= len(chain):
                 continue
             new = input_ids[stretch.row, prompt_columns : stretch.pad + stretch.start + chain.num_tokens]
-            ended = any(int(token) in eos for token in new)
+            ended = not set(new.tolist()).isdisjoint(end_tokens(eos))
             storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
             if ended or any(s is None or s.shape[1] != input_ids.shape[0] for _, s, _ in storages):
                 continue  # behind the end of its text, or the cache is no longer row by row ours
             if not self._same():
                 return
-            self.publisher.publish(chain, first, stretch.row, stretch.pad, storages)
+            self._publisher.publish(chain, first, stretch.row, stretch.pad, storages)
             stretch.tokens = tokens.numpy()
             if self.snapshots is not None:
                 stretch.kept = None
                 if columns - stretch.pad == chain.num_tokens:  # else the state is that of a later token
                     stretch.kept = capture(cache, self.snapshots.stored.states, stretch.row)
-                    if len(chain) % self._every == 0:
+                    if len(chain) % self._options.state_every_blocks == 0:
                         self._put(stretch)
             if self.sinks is not None and stretch.root is None:
-                loaded = self.publisher.loaded
-                self.sinks.grow(tokens.numpy(), stretch.row, stretch.pad, storages, loaded)
+                self.sinks.grow(tokens.numpy(), stretch.row, stretch.pad, storages, self._loaded)
 
     def ended(self, layers: Sequence[StoreLayer]) -> None:
         """The answers are whole: a hit shall be able to end behind the last block of each."""
