@@ -152,7 +152,7 @@ bench: model native-tests ## measure, side by side with other stores; writes ben
 	@$(PY) -m bench
 
 bench-serving: model ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
-	@$(call install,plots) && $(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once
+	@$(call install,plots) && $(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once hang-up
 
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json

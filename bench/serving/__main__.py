@@ -33,8 +33,13 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="*", default=["ours", "hf"], choices=[*CONTENDERS])
     parser.add_argument("--loads", nargs="*", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--own", nargs="*", default=[], choices=["servers", "disk", "split", "at-once"],
-                        help="rows that no contender has")
+    parser.add_argument(
+        "--own",
+        nargs="*",
+        default=[],
+        choices=["servers", "disk", "split", "at-once", "hang-up"],
+        help="rows that no contender has",
+    )
     parser.add_argument("--json", type=Path, default=OUT / "serving.json")
     given = parser.parse_args()
     model = given.model or _example()
@@ -51,6 +56,7 @@ def main() -> int:
         "disk": lambda: own.from_disk(model, prompts, 0),
         "split": lambda: own.split_over_two(model, prompts, 0),
         "at-once": lambda: own.at_once(model),
+        "hang-up": lambda: own.hang_up(model, prompts, 0),
     }
     out["own"] = {name: _own(rows[name]) for name in given.own}
     given.json.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +88,7 @@ def _loads(
 ) -> dict[str, Any]:
     out: dict[str, Any] = {"start_s": server.start_s}
     loads.tiny(server, named, 1, 1)  # what is set up at the first request is nobody's time
+    out["pss_before_loads_mib"], _ = server.pss_mib()
     if "a" in wanted:
         out["a"] = loads.one_long(server, named, prompts, seed)
     if "b" in wanted:

@@ -1,12 +1,18 @@
-"""The rows that only this project has: another server's KV, a restart, a disk, two servers, no model.
+"""The rows that only this project has: another server's KV, a restart, a disk, two servers, no model, no
+client.
 
 Owns the processes of each row. Ratios are to the same server's cold time in the same row.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import sys
 import tempfile
+import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,8 @@ from bench.serving.client import Answer, chat
 from bench.serving.contenders import LOGS, Ours, free_port
 from bench.serving.loads import LONG, Prompts, eight, tiny
 from bench.serving.processes import Served
+
+WATCH_S = 3.0
 
 
 def shared_between_servers(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
@@ -74,6 +82,47 @@ def at_once(model: Path, count: int = 1000) -> dict[str, Any]:
     with Served("instant", command, f"http://127.0.0.1:{port}", LOGS / "instant.log") as server:
         tiny(server, "instant", 8, 50)
         return {str(beside): tiny(server, "instant", beside, count) for beside in (1, 8)}
+
+
+def hang_up(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
+    """What a server still computes once the client of a long answer is gone: CPU seconds of the three seconds
+    after, those of three idle seconds taken off. Streamed, after a few tokens; whole, after a second.
+    """
+    out = {}
+    with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
+        own = Ours(model, Path(home))
+        own.start_daemon("--discard")
+        try:
+            with own.server() as server:
+                chat(server.url, model.name, "Hi", 4)
+                idle = _cpu_of(server, WATCH_S)
+                for name, stream in (("streamed", True), ("whole", False)):
+                    leave(server.url, model.name, prompts.of(64, ("gone", seed, name)), stream)
+                    out[f"{name}_cpu_s"] = _cpu_of(server, WATCH_S) - idle
+        finally:
+            own.stop_daemon()
+    return out
+
+
+def leave(url: str, model: str, text: str, stream: bool) -> None:
+    """Asks for a long answer and hangs up in the middle of it."""
+    where = urllib.parse.urlsplit(url)
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2000,
+            "ignore_eos": True, "stream": stream}  # fmt: skip
+    with contextlib.closing(http.client.HTTPConnection(where.hostname or "", where.port, timeout=120)) as way:
+        way.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if stream:
+            answer = way.getresponse()
+            for _ in range(12):
+                answer.readline()
+        else:
+            time.sleep(1.0)
+
+
+def _cpu_of(server: Served, seconds: float) -> float:
+    before = server.cpu_s()
+    time.sleep(seconds)
+    return server.cpu_s() - before
 
 
 def _asked(server: Served, model: Path, text: str) -> Answer:

@@ -25,7 +25,8 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("c CPU s", lambda r: r["c"]["cpu_s"], ".1f"),
     *[(f"d {n} at once: requests/s", lambda r, n=n: r["d"][n]["requests_per_s"], ".1f") for n in CLIENTS],
     ("d 8 at once: CPU ms a request", lambda r: r["d"]["8"]["cpu_ms"], ".0f"),
-    ("PSS MiB", lambda r: r["pss_mib"], ".0f"),
+    ("PSS MiB before the loads", lambda r: r["pss_before_loads_mib"], ".0f"),
+    ("PSS MiB behind them", lambda r: r["pss_mib"], ".0f"),
     ("of it the pool", lambda r: r["pool_mib"], ".0f"),
     ("start s", lambda r: r["start_s"], ".1f"),
 ]
