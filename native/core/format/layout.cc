@@ -92,7 +92,7 @@ void LayoutSlot::change(uint32_t generation, std::span<const uint8_t> blob) {
   length_->store(0, std::memory_order_release);
   generation_->store(generation, std::memory_order_release);
   fence_full();
-  std::memcpy(bytes_ + 4, blob.data(), blob.size());
+  if (!blob.empty()) std::memcpy(bytes_ + 4, blob.data(), blob.size());  // nothing may lie at null
   length_->store(static_cast<uint32_t>(blob.size()), std::memory_order_release);
 }
 

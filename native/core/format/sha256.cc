@@ -157,8 +157,8 @@ Key Sha256::finish() {
 
 Key Sha256::finish_with(const void* data, size_t n) const {
   if (length_ % 64 != 0 || n > 55) return Sha256(*this).update(data, n).finish();
-  uint8_t block[64] = {};  // the last one: the data, a bit, zeros and the length
-  std::memcpy(block, data, n);
+  uint8_t block[64] = {};              // the last one: the data, a bit, zeros and the length
+  if (n) std::memcpy(block, data, n);  // nothing may lie at null
   block[n] = 0x80;
   put_length(block + 56, length_ + n);
   uint32_t state[8];
