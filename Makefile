@@ -136,7 +136,7 @@ engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store
 
 cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in network namespaces (downloads 60 MB beside the checkout, once)
 	@.ci/cluster
-	@$(PY) -m pytest -q -m engines tests/hosts/test_cluster.py
+	@$(PY) -m pytest -q -m engines tests/hosts/cluster
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5

@@ -25,6 +25,7 @@ from pathlib import Path
 import test_ca
 
 PORT, READY_S, END_S = 7400, 60.0, 20.0
+UNPACKED = Path(__file__).resolve().parents[1] / "build/cluster/system"  # by .ci/cluster
 
 
 def _ip(*words: str) -> None:
@@ -76,6 +77,34 @@ class Network:
     def inside(self, name: str) -> list[str]:
         """What stands before a command that is to run there."""
         return ["ip", "netns", "exec", f"kv{os.getpid()}{name}"] if self.isolated else []
+
+    def cut_off(self, name: str) -> None:
+        """What the host sends, and what is sent to it, is dropped; nobody is told. Raises RuntimeError."""
+        hooks = (("input", "iifname"), ("output", "oifname"))
+        rules = ["add table inet cut"]
+        for hook, which in hooks:
+            rules += [f"add chain inet cut {hook} {{ type filter hook {hook} priority 0; }}"]
+            rules += [f"add rule inet cut {hook} {which} eth0 drop"]
+        self._nft(name, "; ".join(rules))
+
+    def join_again(self, name: str) -> None:
+        self._nft(name, "delete table inet cut")
+
+    def _nft(self, name: str, rules: str) -> None:
+        program, libraries = shutil.which("nft"), ""
+        if program is None and (UNPACKED / "usr/sbin/nft").exists():
+            program = str(UNPACKED / "usr/sbin/nft")
+            places = [UNPACKED / part / "x86_64-linux-gnu" for part in ("usr/lib", "lib")]
+            libraries = ":".join(map(str, places))
+        if not self.isolated or program is None:
+            why = self.why or "no nft: apt install nftables, or .ci/cluster"
+            raise RuntimeError(f"no partition here ({why})")
+        environment = {**os.environ, **({"LD_LIBRARY_PATH": libraries} if libraries else {})}
+        done = subprocess.run(
+            [*self.inside(name), program, rules], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"nft: {done.stderr.strip()[:200]}")
 
     def slow(self, name: str, bytes_per_s: float) -> None:
         """What the host sends goes no faster. Only where hosts have namespaces."""

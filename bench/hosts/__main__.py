@@ -1,6 +1,6 @@
 """Blocks between hosts, beside a raw Python stream into memory: wall time and processor time.
 
-    python -m bench.hosts [--rounds 7] [--only NAME ...] [--json FILE]
+    python -m bench.hosts [--rounds 7] [--only NAME ...] [--beside mooncake] [--beside nixl] [--json FILE]
 
 Daemons are on addresses of loopback, each a process. Ours and the raw stream take turns within one run, so a
 machine that drifts drifts for both; what is compared are medians of rounds. Loopback is copies and system
@@ -24,6 +24,7 @@ from typing import Any
 
 import kvclient
 from bench import machine
+from bench.hosts import contenders
 from bench.hosts.raw_stream import Raw
 from kvclient.blocks.layout import Layout
 from kvclient.errors import BlockLost, Detached, Unavailable
@@ -133,11 +134,16 @@ def pair(tls: bool) -> Iterator[tuple[dict[str, hosts_here.Host], Any, Any, Raw]
             raw.close()
 
 
-def transfers(rounds: int, tls: bool) -> Iterator[dict[str, Any]]:
+def transfers(rounds: int, tls: bool, beside: list[str]) -> Iterator[dict[str, Any]]:
     kind, reach = ("raw TLS", "0.85 x") if tls else ("raw TCP", "0.9 x")
-    with pair(tls) as (hosts, one, two, raw):
+    with contextlib.ExitStack() as stack:
+        hosts, one, two, raw = stack.enter_context(pair(tls))
         pids = [host.daemon.pid for host in hosts.values() if host.daemon]
+        others = {name: contenders.Contender(name) for name in beside}  # which have no TLS
+        for other in others.values():
+            stack.callback(other.close)
         sides = {"ours": pids, "raw": [raw.pid], "raw of four": [raw.pid]}
+        sides |= {name: [other.pid] for name, other in others.items()}
         for name, tokens in SIZES.items():
             made, keys = layout(32, 8, 128, tokens), new_keys(1)
             count = made.block_bytes()
@@ -147,6 +153,7 @@ def transfers(rounds: int, tls: bool) -> Iterator[dict[str, Any]]:
                 "ours": (lambda k=keys: two.delete(k), lambda k=keys: got(two, k)),
                 "raw": (nothing, lambda n=count: raw.fetch(n)),
                 "raw of four": (nothing, lambda n=count: raw.fetch(n, 4)),
+                **{name: (nothing, lambda o=other, n=count: o.fetch(1, n)) for name, other in others.items()},
             })  # fmt: skip
             yield turns.row(f"one block of {name}, {kind[4:]}", f">= {reach} {kind}", "raw")
             for client in (one, two):
@@ -157,6 +164,7 @@ def transfers(rounds: int, tls: bool) -> Iterator[dict[str, Any]]:
         turns.run({
             "ours": (lambda: two.delete(keys), lambda: got(two, keys)),
             "raw": (nothing, lambda: raw.fetch(64 * 4096)),
+            **{name: (nothing, lambda o=other: o.fetch(64, 4096)) for name, other in others.items()},
         })  # fmt: skip
         yield turns.row(f"64 blocks of 4 KiB in one batch, {kind[4:]}", "" if tls else "<= 300 us", "raw")
 
@@ -207,13 +215,32 @@ def follow(client: Any, keys: list[bytes], seen: list[float]) -> None:
     seen.append(time.perf_counter())
 
 
+@contextmanager
+def two_hosts(isolated: bool) -> Iterator[tuple[dict[str, hosts_here.Host], Any, Any]]:
+    with hosts_here.running("a", "b", memory="64MiB", tls=False, isolated=isolated) as hosts:
+        wait_up(hosts["b"])
+        clients = [kvclient.connect(dir=str(host.dir)) for host in hosts.values()]
+        with clients[0] as one, clients[1] as two:
+            yield hosts, one, two
+
+
+FATES: dict[str, Callable[[hosts_here.Host], None]] = {
+    "killed": lambda host: host.kill(),
+    "frozen": lambda host: host.freeze(),
+    "cut off": lambda host: host.network.cut_off(host.name),
+}
+
+
 def failures(rounds: int) -> Iterator[dict[str, Any]]:
-    """A get waits for a block that the other host computes, which dies or stands still then."""
+    """A get waits for a block that the other host computes, which dies, stands still or is cut off then."""
     made = layout(32, 8, 128, 8)
-    for fate, reach in (("killed", "<= 0.5 s"), ("frozen", "<= 2 s")):
+    for fate, reach in (("killed", "<= 0.5 s"), ("frozen", "<= 2 s"), ("cut off", "<= 2 s")):
         took = []
         for _ in range(min(rounds, 3)):
-            with pair(False) as (hosts, one, two, _):
+            with two_hosts(fate == "cut off") as (hosts, one, two):
+                if fate == "cut off" and not hosts["a"].network.isolated:
+                    print(f"cut off: not measured, {hosts['a'].network.why}")
+                    return
                 keys, seen = new_keys(1), []
                 gone = contextlib.suppress(Detached, Unavailable)  # the writer's own daemon is killed
                 two.register_layout(made)
@@ -222,10 +249,11 @@ def failures(rounds: int) -> Iterator[dict[str, Any]]:
                     thread.start()
                     time.sleep(0.2)
                     began = time.perf_counter()
-                    hosts["a"].kill() if fate == "killed" else hosts["a"].freeze()
+                    FATES[fate](hosts["a"])
                     thread.join()
                     took.append(seen[0] - began)
                     hosts["a"].thaw() if fate == "frozen" else None
+                    hosts["a"].network.join_again("a") if fate == "cut off" else None
                     writer.abort()
         yield {"what": f"peer {fate}: a waiting get answers", "reach": reach,
                "us": {"ours": round(max(took) * 1e6)}}  # fmt: skip
@@ -258,12 +286,12 @@ def many(rounds: int) -> Iterator[dict[str, Any]]:
                "percent_of_a_core": round(100 * share, 2)}  # fmt: skip
 
 
-PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
-    "tcp": lambda rounds: transfers(rounds, False),
-    "tls": lambda rounds: transfers(rounds, True),
-    "first": first_layer,
-    "failures": failures,
-    "many": many,
+PARTS: dict[str, Callable[[int, list[str]], Iterator[dict[str, Any]]]] = {
+    "tcp": lambda rounds, beside: transfers(rounds, False, beside),
+    "tls": lambda rounds, beside: transfers(rounds, True, []),
+    "first": lambda rounds, beside: first_layer(rounds),
+    "failures": lambda rounds, beside: failures(rounds),
+    "many": lambda rounds, beside: many(rounds),
 }
 
 
@@ -272,7 +300,8 @@ def show(row: dict[str, Any]) -> None:
     ratio = f"; {row['ratio']:.2f} x {row['against']}" if "ratio" in row else ""
     cpu = ""
     if "cpu_us" in row:
-        cpu = f"; processor time {row['cpu_us']['ours']:,.0f} us, {row['cpu_ratio']:.2f} x"
+        spent = ", ".join(f"{name} {us:,.0f}" for name, us in row["cpu_us"].items())
+        cpu = f"; processor time {spent} us, {row['cpu_ratio']:.2f} x"
     idle = f"{row['percent_of_a_core']} % of a core" if "percent_of_a_core" in row else ""
     print(f"{row['what']:64} {times}{ratio}{cpu}{idle}   (reach {row['reach'] or '-'})", flush=True)
 
@@ -282,12 +311,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="default %(default)s")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="may be given several times")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    others = list(contenders.PLACES)
+    parser.add_argument("--beside", action="append", choices=others, help="over TCP, in turns with ours")
     chosen = parser.parse_args()
+    if chosen.beside and "UCX_TLS" not in os.environ:  # only a process that starts finds their libraries
+        words = [sys.executable, "-m", "bench.hosts", *sys.argv[1:]]
+        os.execve(sys.executable, words, contenders.environment())
     about = machine.describe()
     print(machine.sentence(about), flush=True)
     rows = []
     for name in chosen.only or PARTS:
-        for row in PARTS[name](chosen.rounds):
+        for row in PARTS[name](chosen.rounds, chosen.beside or []):
             show(row)
             rows.append(row)
     if chosen.json:

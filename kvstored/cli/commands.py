@@ -19,7 +19,7 @@ import grpc
 
 from kvstored.cli import render, stop
 from kvstored.cli.answers import complain, show
-from kvstored.cli.block_facts import block_facts
+from kvstored.cli.facts import block_facts, peer_facts
 from kvstored.cli.layouts import layout_facts, layouts_text
 from kvstored.errors import ConfigError, Exit
 from kvstored.process import runtime_dir
@@ -367,16 +367,7 @@ def layouts(daemon: Connection, arguments: argparse.Namespace) -> int:
 
 def peers(daemon: Connection, arguments: argparse.Namespace) -> int:
     reply = daemon.admin.Peers(admin_pb2.PeersRequest(), timeout=daemon.timeout_s)
-    found = {
-        "node": reply.node,
-        "listen": reply.listen,
-        "server": dict(sorted(reply.server.items())),
-        "peers": [
-            {name: getattr(peer, name) for name in ("namespace", "node", "address", "state", "why")}
-            | dict(sorted(peer.counters.items()))
-            for peer in reply.peers
-        ],
-    }
+    found = peer_facts(reply)
     show(arguments, found, render.peers_text(found))
     return Exit.DONE if all(peer["state"] == "up" for peer in found["peers"]) else Exit.NO
 

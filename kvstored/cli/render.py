@@ -69,7 +69,28 @@ def peers_text(found: dict[str, Any]) -> str:
         for peer in found["peers"]
     ]
     header = ("namespace", "peer", "address", "state", "round trip", "rate", "fetched", "waiting", "errors")
-    return head + ("\n" + table(header, rows, frozenset((4, 5, 6, 7, 8))) if rows else "")
+    lines = [head]
+    if rows:
+        lines.append(table(header, rows, frozenset((4, 5, 6, 7, 8))))
+    return "\n".join([*lines, *_pool_lines(found.get("cluster"))])
+
+
+def _pool_lines(pool: dict[str, Any] | None) -> list[str]:
+    if pool is None:
+        return []
+    etcd = f"etcd away ({pool['etcd_away']})" if pool["etcd_away"] else "etcd answers"
+    put = (
+        f"{pool.get('puts', 0)} blocks put in {pool.get('replicas', 0)} replicas "
+        f"({approximate_size(pool.get('put_bytes', 0))}), {pool.get('placed_elsewhere', 0)} elsewhere, "
+        f"{pool.get('put_failed', 0)} failed"
+    )
+    got = (
+        f"{pool.get('hits', 0)} found ({approximate_size(pool.get('hit_bytes', 0))}), "
+        f"{pool.get('failed_over', 0)} at a second replica, {pool.get('misses', 0)} missing, "
+        f"{pool.get('late', 0)} late, {pool.get('corrupt', 0)} corrupt"
+    )
+    members = ", ".join(pool["members"])
+    return [f"pool of {members}: master at {pool['master']}, {pool['transport']}, {etcd}", put, got]
 
 
 def changes_text(changes: list[dict[str, Any]]) -> str:

@@ -16,6 +16,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import grpc
@@ -24,16 +25,19 @@ from kvstored import log
 from kvstored.cluster import frames
 from kvstored.cluster.frames import Broken, Frame, Stream
 from kvstored.cluster.membership import Away, Membership
-from kvstored.cluster.pool import Pool, Unusable, start_master
+from kvstored.cluster.mooncake import Mooncake, Unusable, start_master
+from kvstored.cluster.pool import Pool
+from kvstored.cluster.sidecar import STATUS
 from kvstored.process.runtime_dir import grpc_address, write_whole
-from kvstored.v1 import admin_pb2, admin_pb2_grpc, block_pb2
+from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
 NODE = "pool"  # what the daemon calls this peer
-STEP_S = 1.0  # between two looks at what is there
+STEP_S, MOST_STEP_S = 1.0, 8.0  # between two looks at what is there; longer the longer there was nothing
+LOOK_S = 4.0  # between two looks at who is there
 MOST_A_STEP = 64  # blocks that are put
+USEFUL = 1.2  # uses, of which sealing is one: who was asked for again
 MOST_KNOWN = 1 << 17  # keys that are remembered as put
 MOST_STREAMS = 64
-STATUS = "fabric.json"
 
 
 class Fabric:
@@ -42,7 +46,7 @@ class Fabric:
         and salts by namespace."""
         self._said = said
         self._salts = {name: bytes.fromhex(salt) for name, salt in said["salts"].items()}
-        self._known: dict[tuple[str, bytes], None] = {}  # put, or tried, in order
+        self._known: dict[tuple[str, bytes], None] = {}  # put, or there, in order
         self._layouts: dict[bytes, Frame] = {}
         self._streams: dict[str, Stream] = {}
         self._requests = 0
@@ -65,7 +69,18 @@ class Fabric:
             raise Unusable(f"etcd: {error}") from None
         if self._master == master:
             self._master_process = start_master(self._said["address"], self._said["master_port"], sys.stderr)
-        return Pool(self._said["address"], self._master, self._said["memory"], self._said["replicas"])
+        mooncake = Mooncake(self._said["address"], self._master, self._said["memory"])
+        try:
+            self.members.tell(segment=mooncake.segment, endpoint=mooncake.endpoint)
+        except Away:
+            pass  # with the next lease
+
+        def hosts() -> dict[str, str]:
+            told = [about for about in self.members.members.values() if isinstance(about, dict)]
+            known = {about["segment"]: about["endpoint"] for about in told if "segment" in about}
+            return known | {mooncake.segment: mooncake.endpoint}
+
+        return Pool(mooncake, self._said["replicas"], hosts)
 
     # ---- what the daemon asks for
 
@@ -105,28 +120,36 @@ class Fabric:
 
     # ---- what the daemon has
 
-    def put_round(self) -> None:
-        """Puts what the daemon has sealed and the pool was not given yet. Raises grpc.RpcError, Broken."""
+    def put_round(self) -> int:
+        """Puts blocks that were asked for again since they were sealed, and that the pool was not given yet;
+        how many. Raises grpc.RpcError, Broken."""
+        put = 0
         with grpc.insecure_channel(grpc_address(os.path.join(self._said["dir"], "grpc.sock"))) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             for space in self._salts:
                 token, fresh = "", []
                 while len(fresh) < MOST_A_STEP:
-                    asked = admin_pb2.ListRequest(namespace=space, page_token=token, limit=1000)
+                    asked = admin_pb2.ListRequest(
+                        namespace=space, page_token=token, limit=1000, min_uses=USEFUL
+                    )
                     page = admin.List(asked, timeout=5.0)
-                    fresh += [
-                        block.key
-                        for block in page.blocks
-                        if block.state == block_pb2.BLOCK_STATE_SEALED
-                        and (space, block.key) not in self._known
-                    ]
+                    fresh += [block.key for block in page.blocks if (space, block.key) not in self._known]
                     if not (token := page.next_page_token):
                         break
-                self._put(space, fresh[:MOST_A_STEP])
+                now = fresh[:MOST_A_STEP]
+                failed = self._put(space, [key for key in now if self.pool.wants(space, key)])
+                for key in (key for key in now if key not in failed):
+                    self._known[space, key] = None
+                    put += 1
+        while len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return put
 
-    def _put(self, space: str, keys: list[bytes]) -> None:
+    def _put(self, space: str, keys: list[bytes]) -> set[bytes]:
+        """Those that no host took: they are tried again."""
         if not keys:
-            return
+            return set()
+        failed = set()
         stream = self._stream(space)
         self._requests += 1
         for key, block in frames.fetch(stream, keys, self._requests).items():
@@ -137,11 +160,10 @@ class Fabric:
             layout = self._layouts.get(head.payload[32:64])
             if layout is None:
                 raise Broken("a layout that was never told")
-            self.pool.put(space, key, [layout, *(frame for frame in block if frame.kind != frames.LAYOUT)])
-        for key in keys:
-            self._known[space, key] = None
-        while len(self._known) > MOST_KNOWN:
-            del self._known[next(iter(self._known))]
+            whole = [layout, *(frame for frame in block if frame.kind != frames.LAYOUT)]
+            if not self.pool.put(space, key, whole):
+                failed.add(key)
+        return failed
 
     def _stream(self, space: str) -> Stream:
         if space not in self._streams:
@@ -159,12 +181,15 @@ class Fabric:
         threading.Thread(target=self.serve, daemon=True).start()
         log.warning("fabric_listens_everywhere", why="Mooncake takes no address: only a firewall helps")
         log.info("fabric", master=self._master, members=len(self.members.members))
-        while not select.select([sys.stdin], [], [], STEP_S)[0]:
-            self._look()
+        pause_s, looked_s = STEP_S, 0.0
+        while not select.select([sys.stdin], [], [], pause_s)[0]:
+            if time.monotonic() - looked_s >= LOOK_S:
+                looked_s = time.monotonic()
+                self._look()
             if self._master_process is not None and self._master_process.poll() is not None:
                 raise Unusable(f"mooncake_master ended with {self._master_process.returncode}")
             try:
-                self.put_round()
+                pause_s = STEP_S if self.put_round() else min(MOST_STEP_S, 1.5 * pause_s)
             except (Broken, grpc.RpcError) as error:
                 for stream in self._streams.values():
                     stream.close()
@@ -187,7 +212,7 @@ class Fabric:
     def _tell(self) -> None:
         said = {
             "master": self._master, "members": sorted(self.members.members), "etcd_away": self.members.away,
-            "counts": self.pool.counts,
+            "transport": "tcp", "counters": {**self.pool.counts, "known": len(self._known)},
         }  # fmt: skip
         write_whole(os.path.join(self._said["dir"], STATUS), json.dumps(said).encode())
 

@@ -28,9 +28,9 @@ def _b64(text: str) -> str:
 
 
 class Membership:
-    def __init__(self, endpoint: str, cluster: str, node: str, about: Mapping[str, Any]) -> None:
-        """`endpoint`: HOST:PORT. `about`: what others are told of this host."""
-        self._base = f"http://{endpoint}/v3"
+    def __init__(self, endpoints: str, cluster: str, node: str, about: Mapping[str, Any]) -> None:
+        """`endpoints`: HOST:PORT, several joined by commas. `about`: what others are told of this host."""
+        self._endpoints = endpoints.split(",")
         self._root = f"{ROOT}/{cluster}"
         self._node, self._about = node, dict(about)
         self._lease = ""
@@ -39,12 +39,18 @@ class Membership:
         self.away = ""  # why etcd does not answer, or ""
 
     def _call(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self._base}/{what}", json.dumps(said).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as reply:
-                return json.loads(reply.read(1 << 22))
-        except (OSError, ValueError) as error:
-            raise Away(f"{what}: {error}") from None
+        why = ""
+        for _ in range(len(self._endpoints)):
+            request = urllib.request.Request(
+                f"http://{self._endpoints[0]}/v3/{what}", json.dumps(said).encode()
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=CALL_S) as reply:
+                    return json.loads(reply.read(1 << 22))
+            except (OSError, ValueError) as error:
+                why = f"{what}: {error}"
+                self._endpoints.append(self._endpoints.pop(0))  # the next, and from now on
+        raise Away(why)
 
     def look(self) -> bool:
         """Keeps the lease, brings the view up to date. False: etcd is away, and the last view stays."""
@@ -65,6 +71,14 @@ class Membership:
             if int(said.get("result", {}).get("TTL", 0)) > 0:
                 return
         self._lease = self._call("lease/grant", {"TTL": LEASE_S})["ID"]  # it ran out, or there was none
+        self._tell_about()
+
+    def tell(self, **about: Any) -> None:
+        """What others are told of this host besides. Raises Away; it is told with the next lease then."""
+        self._about.update(about)
+        self._tell_about()
+
+    def _tell_about(self) -> None:
         self._put(f"{self._root}/nodes/{self._node}", {**self._about, "since": time.time()})
 
     def _put(self, key: str, value: Mapping[str, Any]) -> None:

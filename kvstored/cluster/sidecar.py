@@ -8,6 +8,8 @@ later the more often it ended; the pipe ends with the daemon, and the fabric wit
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,16 +21,40 @@ from kvstored.config.config import Config
 from kvstored.tiers.peers import Peers
 
 LEAST_S, MOST_S, STEADY_S, STOP_S = 1.0, 30.0, 60.0, 5.0
+STATUS = "fabric.json"  # in the runtime directory: what the fabric tells of the pool
+MASTER_PORT = 7401  # where `listen` names no port to count from
+
+
+def told_of_the_pool(config: Config) -> dict[str, Any]:
+    """master, transport, members, etcd_away and counters, as the fabric told them last; {} if it has not."""
+    try:
+        with open(os.path.join(config.dir, STATUS), "rb") as file:
+            said = json.load(file)
+        return {name: said[name] for name in ("master", "transport", "members", "etcd_away", "counters")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def address_towards(etcd: str) -> str:
+    """This host's address on the way to the first of these HOST:PORT; loopback if there is no way."""
+    host, _, port = etcd.partition(",")[0].rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
 
 
 def _what_it_is_told(config: Config, peers: Peers) -> dict[str, Any]:
     etcd, _, name = config.cluster.removeprefix("etcd://").partition("/")
     assert config.listen
+    address = address_towards(etcd) if config.listen.on_loopback else config.listen.host
+    master_port = config.listen.port + 1 if config.listen.port else MASTER_PORT
     return {
         "dir": config.dir, "node": config.node, "listen": peers.listening, "port": peers.pool_port,
-        "etcd": etcd, "cluster": name or "default", "address": config.listen.host,
-        "master_port": config.listen.port + 1, "memory": config.cluster_memory,
-        "replicas": config.cluster_replicas,
+        "etcd": etcd, "cluster": name or "default", "address": address,
+        "master_port": master_port, "memory": config.cluster_memory, "replicas": config.cluster_replicas,
         "salts": {name: peers.salts[name].hex() for name in config.shared},
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ from kvstored.config.peers import endpoint as _endpoint
 from kvstored.config.peers import network as _network
 from kvstored.config.peers import node as _node
 from kvstored.config.peers import peers as _peers
+from kvstored.config.peers import this_host as _this_host
 from kvstored.config.peers import why_not as _why_no_peers
 from kvstored.config.units import format_size, parse_size
 from kvstored.errors import ConfigError
@@ -221,8 +222,9 @@ class Config:
         None, _network, show=lambda network: str(network or ""),
     )  # fmt: skip
     cluster: str = _field(
-        "etcd://HOST:PORT[/NAME] of a cluster to join: a process beside the daemon keeps blocks of shared "
-        "namespaces in Mooncake, and finds what others keep. Mooncake has no password and no encryption, and "
+        "etcd://HOST:PORT[,HOST:PORT…][/NAME] of a cluster to join: a process beside the daemon keeps blocks "
+        "of shared namespaces in Mooncake, and finds what others keep. Without node and listen the daemon is "
+        "named as its host is, and listens on loopback. Mooncake has no password and no encryption, and "
         "listens on every address: only where trusted_network is all there is",
         "", _cluster,
     )  # fmt: skip
@@ -261,10 +263,13 @@ class Config:
                 "metrics_port: any local user reaches it, and namespaces are open to other users, who must "
                 "not see each other's: give metrics_token_file, or 0"
             )
+        if self.cluster and not self.listen:  # a host joins by it alone: only its fabric connects
+            object.__setattr__(self, "listen", Endpoint("127.0.0.1", 0))
+            object.__setattr__(self, "node", self.node or _this_host())
         if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network, self.tls):
             raise ConfigError(why)
-        if self.cluster and (not self.listen or self.tls_cert):
-            raise ConfigError("cluster: wants node and listen, and does not go with TLS: Mooncake has none")
+        if self.cluster and self.tls_cert:
+            raise ConfigError("cluster: does not go with TLS: Mooncake has none")
         self._check_parts()
 
     def _check_parts(self) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MAX_PEERS = 64
 _NODE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
-_CLUSTER = re.compile(r"etcd://([A-Za-z0-9_.-]+:\d{1,5})(?:/([a-z0-9_.-]{1,63}))?")
+_ETCD = r"[A-Za-z0-9_.-]+:\d{1,5}"
+_CLUSTER = re.compile(rf"etcd://{_ETCD}(?:,{_ETCD}){{0,8}}(?:/[a-z0-9_.-]{{1,63}})?")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Peer:
 
     def __str__(self) -> str:
         return f"{self.node}={self.at}"
+
+
+def this_host() -> str:
+    """A node's name made of the host's."""
+    return re.sub(r"[^a-z0-9_.-]", "-", socket.gethostname().lower()).strip("_.-")[:63] or "host"
 
 
 def node(value: Any) -> str:
@@ -84,11 +91,11 @@ def peers(value: Any) -> tuple[Peer, ...]:
 
 
 def cluster(value: Any) -> str:
-    """etcd://HOST:PORT[/NAME]; "" of ""."""
+    """etcd://HOST:PORT[,HOST:PORT…][/NAME]; "" of ""."""
     if value in ("", None):
         return ""
     if not isinstance(value, str) or not _CLUSTER.fullmatch(value):
-        raise ValueError("etcd://HOST:PORT or etcd://HOST:PORT/NAME is wanted")
+        raise ValueError("etcd://HOST:PORT[,HOST:PORT...][/NAME] is wanted")
     return value
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from kvstored import __version__, log
+from kvstored.cluster.sidecar import told_of_the_pool
 from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvstored.process.limits import own_memory_bytes
 from kvstored.process.reload import Reload
@@ -121,6 +122,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         ):
             raise InvalidArgument(f"page_token {request.page_token[:40]!r} is none of this daemon's")
         after = int(request.page_token) if request.page_token else -1
+        if request.min_uses:
+            if request.key_prefix:
+                raise InvalidArgument("min_uses and key_prefix: one of both")
+            at, found = await self._threads.run(store.list_used, max(after, 0), limit, request.min_uses)
+            blocks = [block_message(block["key"], block) for block in found]
+            return admin_pb2.ListResponse(blocks=blocks, next_page_token="" if at < 0 else str(at))
         found = await self._threads.run(store.list, after, limit, request.key_prefix)
         reply = admin_pb2.ListResponse(blocks=[block_message(block["key"], block) for block in found])
         if len(found) == limit:
@@ -237,6 +244,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for namespace, found in self._peers.stats():
             texts = {name: found.pop(name) for name in ("node", "address", "state", "why")}
             reply.peers.add(namespace=namespace, **texts).counters.update(found)
+        if config.cluster and (told := await self._threads.run(told_of_the_pool, config)):
+            reply.cluster.CopyFrom(admin_pb2.Cluster(**told))
         return reply
 
     @answered

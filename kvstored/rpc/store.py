@@ -69,6 +69,7 @@ def block_message(key: bytes, found: dict[str, Any]) -> block_pb2.Block:
         length_bytes=found["length"],
         ttl_ms=found["ttl_ms"],
         created_ms=found["created_ms"],
+        uses=found["uses"],
     )
 
 

@@ -123,6 +123,7 @@ nb::dict to_dict(Store& store, const kv::Description& d) {
   out["on_disk"] = d.state == kv::State::Disk || d.snapshot.control.flags() & kv::kFlagOnDisk;
   out["checksummed"] = (d.snapshot.control.flags() & kv::kFlagChecksummed) != 0;
   out["score"] = d.score;
+  out["uses"] = d.uses;
   return out;
 }
 
@@ -135,6 +136,18 @@ nb::list list(Store& store, int64_t after, uint32_t limit, const nb::bytes& pref
   nb::list out;
   for (const auto& one : store.list(static_cast<uint32_t>(after + 1), limit, view(prefix))) out.append(to_dict(store, one));
   return out;
+}
+
+// (where to go on, or -1; blocks)
+std::pair<int64_t, nb::list> list_used(Store& store, int64_t next, uint32_t limit, double min_uses) {
+  uint32_t at = static_cast<uint32_t>(next);
+  const auto found = [&] {
+    nb::gil_scoped_release release;
+    return store.list_used(at, limit, min_uses);
+  }();
+  nb::list out;
+  for (const auto& one : found) out.append(to_dict(store, one));
+  return {found.size() == limit ? int64_t{at} : -1, out};
 }
 
 nb::dict stats(Store& store) {
@@ -294,6 +307,7 @@ void bind_store(nb::module_& m) {
       .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))
+      .def("list_used", &list_used, nb::arg("next"), nb::arg("limit"), nb::arg("min_uses"))
       .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
       .def("stats", &stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())

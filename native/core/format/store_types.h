@@ -106,6 +106,7 @@ struct Description {
   Snapshot snapshot;
   uint32_t created_s;
   double score;
+  double uses;  // lately: one a moment ago counts 1, an hour ago a half
 };
 
 #define KV_STORE_COUNTERS(X) \

@@ -1,5 +1,7 @@
 #include "core/peer/tier.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <bit>
 #include <chrono>
@@ -19,6 +21,9 @@ constexpr uint64_t kInVainMs = 100;   // nobody had it: not asked again at once
 constexpr uint64_t kNoWordMs = 1000;  // nobody said that he has it, and who gets it says so
 constexpr uint64_t kResumeMs = 50;    // until a block that came in part is asked for again, of whoever can be asked then
 constexpr uint32_t kMostResumes = 40;
+constexpr size_t kFairShare = 4;                 // streams that share what waits
+constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
+constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
 constexpr double kUnmeasuredS = 1e-3;  // of a block, for a peer that has sent none yet
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
@@ -110,6 +115,77 @@ void Tier::go() {
   Lock lock(mutex_);
   wake_streams();
 }
+
+// ---------------------------------------------------------------- the threads that fetch: one for each connection
+
+void Tier::run(size_t p, size_t s) {
+  ::pthread_setname_np(::pthread_self(), "kv-fetch");
+  Peer& peer = *peers_[p];
+  Stream& stream = peer.streams[s];
+  Lock lock(mutex_);
+  while (!stop_) {
+    if (!work_or_care(lock, peer, s)) continue;
+    try {
+      if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
+      if (!stream.channel) {
+        connect(lock, peer, stream);
+        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_);
+        peer.failures = 0, peer.may_return = false;
+        become(p, State::Up);
+        peer.work.notify_all();
+      }
+      const std::vector<Key> keys = take_batch(peer);
+      if (!peer.queue.empty()) peer.work.notify_one();
+      if (!keys.empty()) {
+        peer.in_flight += keys.size();
+        fetch_batch(lock, p, stream, keys);
+      } else if (s == 0) {
+        lock.unlock();
+        ping(peer, stream);
+        lock.lock();
+      }
+    } catch (const Broken& error) {
+      if (!lock.owns_lock()) lock.lock();
+      went_wrong(p, stream, error);
+      lock.unlock();
+      store_.load_ended();
+      lock.lock();
+    }
+  }
+}
+
+// What waits, or of much a fair part, so that the other streams have work too.
+std::vector<Key> Tier::take_batch(Peer& peer) const {
+  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
+  const size_t fair = small ? peer.queue.size()
+                            : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
+  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
+  std::vector<Key> keys;
+  while (keys.size() < most) {
+    keys.push_back(peer.queue.begin()->second);
+    peer.queue.erase(peer.queue.begin());
+  }
+  return keys;
+}
+
+void Tier::fetch_batch(Lock& lock, size_t p, Stream& stream, const std::vector<Key>& keys) {
+  Peer& peer = *peers_[p];
+  lock.unlock();
+  const uint64_t began_ns = monotonic_ns();
+  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
+    Lock inner(mutex_);
+    ended(p, keys[i], outcome, stream.receiver->instead());
+  });
+  const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
+  lock.lock();
+  if (!received.bytes || !took_us) return;
+  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
+  const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
+  peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
+  tell_speed();
+}
+
+// ---------------------------------------------------------------- where a key goes
 
 bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
 

@@ -1,6 +1,4 @@
-// The threads that fetch: one for each connection to a peer.
-#include <pthread.h>
-
+// The connections of the threads that fetch, one for each: made, looked after, given up.
 #include <algorithm>
 #include <chrono>
 
@@ -11,9 +9,6 @@
 namespace kv::peer {
 namespace {
 
-constexpr size_t kFairShare = 4;                 // streams that share what waits
-constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
-constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
 constexpr uint64_t kPingMs = 5000;
 constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
 constexpr int kConnectMs = 1000;
@@ -21,42 +16,6 @@ constexpr int kConnectMs = 1000;
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
-
-void Tier::run(size_t p, size_t s) {
-  ::pthread_setname_np(::pthread_self(), "kv-fetch");
-  Peer& peer = *peers_[p];
-  Stream& stream = peer.streams[s];
-  Lock lock(mutex_);
-  while (!stop_) {
-    if (!work_or_care(lock, peer, s)) continue;
-    try {
-      if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
-      if (!stream.channel) {
-        connect(lock, peer, stream);
-        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_);
-        peer.failures = 0, peer.may_return = false;
-        become(p, State::Up);
-        peer.work.notify_all();
-      }
-      const std::vector<Key> keys = take_batch(peer);
-      if (!peer.queue.empty()) peer.work.notify_one();
-      if (!keys.empty()) {
-        peer.in_flight += keys.size();
-        fetch_batch(lock, p, stream, keys);
-      } else if (s == 0) {
-        lock.unlock();
-        ping(peer, stream);
-        lock.lock();
-      }
-    } catch (const Broken& error) {
-      if (!lock.owns_lock()) lock.lock();
-      went_wrong(p, stream, error);
-      lock.unlock();
-      store_.load_ended();
-      lock.lock();
-    }
-  }
-}
 
 // Waits. True if there are keys to fetch, or it is time for the first stream to see how the peer is.
 bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
@@ -99,37 +58,6 @@ void Tier::ping(Peer& peer, Stream& stream) {
   Channel::expect(pong, Kind::Pong, 0);
   if (pong.request != request) throw Broken(Broken::Why::Malformed, "another ping's answer");
   peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
-}
-
-// What waits, or of much a fair part, so that the other streams have work too.
-std::vector<Key> Tier::take_batch(Peer& peer) const {
-  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
-  const size_t fair = small ? peer.queue.size()
-                            : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
-  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
-  std::vector<Key> keys;
-  while (keys.size() < most) {
-    keys.push_back(peer.queue.begin()->second);
-    peer.queue.erase(peer.queue.begin());
-  }
-  return keys;
-}
-
-void Tier::fetch_batch(Lock& lock, size_t p, Stream& stream, const std::vector<Key>& keys) {
-  Peer& peer = *peers_[p];
-  lock.unlock();
-  const uint64_t began_ns = monotonic_ns();
-  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
-    Lock inner(mutex_);
-    ended(p, keys[i], outcome, stream.receiver->instead());
-  });
-  const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
-  lock.lock();
-  if (!received.bytes || !took_us) return;
-  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
-  const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
-  peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
-  tell_speed();
 }
 
 // Of the fastest that can be asked: what a client weighs against computing, and this daemon against its disk.

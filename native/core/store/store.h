@@ -162,12 +162,12 @@ class Store {
   // Frees what has become free. Returns in how many milliseconds to call again. Like flush() it does so in slices.
   int tick();
   // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
-  void finish_claims();
-  void make_room_ahead();  // for another batch like the last
+  void finish_claims(), make_room_ahead();
 
   // ---- looking at it
   Stats stats();  // bytes, blocks and counts, at one moment
   std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);  // from record `after` on
+  std::vector<Description> list_used(uint32_t& next, uint32_t limit, double min_uses);                 // `next`: where to go on
   std::optional<Description> describe(const Key& key);                                                 // nothing: unknown
   std::vector<LayoutInfo> layouts();  // those registered, with who uses them
   void check_integrity();             // throws with what does not agree
@@ -236,6 +236,7 @@ class Store {
   void adopt_clock() REQUIRES(mutex_);
   void keep_origin();
   double add_use(uint32_t record, double now);
+  double uses(uint32_t record) const REQUIRES(mutex_);
   void use(uint32_t record, double now) REQUIRES(mutex_);
 
   // store_layouts.cc
@@ -393,7 +394,6 @@ class Store {
   bool draining_ GUARDED_BY(mutex_) = false;
   std::string fence_ GUARDED_BY(mutex_);  // why this namespace is fenced, or empty
   Stats counters_ GUARDED_BY(mutex_){};
-
   friend class StoreTest;
 };
 

@@ -83,6 +83,12 @@ double Store::add_use(uint32_t record, double now) {
   return score;
 }
 
+double Store::uses(uint32_t record) const {
+  const Shape shape = shape_of(record);
+  const double weight = block_weight(shape.tokens, extent_of(record).length, shape.priority, shape.base_position);
+  return rank(record) / (weight * std::max(clock_.value, 1.0));
+}
+
 void Store::use(uint32_t record, double now) {
   KV_INVARIANT(control(record).state() == State::Sealed);
   if (options_.disk) forget_wish(record);  // its score changes

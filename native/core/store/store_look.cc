@@ -61,7 +61,7 @@ std::optional<Description> Store::describe(const Key& key) {
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
   const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
   snapshot.shape = told(snapshot.shape);
-  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record)};
+  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record), uses(snapshot.record)};
 }
 
 std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
@@ -76,8 +76,29 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
     if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
     const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
     const Snapshot snapshot{record, c, extent_of(record), told(shape_of(record)), expiry_s};
-    out.push_back(
-        {key, record, c.state(), snapshot, index_.upkeep(record).created_s.load(std::memory_order_relaxed), rank(record)});
+    const uint32_t created = index_.upkeep(record).created_s.load(std::memory_order_relaxed);
+    out.push_back({key, record, c.state(), snapshot, created, rank(record), uses(record)});
+  }
+  return out;
+}
+
+// Of the sealed blocks in records from `next` on those that were used so often lately; `next` is then where to go on. It lets others
+// in between.
+std::vector<Description> Store::list_used(uint32_t& next, uint32_t limit, double min_uses) {
+  constexpr uint64_t kLooks = 4096;  // without a pause
+  std::vector<Description> out;
+  while (out.size() < limit && next < index_.max_blocks()) {
+    const Lock lock(mutex_);
+    const uint64_t end = std::min<uint64_t>(index_.max_blocks(), uint64_t{next} + kLooks);
+    while (out.size() < limit && next < end) {
+      const uint32_t record = next++;
+      const Control c = control(record);
+      if (c.state() != State::Sealed || uses(record) < min_uses) continue;
+      const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
+      const Snapshot snapshot{record, c, extent_of(record), told(shape_of(record)), expiry_s};
+      const uint32_t created = index_.upkeep(record).created_s.load(std::memory_order_relaxed);
+      out.push_back({key_of(record), record, c.state(), snapshot, created, rank(record), uses(record)});
+    }
   }
   return out;
 }

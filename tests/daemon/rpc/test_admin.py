@@ -50,6 +50,24 @@ def test_list_pages_through_every_block_once(calls):
     assert [block.key for block in calls.page(key_prefix=key(3)).blocks] == [key(3)]
 
 
+def test_blocks_that_were_used_again_are_listed_by_themselves(calls):
+    calls.put(*range(25))
+    assert all(0.9 < block.uses <= 1.0 for block in calls.page().blocks), "each was used when it was sealed"
+    again = {key(number) for number in (3, 11, 19, 24)}
+    calls.store.Touch(store_pb2.TouchRequest(keys=sorted(again)), timeout=CALL_S)
+    seen, token = [], ""
+    while True:
+        found = calls.page(limit=3, page_token=token, min_uses=1.2)
+        assert len(found.blocks) <= 3
+        seen += [block.key for block in found.blocks]
+        if not (token := found.next_page_token):
+            break
+    assert sorted(seen) == sorted(again)
+    assert not calls.page(min_uses=2.5).blocks
+    refused(lambda: calls.page(min_uses=1.2, key_prefix=b"k"), grpc.StatusCode.INVALID_ARGUMENT)
+    refused(lambda: calls.page(min_uses=1.2, page_token="x"), grpc.StatusCode.INVALID_ARGUMENT)
+
+
 def test_describe_knows_a_block_and_nothing_else(calls):
     calls.put("a")
     block = calls.admin.Describe(admin_pb2.DescribeRequest(key=key("a")), timeout=CALL_S).block

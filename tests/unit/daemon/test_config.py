@@ -382,3 +382,13 @@ def test_an_environment_that_is_no_utf8_is_refused(name, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"UTF-8|namespaces"):
         load({}, {"XDG_RUNTIME_DIR": "/tmp", name: "/tmp/\udcff"})
+
+
+def test_a_cluster_alone_names_the_node_and_listens_on_loopback():
+    config = loaded({"cluster": "etcd://10.0.0.8:2379,10.0.0.9:2379/prod"}).config
+    assert config.node and config.listen.on_loopback and config.listen.port == 0
+    with pytest.raises(ConfigError, match="etcd://HOST:PORT"):
+        loaded({"cluster": "etcd://10.0.0.8:2379,/prod"})
+    with pytest.raises(ConfigError, match="does not go with TLS"):
+        tls = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
+        loaded({"cluster": "etcd://10.0.0.8:2379", "node": "a", "listen": "10.0.0.1:7400", **tls})

@@ -1,0 +1,137 @@
+"""Mooncake's master, store and transfer engine: the only module that loads them.
+
+Owns this host's segment, the engine and the memory that reads land in. Never waits by itself: each call takes
+as long as Mooncake takes, and a caller that gave up leaves it to its thread. Invariant: memory that a read
+lands in belongs to that read until Mooncake has returned from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import signal
+import subprocess
+import threading
+import time
+from bisect import insort
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START_S = 20.0
+LANDING_BYTES = 256 << 20  # of reads in flight, those that hang among them
+
+
+class Unusable(Exception):
+    """Mooncake cannot be used; the text says why."""
+
+
+class Place(NamedTuple):
+    """Where a replica of an object lies."""
+
+    endpoint: str
+    address: int
+    length: int
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def start_master(address: str, port: int, log: Any) -> subprocess.Popen[bytes]:
+    import mooncake
+
+    program = Path(mooncake.__file__).parent / "mooncake_master"
+    words = [f"--rpc_address={address}", f"--rpc_port={port}", "--metrics_host=127.0.0.1", "--metrics_port=0"]
+    words += ["--client_ttl=3", "--minloglevel=2"]
+    return subprocess.Popen(
+        [str(program), *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+    )
+
+
+class Landing:
+    """Memory that is given out in pieces, first fit; a piece comes back when nobody writes to it any more."""
+
+    def __init__(self, length: int) -> None:
+        self.memory = mmap.mmap(-1, length)
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._free = [(0, length)]  # by offset, no two beside each other
+        self._lock = threading.Lock()
+
+    def take(self, length: int) -> int | None:
+        """The offset of so many bytes. None: there is no room."""
+        with self._lock:
+            for index, (offset, room) in enumerate(self._free):
+                if room >= length:
+                    self._free[index : index + 1] = (
+                        [(offset + length, room - length)] if room > length else []
+                    )
+                    return offset
+        return None
+
+    def give_back(self, offset: int, length: int) -> None:
+        with self._lock:
+            insort(self._free, (offset, length))
+            joined: list[tuple[int, int]] = []
+            for at, room in self._free:
+                if joined and sum(joined[-1]) == at:
+                    joined[-1] = (joined[-1][0], joined[-1][1] + room)
+                else:
+                    joined.append((at, room))
+            self._free = joined
+
+
+class Mooncake:
+    def __init__(self, address: str, master: str, segment_bytes: int) -> None:
+        """Raises Unusable."""
+        try:
+            from mooncake.engine import TransferEngine
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise Unusable(f"mooncake cannot be loaded: {error}; pip install 'kvstored[cluster]'") from None
+        self._config = ReplicateConfig
+        self._engine = TransferEngine()
+        if code := self._engine.initialize(address, "P2PHANDSHAKE", "tcp", ""):
+            raise Unusable(f"Mooncake's engine does not start on {address}: {code}")
+        self._store = MooncakeDistributedStore()
+        end = time.monotonic() + START_S
+        words = (address, "P2PHANDSHAKE", segment_bytes, 64 << 20, "tcp", "", master)
+        while code := self._store.setup(*words, self._engine.get_engine()):
+            if time.monotonic() > end:
+                raise Unusable(f"the pool's master at {master} is not to be had: setup answered {code}")
+            time.sleep(0.2)
+        self.segment: str = self._store.get_hostname()
+        self.endpoint = f"{address}:{self._engine.get_rpc_port()}"
+        self._landing = Landing(LANDING_BYTES)
+        if code := self._engine.register_memory(self._landing.start, LANDING_BYTES):
+            raise Unusable(f"Mooncake does not take memory to read into: {code}")
+
+    def put(self, name: str, data: bytes, segment: str) -> bool:
+        """Whether it lies, once, in that host's segment, or in another's if that one is full."""
+        config = self._config()
+        config.replica_num = 1
+        config.preferred_segments = [segment]
+        return bool(self._store.put(name, data, config) == 0)
+
+    def places(self, names: list[str]) -> dict[str, Place]:
+        """Of those that are there, and are not given up for some seconds."""
+        found = {}
+        for name, replicas in self._store.batch_get_replica_desc(names).items():
+            for replica in replicas:
+                if replica.is_memory_replica():
+                    lies = replica.get_memory_descriptor().buffer_descriptor
+                    found[name] = Place(lies.transport_endpoint, lies.buffer_address, lies.size)
+                    break
+        return found
+
+    def read(self, place: Place) -> bytes | None:
+        """What lies there. None: its host does not give it, or there is no room to land it."""
+        offset = self._landing.take(place.length)
+        if offset is None:
+            return None
+        try:
+            at = self._landing.start + offset
+            if self._engine.transfer_sync_read(place.endpoint, at, place.address, place.length):
+                return None
+            return self._landing.memory[offset : offset + place.length]
+        finally:  # Mooncake has returned: it writes there no more
+            self._landing.give_back(offset, place.length)
