@@ -24,7 +24,7 @@ constexpr uint32_t kMostResumes = 40;
 constexpr size_t kFairShare = 4;                 // streams that share what waits
 constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
 constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
-constexpr double kUnmeasuredS = 1e-3;  // of a block, for a peer that has sent none yet
+constexpr double kUnmeasuredS = 1e-3;            // of a block, for a peer that has sent none yet
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 

@@ -61,7 +61,8 @@ std::optional<Description> Store::describe(const Key& key) {
   if (index_.find(key, snapshot) != Find::Hit) return std::nullopt;
   const uint32_t created = index_.upkeep(snapshot.record).created_s.load(std::memory_order_relaxed);
   snapshot.shape = told(snapshot.shape);
-  return Description{key, snapshot.record, snapshot.control.state(), snapshot, created, rank(snapshot.record), uses(snapshot.record)};
+  return Description{key,     snapshot.record,       snapshot.control.state(), snapshot,
+                     created, rank(snapshot.record), uses(snapshot.record)};
 }
 
 std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
@@ -82,8 +83,8 @@ std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<c
   return out;
 }
 
-// Of the sealed blocks in records from `next` on those that were used so often lately; `next` is then where to go on. It lets others
-// in between.
+// Of the sealed blocks in records from `next` on those that were used so often lately; `next` is then where to go on. It lets
+// others in between.
 std::vector<Description> Store::list_used(uint32_t& next, uint32_t limit, double min_uses) {
   constexpr uint64_t kLooks = 4096;  // without a pause
   std::vector<Description> out;
