@@ -253,9 +253,13 @@ def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
         given = {**body, **more}
         return tiny.post("/v1/held/chat/completions", given, Authorization=f"Bearer {key}")[2]["held_tokens"]
 
+    status, _, refused = tiny.post("/v1/messages", {**body, "max_tokens": 2}, **{"x-api-key": "zoe"})
+    assert (status, refused["error"]["type"]) == (401, "authentication_error")
     assert [cached("alice"), cached("bob")] == [0, 0]
     assert cached("alice") >= 128
     assert held("alice") >= 128
+    by_anthropic = tiny.post("/v1/messages", body, **{"x-api-key": "alice"})[2]
+    assert by_anthropic["usage"]["cache_read_input_tokens"] >= 128
     for guess in ("alice", "Bearer alice", "\0alice"):  # a salt leads to nobody else's
         assert held("bob", messages=[{"role": "user", "content": TEXT + "!"}], cache={"salt": guess}) == 0
     wrong = ({**body, "model": "x"}, "bob"), (body, "zoe")
