@@ -20,6 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import model as example_model
 
+EXPECT = """A daemon and a server start now, in some ten seconds, and say their address, page and curl line.
+Ask the same twice: the second answer begins sooner, and usage.prompt_tokens_details.cached_tokens in it says
+how much of the prompt was not computed again. The page shows the same beside each answer. Ctrl-C ends both.
+"""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -34,6 +39,7 @@ def main() -> int:
         daemon = [sys.executable, "-m", "kvstored", "serve", "--dir", str(run), "--memory", chosen.memory]
         daemon.append("--discard")  # its directory goes with it: nobody would find its memory again
         server = [sys.executable, "-m", "kvclient.serve", directory, "--dir", str(run), "--port", chosen.port]
+        print(EXPECT, flush=True)
         for command in (daemon, server):
             process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
             ends.callback(process.wait)

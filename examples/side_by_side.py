@@ -1,8 +1,8 @@
 """What the reuse examples share: the engine on a daemon, and an answer beside that of plain generate().
 
-    --model DIR   another model than SmolLM2
-    --dir DIR     the runtime directory of a running daemon; without, one is started for this example
-    --tokens N    of each answer
+--model DIR   another model than SmolLM2
+--dir DIR     the runtime directory of a running daemon; without, one is started for this example
+--tokens N    of each answer
 """
 
 from __future__ import annotations
