@@ -1,6 +1,6 @@
 """`python -m bench.engines`: vLLM on a CPU with the store beside its own prefix cache; what look-ups cost.
 
-    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft] [--ours]
+    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft|cost] [--ours]
         [--json FILE]
 
 Installs nothing: the environments are those of `make engines`, and what is not there is said. Half an hour on
@@ -17,12 +17,13 @@ import tempfile
 from pathlib import Path
 
 from bench.engines.processes import CACHE, Told, python_of, say
-from bench.engines.ttft import Run, summary
+from bench.engines.ttft import Run, ours, summary
 from bench.machine import describe, sentence
 from bench.reuse_ttft import daemon
 from tests.engines.conftest import TINY
 
 LOOK_UPS = 400
+COST_ROUNDS = {"tiny": 40, "smollm2": 5}
 
 
 def model_of(name: str, home: Path) -> tuple[str, int]:
@@ -67,6 +68,23 @@ def first_tokens(name: str, rounds: int, home: Path, others: bool) -> dict:
             run.end()
 
 
+def cost(name: str, rounds: int, home: Path) -> dict[str, dict]:
+    """Of a connector that finds nothing: one that only looks, and one that saves all."""
+    found = {}
+    with daemon("2GiB") as directory:
+        model, vocabulary = model_of(name, home)
+        for what, role in (("looks", "kv_consumer"), ("saves", "kv_both")):
+            options = {"model": model, "vocabulary": vocabulary, "transfer": ours(directory, role)}
+            told = Told("bench.engines.cost", options, home / "cost.log")
+            try:
+                told.answer()
+                found[what] = told.ask(rounds)
+            finally:
+                told.end()
+            say(f"{name}: cost of a connector that {what}")
+    return found
+
+
 def table(result: dict) -> str:
     lines = [sentence(result["machine"]), ""]
     if looks := result.get("look-ups"):
@@ -76,6 +94,14 @@ def table(result: dict) -> str:
         ]
         lines.append("")
     for model in ("tiny", "smollm2"):
+        if costs := result.get(f"{model}, cost"):
+            lines += [f"| {model}, nothing found | processor time | to that without |", "|---|---|---|"]
+            lines += [
+                f"| {what}: {name} | {one['cpu_ms']:.1f} ms | {one['ratio']:.3f} |"
+                for what, part in costs.items()
+                for name, one in part.items()
+            ]
+            lines.append("")
         if not (part := result.get(model)):
             continue
         lines += [f"| {model} | processor time | ratio | wall | ratio |", "|---|---|---|---|---|"]
@@ -92,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", default="tiny,smollm2", metavar="LIST")
-    parser.add_argument("--only", choices=("lookups", "ttft"))
+    parser.add_argument("--only", choices=("lookups", "ttft", "cost"))
     parser.add_argument("--ours", action="store_true", help="without vLLM's OffloadingConnector and LMCache")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -101,10 +127,13 @@ def main() -> int:
         return 0
     result: dict = {"machine": describe()}
     with tempfile.TemporaryDirectory(prefix="kvbench-engines-") as home:
-        if chosen.only != "ttft":
+        if chosen.only in (None, "lookups"):
             result["look-ups"] = look_ups(Path(home))
-        for name in chosen.models.split(",") if chosen.only != "lookups" else ():
-            result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)
+        for name in chosen.models.split(","):
+            if chosen.only in (None, "ttft"):
+                result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)
+            if chosen.only in (None, "cost"):
+                result[f"{name}, cost"] = cost(name, COST_ROUNDS[name], Path(home))
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1))
     print(table(result))
