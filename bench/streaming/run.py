@@ -43,7 +43,8 @@ def ours(args: argparse.Namespace) -> dict:
     began = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
-            ids, max_new_tokens=args.tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids),  # else token 0 in it is taken for padding
+            max_new_tokens=args.tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
             stopping_criteria=[seen], **given,
         )  # fmt: skip
     (first_at, first_cpu, before), (last_at, last_cpu, after) = marks
@@ -63,7 +64,7 @@ def ours(args: argparse.Namespace) -> dict:
         }  # fmt: skip
     if speculation is not None and speculation.last is not None:
         last = speculation.last
-        found |= {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance}
+        found |= {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance, "off": last.off}
     return found
 
 

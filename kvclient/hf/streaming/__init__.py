@@ -8,8 +8,8 @@ logits have the same bits for every residency.
 """
 
 from kvclient.hf.streaming.admission import Admission, Estimate, RequestTooLarge
-from kvclient.hf.streaming.model import StreamingCausalLM, streaming_stats, write_trace
-from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed
+from kvclient.hf.streaming.model import StreamingCausalLM, expected_s, streaming_stats, write_trace
+from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed, host_memory
 from kvclient.hf.streaming.residency import StreamingConfig
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "StreamingCausalLM",
     "StreamingConfig",
     "StreamingFailed",
+    "expected_s",
+    "host_memory",
     "streaming_stats",
     "write_trace",
 ]

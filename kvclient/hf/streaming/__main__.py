@@ -17,7 +17,13 @@ import transformers
 
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.speculation import Speculation
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats, write_trace
+from kvclient.hf.streaming import (
+    StreamingCausalLM,
+    StreamingConfig,
+    expected_s,
+    streaming_stats,
+    write_trace,
+)
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
@@ -86,13 +92,13 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None,
     )  # fmt: skip
-    model = StreamingCausalLM.from_pretrained(
-        asked.directory, config, progress=None if asked.json else told
-    )
+    model = StreamingCausalLM.from_pretrained(asked.directory, config, progress=None if asked.json else told)
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     held, moved = stats["bytes_held"], stats["bytes_per_pass"]
-    print(f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token", file=sys.stderr)
+    pass_s = expected_s(model)
+    line = f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token"
+    print(line + (f"; expects {1 / pass_s:.2f} tokens a second" if pass_s else ""), file=sys.stderr)
     inputs = tokenizer(asked.prompt, return_tensors="pt")
     speculation = drafts(asked.draft)
     options = {"custom_generate": speculation} if speculation is not None else {}
@@ -107,7 +113,8 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     streams_of(model).close()
     return {
         "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
-        "loaded_s": loaded_s, "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
+        "loaded_s": loaded_s, "expected_tokens_per_s": 1 / pass_s if pass_s else None,
+        "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
         "ceiling_tokens_per_s": rate / moved if rate and moved else None, "stats": stats,
         **said(speculation),
     }  # fmt: skip

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import frame
+from kvclient.hf.streaming.costs import ROWS, Costs, products_s, with_threads
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
@@ -28,6 +29,7 @@ from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources,
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.frame import name_of, put
 from kvclient.hf.streaming.mover import DiskMover, pages
+from kvclient.hf.streaming.placement import Placement
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot
@@ -118,7 +120,19 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
         "retries": scheduler.retries, "filling_s": link["busy_s"], "waited_s": dict(scheduler.waited_s),
         "computed_s": dict(streams.computed_s), "elapsed_s": link["since_s"],
         "link_share": link["busy_s"] / link["since_s"] if link["since_s"] else 0.0,
+        **({"placement": streams.placement.report()} if streams.placement is not None else {}),
     }  # fmt: skip
+
+
+def expected_s(model: torch.nn.Module) -> float | None:
+    """Seconds of a pass of one row, out of the rate of the reads so far and the products of one layer, both
+    measured; None: nothing is streamed. Raises StreamingFailed.
+    """
+    streams = _streams[model]
+    if streams.scheduler is None or not (moved := streams.moved()):
+        return None
+    rest = streams.plan.moved - sum(moved.values())
+    return streams.measured((1,)).expected_s([*moved.values(), rest], len(streams.computed_s))
 
 
 def write_trace(model: torch.nn.Module, path: str | Path) -> None:
@@ -175,6 +189,40 @@ class Streams:
                 layers[number].register_forward_hook(self._after(number), always_call=True)
         elif self.embedding is None:
             mover.close()
+        self.placement: Placement | None = None
+        self._on_host: set[int] = set()  # layers whose weights point to the host's memory
+        self._host_threads = config.host_threads
+        if config.host_threads is not None:
+            self._place(list(pieces))
+
+    def _place(self, asked: list[int]) -> None:
+        """Raises InvalidArgument for a mover whose weights do not lie in memory, StreamingFailed."""
+        if not hasattr(self._mover, "lies"):
+            raise InvalidArgument(
+                f"host_threads={self._host_threads}; the host computes what lies in its memory: "
+                "from_pretrained(..., mover=host_memory)"
+            )
+        if self.scheduler is not None and self._streamed:
+            moved = self.moved()
+            behind = [number for number in asked if number not in moved]
+            self.placement = Placement(self.measured(ROWS), moved, behind, self.scheduler)
+
+    def moved(self) -> dict[int, int]:
+        """Bytes of each streamed layer."""
+        return {number: sum(part.length for part in parts) for number, parts in self._streamed.items()}
+
+    def measured(self, rows: Sequence[int]) -> Costs:
+        """By the first streamed layer. Raises StreamingFailed."""
+        assert self.scheduler is not None
+        number = next(iter(self._streamed))
+        layer = self._layers[number]
+        self._before(number)(layer, ())
+        try:
+            device = products_s(layer, torch.get_num_threads(), rows)
+            host = products_s(layer, self._host_threads, rows) if self._host_threads is not None else None
+            return Costs(self.scheduler.rate(), device, host)
+        finally:
+            self._after(number, computed=False)(layer, (), None)
 
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""
@@ -211,29 +259,60 @@ class Streams:
         """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
         for number in self._streamed:
             layer = self._layers[number]
-            self._before(number)(layer, None)
+            self._before(number)(layer, ())
             try:
                 yield f"{self._prefix}.{number}", layer
             finally:
-                self._after(number)(layer, None, None)
+                self._after(number, computed=False)(layer, (), None)
 
     def _before(self, number: int) -> Callable[..., None]:
-        def before(layer: torch.nn.Module, _args: Any) -> None:
+        def before(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             assert self.scheduler is not None
+            if self.placement is not None and args:
+                rows = args[0].shape[:-1].numel()
+                if self.placement.enter(number, rows) and self._to_host(number, layer):
+                    return
             with contextlib.ExitStack() as stack:
                 slot = stack.enter_context(self.scheduler.holding(number))
                 with self._lock:
                     if not self._users.get(number):
                         self._point(number, layer, slot)
                     self._users[number] = self._users.get(number, 0) + 1
-                held = self._holding.__dict__.setdefault("stacks", {})
-                holds = held.setdefault(number, [])
-                holds.append((stack.pop_all(), time.monotonic()))  # else: the slot is free again
+                self._holds(number).append(
+                    (stack.pop_all(), time.monotonic())
+                )  # else: the slot is free again
 
         return before
 
-    def _after(self, number: int) -> Callable[..., None]:
-        """Also after an exception in the layer."""
+    def _holds(self, number: int) -> list[tuple[contextlib.ExitStack, float]]:
+        """Of the calling thread: what is given back behind the layer, and when it began."""
+        stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
+        return stacks.setdefault(number, [])
+
+    def _to_host(self, number: int, layer: torch.nn.Module) -> bool:
+        """The layer is computed where its weights lie, by the host's threads. False: another thread computes
+        it out of a slot now, which only those who hold the slot may do. Raises StreamingFailed.
+        """
+        mover: Any = self._mover  # _place() has seen that it has lies()
+        lies = [mover.lies(number, piece) for part in self._streamed[number] for piece in part.pieces]
+        with self._lock:
+            users = self._users.get(number, 0)
+            if users and number not in self._on_host:
+                return False
+            if not users:
+                self._on_host.add(number)
+                for part, memory in zip(self._streamed[number], lies, strict=True):
+                    put(places(layer, part, memory, self._dtype))
+            self._users[number] = users + 1
+        assert self.placement is not None and self._host_threads is not None
+        self.placement.counted()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(with_threads(self._host_threads))
+            self._holds(number).append((stack.pop_all(), time.monotonic()))
+        return True
+
+    def _after(self, number: int, computed: bool = True) -> Callable[..., None]:
+        """Also after an exception in the layer. computed: else its weights were only looked at."""
 
         def after(layer: torch.nn.Module, _args: Any, _out: Any) -> None:
             stacks = self._holding.__dict__.get("stacks", {}).get(number)
@@ -241,12 +320,13 @@ class Streams:
                 return  # the layer was never given its weights
             held, started = stacks.pop()
             ended = time.monotonic()
-            if self.trace is not None:
+            if self.trace is not None and computed:
                 self.trace.span("compute", number, started, ended)
             with self._lock:
-                self.computed_s[number] += ended - started
+                self.computed_s[number] += ended - started if computed else 0.0
                 self._users[number] -= 1
                 if not self._users[number]:
+                    self._on_host.discard(number)
                     for part in self._streamed[number]:
                         leave(layer, part)
             held.close()

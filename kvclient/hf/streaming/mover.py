@@ -13,10 +13,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import kvclient
 from kvclient._core import StretchReader
-from kvclient.errors import KVClientError
+from kvclient.errors import InvalidArgument, KVClientError
 
 PAGE = 4096
 DEPTH = 8  # reads of 4 MiB under way at one time
@@ -129,13 +130,24 @@ class DiskMover:
 
 
 class MemoryMover:
-    """From memory, for tests: `image` is the file's bytes."""
+    """From the host's memory: `image` is the file's bytes, checked once for each piece that is computed from
+    where it lies.
+    """
 
     path = Path("memory")
     direct = False
 
     def __init__(self, image: bytes | memoryview) -> None:
         self._image = memoryview(image)
+        self._checked: set[Piece] = set()
+
+    def lies(self, layer: int, piece: Piece) -> memoryview:
+        """The piece where it is, for whoever computes there. Raises StreamingFailed."""
+        found = self._image[piece.offset : piece.offset + piece.length]
+        if piece.crc is not None and piece not in self._checked:
+            _compare(self.path, layer, piece, kvclient.crc32c(found[: piece.there]), piece.crc)
+            self._checked.add(piece)
+        return found
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
         """Copies a layer's pieces into the slot, one behind the other. Raises what a wrong checksum is."""
@@ -149,6 +161,22 @@ class MemoryMover:
 
     def close(self) -> None:
         """Nothing runs that must end."""
+
+
+def host_memory(arranged: Any) -> MemoryMover:
+    """The mover of an arrangement whose file is read into the host's memory first, whole: for a device that
+    is not the host. Raises InvalidArgument for files that were not rearranged, OSError.
+    """
+    if arranged.in_place:
+        raise InvalidArgument("rearrange=False; what lies in the host's memory is the rearranged file")
+    path = arranged.paths[0]
+    image = pages(path.stat().st_size)
+    with open(path, "rb", buffering=0) as file:
+        left = image
+        while left and (got := file.readinto(left)):
+            left = left[got:]
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return MemoryMover(image)
 
 
 def _compare(path: Path, layer: int, piece: Piece, crc: int, wanted: int) -> None:

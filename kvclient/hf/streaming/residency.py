@@ -25,7 +25,8 @@ class StreamingConfig:
     n_staging_slots: layers in memory at one time of those that are streamed. prefetch_layers_ahead: read
     before they are asked for, round the end; None: all slots but one. rearrange: the checkpoint is written
     once more, as it is read the fastest; else it is read where it lies. trace: write_trace() has what was
-    read and computed when.
+    read and computed when. host_threads: of a model whose weights lie in the host's memory, layers that the
+    host computes sooner than they are brought are computed there, by so many threads.
     """
 
     residency: str = "auto"
@@ -36,6 +37,7 @@ class StreamingConfig:
     prefetch_layers_ahead: int | None = None
     rearrange: bool = True
     trace: bool = False
+    host_threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -44,6 +46,8 @@ class StreamingConfig:
             raise InvalidArgument(
                 f"n_staging_slots={self.n_staging_slots}; from {LEAST_SLOTS} to {MOST_SLOTS}"
             )
+        if self.host_threads is not None and self.host_threads < 1:
+            raise InvalidArgument(f"host_threads={self.host_threads}; at least 1, or None")
         for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):
             value = getattr(self, name)
             if value is not None and value < 0:

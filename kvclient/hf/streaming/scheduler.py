@@ -62,6 +62,12 @@ class Scheduler:
         """The memory that layers are read into."""
         return self._table.slots
 
+    def follow(self, layers: Sequence[int]) -> None:
+        """From here on a pass asks for these, in this order."""
+        with self._changed:
+            self._table.follow(layers)
+            self._changed.notify_all()
+
     @contextlib.contextmanager
     def holding(self, layer: int) -> Iterator[Slot]:
         """The layer's slot, full, for as long as the block runs. Raises StreamingFailed, and Closed."""
@@ -141,6 +147,11 @@ class Scheduler:
         with self._changed:
             busy = self._busy(now) - self._early_s
             return {"busy_s": busy, "since_s": now - self.first_s if self.first_s is not None else 0.0}
+
+    def rate(self) -> float:
+        """Bytes a second, while something was read."""
+        with self._changed:
+            return self.bytes / max(self._busy(time.monotonic()), 1e-9)
 
     def _busy(self, now: float) -> float:
         return self.filling_s + (now - self._since if self._filling else 0.0)

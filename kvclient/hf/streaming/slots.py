@@ -29,13 +29,21 @@ class SlotTable:
     """order: layers as a pass asks for them; ahead: of them are read before they are asked for."""
 
     def __init__(self, slots: Sequence[Slot], order: Sequence[int], ahead: int) -> None:
-        self.slots, self._order = list(slots), list(order)
-        self._at = {layer: i for i, layer in enumerate(self._order)}
+        self.slots = list(slots)
         self._ahead = min(ahead, len(self.slots) - 1)
+        self._order: list[int] = []
+        self._soon: tuple[int, ...] = ()
         self._asked: Counter[int] = Counter()  # layers that are waited for
-        # To be read before they are asked for: of the first pass, what fits, while the model is still made.
-        self._soon = tuple(self._order[: self._ahead + 1]) if self._ahead else ()
         self._failed: dict[int, BaseException] = {}
+        self.follow(order)
+
+    def follow(self, order: Sequence[int]) -> None:
+        """From here on a pass asks for these layers, in this order. Its first ones are read now; what was
+        to be read before it was asked for, and is not among them, no more.
+        """
+        self._order = list(order)
+        self._at = {layer: i for i, layer in enumerate(self._order)}
+        self._soon = tuple(self._order[: self._ahead + 1]) if self._ahead else ()
 
     def ask(self, layer: int) -> bool:
         """From here on it is waited for, until take() has it or leave(). Whether it is there already."""
@@ -90,6 +98,8 @@ class SlotTable:
 
     def _behind(self, layer: int, count: int) -> tuple[int, ...]:
         """What follows it; behind the last comes the first of the next token."""
+        if layer not in self._at:  # of a pass that follows another order
+            return self._soon
         at, whole = self._at[layer], len(self._order)
         return tuple(self._order[(at + i) % whole] for i in range(1, min(count, whole - 1) + 1))
 

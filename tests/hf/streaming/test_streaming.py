@@ -235,6 +235,7 @@ def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens"] == 4 and "Paris" in found["text"] and found["ceiling_tokens_per_s"] > 0
+    assert found["expected_tokens_per_s"] > 0
     assert 0 < found["stats"]["link_share"] <= 1 and sum(found["stats"]["computed_s"].values()) > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

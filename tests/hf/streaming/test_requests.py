@@ -1,0 +1,81 @@
+"""Proves that whatever becomes of a request, a streamed model's slots come back and the next answer is right.
+
+Method: a tiny packed llama whose layers are read from the disk, beside the same model in memory: batches with
+padding on the left, answers that are cancelled or whose listener raises in the middle.
+"""
+
+import pytest
+import torch
+import transformers
+
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
+from kvclient.hf.streaming.model import streams_of
+from tests.hf.awq_checkpoint import write_checkpoint
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    home = tmp_path_factory.mktemp("awq")
+    write_checkpoint(home, transformers.LlamaForCausalLM(config).eval(), 32)
+    streamed = StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream"))
+    yield streamed, StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_resident"))
+    streams_of(streamed).close()
+
+
+def padded():
+    """Three rows of 4, 9 and 12 tokens."""
+    ids, mask = torch.zeros((3, 12), dtype=torch.long), torch.zeros((3, 12), dtype=torch.long)
+    for row, length in enumerate((4, 9, 12)):
+        ids[row, -length:] = torch.arange(1, length + 1) * (row + 2)
+        mask[row, -length:] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def all_back(model):
+    streams = streams_of(model)
+    assert all(slot.users == 0 for slot in streams.scheduler.slots) and not any(streams._users.values())
+    assert all(value.is_meta for value in model.model.layers.state_dict().values())
+
+
+def test_rows_padded_on_the_left_say_what_they_say_in_memory(models):
+    streamed, resident = models
+    assert torch.equal(streamed.generate(**padded(), **OPTIONS), resident.generate(**padded(), **OPTIONS))
+    all_back(streamed)
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("after", range(3))
+def test_an_answer_that_is_cancelled_gives_everything_back(models, how, after):
+    """Between two tokens, or inside of a layer: what Ctrl-C does."""
+    streamed, resident = models
+    prompt, calls = torch.arange(1, 12)[None], []
+
+    def stops():
+        calls.append(1)
+        if len(calls) > after:
+            raise how("cancelled")
+
+    def listens(_ids, _scores, **_):
+        stops()
+        return torch.zeros(1, dtype=torch.bool)
+
+    def before(_module, _args):
+        stops()
+
+    with pytest.raises(how, match="cancelled"):
+        streamed.generate(prompt, stopping_criteria=[listens], **OPTIONS)
+    all_back(streamed)
+    calls.clear()
+    handle = streamed.model.layers[2].mlp.register_forward_pre_hook(before)
+    with pytest.raises(how, match="cancelled"):
+        streamed.generate(prompt, **OPTIONS)
+    handle.remove()
+    all_back(streamed)
+    assert torch.equal(streamed.generate(prompt, **OPTIONS), resident.generate(prompt, **OPTIONS))
