@@ -268,6 +268,7 @@ class Streams:
     def _before(self, number: int) -> Callable[..., None]:
         def before(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             assert self.scheduler is not None
+            self._give_back_what_was_left()
             if self.placement is not None and args:
                 rows = args[0].shape[:-1].numel()
                 if self.placement.enter(number, rows) and self._to_host(number, layer):
@@ -288,6 +289,14 @@ class Streams:
         """Of the calling thread: what is given back behind the layer, and when it began."""
         stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
         return stacks.setdefault(number, [])
+
+    def _give_back_what_was_left(self) -> None:
+        """torch calls no hook behind a layer that Ctrl-C ends: what this thread still holds as it enters the
+        next one is of such a layer.
+        """
+        for number, holds in self._holding.__dict__.get("stacks", {}).items():
+            while holds:
+                self._after(number, computed=False)(self._layers[number], (), None)
 
     def _to_host(self, number: int, layer: torch.nn.Module) -> bool:
         """The layer is computed where its weights lie, by the host's threads. False: another thread computes

@@ -72,10 +72,13 @@ def test_an_answer_that_is_cancelled_gives_everything_back(models, how, after):
     with pytest.raises(how, match="cancelled"):
         streamed.generate(prompt, stopping_criteria=[listens], **OPTIONS)
     all_back(streamed)
-    calls.clear()
     handle = streamed.model.layers[2].mlp.register_forward_pre_hook(before)
-    with pytest.raises(how, match="cancelled"):
-        streamed.generate(prompt, **OPTIONS)
+    for _ in range(4):  # more often than there are slots
+        calls.clear()
+        with pytest.raises(how, match="cancelled"):
+            streamed.generate(prompt, **OPTIONS)
     handle.remove()
-    all_back(streamed)
+    if how is RuntimeError:  # behind Ctrl-C torch calls no hook: the next pass gives back
+        all_back(streamed)
     assert torch.equal(streamed.generate(prompt, **OPTIONS), resident.generate(prompt, **OPTIONS))
+    all_back(streamed)
