@@ -34,11 +34,17 @@ def trees(model: torch.nn.Module) -> bool:
     return not flash and "position_ids" in inspect.signature(type(model).forward).parameters
 
 
+def device_of(model: Any) -> torch.device:
+    """Where a model's inputs go. The first weight of one whose vocabulary is streamed is nowhere ("meta")."""
+    found: torch.device = model.device
+    return torch.device("cpu") if found.type == "meta" else found
+
+
 def score(model: torch.nn.Module, cache: Any, token: int, draft: Draft, pad: int = 0) -> torch.Tensor:
     """The logits [nodes, vocabulary] behind the newest certain token and each drafted one, all of which the
     cache then holds; it held everything before the newest. pad: columns of padding at its left. One row.
     """
-    past, device = cache.get_seq_length(), model.device
+    past, device = cache.get_seq_length(), device_of(model)
     inputs: dict[str, Any] = {}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         inputs["position_ids"] = past - pad + torch.tensor([draft.depths], device=device)
@@ -63,9 +69,9 @@ def _mask(model: torch.nn.Module, past: int, draft: Draft, pad: int) -> torch.Te
     if model.config._attn_implementation == "eager":
         least = torch.finfo(model.dtype).min
         return torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, least)[None, None].to(
-            model.device
+            device_of(model)
         )
-    return seen[None, None].to(model.device)
+    return seen[None, None].to(device_of(model))
 
 
 def keep(cache: Any, draft: Draft, nodes: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.release import passing
-from kvclient.hf.speculation.cache import cut, trees, unfit
+from kvclient.hf.speculation.cache import cut, device_of, trees, unfit
 from kvclient.hf.speculation.draft import Draft
 
 BRANCHES = 8
@@ -71,14 +71,14 @@ class _Text:
         same = min(self._held, len(ids) - 1)
         for layer in self._cache.layers:
             cut(layer, self._held - same)
-        new = torch.tensor([list(ids[same:])], device=self._model.device)
+        new = torch.tensor([list(ids[same:])], device=device_of(self._model))
         out = self._model(input_ids=new, use_cache=True, **passing(self._cache))
         self._held = len(ids)
         return out.logits[0, -1:, : self._shared]
 
     def _ahead(self, tree: _Growth, front: list[int]) -> torch.Tensor:
         """The logits behind those nodes, which the cache then holds."""
-        past, device = self._held, self._model.device
+        past, device = self._held, device_of(self._model)
         inputs = {}
         if self._branches > 1:
             held = self._cache.get_seq_length() - past

@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import frame
-from kvclient.hf.streaming.costs import ROWS, Costs, products_s, with_threads
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
@@ -29,7 +28,8 @@ from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources,
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.frame import name_of, put
 from kvclient.hf.streaming.mover import DiskMover, pages
-from kvclient.hf.streaming.placement import Placement
+from kvclient.hf.streaming.placement.choice import Placement
+from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot

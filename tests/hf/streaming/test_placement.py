@@ -19,8 +19,8 @@ from kvclient.hf.streaming import (
     host_memory,
     streaming_stats,
 )
-from kvclient.hf.streaming.costs import Costs
 from kvclient.hf.streaming.model import Streams, streams_of
+from kvclient.hf.streaming.placement.costs import Costs
 from tests.hf.awq_checkpoint import write_checkpoint
 
 LAYERS = 6

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.speculation import Speculation
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
 from kvclient.hf.streaming.files.headers import header
 from kvclient.hf.streaming.files.index import BLOCK_BYTES
@@ -231,6 +232,9 @@ def test_a_vocabulary_larger_than_the_memory(tmp_path, tie, dtype, monkeypatch):
             assert torch.equal(logits(streamed, ids), logits(stock, ids))
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(streamed.generate(ids, **options), stock.generate(ids, **options))
+        mask = torch.ones_like(ids)  # the drafts went to where the first weight is: nowhere
+        drafted = streamed.generate(ids, attention_mask=mask, custom_generate=Speculation(), **options)
+        assert dtype != torch.float32 or torch.equal(drafted, stock.generate(ids, **options))
         for row in range(0, 20_000, 1997):  # more rows than may be held at one time
             assert torch.equal(logits(streamed, torch.tensor([[row]])), logits(stock, torch.tensor([[row]])))
         assert streamed.get_input_embeddings().weight.is_meta

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvclient.hf.streaming.costs import Costs
+from kvclient.hf.streaming.placement.costs import Costs
 from kvclient.hf.streaming.scheduler import Scheduler
 
 
@@ -45,6 +45,7 @@ class Placement:
             return chosen[layer] == "host"
 
     def counted(self) -> None:
+        """The host computes one layer more."""
         with self._lock:
             self.on_host += 1
 

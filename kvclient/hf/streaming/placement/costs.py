@@ -66,6 +66,7 @@ class Costs:
         return max(sum(moved) / self.link, layers * self.seconds("device", 1))
 
     def report(self) -> dict[str, Any]:
+        """What was measured."""
         found: dict[str, Any] = {"link_bytes_per_s": self.link, "device_s": dict(self.device)}
         return found | ({"host_s": dict(self.host)} if self.host is not None else {})
 

@@ -1,0 +1,1 @@
+"""Where a streamed layer is computed, by what it costs on either side."""
