@@ -77,17 +77,15 @@ class Chunker:
         self, identity: bytes, ids: Any, *, partial: bool = False, start: int = 0, root: bytes | None = None
     ) -> Any:
         """The keys of a text's blocks (kvclient.blocks.keys). partial: with what is left behind the last."""
-        from kvclient.blocks.keys import chain  # native
+        from kvclient._core import Chain  # as kvclient.blocks.keys.chain() makes it
 
         if self.name == "fixed":
-            return chain(identity, ids, self.block_tokens, partial=partial, start=start, root=root)
+            return Chain(identity, ids, self.block_tokens, None, partial, None, start, root, 0)
         counts = self.counts(ids)
         left = len(ids) - sum(counts)
         if partial and left:
             counts.append(left)
-        return chain(
-            identity, ids, self.most, counts=counts, start=start, root=root, window=self.window
-        )
+        return Chain(identity, ids, self.most, None, False, counts, start, root, self.window)
 
 
 class Texts:

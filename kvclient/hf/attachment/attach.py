@@ -27,7 +27,7 @@ from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
 from kvclient.hf.attachment.settings import Scoped, Settings, ThisThread
 from kvclient.hf.attachment.warm import Stored, check_overlap, warm
-from kvclient.hf.cache.buffers import Memory
+from kvclient.hf.cache.layer import Memory
 from kvclient.hf.cache.page_pool import PagedStats
 from kvclient.hf.call import Report, Totals
 from kvclient.hf.connector.block_format import BlockFormat

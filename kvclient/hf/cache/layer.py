@@ -1,10 +1,11 @@
 """One layer of a transformers cache whose first tokens come from the store and whose new ones go to it.
 
-Owns the memory a layer's keys and values lie in: one tensor [2, rows, heads, capacity, head_dim], filled in
-place, so that a token is copied once and not again with every step; [1, …] where K and V are of different
-widths (latent attention) and lie side by side. Never talks to the store: where the first
-tokens come from is a Source, and who is told of new ones is a callback. Invariant: `keys` and `values` always
-show exactly `get_seq_length()` tokens, and equal what DynamicLayer would hold after the same calls.
+Owns the memory a layer's keys and values lie in, and what is kept of it for the next request: one tensor
+[2, rows, heads, capacity, head_dim], filled in place, so that a token is copied once and not again with every
+step; [1, …] where K and V are of different widths (latent attention) and lie side by side. Never talks to the
+store: where the first tokens come from is a Source, and who is told of new ones is a callback. Invariant:
+`keys` and `values` always show exactly `get_seq_length()` tokens, and equal what DynamicLayer would hold
+after the same calls.
 
 The overridden methods are the few whose meaning is the same in transformers 5.0 to 5.23.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,11 +24,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.release import DUMMIES, STATES
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
 GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
+SPARE_BYTES = 256 << 20  # what an attached model keeps at most between requests
+LOOSE = 2  # memory is not used for less than 1 / LOOSE of its size
 
 
 class Source(Protocol):
@@ -239,6 +243,46 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     return tensor.numpy()
+
+
+@dataclass
+class _Spare:
+    memory: memoryview  # of an array: a view of a view would keep that one alive, and not what was handed out
+    handed: weakref.ref[np.ndarray]
+
+
+class Memory:
+    """Memory for the KV of one request after another, without faulting it in each time: up to SPARE_BYTES
+    that earlier requests used. It counts no references: an array that is handed out is an object of its own,
+    every tensor and view made from it keeps that object alive, and only when it is gone is the memory handed
+    out again, so two living caches never share any. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[_Spare] = []
+
+    def take(self, size: int) -> np.ndarray:
+        """An array [bytes] of at least `size` bytes, their contents undefined."""
+        if size > SPARE_BYTES:
+            return np.empty(size, dtype=np.uint8)
+        with self._lock:
+            for spare in self._spare:
+                if size <= spare.memory.nbytes <= size * LOOSE and spare.handed() is None:
+                    array = np.frombuffer(spare.memory, np.uint8)
+                    spare.handed = weakref.ref(array)
+                    return array
+            memory = memoryview(np.empty(size, dtype=np.uint8))
+            array = np.frombuffer(memory, np.uint8)
+            self._spare.append(_Spare(memory, weakref.ref(array)))
+            self._shrink()
+            return array
+
+    def _shrink(self) -> None:
+        """Forgets the oldest memory beyond the bound. Who still uses some keeps it alive."""
+        kept = sum(spare.memory.nbytes for spare in self._spare)
+        while kept > SPARE_BYTES:
+            kept -= self._spare.pop(0).memory.nbytes
 
 
 def recycled(memory: Memory, shape: Shape, layers: int) -> list[torch.Tensor | None]:

@@ -70,6 +70,8 @@ class Watch:
 
     def random(self) -> str | None:
         """Why a module in training mode makes KV another, as dropout does; None: none does."""
+        if not any(module.training for module in self._modules):
+            return None
         return self._modes.random()
 
     def _look(self) -> list[Any]:

@@ -14,11 +14,10 @@ import torch
 
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.registered import count_fallback
-from kvclient.hf.cache.buffers import Memory
 from kvclient.hf.cache.device import DeviceLayer, Positions
 from kvclient.hf.cache.hybrid import HybridLayer
 from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, InPlaceLayer
-from kvclient.hf.cache.layer import Shape, StoreLayer, recycled
+from kvclient.hf.cache.layer import Memory, Shape, StoreLayer, recycled
 from kvclient.hf.cache.page_pool import PageTable
 from kvclient.hf.cache.paged import PagedDeviceLayer, PagedLayer, leaders
 from kvclient.hf.cache.staging import Staged

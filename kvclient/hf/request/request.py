@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.attention.handle import forget_pending
-from kvclient.hf.cache.buffers import Memory
-from kvclient.hf.cache.layer import StoreLayer, replace_layers
+from kvclient.hf.cache.layer import Memory, StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
@@ -178,8 +177,8 @@ class Request:
                 self._end()
             for layer in self._layers:
                 layer.detach_store()
-            self._vouch()
             self._layers, self._cache, self.step = [], None, None
+            self._vouch()  # after that: what is alive now is its caller's
             forget_pending()
             self._complete_report()
 

@@ -15,8 +15,7 @@ import kvclient
 import kvclient.hf
 from kvclient.blocks import meta
 from kvclient.hf import attention
-from kvclient.hf.cache.buffers import Memory
-from kvclient.hf.cache.layer import Shape, StoreLayer
+from kvclient.hf.cache.layer import Memory, Shape, StoreLayer
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16

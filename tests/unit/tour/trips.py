@@ -19,20 +19,21 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/tour.md"
 OPENS = "<!-- made by: pytest tests/unit/tour/test_trips.py, with WRITE_TRIPS=1 -->\n"
 CLOSES = "<!-- end of what is made -->\n"
+STORE = f"{ROOT}/kvclient/testing/"  # stands for the daemon
 OURS = tuple(f"{ROOT}/{package}/" for package in ("kvclient", "kvstored"))
 
 
 @contextlib.contextmanager
 def recorded(within: str = "") -> Iterator[list[str]]:
     """The files, as `path:function` of each first call. within: only of calls below a function so named, as
-    `path:function`, itself included.
+    `path:function`, itself included. What the in-memory store calls is below the client, and not counted.
     """
     files: dict[str, str] = {}
     names: dict[Any, str] = {}
-    depth = 0 if within else 1
+    depth, below = 0 if within else 1, 0
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal depth
+        nonlocal depth, below
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(OURS):
             return
@@ -40,9 +41,12 @@ def recorded(within: str = "") -> Iterator[list[str]]:
             return  # a module or a class that is being made, or a part of a function
         if code not in names:
             names[code] = f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}"
+        if code.co_filename.startswith(STORE):
+            below += 1 if event == "call" else -1
+            return
         if names[code] == within:
             depth += 1 if event == "call" else -1
-        if event == "call" and depth > 0:
+        if event == "call" and depth > 0 and not below:
             files.setdefault(code.co_filename, names[code])
 
     trip: list[str] = []
