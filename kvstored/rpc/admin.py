@@ -121,18 +121,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             request.page_token.isascii() and request.page_token.isdigit() and len(request.page_token) <= 8
         ):
             raise InvalidArgument(f"page_token {request.page_token[:40]!r} is none of this daemon's")
-        after = int(request.page_token) if request.page_token else -1
-        if request.min_uses:
-            if request.key_prefix:
-                raise InvalidArgument("min_uses and key_prefix: one of both")
-            at, found = await self._threads.run(store.list_used, max(after, 0), limit, request.min_uses)
-            blocks = [block_message(block["key"], block) for block in found]
-            return admin_pb2.ListResponse(blocks=blocks, next_page_token="" if at < 0 else str(at))
-        found = await self._threads.run(store.list, after, limit, request.key_prefix)
-        reply = admin_pb2.ListResponse(blocks=[block_message(block["key"], block) for block in found])
-        if len(found) == limit:
-            reply.next_page_token = str(found[-1]["record"])
-        return reply
+        start = int(request.page_token or 0)
+        found = await self._threads.run(store.list, start, limit, request.key_prefix, request.min_uses)
+        blocks = [block_message(block["key"], block) for block in found["blocks"]]
+        token = "" if found["next"] is None else str(found["next"])
+        return admin_pb2.ListResponse(blocks=blocks, next_page_token=token)
 
     @answered
     async def Describe(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

@@ -12,11 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from kvclient.hf import awq
 
 QUANTISATION = {"quant_method": "awq", "version": "gemm", "bits": 4, "zero_point": True}
+
+
+def tiny_llama(layers: int = 5) -> transformers.LlamaForCausalLM:
+    """Random, the same each time, with tokens that differ from each other."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def write_checkpoint(

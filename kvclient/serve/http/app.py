@@ -95,25 +95,16 @@ def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
 def _answers(app: FastAPI, asking: Asking, Salt: Any) -> None:
     """What computes an answer."""
 
-    @app.post("/v1/chat/completions")
-    async def _(asked: ChatRequest, request: Request, salt: Salt) -> Response:
-        shapes = chat.chat_whole, chat.chat_stream
-        return await _answer(asking, asking.chat(asked), asked.stream, request, salt, *shapes)
+    def add(path: str, Asked: Any, asks: Callable[[Any], list[Ask]], whole: Any, chunks: Any) -> None:
+        @app.post(f"/v1/{path}")
+        async def _(asked: Asked, request: Request, salt: Salt) -> Response:
+            return await _answer(asking, asks(asked), asked.stream, request, salt, whole, chunks)
 
-    @app.post("/v1/completions")
-    async def _(asked: CompletionRequest, request: Request, salt: Salt) -> Response:
-        shapes = completions.completion_whole, completions.completion_stream
-        return await _answer(asking, asking.completion(asked), asked.stream, request, salt, *shapes)
-
-    @app.post("/v1/responses")
-    async def _(asked: ResponsesRequest, request: Request, salt: Salt) -> Response:
-        shapes = responses.response_whole, responses.response_stream
-        return await _answer(asking, asking.responses(asked), asked.stream, request, salt, *shapes)
-
-    @app.post("/v1/messages")
-    async def _(asked: MessagesRequest, request: Request, salt: Salt) -> Response:
-        shapes = messages.message_whole, messages.message_stream
-        return await _answer(asking, asking.messages(asked), asked.stream, request, salt, *shapes)
+    add("chat/completions", ChatRequest, asking.chat, chat.chat_whole, chat.chat_stream)
+    texts = completions.completion_whole, completions.completion_stream
+    add("completions", CompletionRequest, asking.completion, *texts)
+    add("responses", ResponsesRequest, asking.responses, responses.response_whole, responses.response_stream)
+    add("messages", MessagesRequest, asking.messages, messages.message_whole, messages.message_stream)
 
     @app.post("/v1/messages/count_tokens")
     async def _(asked: Counted, _: Salt) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Anthropic's messages API: what a request may say, and the chat request that it is here.
 
-Owns its names and limits. Never computes, and shapes no answer (message_answers.py does). Invariant: a field
+Owns its names and limits. Never computes, and shapes no answer (answers/messages.py does). Invariant: a field
 that is not here is refused by name, a block of another kind too; what is taken means what it means there.
 """
 
@@ -96,7 +96,6 @@ class Metadata(Strict):
 class ThinkingOptions(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Strict):
@@ -122,7 +121,8 @@ class Counted(Strict):
 
 
 class MessagesRequest(Counted):
-    """metadata and service_tier change nothing here, and are taken. cache, kv_codec: as in the other APIs."""
+    """metadata, service_tier and a tool's strict change nothing here, and are taken. cache, kv_codec: as in
+    the other APIs."""
 
     max_tokens: int = Field(ge=0)  # 0: the prompt is computed, so that its KV is there
     stop_sequences: list[str] = Field([], max_length=MOST_STOPS)
@@ -158,7 +158,8 @@ def as_chat(asked: Counted, thinks: bool) -> ChatRequest:
         messages.insert(0, {"role": "system", "content": _text(asked.system)})
     return ChatRequest(
         model=asked.model, messages=messages, tools=[_tool(tool) for tool in asked.tools],
-        tool_choice=_choice(asked.tool_choice), continue_final_message=messages[-1]["role"] == "assistant",
+        tool_choice=_choice(asked.tool_choice), parallel_tool_calls=_parallel(asked.tool_choice),
+        continue_final_message=messages[-1]["role"] == "assistant",
         **more,
     )  # fmt: skip
 
@@ -188,15 +189,19 @@ def _choice(asked: ToolChoice | None) -> Any:
     return "required" if asked.type == "any" else asked.type
 
 
+def _parallel(asked: ToolChoice | None) -> bool | None:
+    return False if asked is not None and asked.disable_parallel_tool_use else None
+
+
 def _merged(turns: Sequence[Turn]) -> list[Turn]:
     """Turns of one role that follow each other are one."""
     out: list[Turn] = []
     for turn in turns:
-        blocks = (
+        blocks: list[Any] = (
             [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
         )
         if out and out[-1].role == turn.role:
-            out[-1] = Turn(role=turn.role, content=[*out[-1].content, *blocks])  # type: ignore[list-item]
+            out[-1] = Turn(role=turn.role, content=[*out[-1].content, *blocks])
         else:
             out.append(Turn(role=turn.role, content=list(blocks)))
     return out

@@ -94,11 +94,11 @@ class Value:
 class SpokenCalls:
     """What a model says that may call tools, as its text grows: deltas of content and of tool_calls. A call's
     arguments are told as they are generated, once its name has been said and was offered; one that is spelled
-    in another order is told when it is whole.
+    in another order is told when it is whole. most: calls that are told; those behind them are not shown.
     """
 
-    def __init__(self, offered: Collection[str]) -> None:
-        self._offered, self.count = offered, 0
+    def __init__(self, offered: Collection[str], most: int | None = None) -> None:
+        self._offered, self._most, self.count = offered, most, 0
         self._held, self._at = "", 0  # what is not told, or may have to be; and how far that is read
         self._reads: Callable[[list[dict[str, Any]], bool], bool] = self._text
         self._started = False  # something but white space was met
@@ -112,7 +112,9 @@ class SpokenCalls:
         out: list[dict[str, Any]] = []
         while self._reads(out, ended):
             pass
-        return out
+        if self._most is None:
+            return out
+        return [delta for delta in out if all(c["index"] < self._most for c in delta.get("tool_calls", ()))]
 
     # Each reads on; True: another has its turn.
 
@@ -216,10 +218,12 @@ class SpokenCalls:
         return self._held[self._at : self._at + 1]
 
 
-def calls_in(text: str, offered: Collection[str]) -> tuple[str, list[dict[str, Any]]]:
+def calls_in(
+    text: str, offered: Collection[str], most: int | None = None
+) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
     """(the text beside them, the calls as OpenAI's tool_calls) of a whole text."""
     beside, calls = "", list[dict[str, Any]]()
-    for delta in SpokenCalls(offered).add(text, ended=True):
+    for delta in SpokenCalls(offered, most).add(text, ended=True):
         beside += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:

@@ -132,22 +132,19 @@ nb::object describe(Store& store, const nb::bytes& key) {
   return found ? nb::object(to_dict(store, *found)) : nb::none();
 }
 
-nb::list list(Store& store, int64_t after, uint32_t limit, const nb::bytes& prefix) {
-  nb::list out;
-  for (const auto& one : store.list(static_cast<uint32_t>(after + 1), limit, view(prefix))) out.append(to_dict(store, one));
-  return out;
-}
-
-// (where to go on, or -1; blocks)
-std::pair<int64_t, nb::list> list_used(Store& store, int64_t next, uint32_t limit, double min_uses) {
-  uint32_t at = static_cast<uint32_t>(next);
+// blocks, and next: where to go on, or None.
+nb::dict list(Store& store, uint32_t next, uint32_t limit, const nb::bytes& prefix, double min_uses) {
   const auto found = [&] {
+    const auto bytes = view(prefix);
     nb::gil_scoped_release release;
-    return store.list_used(at, limit, min_uses);
+    return store.list(next, limit, bytes, min_uses);
   }();
-  nb::list out;
-  for (const auto& one : found) out.append(to_dict(store, one));
-  return {found.size() == limit ? int64_t{at} : -1, out};
+  nb::list blocks;
+  for (const auto& block : found) blocks.append(to_dict(store, block));
+  nb::dict out;
+  out["blocks"] = blocks;
+  out["next"] = next == kv::Index::kAbsent ? nb::none() : nb::object(nb::int_(next));
+  return out;
 }
 
 nb::dict stats(Store& store) {
@@ -307,8 +304,7 @@ void bind_store(nb::module_& m) {
       .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))
-      .def("list_used", &list_used, nb::arg("next"), nb::arg("limit"), nb::arg("min_uses"))
-      .def("list", &list, nb::arg("after_record") = -1, nb::arg("limit") = 1000, nb::arg("key_prefix") = nb::bytes(""))
+      .def("list", &list, nb::arg("next"), nb::arg("limit"), nb::arg("key_prefix"), nb::arg("min_uses"))
       .def("stats", &stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())
       .def("scrub", &scrub, nb::arg("from_record"), nb::arg("limit_bytes"))

@@ -166,12 +166,12 @@ class Store {
 
   // ---- looking at it
   Stats stats();  // bytes, blocks and counts, at one moment
-  std::vector<Description> list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix);  // from record `after` on
-  std::vector<Description> list_used(uint32_t& next, uint32_t limit, double min_uses);                 // `next`: where to go on
-  std::optional<Description> describe(const Key& key);                                                 // nothing: unknown
-  std::vector<LayoutInfo> layouts();  // those registered, with who uses them
-  void check_integrity();             // throws with what does not agree
-  std::string problem();              // empty if all is well
+  // From record `next` on, which is then where to go on, or kAbsent; min_uses > 0: sealed ones that were used so often lately.
+  std::vector<Description> list(uint32_t& next, uint32_t limit, std::span<const uint8_t> key_prefix, double min_uses);
+  std::optional<Description> describe(const Key& key);  // nothing: unknown
+  std::vector<LayoutInfo> layouts();                    // those registered, with who uses them
+  void check_integrity();                               // throws with what does not agree
+  std::string problem();                                // empty if all is well
 
   const std::string& name() const { return options_.name; }
   const Options& options() const { return options_; }

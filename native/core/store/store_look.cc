@@ -65,27 +65,8 @@ std::optional<Description> Store::describe(const Key& key) {
                      created, rank(snapshot.record), uses(snapshot.record)};
 }
 
-std::vector<Description> Store::list(uint32_t after, uint32_t limit, std::span<const uint8_t> key_prefix) {
-  const Lock lock(mutex_);
-  std::vector<Description> out;
-  for (uint64_t i = uint64_t{after} + 1; i <= index_.max_blocks() && out.size() < limit; ++i) {
-    const auto record = static_cast<uint32_t>(i - 1);
-    const Control c = control(record);
-    if (c.state() == State::Free || (c.state() == State::Disk && c.flags() & kFlagDeleted)) continue;
-    const Key key = key_of(record);
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&key);
-    if (!std::equal(key_prefix.begin(), key_prefix.end(), bytes)) continue;
-    const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
-    const Snapshot snapshot{record, c, extent_of(record), told(shape_of(record)), expiry_s};
-    const uint32_t created = index_.upkeep(record).created_s.load(std::memory_order_relaxed);
-    out.push_back({key, record, c.state(), snapshot, created, rank(record), uses(record)});
-  }
-  return out;
-}
-
-// Of the sealed blocks in records from `next` on those that were used so often lately; `next` is then where to go on. It lets
-// others in between.
-std::vector<Description> Store::list_used(uint32_t& next, uint32_t limit, double min_uses) {
+// Lets others in between.
+std::vector<Description> Store::list(uint32_t& next, uint32_t limit, std::span<const uint8_t> key_prefix, double min_uses) {
   constexpr uint64_t kLooks = 4096;  // without a pause
   std::vector<Description> out;
   while (out.size() < limit && next < index_.max_blocks()) {
@@ -94,13 +75,17 @@ std::vector<Description> Store::list_used(uint32_t& next, uint32_t limit, double
     while (out.size() < limit && next < end) {
       const uint32_t record = next++;
       const Control c = control(record);
-      if (c.state() != State::Sealed || uses(record) < min_uses) continue;
+      if (c.state() == State::Free || (c.state() == State::Disk && c.flags() & kFlagDeleted)) continue;
+      if (min_uses > 0 && (c.state() != State::Sealed || uses(record) < min_uses)) continue;
+      const Key key = key_of(record);
+      if (!std::equal(key_prefix.begin(), key_prefix.end(), reinterpret_cast<const uint8_t*>(&key))) continue;
       const uint32_t expiry_s = index_.record(record).expiry_s.load(std::memory_order_relaxed);
       const Snapshot snapshot{record, c, extent_of(record), told(shape_of(record)), expiry_s};
       const uint32_t created = index_.upkeep(record).created_s.load(std::memory_order_relaxed);
-      out.push_back({key_of(record), record, c.state(), snapshot, created, rank(record), uses(record)});
+      out.push_back({key, record, c.state(), snapshot, created, rank(record), uses(record)});
     }
   }
+  if (next >= index_.max_blocks()) next = Index::kAbsent;
   return out;
 }
 

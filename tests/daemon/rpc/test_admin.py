@@ -64,7 +64,8 @@ def test_blocks_that_were_used_again_are_listed_by_themselves(calls):
             break
     assert sorted(seen) == sorted(again)
     assert not calls.page(min_uses=2.5).blocks
-    refused(lambda: calls.page(min_uses=1.2, key_prefix=b"k"), grpc.StatusCode.INVALID_ARGUMENT)
+    assert [block.key for block in calls.page(min_uses=1.2, key_prefix=key(11)).blocks] == [key(11)]
+    assert not calls.page(min_uses=1.2, key_prefix=key(12)).blocks
     refused(lambda: calls.page(min_uses=1.2, page_token="x"), grpc.StatusCode.INVALID_ARGUMENT)
 
 

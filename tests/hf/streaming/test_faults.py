@@ -19,7 +19,7 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
 from kvclient.hf.streaming.model import streams_of
-from tests.hf.awq_checkpoint import write_checkpoint
+from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 from tests.warm_python import WarmPython
 
 PROMPT = torch.arange(1, 25)[None]
@@ -28,13 +28,8 @@ FULL = StreamingConfig(residency="full_stream", n_staging_slots=3)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
-    )  # fmt: skip
     home = tmp_path_factory.mktemp("awq")
-    write_checkpoint(home, transformers.LlamaForCausalLM(config).eval(), 32)
+    write_checkpoint(home, tiny_llama(), 32)
     return home
 
 

@@ -9,32 +9,14 @@ import os
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
 from kvclient.hf.streaming.model import streams_of
-from tests.hf.awq_checkpoint import write_checkpoint
 
 PROMPT = torch.arange(1, 25)[None]
 RESIDENCIES = ("full_resident", "partial_resident", "ffn_only_stream", "full_stream")
-
-
-@pytest.fixture(scope="module", params=["awq", "plain"])
-def home(request, tmp_path_factory):
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    home = tmp_path_factory.mktemp(request.param)
-    if request.param == "awq":
-        write_checkpoint(home, model, 32)
-    else:
-        model.save_pretrained(home)
-    return home
 
 
 def opened(home, residency="full_stream", **more):

@@ -6,24 +6,18 @@ padding on the left, answers that are cancelled or whose listener raises in the 
 
 import pytest
 import torch
-import transformers
 
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 from kvclient.hf.streaming.model import streams_of
-from tests.hf.awq_checkpoint import write_checkpoint
+from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
-    )  # fmt: skip
     home = tmp_path_factory.mktemp("awq")
-    write_checkpoint(home, transformers.LlamaForCausalLM(config).eval(), 32)
+    write_checkpoint(home, tiny_llama(4), 32)
     streamed = StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream"))
     yield streamed, StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_resident"))
     streams_of(streamed).close()

@@ -26,7 +26,6 @@ from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingF
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.scheduler import Scheduler
-from tests.hf.awq_checkpoint import write_checkpoint
 from tests.warm_python import run as run_warm
 
 RESIDENCIES = {
@@ -37,22 +36,6 @@ RESIDENCIES = {
     "auto": {"memory": 1 << 30},
 }
 PROMPT = torch.arange(1, 25)[None]
-
-
-@pytest.fixture(scope="module", params=["awq", "plain"])
-def home(request, tmp_path_factory):
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    home = tmp_path_factory.mktemp(request.param)
-    if request.param == "awq":
-        write_checkpoint(home, model, 32)
-    else:
-        model.save_pretrained(home)
-    return home
 
 
 def opened(home, residency, **more):

@@ -9,6 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvclient.serve.engine.sampling import Sampling
+from kvclient.serve.http.answers.chat import offered
+from kvclient.serve.http.asking import Ask
+from kvclient.serve.http.messages import MessagesRequest, as_chat
+from kvclient.serve.http.schema import ChatRequest
 from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
@@ -117,6 +122,34 @@ def test_what_is_said_in_pieces_is_the_whole(said, cuts):
         assert name == "look"
     if not calls:
         assert beside == text
+
+
+@given(SAID, st.lists(st.integers(1, 9), min_size=60, max_size=60))
+def test_of_several_calls_the_first_is_told_where_one_is_wanted(said, cuts):
+    text, one_call, at, told = "".join(said), SpokenCalls({"look"}, 1), 0, []
+    for cut in cuts:
+        told += one_call.add(text[at : at + cut])
+        at += cut
+    told += one_call.add(text[at:], ended=True)
+    beside, calls = calls_in(text, {"look"})
+    first = [[c["function"]["name"], c["function"]["arguments"]] for c in calls[:1]]
+    assert together(told) == (beside, first)
+    told_beside, told_calls = calls_in(text, {"look"}, 1)
+    assert told_beside == beside
+    assert [[c["function"]["name"], c["function"]["arguments"]] for c in told_calls] == first
+
+
+def test_a_request_for_one_call_is_one():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    plain = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    for wanted, most in ((None, None), (True, None), (False, 1)):
+        request = ChatRequest(**plain, parallel_tool_calls=wanted)
+        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most)
+    turn = [{"role": "user", "content": "x"}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    asked = {"messages": turn, "max_tokens": 1, "tools": [{"name": "look", "input_schema": {}}]}
+    assert as_chat(MessagesRequest(**asked, tool_choice=choice), False).parallel_tool_calls is False
+    assert as_chat(MessagesRequest(**asked), False).parallel_tool_calls is None
 
 
 def test_two_calls_are_told_while_they_are_said():

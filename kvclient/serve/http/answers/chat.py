@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from kvclient.serve.engine.job import Done, Token
 from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.http.answers.run import Choice, Run, head, new_id
 from kvclient.serve.http.asking import Ask
 from kvclient.serve.http.reasoning import Reasoning, parted
+from kvclient.serve.http.schema import ChatRequest
 from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 
 
@@ -36,7 +37,7 @@ def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
         calls = forced_call(text)
         text = "" if calls else text
     elif choice.ask.tools:
-        text, calls = calls_in(text, offered(choice.ask))
+        text, calls = calls_in(text, *offered(choice.ask))
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if thought is not None:
         message["reasoning_content"] = thought
@@ -80,7 +81,7 @@ def listeners(ask: Ask) -> tuple[Reasoning | None, ForcedCall | SpokenCalls | No
     thinking = None if ask.reasoning is None else Reasoning(ask.reasoning)
     if ask.forced_tool:
         return thinking, ForcedCall()
-    return thinking, SpokenCalls(offered(ask)) if ask.tools else None
+    return thinking, SpokenCalls(*offered(ask)) if ask.tools else None
 
 
 def deltas(
@@ -100,9 +101,11 @@ def deltas(
     return out or ([{"content": ""}] if always else [])
 
 
-def offered(ask: Ask) -> set[str]:
-    """The names of its tools."""
-    return {tool.function.name for tool in ask.request.tools}  # type: ignore[attr-defined]
+def offered(ask: Ask) -> tuple[set[str], int | None]:
+    """The names of its tools, and how many calls an answer may have; None: any number."""
+    asked = cast(ChatRequest, ask.request)  # no other has tools
+    most = 1 if asked.parallel_tool_calls is False else None
+    return {tool.function.name for tool in asked.tools}, most
 
 
 def wants_usage(run: Run) -> bool:

@@ -20,7 +20,7 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 def message_whole(run: Run) -> dict[str, Any]:
     choice = run.choices[0]
-    message, _ = chat_message(choice)
+    message, finish = chat_message(choice)
     content: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
@@ -28,7 +28,7 @@ def message_whole(run: Run) -> dict[str, Any]:
         content.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         content.append(_called(call, _arguments(call["function"]["arguments"])))
-    return {**_head(run, new_id("msg")), "content": content, **_stopped(choice), "usage": _usage(run)}
+    return {**_head(run, new_id("msg")), "content": content, **_stopped(choice, finish), "usage": _usage(run)}
 
 
 async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
@@ -44,7 +44,7 @@ async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
                     yield told
     for told in blocks.closed():
         yield told
-    yield {"type": "message_delta", "delta": _stopped(choice), "usage": _usage(run)}
+    yield {"type": "message_delta", "delta": _stopped(choice, chat_message(choice)[1]), "usage": _usage(run)}
     yield {"type": "message_stop"}
 
 
@@ -102,8 +102,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _stopped(choice: Choice) -> dict[str, Any]:
-    _, finish = chat_message(choice)
+def _stopped(choice: Choice, finish: str | None) -> dict[str, Any]:
     if finish == "stop" and choice.stopped is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped}
     return {"stop_reason": REASONS[finish or "stop"], "stop_sequence": None}

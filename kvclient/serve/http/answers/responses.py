@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from kvclient.serve.engine.job import Done, Token
 from kvclient.serve.http.answers.chat import chat_message, deltas, listeners
 from kvclient.serve.http.answers.run import Run, new_id
+from kvclient.serve.http.schema import ChatRequest
 
 Item = dict[str, Any]
 
@@ -152,13 +153,13 @@ def _ended(item: Item, text: str) -> Item:
 
 
 def _body(run: Run, ident: str, status: str, items: list[Item]) -> Item:
-    usage, asked = run.usage(), run.choices[0].ask.request
+    usage, asked = run.usage(), cast(ChatRequest, run.choices[0].ask.request)
     return {
         "id": ident, "object": "response", "created_at": int(time.time()), "status": status,
         "model": run.asking.model_name, "output": items, "error": None,
-        "parallel_tool_calls": getattr(asked, "parallel_tool_calls", None) is not False,
-        "tool_choice": _named(getattr(asked, "tool_choice", "auto")),
-        "tools": [_tool(tool.function) for tool in getattr(asked, "tools", ())],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "tool_choice": _named(asked.tool_choice),
+        "tools": [_tool(tool.function) for tool in asked.tools],
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "usage": {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],

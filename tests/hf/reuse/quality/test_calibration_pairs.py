@@ -14,28 +14,11 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.proof import measure
 from kvclient.hf.reuse.quality import verify
-from tests.hf.zoo import build, prompt
+from tests.hf.zoo import prompt
 
 ANSWER = prompt(9, seed=7)[0].tolist()
 PAIRS = [(prompt(150, seed=seed)[0].tolist(), ANSWER) for seed in (1, 2)]
 WAYS = 6  # prefix, selective, three of cacheblend, attention
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVCLIENT_CALIBRATION_DIR", str(tmp_path / "calibration"))
-    return tmp_path / "calibration"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture
-def kv(model, client):
-    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
-        yield kv
 
 
 def test_a_pair_is_measured_at_its_answers_positions(model, kv, monkeypatch):

@@ -23,23 +23,6 @@ from tests.hf.zoo import build, generate, prompt
 PROMPTS = [prompt(200, seed=seed)[0].tolist() for seed in (1, 2)]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVCLIENT_CALIBRATION_DIR", str(tmp_path / "calibration"))
-    return tmp_path / "calibration"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture
-def kv(model, client):
-    with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
-        yield kv
-
-
 def test_it_measures_every_strategy_and_leaves_the_store_alone(kv, client):
     before = (client.stats()["blocks"], kv.stats, torch.random.get_rng_state())
     measured = kv.verify(PROMPTS)
