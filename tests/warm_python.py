@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,10 @@ IMPORTED_BY_DAEMONS = ("kvstored.cli.main", "kvstored.cli.commands", "kvstored.s
 
 
 # ---------------------------------------------------------------- in the test's process
+
+
+# Of two threads at once one would hear of the other's process, or stop adopting before it is an orphan.
+_handing_over = threading.Lock()
 
 
 @cache
@@ -74,13 +79,14 @@ class WarmPython(subprocess.Popen):
         request = json.dumps(wanted).encode()
         assert len(request) <= MOST_BYTES, "a request is one message"
         files = [p2cread, c2pwrite, errwrite]
-        _adopt(True)
-        try:
-            server = _server(self.imported)
-            socket.send_fds(server, [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
-            self.pid = int(server.recv(64))
-        finally:
-            _adopt(False)
+        with _handing_over:
+            _adopt(True)
+            try:
+                server = _server(self.imported)
+                socket.send_fds(server, [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
+                self.pid = int(server.recv(64))
+            finally:
+                _adopt(False)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 

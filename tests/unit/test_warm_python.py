@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,6 +51,29 @@ def test_it_is_a_child_that_can_be_killed_and_has_imported():
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
     process.communicate()
+
+
+def test_of_many_that_start_at_once_each_is_a_child_and_the_one_that_was_asked_for():
+    def start(number):
+        program = f"import sys; print({number}, flush=True); sys.stdin.read()"
+        return WarmDaemon(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    with ThreadPoolExecutor(8) as threads:
+        processes = list(threads.map(start, range(64)))
+    parents = set()
+    for process in processes:
+        with open(f"/proc/{process.pid}/stat") as stat:
+            parents.add(int(stat.read().rsplit(")", 1)[1].split()[1]))
+    said = []
+    for number, process in enumerate(processes):
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGUSR1 if number % 2 else signal.SIGUSR2)
+        process.communicate(timeout=60)
+        said.append((line, process.returncode))
+    assert parents == {os.getpid()} and len({process.pid for process in processes}) == 64
+    assert said == [(f"{n}\n", -(signal.SIGUSR1 if n % 2 else signal.SIGUSR2)) for n in range(64)]
 
 
 def test_a_traceback_is_told():
