@@ -154,7 +154,8 @@ TEST(all_doors_of_the_store_at_once) {
     while (!stop.load()) {
       race.rig.store->tick();
       race.rig.store->stats();
-      race.rig.store->list(0, 1000, {});
+      uint32_t from = 0;
+      race.rig.store->list(from, 1000, {}, 0);
       race.rig.store->sessions();
     }
   });

@@ -339,7 +339,8 @@ TEST(gets_never_return_anothers_bytes) {
   for (uint64_t i = 0; (i < 20'000 || held < 1000) && std::chrono::steady_clock::now() < end; ++i) {
     const Granted granted = daemon.rig.create(mixed(i ^ 77) % kNumbers, 2);
     if (granted.status == Grant::Granted) {
-      const Key k = daemon.rig.store->list(granted.handle.record, 1, {})[0].key;
+      uint32_t from = granted.handle.record;
+      const Key k = daemon.rig.store->list(from, 1, {}, 0)[0].key;
       std::vector<uint64_t> words(kWords, k.words[2] + granted.handle.generation);
       daemon.rig.store->write(granted.handle, 0, {reinterpret_cast<const uint8_t*>(words.data()), kPageBytes});
       CHECK(daemon.rig.seal(granted.handle) == Done::Ok);

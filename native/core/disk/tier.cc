@@ -49,7 +49,7 @@ DiskTier::DiskTier(Store& store, Options options)
   watch(epoll_.get(), wake_.get());
   places_.reserve(options.directories.size());
   for (Directory& directory : options.directories)
-    places_.push_back({.at = {.path = directory.path}, .staging = Staging(kBuffers)});
+    places_.push_back({.at = {.path = directory.path, .files = {}, .engine = {}}, .staging = Staging(kBuffers)});
   for (size_t d = 0; d < places_.size(); ++d)
     if (options.directories[d].files) take_directory(places_[d], std::move(options.directories[d]));
   queues_.resize(places_.size());
