@@ -22,7 +22,9 @@ from bench.quality.texts import SEED, Text
 KINDS = ("in context", "alone", "swapped")
 QUESTIONS = 3
 QUESTION, ANSWER = 20, 32  # tokens
-SIZES = {"in context": (250, 500), "alone": (250, 500), "swapped": (250, 450)}  # of a document
+# Of a document. Moved ones are of the length that reuse is for; two that are swapped make a prompt as long.
+SIZES = {"in context": (800, 1200), "alone": (800, 1200), "swapped": (250, 450)}
+SHORT = (250, 500)  # for moved ones: at this length what stands around them is a fifth of the prompt
 WEIGHTS = {"code": 4, "manual": 4, "licence": 2}
 
 Encode = Callable[[str], list[int]]
@@ -42,13 +44,14 @@ class Case:
         return f"{self.kind} {self.number}"
 
 
-def draw(kind: str, number: int, texts: list[Text], encode: Encode, seed: int = SEED) -> Case:
-    """encode: text to token ids. Deterministic."""
-    chance = random.Random(f"{seed} {kind} {number}")
+def draw(kind: str, number: int, texts: list[Text], encode: Encode, short: bool = False) -> Case:
+    """encode: text to token ids. short: moved documents of SHORT tokens. Deterministic."""
+    sizes = SHORT if short and kind != "swapped" else SIZES[kind]
+    chance = random.Random(f"{SEED} {kind} {number}")
     picked = _pick(chance, texts, 3 if kind == "swapped" else 2)
     around = encode(picked[-1].text[:4000])
     wholes = [encode(text.text) for text in picked[:-1]]
-    parts = [_stretch(chance, whole, chance.randint(*SIZES[kind])) for whole in wholes]
+    parts = [_stretch(chance, whole, chance.randint(*sizes)) for whole in wholes]
     before = around[150 : 150 + chance.randint(1, 127)]
     body, behind = parts[0]
     follows = [behind, parts[-1][1] if kind == "swapped" else _elsewhere(chance, wholes[0])]

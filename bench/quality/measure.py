@@ -24,13 +24,7 @@ POOL = 1 << 30
 class Subject:
     """The model, attached, with a store of its own for every case."""
 
-    def __init__(self, dtype: str, max_kl: float) -> None:
-        import sys
-
-        from bench.reuse_ttft import ROOT
-
-        sys.path[:0] = [str(ROOT / "examples")]
-        import model as example_model
+    def __init__(self, dtype: str, max_kl: float | None, model: str = "smollm2") -> None:
         import torch
         import transformers
 
@@ -39,12 +33,12 @@ class Subject:
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        home = example_model.ensure()
+        home = _home(model)
         self.torch, self.cache_type = torch, transformers.DynamicCache
         self.encode = transformers.AutoTokenizer.from_pretrained(home).encode
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(home, dtype=getattr(torch, dtype)).eval()
-        self.repair, self.dtype = kvclient.hf.Repair(max_kl=max_kl), dtype
+        self.repair, self.dtype, self.name = kvclient.hf.Repair(max_kl=max_kl), dtype, model
 
     def rows(self, case: Case) -> Iterator[dict[str, Any]]:
         """One for each question."""
@@ -110,12 +104,31 @@ class Subject:
         return out, time.process_time() - began
 
 
+def _home(model: str) -> Path:
+    """The directory of its weights, fetched first if it is not there."""
+    if model == "gemma3":
+        from bench.gemma3 import ensure
+
+        return ensure()
+    import sys
+
+    from bench.reuse_ttft import ROOT
+
+    sys.path[:0] = [str(ROOT / "examples")]
+    import model as example_model
+
+    return Path(example_model.ensure())
+
+
 def measured(
-    subject: Subject, texts: list[Text], counts: dict[str, int], path: Path, max_kl: float,
+    subject: Subject, texts: list[Text], counts: dict[str, int], path: Path, short: bool,
     progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """All rows of so many cases of each kind, those of the file first."""
-    head = {"seed": SEED, "digest": digest(texts), "dtype": subject.dtype, "max_kl": max_kl}
+    head = {
+        "seed": SEED, "digest": digest(texts), "model": subject.name, "dtype": subject.dtype,
+        "max_kl": subject.repair.max_kl, "short": short,
+    }  # fmt: skip
     rows = _read(path, head)
     done = {row["case"] for row in rows}
     every = [(kind, n) for n in range(max(counts.values())) for kind in KINDS if n < counts[kind]]
@@ -123,7 +136,7 @@ def measured(
         if not rows and not path.stat().st_size:
             print(json.dumps(head), file=file, flush=True)
         for at, (kind, number) in enumerate(every):
-            case = draw(kind, number, texts, subject.encode)
+            case = draw(kind, number, texts, subject.encode, short)
             if case.key in done:
                 continue
             new = list(subject.rows(case))

@@ -8,6 +8,7 @@ goes by kvclient.hf.attachment.running, and none after detach() has begun.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salt_of
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
+from kvclient.checks import check_real
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attachment import decode_graph, hooks, running
@@ -211,15 +213,21 @@ class Attachment(Scoped):
         return measure.verify(self, self._attached_model(), prompts, progress)
 
     def calibrate(
-        self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> Verification:
+        self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None, *,
+        max_kl: float | None = None,
+    ) -> Verification:  # fmt: skip
         """Measures approximate reuse, and switches it on, here and for later attachments of this model on
         this machine, with the least repair that passes; without one off, unless attach() was told a repair.
         Arguments are verify()'s; on a terminal it counts its steps. Interrupted and called again, with the
-        same prompts, it goes on where it was.
+        same prompts, it goes on where it was. max_kl, nats: measures that promise, and switches "auto" on
+        with the least caution that keeps it on these prompts: their mean is at most max_kl, and 2 % of them
+        have more than twice that. Attachments with repair="auto" take that caution over.
         """
+        model = self._attached_model()
+        if max_kl is not None:
+            check_real("max_kl", max_kl, 0, math.inf)
         with self.coded(self._model_state.codec or AS_COMPUTED):
-            verification, passed = measure.calibrate(self, self._attached_model(), prompts, progress)
+            verification, passed = measure.calibrate(self, model, prompts, progress, max_kl)
         self._model_state.calibrated(passed)
         return verification
 

@@ -65,7 +65,9 @@ class ModelState:
             salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
         served_models = ServedModels(self._client, kv, form, dimensions, most)
-        repair = calibration.load(served_models.unsalted) if self._wanted == CALIBRATED else self._wanted
+        repair, unsalted = self._wanted, served_models.unsalted
+        repair = calibration.load(unsalted) if repair == CALIBRATED else repair
+        repair = calibration.cautious(repair, unsalted) if isinstance(repair, Repair) else repair
         non_prefix = examine_non_prefix(model, kv, repair) if isinstance(repair, Repair) else None
         served = served_models.of(self.codec, non_prefix)
         # All at once and last: whatever was raised until here, the next call examines again.

@@ -266,9 +266,12 @@ class Engine:
         """
         return self.kv.verify(self._questions(prompts))
 
-    def calibrate(self, prompts: Sequence[Any] | None = None) -> Verification:
+    def calibrate(
+        self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None,
+        max_kl: float | None = None,
+    ) -> Verification:
         """Switches approximate reuse on if it stays near enough; see Attachment.calibrate."""
-        return self.kv.calibrate(self._questions(prompts))
+        return self.kv.calibrate(self._questions(prompts), progress, max_kl=max_kl)
 
     def _questions(self, prompts: Sequence[Any] | None) -> list[Any] | None:
         def tokens(prompt: Any) -> Any:

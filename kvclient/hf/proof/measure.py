@@ -24,8 +24,15 @@ from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.quality import calibration
-from kvclient.hf.reuse.quality.partial import Progress, partial_of, shown
-from kvclient.hf.reuse.quality.verify import Question, Verification, block_tokens_for, own_text, question_of
+from kvclient.hf.reuse.quality.partial import Partial, Progress, partial_of, shown
+from kvclient.hf.reuse.quality.verify import (
+    Outcome,
+    Question,
+    Verification,
+    block_tokens_for,
+    own_text,
+    question_of,
+)
 from kvclient.hf.reuse.quality.verify import verify as measure
 from kvclient.hf.reuse.repair import Repair
 
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("none", "selective", "cacheblend", "attention")
 RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective", before "attention": the cheapest first
+CAUTIONS = (1, 2, 4, 8, 16)  # of a promise, tried until one keeps it: the cheapest first
+MOST_BEYOND = 0.02  # of the prompts: may have more than twice what is promised
 ROOM = 4  # prompts' worth of blocks a trial's store has room for
 
 
@@ -57,37 +66,89 @@ def verify(
 ) -> Verification:
     """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
     kv._served(modes=False)
+    questions = _questions(model, prompts)
     try:
         non_prefix = examine_non_prefix(model, kv._model_state.kv, kv.repair or Repair())
     except Refused:
-        return _measure(kv, model, None, {}, prompts, progress)
+        return _measure(kv, model, None, {}, questions, progress)
     repairs = {name: dataclasses.replace(non_prefix.repair, method=name) for name in STRATEGIES}
-    return _measure(kv, model, non_prefix, repairs, prompts, progress)
+    return _measure(kv, model, non_prefix, repairs, questions, progress)
 
 
 def calibrate(
-    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None
-) -> tuple[Verification, NonPrefixReuse | None]:
-    """(what was measured, what passed). Raises Refused if nothing but prefixes can be reused. Whatever the
-    attachment's own repair says, what is tried is what the kept file will stand for.
+    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None,
+    max_kl: float | None,
+) -> tuple[Verification, NonPrefixReuse | None]:  # fmt: skip
+    """(what was measured last, what passed). max_kl: that promise is measured, with the least caution that
+    keeps it; None: the cheapest repair without one. Raises Refused if nothing but prefixes can be reused.
+    Whatever the attachment's own repair says, what is tried is what the kept file will stand for.
     """
     kv._served(modes=False)
     non_prefix = examine_non_prefix(model, kv._model_state.kv, Repair())
-    repairs = {"selective": dataclasses.replace(non_prefix.repair, method="selective")} | {
-        f"cacheblend {ratio:.2f}": dataclasses.replace(non_prefix.repair, method="cacheblend", ratio=ratio)
+    tries = [_repairs(non_prefix.repair)] if max_kl is None else _promises(max_kl)
+    unsalted = kv._model_state.served_models.unsalted
+    questions = _questions(model, prompts)
+    facts = [questions, tries, kv.form.parameters, kv.chunker.block_tokens, kv.backend]
+    partial = partial_of(calibration.directory(), unsalted, facts)
+    steps = _Steps(progress or shown, len(questions), tries)
+    passed = None
+    for repairs in tries:
+        verification = _measure(kv, model, non_prefix, repairs, questions, steps.of_next(), max_kl, partial)
+        passed = next((name for name in repairs if _near(verification[name], max_kl)), None)
+        # Where all was computed anew, more caution changes nothing.
+        if passed is not None or not any(verification[name].found for name in repairs):
+            break
+    steps.end()
+    partial.end()
+    if passed is None:
+        _keep(functools.partial(calibration.forget, unsalted))
+        return verification, None
+    repair = repairs[passed]
+    _keep(functools.partial(calibration.save, unsalted, repair, verification[passed]))
+    return verification, dataclasses.replace(non_prefix, repair=repair)
+
+
+def _repairs(default: Repair) -> dict[str, Repair]:
+    """Without a promise: the cheapest first, tried together."""
+    repairs = {"selective": dataclasses.replace(default, method="selective")} | {
+        f"cacheblend {ratio:.2f}": dataclasses.replace(default, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
     }
     attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
-    repairs["attention"] = dataclasses.replace(non_prefix.repair, **attended)
-    unsalted = kv._model_state.served_models.unsalted
-    verification = _measure(kv, model, non_prefix, repairs, prompts, progress or shown, unsalted)
-    for name, repair in repairs.items():
-        if verification[name].passed:
-            outcome = verification[name]
-            _keep(functools.partial(calibration.save, unsalted, repair, outcome))
-            return verification, dataclasses.replace(non_prefix, repair=repair)
-    _keep(functools.partial(calibration.forget, kv._model_state.served_models.unsalted))
-    return verification, None
+    return repairs | {"attention": dataclasses.replace(default, **attended)}
+
+
+def _promises(max_kl: float) -> list[dict[str, Repair]]:
+    """One after the other, until one is kept."""
+    return [{f"auto x{caution}": Repair(max_kl=max_kl, caution=caution)} for caution in CAUTIONS]
+
+
+def _near(outcome: Outcome, max_kl: float | None) -> bool:
+    return outcome.passed and (max_kl is None or outcome.beyond <= MOST_BEYOND)
+
+
+class _Steps:
+    """Counts over several measurements, of which the last ones may not be needed."""
+
+    def __init__(self, progress: Progress, questions: int, tries: Sequence[dict[str, Repair]]) -> None:
+        self._progress, self._tries = progress, iter(tries)
+        self._counts = {id(repairs): questions * (1 + len(repairs)) for repairs in tries}
+        self._total, self._done, self._before = sum(self._counts.values()), 0, 0
+
+    def of_next(self) -> Progress:
+        """What the next measurement calls."""
+        before, self._before = self._before, self._before + self._counts[id(next(self._tries))]
+
+        def step(done: int, _total: int) -> None:
+            self._done = before + done
+            self._progress(self._done, self._total)
+
+        return step
+
+    def end(self) -> None:
+        """The steps that were not needed are done."""
+        if self._done < self._total:
+            self._progress(self._total, self._total)
 
 
 def _keep(write: Callable[[], object]) -> None:
@@ -97,20 +158,22 @@ def _keep(write: Callable[[], object]) -> None:
         warnings.warn(f"what calibration found holds here only, it cannot be kept: {error}", stacklevel=4)
 
 
+def _questions(model: torch.nn.Module, prompts: Sequence[Any] | None) -> list[Question]:
+    with evaluating(model):
+        return [question_of(prompt) for prompt in (own_text(model) if prompts is None else prompts)]
+
+
 def _measure(
     kv: Attachment, model: torch.nn.Module, non_prefix: NonPrefixReuse | None, repairs: dict[str, Repair],
-    prompts: Sequence[Any] | None, progress: Progress | None, kept_under: bytes | None = None,
+    questions: Sequence[Question], progress: Progress | None, max_kl: float | None = None,
+    partial: Partial | None = None,
 ) -> Verification:  # fmt: skip
-    """kept_under: the identity under which what was found so far is kept; None: nowhere."""
     with evaluating(model):
         codec = kv.form.codec
         codec = AS_COMPUTED if codec is None else codec.name
-        questions = [question_of(prompt) for prompt in (own_text(model) if prompts is None else prompts)]
-        facts = [questions, repairs, codec, kv.chunker.block_tokens, kv.backend]
-        place = calibration.directory()
-        partial = None if kept_under is None else partial_of(place, kept_under, facts)
         trial = functools.partial(_trial, kv, non_prefix, questions)
-        return measure(model, trial, repairs, questions, codec, partial=partial, progress=progress)
+        told = {"max_mean_kl": max_kl, "partial": partial, "progress": progress}
+        return measure(model, trial, repairs, questions, codec, **told)
 
 
 def _trial(

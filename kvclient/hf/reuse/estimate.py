@@ -35,10 +35,10 @@ SECOND_SHARE, MOST_MOVED = 0.6, 2.4
 
 
 class Gauge:
-    """Of one prompt. rows: of its end, so many, are compared."""
+    """Of one prompt. rows: of its end, so many, are compared. caution: times what is estimated."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, caution: float = 1.0) -> None:
+        self.rows, self._caution = rows, caution
         self._before: torch.Tensor | None = None  # [rows, vocabulary], log-probabilities
         self._now: torch.Tensor | None = None
         self._moved: list[float] = []  # by each pass but the first
@@ -49,7 +49,7 @@ class Gauge:
         if not repair.promises or repair.computes_all:
             return None
         last = segments[-1]
-        return cls(min(MOST_ROWS, length - last.stop + min(repair.recency_tokens, len(last))))
+        return cls(min(MOST_ROWS, length - last.stop + min(repair.recency_tokens, len(last))), repair.caution)
 
     def passed(self) -> None:
         """A pass has ended, whose logits were seen; without any, or of few rows, nothing can be said."""
@@ -64,11 +64,11 @@ class Gauge:
     def left(self, asked: bool) -> float:
         """KL of the answer, in nats, that the first pass of repair leaves. asked: whether the question chose
         what it computed."""
-        return (LEFT if asked else LEFT_UNASKED) * self._moved[0]
+        return self._caution * (LEFT if asked else LEFT_UNASKED) * self._moved[0]
 
     def left_by_second(self) -> float:
         """The same, of the pass that computes SECOND_SHARE; before it as behind it."""
-        return self._moved[0] / MOST_MOVED
+        return self._caution * self._moved[0] / MOST_MOVED
 
     @contextlib.contextmanager
     def reading(self, model: torch.nn.Module) -> Iterator[Gauge]:

@@ -32,6 +32,7 @@ from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
 
 DEEP = 20  # layers
+MOST_CAUTION = 1e6
 METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 
 
@@ -41,6 +42,7 @@ class Repair:
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
     attended_ratio: float = 0.18  # of the approximate tokens (attention)
     max_kl: float | None = 5e-3  # nats, mean over answers: what is promised (auto). None: nothing is
+    caution: float = 1.0  # times the estimate: what calibrate(max_kl=) found that this model needs (auto)
     behind_tokens: int = 256  # before a chunk, inexact: worth asking the question (auto without max_kl)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
@@ -58,6 +60,7 @@ class Repair:
             check_real(name, getattr(self, name), 0, 1)
         if self.max_kl is not None:
             check_real("max_kl", self.max_kl, 0, math.inf)
+        check_real("caution", self.caution, 1, MOST_CAUTION)
         if self.check_layer is not None:
             check_bounds("check_layer", self.check_layer, 0, MAX_LAYERS)
         for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):

@@ -4,13 +4,16 @@ Owns the file: one per reuse identity without its salt, `calibration/<64 hex>.js
 does). Invariant: a file that is damaged, of another version or of another identity counts as none, so
 approximate reuse stays off.
 
-    {"version": 2, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "mean_kl": 2e-3, "top1": 0.98}
+    {"version": 3, "identity": "<hex>", "method": "cacheblend", "ratio": 0.05, "max_kl": 5e-3, "caution": 1.0,
+     "mean_kl": 2e-3, "top1": 0.98}
 
-Of what was measured all else is Repair's default: raise the version when one of those changes.
+Of what was measured all else is Repair's default: raise the version when one of those changes, or what is
+estimated (kvclient.hf.reuse.estimate).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -19,7 +22,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.reuse.quality.verify import Outcome
 from kvclient.hf.reuse.repair import Repair
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 4096
 
 
@@ -38,9 +41,18 @@ def load(identity: bytes) -> Repair | None:
             kept = json.loads(file.read(MAX_BYTES))
         if kept["version"] != VERSION or kept["identity"] != identity.hex():
             return None
-        return Repair(str(kept["method"]), ratio=float(kept["ratio"]))
+        max_kl, caution = float(kept["max_kl"]), float(kept["caution"])
+        return Repair(str(kept["method"]), ratio=float(kept["ratio"]), max_kl=max_kl, caution=caution)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidArgument):
         return None
+
+
+def cautious(wanted: Repair, identity: bytes) -> Repair:
+    """A repair that somebody asked for, with the caution that this model was found to need for a promise."""
+    found = load(identity) if wanted.promises else None
+    if found is None or not found.promises:
+        return wanted
+    return dataclasses.replace(wanted, caution=max(wanted.caution, found.caution))
 
 
 def save(identity: bytes, repair: Repair, outcome: Outcome) -> Path:
@@ -52,6 +64,8 @@ def save(identity: bytes, repair: Repair, outcome: Outcome) -> Path:
         "identity": identity.hex(),
         "method": repair.method,
         "ratio": repair.ratio,
+        "max_kl": repair.max_kl,
+        "caution": repair.caution,
         "mean_kl": outcome.mean_kl,
         "top1": outcome.top1,
     }

@@ -48,6 +48,7 @@ class Outcome:
     ttft_s: float  # mean, as the caller felt it
     cold_ttft_s: float
     limit: float  # of mean_kl
+    beyond: float = 0.0  # share of the prompts whose own mean is more than twice that
 
     @property
     def passed(self) -> bool:
@@ -102,6 +103,7 @@ class _Seen:
             float(torch.cat(self.same).float().mean()),
             min((int(where[0]) for where in diverged if len(where)), default=None),
             mean(self.ttft_s), mean(self.cold_s), limit,
+            mean(float(answer.mean() > 2 * limit) for answer in self.kl),
         )  # fmt: skip
 
 
@@ -136,10 +138,12 @@ def question_of(prompt: Any) -> Question:
 
 def verify(
     model: torch.nn.Module, trial: Trial, repairs: dict[str, Repair], questions: Sequence[Question],
-    codec: str = "none", *, partial: Partial | None = None, progress: Progress | None = None,
+    codec: str = "none", *, max_mean_kl: float | None = None, partial: Partial | None = None,
+    progress: Progress | None = None,
 ) -> Verification:  # fmt: skip
-    """Measures prefix reuse and each of the repairs. partial: what an interrupted measurement had found.
-    Raises InvalidArgument without a question.
+    """Measures prefix reuse and each of the repairs. max_mean_kl: of the repairs, in nats; None:
+    MAX_MEAN_KL. partial: what an interrupted measurement had found; its owner ends it. Raises
+    InvalidArgument without a question.
     """
     if not questions:
         raise InvalidArgument(f"there must be a prompt to measure with, of {MIN_TOKENS} tokens at least")
@@ -158,8 +162,8 @@ def verify(
             if progress is not None:
                 progress(number * len(ways) + way + 1, len(questions) * len(ways))
     exact = max(MAX_EXACT_KL.get(model.dtype, MAX_EXACT_KL[torch.bfloat16]), MAX_CODEC_KL[codec])
-    limits = {name: exact if name == PREFIX else MAX_MEAN_KL for name in seen}
-    partial.end()
+    most = MAX_MEAN_KL if max_mean_kl is None else max_mean_kl
+    limits = {name: exact if name == PREFIX else most for name in seen}
     return Verification(tuple(sums.outcome(name, codec, limits[name]) for name, sums in seen.items()))
 
 
