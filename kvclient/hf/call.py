@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import DUMMIES, NAMES, STATES
+from kvclient.hf.release import DUMMIES, INDEXED, NAMES, STATES
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
@@ -38,8 +38,9 @@ HARMLESS = frozenset(
     }
 )
 
-REPLACED = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache that the store's take the place of
-BESIDE = (*STATES, *DUMMIES)  # …or that stay, with K and V, if any, in the store's
+# Layers of a cache that the store's take the place of…
+REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, *INDEXED)
+BESIDE = (*STATES, *DUMMIES)  # …or that stay, with K and V, if any, in the store's.
 
 
 class Bypassed(Exception):
@@ -75,10 +76,14 @@ class Prompt:
         """Of each row, the columns of padding at its left."""
         return [pad for _, pad in sorted((row, group.pad) for group in self.groups for row in group.rows)]
 
-    def check(self, config: Any, states: bool, padded: bool) -> None:
+    def check(self, config: Any, states: bool, padded: bool, most_tokens: int = 0) -> None:
         """Raises Bypassed where a model is not served with such rows or such a call. states: it has recurrent
-        layers. padded: the self-test found rows with padding right.
+        layers. padded: the self-test found rows with padding right. most_tokens: it is served up to this
+        length only; 0: up to any.
         """
+        if most_tokens and not (isinstance(config.max_length, int) and config.max_length <= most_tokens):
+            what = f"max_length={config.max_length} of {most_tokens}, behind which its cache drops tokens"
+            raise Bypassed("window", what)
         if (states or not padded) and any(group.pad for group in self.groups):
             why = "its recurrent layers" if states else "the self-test found it wrong with this model"
             raise Bypassed("padding", why)

@@ -24,8 +24,17 @@ CACHE = next(
 # Layers with a state, alone or beside K and V. Older releases keep states in caches of each model's own.
 STATES: tuple[type, ...] = tuple(
     getattr(cache_utils, name)
-    for name in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
     if hasattr(cache_utils, name) and hasattr(cache_utils, "LinearAttentionCacheLayerMixin")
+)
+BOTH: Any = STATES[1] if len(STATES) > 1 else object  # a state beside K and V
+# Layers with the keys of an indexer beside K and V.
+INDEXED: tuple[type, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DynamicIndexedLayer",) if hasattr(cache_utils, name)
 )
 # Layers that keep nothing: they read another's K and V, or have no attention.
 DUMMIES: tuple[type, ...] = tuple(

@@ -22,7 +22,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import kvclient
 import kvclient.hf
 from tests.hf.census_sizes import LACKING, SIZES
-from tests.hf.zoo import LATENT, MOVED, RECURRENT, REFUSED, SERVED, VOCAB, WINDOWED, build, generate, prompt
+from tests.hf.zoo import (
+    INDEXED,
+    LATENT,
+    MOVED,
+    RECURRENT,
+    REFUSED,
+    SERVED,
+    VOCAB,
+    WINDOWED,
+    build,
+    generate,
+    prompt,
+)
 
 BLOCK, NEW = 8, 12
 # Around the borders of blocks, of states, and of the zoo's windows of 16.
@@ -47,7 +59,7 @@ def known_types() -> list[str]:
 def zoo() -> dict[str, str]:
     """The zoo's models by the name of their class: where there are several, the first."""
     out: dict[str, str] = {}
-    every = {**SERVED, **LATENT, **WINDOWED, **RECURRENT, **MOVED, **REFUSED}
+    every = {**SERVED, **LATENT, **INDEXED, **WINDOWED, **RECURRENT, **MOVED, **REFUSED}
     for name, (_, model_name, *_) in every.items():
         out.setdefault(model_name, name)
     return out
@@ -133,6 +145,7 @@ def what(model) -> str:
         words.append("latent" if kv.latent else "all tokens")
     windows = sorted({group.window for group in kv.groups if group.window})
     words += [f"windows of {', '.join(map(str, windows))}"] if windows else []
+    words += ["indexer keys"] if kv.indexed else []
     words += ["states"] if kv.states else []
     return " and ".join(words) or "other shapes"
 

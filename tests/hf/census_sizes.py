@@ -13,7 +13,7 @@ MLA = dict(
     num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
     v_head_dim=16, head_dim=8,
 )  # fmt: skip
-INDEXED = dict(index_topk=64, index_head_dim=16, index_n_heads=2, **MLA)
+INDEXED = dict(index_topk=8, index_head_dim=16, index_n_heads=8, **MLA)
 DECODER = dict(
     encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=64, decoder_ffn_dim=64, is_decoder=True, init_std=0.15, dropout=0.0,
@@ -81,6 +81,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "helium": dict(head_dim=12),
     "hunyuan_v1_dense": dict(head_dim=12),
     "hunyuan_v1_moe": dict(head_dim=12, moe_topk=2),
+    "inkling_text": dict(sliding_window=16),
+    "inkling2_text": dict(sliding_window=16),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1, conv_L_cache=3),
     "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"],
                  head_dim=16, sliding_window=16),
@@ -89,6 +91,7 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
     "marian": DECODER,
     "mbart": DECODER,
+    "moshi": dict(ffn_dim=64, head_dim=12),
     "mvp": DECODER,
     "pegasus": DECODER,
     "plbart": DECODER,

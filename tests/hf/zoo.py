@@ -93,6 +93,19 @@ LATENT = {
     "youtu": ("YoutuConfig", "YoutuForCausalLM", _MLA),
 }  # fmt: skip
 
+# Latent attention to what an indexer chooses, by keys of its own. The eight heads leave few ties to choose among.
+_INDEXED = dict(
+    n_routed_experts=4, n_group=1, topk_group=1, moe_intermediate_size=32, num_experts_per_tok=2,
+    mlp_layer_types=["dense", "sparse", "sparse"], index_topk=8, index_head_dim=16, index_n_heads=8,
+    **_MLA | dict(head_dim=8),
+)  # fmt: skip
+INDEXED = {
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _INDEXED),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _INDEXED | dict(indexer_types=["full", "shared", "full"]),
+    ),
+}  # fmt: skip
+
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {
     "gpt2": "learned", "opt": "learned",
@@ -190,6 +203,16 @@ RECURRENT = {
         "KimiLinearConfig", "KimiLinearForCausalLM",
         dict(layer_types=_LINEAR, linear_head_dim=16, linear_num_heads=2, **_MLA),
     ),
+    "minimax": (
+        "MiniMaxConfig", "MiniMaxForCausalLM",
+        # All its experts: of some, rounding was seen to choose another.
+        dict(head_dim=16, block_size=16, num_local_experts=2, num_experts_per_tok=2,
+             layer_types=["full_attention", "linear_attention", "full_attention"]),
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM",
+        dict(lru_width=48, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]),
+    ),
     "qwen3_5": (
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM",
         dict(head_dim=16, layer_types=_LINEAR, linear_num_key_heads=2, linear_num_value_heads=2,
@@ -199,11 +222,6 @@ RECURRENT = {
 
 # name -> (…, a word of the reason)
 REFUSED = {
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM",
-        dict(lru_width=48, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]),
-        "does not fill the cache",
-    ),
     "llama_dynamic": (
         "LlamaConfig", "LlamaForCausalLM",
         dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), "dynamic",
@@ -219,7 +237,7 @@ def build(
     layers: int = 3,
 ):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
-    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **WINDOWED, **RECURRENT, **REFUSED}[name]
+    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     if name == "granite_attention" and not hasattr(transformers.DynamicCache, "has_previous_state"):

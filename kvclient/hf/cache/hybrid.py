@@ -11,12 +11,22 @@ from typing import Any
 import torch
 
 from kvclient.hf.cache.layer import StoreLayer
-from kvclient.hf.release import STATES
-
-BOTH: Any = STATES[1] if len(STATES) > 1 else object
+from kvclient.hf.release import BOTH, STATES
 
 
 class HybridLayer(StoreLayer, BOTH):
+    def of_states(self, count: int) -> HybridLayer:
+        """Itself, with room for so many states."""
+        for index in range(self.number_of_states, count):
+            for kept in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
+                kept[index] = None
+            for known in (
+                self.is_conv_states_initialized, self.is_recurrent_states_initialized, self.has_previous_state
+            ):  # fmt: skip
+                known[index] = False
+        self.number_of_states = max(count, self.number_of_states)
+        return self
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         BOTH.lazy_initialization(self, *args, **kwargs)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import DUMMIES, STATES
+from kvclient.hf.release import DUMMIES, INDEXED, STATES
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
 GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
@@ -309,7 +309,8 @@ def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
     foreign = [
         type(layer).__name__
         for layer in cache.layers
-        if not isinstance(layer, StoreLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+        if not isinstance(layer, StoreLayer)
+        and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *INDEXED)
     ]
     assert not foreign, f"attach() should have refused a cache with {foreign}"
     cache.layers[:] = layers

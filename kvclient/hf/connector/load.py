@@ -195,12 +195,12 @@ class PrefixMatch:
 class PrefixSource:
     """Source of the first `columns` columns of every row."""
 
-    def __init__(
-        self, found: list[PrefixMatch], columns: int, layers: int, stall_s: float, clock: Clock
-    ) -> None:
-        """layers: of the model, at most; the last that keeps K and V is asked for last."""
+    def __init__(self, found: list[PrefixMatch], columns: int, stall_s: float, clock: Clock) -> None:
         self.found, self.columns = found, columns
-        self._last = max((layer for layer in range(layers) if self._keeps(layer)), default=layers - 1)
+        of = found[0]
+        whole = range(of.form.layers) if of.form.of is None else of.form.of
+        self._kept = {*whole, *(layer for group in of.groups for layer in group.stored.group.layers)}
+        self._absent = set(self._kept)  # that were not asked for yet
         self._stall_s, self._clock = stall_s, clock
 
     @property
@@ -231,7 +231,7 @@ class PrefixSource:
             return total
 
         grouped = any(found.groups for found in self.found)
-        return max(range(self._last + 1), key=size) if grouped else 0
+        return max(sorted(self._kept), key=size) if grouped else 0
 
     @property
     def tokens(self) -> int:
@@ -309,9 +309,6 @@ class PrefixSource:
                 out.append(part)
         return out
 
-    def _keeps(self, layer: int) -> bool:
-        return any(prefix.form.place(layer) is not None or prefix.group_of(layer) for prefix in self.found)
-
     def _first(self, found: PrefixMatch, layer: int) -> int:
         """The first column of these rows that is loaded for this layer."""
         pad = min(found.group.pad, self.columns)
@@ -327,7 +324,8 @@ class PrefixSource:
             self._wait(found, found.form, layer)
 
     def _loaded(self, layer: int) -> None:
-        if layer == self._last:
+        self._absent.discard(layer)
+        if not self._absent:
             self._finish()
 
     def _wait(self, found: PrefixMatch | GroupMatch, form: BlockFormat, layer: int) -> None:

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
-from kvclient.hf.release import passing
+from kvclient.hf.model.own_caches import empty_cache
+from kvclient.hf.release import BOTH, passing
 
 BEHIND = 7  # tokens behind a window in the proof
 LOUD = 30.0  # V of the tokens that must not be seen
@@ -28,7 +29,7 @@ class LayerGroup:
     theirs sees, itself included, or how many a chunk has; 0: all.
     """
 
-    layers: tuple[int, ...]  # of the model
+    layers: tuple[int, ...]  # of the model, or what is kept beside them (kvclient.hf.cache.indexed)
     heads: int
     head_dim: int  # of K and of V; where they are of different widths, of both together
     key_dim: int = 0  # of K, where V is of another width; 0: it is not
@@ -42,7 +43,7 @@ class LayerGroup:
         return token // self.window * self.window if self.chunked else max(0, token - self.window + 1)
 
 
-def windows_of(config: Any, layers: int) -> list[tuple[int, bool]]:
+def windows_of(config: Any) -> list[tuple[int, bool]]:
     """Per layer its window, 0 for none, and whether it is one of chunks, as transformers' cache has it."""
     made = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or [""] * len(made)
@@ -52,14 +53,16 @@ def windows_of(config: Any, layers: int) -> list[tuple[int, bool]]:
     for layer, kind in zip(made, kinds, strict=True):
         window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0
         out.append((window, bool(window) and (kind == "chunked_attention" or (not kind and chunks))))
-    return out if len(out) == layers else [(0, False)] * layers
+    return out
 
 
 class _Past(DynamicLayer):
     """A layer with a past that is made when it is asked for: K is 0, V is LOUD up to a token and 0 behind."""
 
-    def __init__(self, group: LayerGroup, length: int, loud: int, like: torch.Tensor) -> None:
-        super().__init__()
+    def __init__(
+        self, group: LayerGroup, length: int, loud: int, like: torch.Tensor, **of_states: int
+    ) -> None:
+        super().__init__(**of_states)
         value_dim = group.head_dim - group.key_dim
         self._widths = (group.key_dim or value_dim, value_dim)
         self._heads, self._length, self._loud, self._like = group.heads, length, loud, like
@@ -70,8 +73,15 @@ class _Past(DynamicLayer):
         values[:, :, : self._loud] = LOUD
         return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
 
+    def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._like.new_zeros((1, self._length, keys.shape[-1])), keys], 1)
+
     def get_seq_length(self) -> int:
         return self._length
+
+
+class _PastBesideState(_Past, BOTH):
+    """The same of a layer with states, of which there are none yet."""
 
 
 @torch.no_grad()
@@ -81,17 +91,19 @@ def sees_only_windows(model: torch.nn.Module, groups: Sequence[LayerGroup], dtyp
     layers = {index: group for group in groups for index in group.layers}
     past = max(group.window for group in groups) + BEHIND
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if sorted(layers) != list(range(len(layers))) or (isinstance(longest, int) and past >= longest):
+    if isinstance(longest, int) and past >= longest:
         return False
     ids = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     mask = torch.ones((1, past + 1), dtype=torch.int64, device=model.device)
     like = torch.empty(0, dtype=dtype, device=model.device)
     answers = []
     for loud in (False, True):
-        cache = DynamicCache()
-        cache.layers.extend(
-            _Past(group, past, loud * group.first_seen(past), like) for _, group in sorted(layers.items())
-        )
+        cache = empty_cache(model)
+        cache.reset()  # of states that lie in the model
+        for index, group in layers.items():
+            known = (group, past, loud * group.first_seen(past), like)
+            count = getattr(cache.layers[index], "number_of_states", 0)
+            cache.layers[index] = _PastBesideState(*known, number_of_states=count) if count else _Past(*known)
         forget_pending()
         try:
             with evaluating(model):

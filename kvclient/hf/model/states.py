@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import cache_utils
 
 from kvclient.hf.attention.proof import TOLERANCE, evaluating, tokens
+from kvclient.hf.model.own_caches import empty_cache
 from kvclient.hf.release import STATES, passing
 
 FIRST, MORE = 24, 9  # tokens of a pass from nothing, and behind its state
@@ -90,7 +90,7 @@ def goes_on(model: torch.nn.Module) -> dict[str, bool]:
 
 @torch.no_grad()
 def _logits(model: torch.nn.Module, passes: Sequence[torch.Tensor]) -> torch.Tensor:
-    cache = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = empty_cache(model)
     placed, start = "position_ids" in inspect.signature(type(model).forward).parameters, 0
     with evaluating(model):
         for ids in passes:  # as generate() gives them: not every model knows by itself how far it is

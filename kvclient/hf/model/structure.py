@@ -3,7 +3,8 @@
 Owns the reasons for refusal. Never trusts a configuration for shapes: it runs the model on two tokens and
 looks. What structure cannot show (a prefix that depends on what follows, positions that are not relative to
 the prompt) is the self-test's business. Invariant: what passes keeps per layer one K and one V, or a state of
-all tokens so far, or both, and nothing else; latent attention's latent counts as K and its rope key as V.
+all tokens so far, or both, and maybe the keys of an indexer, and nothing else; latent attention's latent
+counts as K and its rope key as V.
 Layers that see a window, or a chunk, are served with a cache that has a column for every token: their mask
 hides what lies outside, as it does when a prompt is computed in one pass.
 """
@@ -22,14 +23,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
+from kvclient.hf.cache.indexed import number_of
 from kvclient.hf.model.groups import LayerGroup, sees_only_windows, windows_of
+from kvclient.hf.model.own_caches import empty_cache, keeps_states
 from kvclient.hf.model.states import StateTensor, goes_on, states_in
 from kvclient.hf.model.watch import foreign_hook
-from kvclient.hf.release import DUMMIES, STATES, cache_of, passing
+from kvclient.hf.release import DUMMIES, INDEXED, STATES, cache_of, passing
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 PROBE_TOKENS = 2
+LEAST_WINDOW = 128  # of a model that is served within it only: the self-test is
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -48,6 +52,7 @@ class KVShape:
     groups: tuple[LayerGroup, ...] = ()  # the others that keep K and V
     states: tuple[StateTensor, ...] = ()
     stepwise: bool = False  # behind a state the model takes one token at a time only
+    most_tokens: int = 0  # of a call; 0: any
 
     @property
     def latent(self) -> bool:
@@ -61,7 +66,12 @@ class KVShape:
         kept = set(self.main if self.main is not None else range(self.layers))
         kept.update(layer for group in self.groups for layer in group.layers)
         kept.update(state.layer for state in self.states)
-        return len(kept) < self.layers
+        return not kept.issuperset(range(self.layers))
+
+    @property
+    def indexed(self) -> bool:
+        """Whether some layer keeps the keys of an indexer besides."""
+        return any(layer >= self.layers for group in self.groups for layer in group.layers)
 
     @property
     def plain(self) -> bool:
@@ -96,8 +106,8 @@ def check_structure(model: torch.nn.Module) -> KVShape:
             raise Refused(f"{name} has {kind} RoPE: the same token has another K in a longer prompt")
     if hook := foreign_hook(model):
         raise Refused(f"{name} has a forward hook, or a module's own forward, of unknown effect: {hook}")
-    _check_layers(name, model, config)
-    return _probe(name, model, config)
+    most = _check_layers(name, model, config)
+    return dataclasses.replace(_probe(name, model, config, bool(most)), most_tokens=most)
 
 
 def widest_window(config: Any) -> int:
@@ -117,23 +127,28 @@ def _masks_windows(model: torch.nn.Module) -> bool:
     return known and any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
 
 
-def _check_layers(name: str, model: torch.nn.Module, config: Any) -> None:
+def _check_layers(name: str, model: torch.nn.Module, config: Any) -> int:
+    """How long a call can be at most; 0: any. Raises Refused."""
+    most = 0
     try:
         kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     except (KeyError, AttributeError, TypeError) as error:
         raise Refused(f"{name} has layers that transformers has no cache for ({error!r:.100})") from error
     if (window := widest_window(config)) and not _masks_windows(model):
-        raise Refused(
-            f"{name} has sliding-window layers of {window} tokens, and no mask of transformers for "
-            "them: what it sees may hang on what its cache drops"
-        )
-    if foreign := kinds - {DynamicLayer, DynamicSlidingWindowLayer, *STATES, *DUMMIES}:
+        most = min(window for window, _ in windows_of(config) if window)  # within it, it sees all
+        if most < LEAST_WINDOW:
+            raise Refused(
+                f"{name} has sliding-window layers of {window} tokens, and no mask of transformers for "
+                "them: what it sees may hang on what its cache drops"
+            )
+    if foreign := kinds - {DynamicLayer, DynamicSlidingWindowLayer, *STATES, *DUMMIES, *INDEXED}:
         words = ", ".join(sorted(kind.__name__ for kind in foreign))
         raise Refused(f"{name} keeps more than K and V of each token, or a state ({words})")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     others = [kind for kind in others if "linear" in kind or "attention" not in kind]
     if others and not STATES:
         raise Refused(f"{name} has layers ({', '.join(others)}) with states that it keeps elsewhere")
+    return most
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -143,10 +158,11 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
-    layers = DynamicCache(config=config).layers
-    stateful = any(isinstance(layer, (*STATES, *DUMMIES)) for layer in layers)
-    cache = DynamicCache(config=config) if stateful else DynamicCache()  # every layer keeps all tokens
+def _probe(name: str, model: torch.nn.Module, config: Any, whole: bool) -> KVShape:
+    """whole: layers with windows are stored as if they had none."""
+    layers = empty_cache(model).layers
+    special = any(isinstance(layer, (*STATES, *DUMMIES, *INDEXED)) for layer in layers)
+    cache = empty_cache(model) if special else DynamicCache()  # every layer keeps all tokens
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
     try:
@@ -158,7 +174,8 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
         raise Refused(
             f"{name} does not run on {PROBE_TOKENS} tokens with a DynamicCache: {error!r:.200}"
         ) from error
-    if cache_of(out, model) is not cache or not cache.layers:
+    filled = cache if keeps_states(model) else cache_of(out, model)
+    if filled is not cache or not cache.layers:
         raise Refused(f"{name} does not fill the cache that generate() gives it")
     states = states_in(cache)
     kept = {}
@@ -167,11 +184,13 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
             kept[index] = layer
         elif not isinstance(layer, DUMMIES) and index not in {state.layer for state in states}:
             raise Refused(f"{name} has layers that fill no K and V of their own, and no state")
-    dtype = _one_dtype(name, kept)
-    windows = windows_of(config, len(cache.layers))
-    found = _groups(name, kept, windows)
+    none, windows = [(0, False)] * 2 * len(cache.layers), windows_of(config)
+    found = _groups(name, kept, none if whole or len(windows) != len(cache.layers) else windows)
+    indexers = _groups(name, _indexers(cache), none)
+    dtype = _one_dtype(name, {**kept, **_indexers(cache)})
     if any(group.window for group in found) and not sees_only_windows(model, found, dtype):
-        found = _groups(name, kept, [(0, False)] * len(cache.layers))  # stored whole
+        found = _groups(name, kept, none)  # stored whole
+    found += indexers
     shape = _shape(len(cache.layers), found, dtype, states)
     if not states:
         return shape
@@ -179,6 +198,16 @@ def _probe(name: str, model: torch.nn.Module, config: Any) -> KVShape:
     if not right["single"]:
         raise Refused(f"{name} does not go on rightly behind the state that its cache holds")
     return dataclasses.replace(shape, stepwise=not right["several"])
+
+
+def _indexers(cache: Any) -> dict[int, DynamicLayer]:
+    """The keys of indexers, as layers of one head without V."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        if (keys := getattr(layer, "indexer_keys", None)) is not None:
+            made = found[number_of(index, len(cache.layers))] = DynamicLayer()
+            made.keys, made.values = keys[:, None], keys[:, None, :, :0]
+    return found
 
 
 def _one_dtype(name: str, kept: dict[int, Any]) -> torch.dtype:

@@ -188,8 +188,9 @@ class _Trial:
         return self.model.dtype if self.model.dtype in TOLERANCE else torch.bfloat16
 
     def _first_run(self) -> tuple[torch.Tensor, Any]:
-        """Logits of A, and a cache of all its tokens; none where states, or layers that share, are none."""
-        if self.shape.states or self.shape.shares:
+        """Logits of A, and a cache of all its tokens; none where a plain
+        DynamicCache does not hold all that they are."""
+        if self.shape.states or self.shape.shares or self.shape.indexed:
             return self._generate(self.a[None])[0], None
         logits, cache = self._generate(self.a[None], **passing(DynamicCache()))
         return self._generate(self.a[None])[0] if self.window else logits, cache

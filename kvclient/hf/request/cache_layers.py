@@ -17,6 +17,7 @@ from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.cache.device import DeviceLayer, Positions
 from kvclient.hf.cache.hybrid import HybridLayer
 from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, InPlaceLayer
+from kvclient.hf.cache.indexed import IndexedLayer, number_of
 from kvclient.hf.cache.layer import Memory, Shape, StoreLayer, recycled
 from kvclient.hf.cache.page_pool import PageTable
 from kvclient.hf.cache.paged import PagedDeviceLayer, PagedLayer, leaders
@@ -78,15 +79,24 @@ class CacheBuilder:
             shape = Shape(*size)
             spare = [None] * form.layers if paged else recycled(memory, shape, form.layers)
             for index, storage in zip(form.of or range(form.layers), spare, strict=True):
-                made = HybridLayer if index in self._both else make
-                layers.append(made(index, shape, self._prefix, written, storage))
+                made = (self._kind(index) or make)(index, shape, self._prefix, written, storage)
+                layers.append(made.of_states(self._count(index)) if isinstance(made, HybridLayer) else made)
         return sorted(layers, key=lambda layer: layer.index)
 
-    @property
-    def _both(self) -> set[int]:
-        """Layers that keep K and V, and a state besides."""
+    def _count(self, layer: int) -> int:
+        """How many states a layer keeps of a kind."""
         states = self._served.states
-        return set() if states is None else {state.layer for state in states.states}
+        return 0 if states is None else 1 + max(s.index for s in states.states if s.layer == layer)
+
+    def _kind(self, layer: int) -> type[StoreLayer] | None:
+        """Of a layer that keeps something besides, or is what is kept besides; None: as all are."""
+        states, layers = self._served.states, self._served.layers
+        if states is not None and layer in {state.layer for state in states.states}:
+            return HybridLayer
+        if layer >= layers:
+            return StoreLayer
+        parts = {number for group in self._served.groups for number in group.form.of or ()}
+        return IndexedLayer if number_of(layer, layers) in parts else None
 
     def _made_in_place(self, device: torch.device, paged: bool) -> Callable[..., StoreLayer]:
         forget_pending()

@@ -69,7 +69,7 @@ class Opened(Request):
         served = self._served_model
         try:
             self._prompt = read_prompt(model, input_ids, {})
-            self._prompt.check(config, served.states is not None, self._padded)
+            self._prompt.check(config, served.states is not None, self._padded, served.most_tokens)
         except Bypassed:
             return False
         if served.grouped or served.non_prefix is not None or self._options.in_place is None:

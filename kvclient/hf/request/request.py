@@ -20,12 +20,14 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.attention.handle import forget_pending
+from kvclient.hf.cache.indexed import with_parts
 from kvclient.hf.cache.layer import Memory, StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.decoding.decode_step import Step
+from kvclient.hf.model.own_caches import empty_cache
 from kvclient.hf.model.states import restore
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claims import Claims
@@ -88,19 +90,20 @@ class Request:
         """What `run` gives for input_ids [batch, columns], over what the store has; raises what it raises."""
         try:
             self._prompt = read_prompt(model, input_ids, model_kwargs)
-            self._prompt.check(config, self._served_model.states is not None, self._padded)
+            served = self._served_model
+            self._prompt.check(config, served.states is not None, self._padded, served.most_tokens)
         except Bypassed as bypassed:
             return self._pass_by(bypassed, run)
         self.report.prompt_tokens = self._prompt.tokens
         self._note_config(config)
-        name, decoder = self._options.cache_name, model.config.get_text_config(decoder=True)
+        name = self._options.cache_name
         if model_kwargs.get(name) is None:
-            model_kwargs[name] = DynamicCache(config=decoder)
+            model_kwargs[name] = empty_cache(model)
         cache = self._cache = model_kwargs[name]
         saved = dict(model_kwargs)
         for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
             if self._served_model.grouped:
-                cache.layers[:] = DynamicCache(config=decoder).layers  # no state of a try that was given up
+                cache.layers[:] = empty_cache(model).layers  # no state of a try that was given up
             self._begin(cache, config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
@@ -259,7 +262,7 @@ class Request:
             columns = self._hit_end(columns, follow, config, read)
         self._hit = columns
         claims.loaded(columns)
-        self._prefix = PrefixSource(found, columns, served.layers, options.follow_timeout_s, self._clock)
+        self._prefix = PrefixSource(found, columns, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
             self._prefix = None
         if inside := self._segments:
@@ -323,7 +326,7 @@ class Request:
         )  # fmt: skip
         self._layers = builder.layers(config, device, self._told(), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
-        replace_layers(cache, self._layers)
+        replace_layers(cache, with_parts(self._layers, self._served_model.layers))
         states = self._served_model.states
         if states is not None and self._hit:
             rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}

@@ -41,6 +41,7 @@ class ServedModel:
     states: StoredStates | None = None
     layers: int = 0  # of the model's cache
     stepwise: bool = False  # behind a state the model takes one token at a time only
+    most_tokens: int = 0  # of a call; 0: any
 
     # Whether a prefix is of use only where other layers, or states, are found too.
     grouped: bool = field(init=False)
@@ -137,5 +138,5 @@ class ServedModels:
         states = StoredStates.of(kv.states, *of) if kv.states else None
         return ServedModel(
             reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks, groups=groups, states=states,
-            layers=kv.layers, stepwise=kv.stepwise,
+            layers=kv.layers, stepwise=kv.stepwise, most_tokens=kv.most_tokens,
         )  # fmt: skip

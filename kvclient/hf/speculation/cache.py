@@ -25,6 +25,8 @@ def unfit(model: torch.nn.Module, cache: Any) -> str | None:
     for layer in layers:
         if not isinstance(layer, DynamicLayer) or isinstance(layer, DynamicSlidingWindowLayer):
             return "cache"
+        if hasattr(layer, "update_indexer"):
+            return "cache"
     return None
 
 

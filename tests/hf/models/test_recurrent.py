@@ -22,7 +22,8 @@ BLOCK, NEW = 8, 18
 pytestmark = pytest.mark.skipif(not STATES, reason="this transformers keeps states in caches of its models")
 # So far from its pass over several tokens is transformers' own step by step, without a store, of these.
 STEPS_APART = {"zamba2": 1e-3, "nemotron_h": 1e-3}
-SOME = ("qwen3_next", "falcon_h1", "mamba", "jamba")  # states alone, beside K and V, no K and V, step by step
+# States alone, beside K and V, no K and V, step by step.
+SOME = ("qwen3_next", "falcon_h1", "mamba", "jamba")
 NAMES = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in RECURRENT]
 
 
@@ -64,7 +65,7 @@ def test_cold_warm_continued_and_parted(name, attached):
         check(model, kv, torch.cat([shared, prompt(11, seed=seed)], dim=1), reused, bound)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, "minimax", "recurrent_gemma"])
 def test_batches_and_beams(name, attached):
     model = known(name)
     kv = attached(model)

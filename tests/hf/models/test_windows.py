@@ -99,15 +99,30 @@ def test_wrong_kv_would_be_seen_in_the_window(name, client):
     assert not near(right[0], other[0], 1e-4)
 
 
-def test_windows_that_are_in_no_mask_are_refused(client):
+@pytest.mark.parametrize("window", [100, 300])
+def test_windows_that_are_in_no_mask_serve_what_is_no_longer(window, client):
     """OLMoE's cache drops what left the window, and its mask does not: with all tokens it would see more."""
     config = transformers.OlmoeConfig(
         vocab_size=320, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0, initializer_range=0.15,
     )  # fmt: skip
-    config.sliding_window = 300
-    with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 300"):
-        kvclient.hf.attach(transformers.OlmoeForCausalLM(config).eval(), client)
+    config.sliding_window = window
+    torch.manual_seed(0)
+    model = transformers.OlmoeForCausalLM(config).eval()
+    if window == 100:  # of which the self-test would not be sure
+        with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 100"):
+            kvclient.hf.attach(model, client)
+        return
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        for length, word in ((window - NEW, None), (window - NEW + 1, "window")):
+            ids = prompt(length)
+            with kv.bypass():
+                plain, *_ = generate(model, ids, NEW)
+            for _ in range(2):
+                tokens, *_ = generate(model, ids, NEW)
+                assert torch.equal(tokens, plain)
+            assert kv.last.bypassed == word
+            assert word or kv.last.reused_tokens == (length - 1) // BLOCK * BLOCK
 
 
 def test_windows_in_code_of_ones_own_are_refused(client):

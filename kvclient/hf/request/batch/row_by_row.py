@@ -100,7 +100,7 @@ class RowByRow(Request):
             return None
         try:
             prompt = read_prompt(model, input_ids, model_kwargs)
-            prompt.check(config, served.states is not None, self._padded)
+            prompt.check(config, served.states is not None, self._padded, served.most_tokens)
         except Bypassed:
             return None
         if len(prompt.groups) == 1 and not prompt.groups[0].pad:
