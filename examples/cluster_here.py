@@ -84,11 +84,13 @@ def fabric_pid(host: hosts_here.Host) -> int:
 
 
 @contextlib.contextmanager
-def running(*names: str, memory: str = "64MiB", pool: str = "64MiB") -> Iterator[dict[str, Any]]:
+def running(
+    *names: str, memory: str = "64MiB", pool: str = "64MiB", args: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Hosts by name, and "etcd"; all are members when it is entered. Raises NotHere."""
     if not (NEEDED / "ready").exists():
         raise NotHere("etcd and Mooncake are not here: run .ci/cluster")
-    args = ["--cluster", "etcd://10.77.0.1:2379", "--cluster-memory", pool]
+    args = ["--cluster", "etcd://10.77.0.1:2379", "--cluster-memory", pool, *(args or [])]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-etcd-")))

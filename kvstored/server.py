@@ -18,7 +18,7 @@ from typing import Any
 from kvstored import __version__, _core, log
 from kvstored.access import peer_proxy, tenants
 from kvstored.access.authorization import GuestsDoor, OwnersDoor
-from kvstored.cluster.sidecar import Sidecar
+from kvstored.cluster.sidecar import Left, Sidecar
 from kvstored.config.config import Config
 from kvstored.config.sources import Sourced
 from kvstored.errors import ConfigError, StartupError, StoreError
@@ -86,6 +86,7 @@ class Daemon:
         self._made_directory = made
         self._opening = tenants.openness(config, self._tenants)
         tenants.open_directory(config.dir, self._opening, made)
+        self._left = Left(config.dir, bool(config.cluster))  # before anything is adopted
         geometries = [geometry(config, namespace.name) for namespace in config.namespaces]
         self._segments = Segments(config, geometries, retire=retire, older=older)
         self._stores: dict[str, Any] = {}
@@ -176,6 +177,7 @@ class Daemon:
             store.close()
         self._segments.give_up(self._discard)
         self._segments.close()
+        self._left.close()
 
     def _allow_changes(self) -> None:
         """What `kvstored reload` may change; everything else is of the start."""
@@ -233,7 +235,7 @@ class Daemon:
             self._peers.start()
             self._shared.start()
             if config.cluster:
-                self._fabric = Sidecar(config, self._peers)
+                self._fabric = Sidecar(config, self._peers, self._pools, self._left)
                 self._fabric.start()
             self._sessions.start()
         except StoreError as error:
@@ -362,6 +364,7 @@ class Daemon:
                 disk_seconds=self._tiers.latencies(),
                 peers=self._peers.stats(),
                 peer_server=self._peers.server_stats(),
+                pool=await self._threads.run(self._fabric.figures) if self._fabric else {},
                 degraded=degraded.gauges(self._stores),
                 serving={name: degraded.serves(name) for name in self._stores},
                 adopted={name: pool.adopted for name, pool in self._pools.items()},

@@ -23,6 +23,7 @@ MOST_PAYLOAD = 1 << 30  # of a layer
 HEAD = struct.Struct("<IHHIIQII")
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSED, FETCH, LAYOUT, BLOCK_HEAD = range(1, 9)
 META, LAYER, WHOLE, MISSING, LOST, WAITING, PING, PONG, BUSY = range(9, 18)
+OFFER, ROOM, PLACED, CHECKED, OVER = range(20, 25)  # between a daemon and its own fabric
 STEP_S, STALL_S = 1.0, 5.0
 
 

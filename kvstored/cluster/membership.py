@@ -103,6 +103,14 @@ class Membership:
         found = self._call("kv/range", {"key": key}).get("kvs", ())
         return base64.b64decode(found[0]["value"]).decode() if found else ""
 
+    def depose(self, address: str) -> None:
+        """The master at this address, if it is still said to be there: its part is free. Raises Away."""
+        key = _b64(f"{self._root}/master")
+        self._call("kv/txn", {
+            "compare": [{"key": key, "target": "VALUE", "value": _b64(address)}],
+            "success": [{"request_delete_range": {"key": key}}],
+        })  # fmt: skip
+
     def leave(self) -> None:
         if self._lease:
             try:

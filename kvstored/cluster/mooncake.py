@@ -1,14 +1,16 @@
 """Mooncake's master, store and transfer engine: the only module that loads them.
 
 Owns this host's segment, the engine and the memory that reads land in. Never waits by itself: each call takes
-as long as Mooncake takes, and a caller that gave up leaves it to its thread. Invariant: memory that a read
-lands in belongs to that read until Mooncake has returned from it.
+as long as Mooncake takes, and a caller that gave up leaves it to its thread. Invariants: memory that a read
+lands in belongs to that read until Mooncake has returned from it; an extent of the daemon's pool is mapped
+for one transfer, and none is registered, for whoever reaches Mooncake's port may write what is registered.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import signal
 import subprocess
 import threading
@@ -33,7 +35,15 @@ class Place(NamedTuple):
     length: int
 
 
-def _die_with_parent() -> None:
+class Extent(NamedTuple):
+    """Bytes of a daemon's pool."""
+
+    fd: int
+    offset: int
+    length: int
+
+
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -44,7 +54,7 @@ def start_master(address: str, port: int, log: Any) -> subprocess.Popen[bytes]:
     words = [f"--rpc_address={address}", f"--rpc_port={port}", "--metrics_host=127.0.0.1", "--metrics_port=0"]
     words += ["--client_ttl=3", "--minloglevel=2"]
     return subprocess.Popen(
-        [str(program), *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+        [str(program), *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
     )
 
 
@@ -102,8 +112,6 @@ class Mooncake:
         self.segment: str = self._store.get_hostname()
         self.endpoint = f"{address}:{self._engine.get_rpc_port()}"
         self._landing = Landing(LANDING_BYTES)
-        if code := self._engine.register_memory(self._landing.start, LANDING_BYTES):
-            raise Unusable(f"Mooncake does not take memory to read into: {code}")
 
     def put(self, name: str, data: bytes, segment: str) -> bool:
         """Whether it lies, once, in that host's segment, or in another's if that one is full."""
@@ -123,15 +131,29 @@ class Mooncake:
                     break
         return found
 
-    def read(self, place: Place) -> bytes | None:
-        """What lies there. None: its host does not give it, or there is no room to land it."""
-        offset = self._landing.take(place.length)
+    def read(self, place: Place, length: int) -> bytes | None:
+        """The first so many bytes of what lies there. None: its host does not give them, or there is no room
+        to land them."""
+        offset = self._landing.take(length)
         if offset is None:
             return None
         try:
             at = self._landing.start + offset
-            if self._engine.transfer_sync_read(place.endpoint, at, place.address, place.length):
+            if self._engine.transfer_sync_read(place.endpoint, at, place.address, length):
                 return None
-            return self._landing.memory[offset : offset + place.length]
+            return self._landing.memory[offset : offset + length]
         finally:  # Mooncake has returned: it writes there no more
-            self._landing.give_back(offset, place.length)
+            self._landing.give_back(offset, length)
+
+    def read_into(self, place: Place, at: int, extent: Extent) -> bool:
+        """Fills the extent with what lies there from `at` on. False: its host does not give it. When this
+        returns the extent is mapped no more: what would write there still ends this process instead."""
+        grain = max(mmap.ALLOCATIONGRANULARITY, os.fstat(extent.fd).st_blksize)  # a huge page
+        start = extent.offset - extent.offset % grain
+        end = extent.offset + extent.length + -(extent.offset + extent.length) % grain
+        with mmap.mmap(extent.fd, end - start, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start) as memory:
+            first = ctypes.c_char.from_buffer(memory)
+            to = ctypes.addressof(first) + extent.offset - start
+            del first  # or the mapping could not be closed
+            code = self._engine.transfer_sync_read(place.endpoint, to, place.address + at, extent.length)
+        return bool(code == 0)

@@ -1,11 +1,10 @@
 """Where a block's replicas go, and which of them is read: our rules on top of Mooncake, which notices a dead
 host after ten seconds and a frozen one after thirty.
 
-A block is one object: its frames as a peer would send them, so key, length, layout and a checksum of each
-layer travel with it. Each replica is an object of its own, on a host that is chosen here: one that cannot be
+Each replica of a block is an object of its own (stored.py), on a host that is chosen here: one that cannot be
 put lies under the next number on the next host. Owns the choice, the deadlines and who is left alone.
-Invariant: what get() gives has been parsed, and all its checksums hold; a call that hangs costs its own
-thread and landing memory, and a host has few of them.
+Invariants: the frames that are given have been parsed, and all their checksums hold; a call that hangs costs
+its own thread and the memory that it writes to, and a host has few of them.
 """
 
 from __future__ import annotations
@@ -17,18 +16,25 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from kvstored.cluster.frames import BLOCK_HEAD, WHOLE, Broken, Frame, parse
-from kvstored.cluster.mooncake import Place
+from kvstored.cluster.frames import Broken, Frame
+from kvstored.cluster.mooncake import Extent, Place
+from kvstored.cluster.stored import FIRST_BYTES, FORMAT, Described, describe, described_bytes, pack
 
 GET_S, PUT_S = 0.9, 0.8
-HEDGE_S = 0.15  # until the next replica is asked beside the first
+HEDGE_S, HEDGE_BYTES_PER_S = 0.15, 400e6  # until the next replica is asked beside the first
 BYTES_PER_S = 50e6  # a transfer is given so much longer
 ALONE_S = 10.0  # for a host that failed or was late
 THREADS = 96
 MASTER = ""  # as the host of a call
 MOST_OF_A_HOST = 16  # calls in flight: of one that stands still they come back after 30 s
 SPARE = 4  # numbers of replicas beyond those that are wanted
-MAGIC = b"KVF1"
+SMALL = 64 << 10  # an object that is read whole at once
+ALIVE_S = 0.5  # between two words to who waits
+Alive = Callable[[], None]
+
+
+def _hedge_s(length: int) -> float:
+    return HEDGE_S + length / HEDGE_BYTES_PER_S
 
 
 class Backend(Protocol):
@@ -37,7 +43,8 @@ class Backend(Protocol):
 
     def put(self, name: str, data: bytes, segment: str) -> bool: ...
     def places(self, names: list[str]) -> dict[str, Place]: ...
-    def read(self, place: Place) -> bytes | None: ...
+    def read(self, place: Place, length: int) -> bytes | None: ...
+    def read_into(self, place: Place, at: int, extent: Extent) -> bool: ...
 
 
 class Pool:
@@ -52,8 +59,8 @@ class Pool:
         self._busy: dict[str, int] = {}  # calls in flight
         self._lock = threading.Lock()
         names = (
-            "puts", "put_bytes", "put_failed", "replicas", "placed_elsewhere", "hits", "hit_bytes", "misses",
-            "failed_over", "late", "corrupt",
+            "puts", "put_bytes", "put_failed", "replicas", "placed_elsewhere", "hits", "hit_bytes",
+            "straight", "misses", "failed_over", "late", "corrupt",
         )  # fmt: skip
         self.counts = dict.fromkeys(names, 0)
 
@@ -96,7 +103,7 @@ class Pool:
     # ---- putting
 
     def _names(self, space: str, key: bytes) -> list[str]:
-        return [f"{space}/{key.hex()}/{number}" for number in range(self._replicas + SPARE)]
+        return [f"{FORMAT}/{space}/{key.hex()}/{number}" for number in range(self._replicas + SPARE)]
 
     def _in_order(self, key: bytes) -> list[tuple[str, str]]:
         """Segments and endpoints of the hosts that are welcome, the same order on every host (rendezvous
@@ -116,8 +123,8 @@ class Pool:
         return len(there) < min(self._replicas, len(self._in_order(key)))
 
     def put(self, space: str, key: bytes, block: list[Frame]) -> int:
-        """How many replicas lie in the pool then."""
-        data = MAGIC + b"".join(frame.encoded() for frame in block)
+        """How many replicas lie in the pool then. Raises Broken for what is no block."""
+        data = pack(block)
         names, found = self._names(space, key), self._places(self._names(space, key))
         if found is None:
             self.counts["put_failed"] += 1
@@ -159,73 +166,150 @@ class Pool:
 
     # ---- getting
 
-    def get(self, space: str, key: bytes) -> list[Frame] | None:
-        """A block's frames. None: nobody has it, or not in time, or what came is not that block."""
-        found = self._places(self._names(space, key))
+    def find(self, space: str, key: bytes) -> list[Place]:
+        """Its replicas, in the order in which they are asked."""
+        found = self._places(self._names(space, key)) or {}
 
         def rank(place: Place) -> tuple[bool, bool]:  # here first; who is left alone if nobody else has it
             return not self._welcome(place.endpoint), place.endpoint != self._backend.endpoint
 
-        block = self._first_good(sorted((found or {}).values(), key=rank), key)
-        self.counts["misses" if block is None else "hits"] += 1
-        return block
+        return sorted(found.values(), key=rank)
 
-    def _first_good(self, places: list[Place], key: bytes) -> list[Frame] | None:
-        """Asks one after the other, the next beside those that have not answered yet."""
-        waiting: dict[concurrent.futures.Future[Any], Place] = {}
+    def describe(self, places: list[Place], key: bytes, alive: Alive) -> tuple[Described, list[Frame]] | None:
+        """What the block is; and of a small one the rest of its frames. None: nobody has it, or not in time,
+        or what came is not that block."""
+
+        def read(place: Place) -> bytes | None:
+            length = place.length if place.length <= SMALL else min(FIRST_BYTES, place.length)
+            data = self._backend.read(place, length)
+            if data and length < described_bytes(data) <= place.length:
+                data = self._backend.read(place, described_bytes(data))
+            return data
+
+        def checked(data: bytes, place: Place) -> tuple[Described, list[Frame]]:
+            known = describe(data, key, place.length)
+            if len(data) < place.length:
+                return known, []
+            return known, known.frames(memoryview(data)[known.at :])
+
+        found: tuple[Described, list[Frame]] | None = self._first_good(places, read, checked, alive)
+        return found
+
+    def whole(self, places: list[Place], known: Described, alive: Alive) -> list[Frame] | None:
+        """The rest of that block's frames. None: as describe()."""
+        found: list[Frame] | None = self._whole(places, known, alive)
+        return found
+
+    def _whole(self, places: list[Place], known: Described, alive: Alive, also: Any = None) -> Any:
+        key = known.head.payload[:32]
+
+        def checked(data: bytes, place: Place) -> list[Frame]:
+            found = describe(data, key, place.length)
+            if (found.layout, found.sums) != (known.layout, known.sums):
+                raise Broken("another block")
+            return found.frames(memoryview(data)[found.at :])
+
+        return self._first_good(places, lambda at: self._backend.read(at, at.length), checked, alive, also)
+
+    def bring(
+        self, places: list[Place], known: Described, extent: Extent, alive: Alive, over: Callable[[], None]
+    ) -> list[Frame] | bool | None:
+        """The block's extent to its place. True: it is there, and has yet to be verified. Frames: another
+        replica came sooner, as whole() has it. None: as describe(). Unless it is True, over() is called as
+        soon as nothing is written to the extent any more, which may be long after this has returned."""
+        writing: concurrent.futures.Future[Any] | None = None
+        found: list[Frame] | bool | None = None
+        try:
+            for index, place in enumerate(places):
+                into = self._submit(place.endpoint, self._backend.read_into, place, known.at, extent)
+                if into is None:
+                    continue
+                writing = into
+                if not concurrent.futures.wait([into], _hedge_s(extent.length)).done:
+                    found = self._whole(places[index + 1 :], known, alive, (into, place))
+                    return found
+                writing = None
+                if self._filled(into, place):
+                    found = True
+                    return found
+            return None
+        finally:
+            if found is not True:
+                over() if writing is None else writing.add_done_callback(lambda _: over())
+
+    def _filled(self, into: concurrent.futures.Future[Any], place: Place) -> bool:
+        try:
+            if into.result(0):
+                return True
+        except Exception:  # as a read that failed
+            pass
+        self._leave_alone(place.endpoint)
+        return False
+
+    def _first_good(
+        self, places: list[Place], read: Any, checked: Any, alive: Alive, also: Any = None
+    ) -> Any:
+        """What checked(read(place), place) gives of the first that is whole: asks one after the other, the
+        next beside those that have not answered yet. `also`: one that fills an extent, and its place, which
+        gives True."""
+        waiting: dict[concurrent.futures.Future[Any], Place] = {also[0]: also[1]} if also else {}
         asked = 0
-        end = self._now() + GET_S + max((place.length for place in places), default=0) / BYTES_PER_S
+        length = max((place.length for place in places), default=also[1].length if also else 0)
+        end = self._now() + GET_S + length / BYTES_PER_S
         while self._now() < end:
             if asked < len(places):
                 place = places[asked]
                 asked += 1
-                future = self._submit(place.endpoint, self._backend.read, place)
+                future = self._submit(place.endpoint, read, place)
                 if future is not None:
                     waiting[future] = place
             if not waiting:
                 if asked == len(places):
                     return None
                 continue
-            hedge_s = HEDGE_S if asked < len(places) else end - self._now()
-            ready, _ = concurrent.futures.wait(
-                waiting, max(0.0, hedge_s), return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            for future in ready:
+            for future in self._ready(waiting, end, asked < len(places), length, alive):
                 place = waiting.pop(future)
-                if (block := self._checked(future, place, key)) is not None:
+                found = (
+                    self._filled(future, place) if also and future is also[0]
+                    else self._good(future, place, checked)
+                )  # fmt: skip
+                if found:
                     self._note_late(waiting.values())
-                    self.counts["failed_over"] += asked > 1
-                    return block
+                    self.counts["failed_over"] += asked > 1 or (also is not None and found is not True)
+                    return found
         self._note_late(waiting.values())
         return None
+
+    def _ready(self, waiting: Any, end: float, more: bool, length: int, alive: Alive) -> Any:
+        """Those that have answered. With `more` to ask it waits no longer than a hedge."""
+        until = min(end, self._now() + _hedge_s(length)) if more else end
+        while True:
+            pause_s = max(0.0, min(until - self._now(), ALIVE_S))
+            ready, _ = concurrent.futures.wait(
+                waiting, pause_s, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            if ready or self._now() >= until:
+                return ready
+            alive()
 
     def _note_late(self, places: Iterable[Place]) -> None:
         for place in places:
             self.counts["late"] += 1
             self._leave_alone(place.endpoint)
 
-    def _checked(
-        self, future: concurrent.futures.Future[Any], place: Place, key: bytes
-    ) -> list[Frame] | None:
+    def _good(self, future: concurrent.futures.Future[Any], place: Place, checked: Any) -> Any:
         try:
             data = future.result(0)
-        except Exception:  # as a read that failed
+        except Exception:  # as a read that failed, or of what is no block
             data = None
         if not data:
             self._leave_alone(place.endpoint)
             return None
         try:
-            if not data.startswith(MAGIC):
-                raise Broken("no block")
-            found = list(parse(data[len(MAGIC) :]))
-            heads = [frame.payload[:32] for frame in found if frame.kind == BLOCK_HEAD]
-            if heads != [key] or found[-1].kind != WHOLE:
-                raise Broken("another block")
+            return checked(data, place)
         except Broken:
             self.counts["corrupt"] += 1
             return None
-        self.counts["hit_bytes"] += len(data)
-        return found
 
     def close(self) -> None:
         self._calls.shutdown(wait=False, cancel_futures=True)

@@ -27,6 +27,7 @@ from kvstored.config.peers import network as _network
 from kvstored.config.peers import node as _node
 from kvstored.config.peers import peers as _peers
 from kvstored.config.peers import this_host as _this_host
+from kvstored.config.peers import why_no_pool as _why_no_pool
 from kvstored.config.peers import why_not as _why_no_peers
 from kvstored.config.units import format_size, parse_size
 from kvstored.errors import ConfigError
@@ -223,14 +224,16 @@ class Config:
     )  # fmt: skip
     cluster: str = _field(
         "etcd://HOST:PORT[,HOST:PORT…][/NAME] of a cluster to join: a process beside the daemon keeps blocks "
-        "of shared namespaces in Mooncake, and finds what others keep. Without node and listen the daemon is "
-        "named as its host is, and listens on loopback. Mooncake has no password and no encryption, and "
+        "of shared namespaces in Mooncake, and finds what others keep. Its hosts are each other's peers too "
+        "where TLS or trusted_network lets them. Without node and listen the daemon is named as its host is, "
+        "and listens on its address towards etcd, if it may. Mooncake has no password and no encryption, and "
         "listens on every address: only where trusted_network is all there is",
         "", _cluster,
     )  # fmt: skip
     cluster_memory: int = _field(
-        "memory that this host gives to the cluster's pool, beside its own",
-        256 << 20, parse_size, unit="bytes", low=16 << 20, high=16 << 40, show=format_size,
+        "memory that this host gives to the cluster's pool, beside its own. 0: no pool, and no Mooncake: the "
+        "cluster's hosts are each other's peers, that is all",
+        256 << 20, parse_size, unit="bytes", low=0, high=16 << 40, show=format_size,
     )  # fmt: skip
     cluster_replicas: int = _field("hosts that keep each block of the pool", 2, _whole, low=1, high=8)
     tls_cert: str = _field(
@@ -268,8 +271,8 @@ class Config:
             object.__setattr__(self, "node", self.node or _this_host())
         if why := _why_no_peers(self.node, self.listen, self.peer, self.trusted_network, self.tls):
             raise ConfigError(why)
-        if self.cluster and self.tls_cert:
-            raise ConfigError("cluster: does not go with TLS: Mooncake has none")
+        if self.cluster and (why := _why_no_pool(self.cluster_memory, self.tls)):
+            raise ConfigError(why)
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -359,6 +362,11 @@ class Config:
     def tls(self) -> tuple[str, str, str]:
         """The paths of certificate, key and authority; empty without TLS."""
         return self.tls_cert, self.tls_key, self.tls_ca
+
+    @property
+    def etcd(self) -> str:
+        """HOST:PORT of the cluster's etcd, several joined by commas."""
+        return self.cluster.removeprefix("etcd://").partition("/")[0]
 
     @property
     def open_to_others(self) -> bool:

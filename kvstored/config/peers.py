@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PEERS = 64
+MIN_POOL_BYTES = 16 << 20  # of the cluster's memory, on a host that gives any
 _NODE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 _ETCD = r"[A-Za-z0-9_.-]+:\d{1,5}"
 _CLUSTER = re.compile(rf"etcd://{_ETCD}(?:,{_ETCD}){{0,8}}(?:/[a-z0-9_.-]{{1,63}})?")
@@ -31,7 +32,11 @@ class Endpoint:
 
     @property
     def on_loopback(self) -> bool:
-        return ipaddress.IPv4Address(self.host).is_loopback
+        return self.address.is_loopback
+
+    @property
+    def address(self) -> ipaddress.IPv4Address:
+        return ipaddress.IPv4Address(self.host)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -131,4 +136,13 @@ def why_not(
                 f"{what}: {at} is not on loopback, where whoever is on the way could read and change what is "
                 "sent: give tls_cert, tls_key and tls_ca, or name the network of peers in trusted_network"
             )
+    return ""
+
+
+def why_no_pool(memory: int, tls: tuple[str, str, str]) -> str:
+    """What is wrong with giving the cluster's pool so many bytes, "" if nothing is."""
+    if 0 < memory < MIN_POOL_BYTES:
+        return f"cluster_memory: {memory} bytes, the least is {MIN_POOL_BYTES}; 0 joins without a pool"
+    if memory and any(tls):
+        return "cluster_memory: Mooncake has no TLS: 0 joins without a pool, for peers alone"
     return ""

@@ -161,6 +161,38 @@ SERVER_METRICS: dict[str, About] = {
     "served_bytes": ("kvstored_peer_served_bytes_total", "counter", "Bytes of them."),
     "turned_away": ("kvstored_peer_turned_away_total", "counter", "Fetches sent on to another that has it."),
 }
+# The pool across machines, as this host's fabric tells of it; counters begin anew with each fabric.
+POOL_METRICS: dict[str, About] = {
+    "up": ("kvstored_pool_up", "gauge", "1 while this host's fabric tells of the pool."),
+    "etcd_up": ("kvstored_pool_etcd_up", "gauge", "1 while etcd answers it."),
+    "members": ("kvstored_pool_members", "gauge", "Hosts in the last view of the cluster."),
+    "restarts": ("kvstored_pool_fabric_restarts_total", "counter", "Fabrics that ended, and were replaced."),
+    "lent": ("kvstored_pool_loans", "gauge", "Extents of this host's memory that a fabric may write to."),
+    "puts": ("kvstored_pool_puts_total", "counter", "Blocks put into the pool."),
+    "put_bytes": ("kvstored_pool_put_bytes_total", "counter", "Bytes of them."),
+    "put_failed": ("kvstored_pool_put_failures_total", "counter", "Blocks that no host took."),
+    "replicas": ("kvstored_pool_replicas_total", "counter", "Replicas of the blocks that were put."),
+    "placed_elsewhere": (
+        "kvstored_pool_placed_elsewhere_total",
+        "counter",
+        "Replicas that the next host took.",
+    ),
+    "hits": ("kvstored_pool_hits_total", "counter", "Blocks got from the pool."),
+    "hit_bytes": ("kvstored_pool_hit_bytes_total", "counter", "Bytes of them."),
+    "straight": (
+        "kvstored_pool_straight_total",
+        "counter",
+        "Of those, blocks brought straight to their place.",
+    ),
+    "misses": ("kvstored_pool_misses_total", "counter", "Blocks that it did not have, or not in time."),
+    "failed_over": (
+        "kvstored_pool_failovers_total",
+        "counter",
+        "Blocks of which a later replica was sooner.",
+    ),
+    "late": ("kvstored_pool_late_total", "counter", "Calls of Mooncake that did not return in time."),
+    "corrupt": ("kvstored_pool_corrupt_total", "counter", "Replicas that did not match."),
+}
 PROCESS_METRICS: dict[str, About] = {
     "leases": ("kvstored_leases", "gauge", "gRPC writers that hold unsealed blocks."),
     "leases_expired": ("kvstored_leases_expired_total", "counter", "Leases that reached their deadline."),
@@ -240,6 +272,7 @@ class Figures:
     degraded: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (state, namespace)
     peers: Sequence[tuple[str, Mapping[str, object]]] = ()  # (namespace, counters and texts)
     peer_server: Mapping[str, object] = field(default_factory=dict)
+    pool: Mapping[str, float] = field(default_factory=dict)  # empty: this host has none across machines
     serving: Mapping[str, bool] = field(default_factory=dict)
     adopted: Mapping[str, bool] = field(default_factory=dict)
 
@@ -285,6 +318,9 @@ def render(figures: Figures) -> str:
     for counter, about in SERVER_METRICS.items():
         if counter in figures.peer_server:
             _metric(lines, about, [({}, figures.peer_server[counter])])
+    for counter, about in POOL_METRICS.items():
+        if figures.pool:
+            _metric(lines, about, [({}, figures.pool.get(counter, 0))])
     calls = sorted(figures.calls.items())
     _metric(lines, GRPC_CALLS, [({"method": m, "status": status}, count) for (m, status), count in calls])
     by_method = sorted(figures.call_seconds.items())

@@ -2,7 +2,8 @@
 
 Owns the native server and tiers (`native/core/peer/`), where all bytes move; here they are configured, and
 their state is told. Invariants: a namespace that is not shared is known to no peer; a peer's address comes
-from the configuration alone; both stop before the stores close.
+from the configuration or the cluster's membership, and of both by the same rules; all stop before the stores
+close.
 """
 
 from __future__ import annotations
@@ -15,9 +16,33 @@ from typing import Any
 
 from kvstored import _core, log
 from kvstored.config.config import Config
+from kvstored.config.peers import MAX_PEERS, Endpoint, Peer, endpoint, node, why_not
 from kvstored.errors import ConfigError, StoreError
 
 POOL = "pool"
+BY_ITSELF = Endpoint("127.0.0.1", 0)  # where a daemon listens that was told nothing but a cluster
+
+
+def address_towards(etcd: str) -> str:
+    """This host's address on the way to the first of these HOST:PORT; loopback if there is no way."""
+    host, _, port = etcd.partition(",")[0].rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def listening_at(config: Config) -> Endpoint | None:
+    """Where other hosts read: as it is configured, or, for a daemon that joins by its cluster's name alone,
+    on the way to etcd, if others may be spoken to there. None: nowhere."""
+    if not config.cluster or config.listen != BY_ITSELF:
+        return config.listen
+    found = Endpoint(address_towards(config.etcd), 0)
+    trusted = config.trusted_network
+    allowed = config.tls_cert or found.on_loopback or (trusted and found.address in trusted)
+    return found if allowed else None
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -50,41 +75,92 @@ class Peers:
                 self._tls = _core.PeerTls(*_certificates(config))
             except StoreError as error:
                 raise ConfigError(str(error)) from error
-        # The cluster's pool is one more peer, on loopback: the process beside this daemon (kvstored.cluster).
-        self.pool_port = free_port() if config.cluster else 0
+        self._config = config
+        self._at = listening_at(config)
         self._server: Any = None
-        self._host = config.listen.host if config.listen else ""
         self._tiers: dict[str, Any] = {}
-        self.salts = salt_of = {
-            namespace.name: salt for namespace, salt in zip(config.namespaces, salts, strict=True)
-        }
-        if config.listen:
-            trusted = config.trusted_network
-            self._server = _core.PeerServer(
-                config.node,
-                config.listen.host,
-                config.listen.port,
-                [*(peer.node for peer in config.peer), *([POOL] if config.cluster else ())],
-                int(trusted.network_address) if trusted else 0,
-                int(trusted.netmask) if trusted else 0,
-                self._tls,
-            )
-            for name in config.shared:
-                self._server.share(stores[name], salt_of[name])
+        self._members: dict[str, Endpoint] = {}  # peers by membership
+        self.salts = {namespace.name: salt for namespace, salt in zip(config.namespaces, salts, strict=True)}
+        if self._at:
+            self._server = self._make_server(self._at, [peer.node for peer in config.peer], self._tls, stores)
+        # Its own fabric reads on a listener of its own: plain, on loopback, and nobody else.
+        self._inner: Any = None
+        if config.cluster:
+            self._inner = self._make_server(BY_ITSELF, [POOL], None, stores)
+        # The cluster's pool is one more peer, on loopback: the process beside this daemon (kvstored.cluster).
+        self.pool_port = free_port() if config.cluster and config.cluster_memory else 0
+        addresses = [(peer.node, peer.at.host, peer.at.port, True, False) for peer in config.peer]
+        if self.pool_port:
+            addresses.append((POOL, "127.0.0.1", self.pool_port, False, True))  # it does not tell
         if config.peer or config.cluster:
-            addresses = [(peer.node, peer.at.host, peer.at.port, True) for peer in config.peer]
-            if config.cluster:
-                addresses.append((POOL, "127.0.0.1", self.pool_port, False))  # asked: it does not tell
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(
-                    stores[name], config.node, salt_of[name], addresses, self._tls
+                    stores[name], config.node, self.salts[name], addresses, self._tls
                 )
         if (config.peer or config.listen) and not config.shared:
             log.warning("nothing_shared", why="no namespace has share = read: peers see none of them")
 
+    def _make_server(self, at: Endpoint, peers: list[str], tls: Any, stores: Mapping[str, Any]) -> Any:
+        trusted = self._config.trusted_network
+        network = (int(trusted.network_address), int(trusted.netmask)) if trusted else (0, 0)
+        server = _core.PeerServer(self._config.node, at.host, at.port, peers, *network, tls)
+        for name in self._config.shared:
+            server.share(stores[name], self.salts[name])
+        return server
+
     @property
     def listening(self) -> str:
-        return f"{self._host}:{self._server.port}" if self._server else ""
+        return f"{self._at.host}:{self._server.port}" if self._at and self._server else ""
+
+    @property
+    def inner(self) -> str:
+        """Where this daemon's fabric reads; after start()."""
+        return f"127.0.0.1:{self._inner.port}"
+
+    @property
+    def told(self) -> str:
+        """Where other hosts are told to read; "" if they cannot. After start()."""
+        if not self._at or not self._server:
+            return ""
+        host = address_towards(self._config.etcd) if self._at.everywhere else self._at.host
+        return f"{host}:{self._server.port}"
+
+    def members_are(self, told: Mapping[str, str]) -> None:
+        """Where the cluster's hosts read, by node: those that may be spoken to are peers from now on, and
+        those that were and are not named any more are none. The configuration's own peers stay."""
+        wanted = self._acceptable(told) if self._server else {}
+        for name in sorted(self._members.keys() - wanted.keys()):
+            for tier in self._tiers.values():
+                tier.leave(name)
+        joined = {}
+        for name, at in sorted(wanted.items()):
+            had = [tier.join(name, at.host, at.port) for tier in self._tiers.values()]
+            if all(had):
+                joined[name] = at
+        if self._server:
+            self._server.welcome(sorted(joined))
+        if joined != self._members:
+            log.info("members", peers={name: str(at) for name, at in joined.items()})
+        self._members = joined
+
+    def _acceptable(self, told: Mapping[str, str]) -> dict[str, Endpoint]:
+        """By the rules of a configured peer, and of loopback only where etcd itself is there: another host's
+        loopback is not this one's."""
+        config, found = self._config, {}
+        known = {config.node, POOL, *(peer.node for peer in config.peer)}
+        one_machine = config.etcd.startswith(("127.", "localhost:"))
+        for name, where in told.items():
+            try:
+                at = endpoint(where)
+                peer = Peer(node(name), at) if at and at.port else None
+            except ValueError:
+                continue
+            if peer is None or name in known or (peer.at.on_loopback and not one_machine):
+                continue
+            if not why_not(config.node, config.listen, (peer,), config.trusted_network, config.tls):
+                found[name] = peer.at
+        most = MAX_PEERS - len(config.peer) - bool(self.pool_port)
+        return dict(sorted(found.items())[:most])
 
     @property
     def tiers(self) -> Mapping[str, Any]:
@@ -107,10 +183,15 @@ class Peers:
         if self._server:
             self._server.renew()
 
+    def placer_ended(self) -> None:
+        """The fabric's process: what it was lent of the pools is over."""
+        for tier in self._tiers.values():
+            tier.placer_ended()
+
     def start(self) -> None:
         """Raises StoreError if the port is not to be had."""
-        if self._server:
-            self._server.start()
+        for server in filter(None, (self._server, self._inner)):
+            server.start()
         for tier in self._tiers.values():
             tier.start()
         if self._server or self._tiers:
@@ -120,8 +201,8 @@ class Peers:
         """Cuts the connections: what is half fetched is given up."""
         for tier in self._tiers.values():
             tier.stop()
-        if self._server:
-            self._server.stop()
+        for server in filter(None, (self._server, self._inner)):
+            server.stop()
 
     def server_stats(self) -> dict[str, int]:
         return self._server.stats() if self._server else {}

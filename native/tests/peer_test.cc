@@ -156,3 +156,70 @@ TEST(a_block_that_is_told_of_while_it_is_hoped_for_is_fetched_at_once) {
   here.store->attach_peers(nullptr);
   tier->stop();
 }
+
+// Fails if what was asked of one that left is in a queue that nobody reads, or a slot that is given away keeps a word of who had it.
+TEST(peers_join_and_leave_while_blocks_are_fetched) {
+  Host here, there;
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(there.fill(i) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = std::make_unique<peer::Tier>(*here.store, "b", kSalt, std::vector<peer::Tier::Address>{});
+  tier->start();
+  here.store->attach_peers(tier.get());
+  CHECK(promote(here, 0) == Presence::Missing);
+  for (int round = 0; round < 5; ++round) {
+    CHECK(tier->join({"a", "127.0.0.1", server->port()}));
+    CHECK(eventually([&] { return tier->stats()[0].state == "up" && tier->stats()[0].complete; }));
+    for (uint64_t i = 0; i < kWanted; ++i) promote(here, i);
+    tier->leave("a");
+    CHECK(tier->stats().empty());
+    CHECK(eventually([&] { return here.store->stats().created == 0; }));
+    CHECK(eventually([&] { return server->stats().connections == 0; }));
+    CHECK(promote(here, 10'000) == Presence::Missing);
+    for (uint64_t i = 0; i < kWanted; ++i) CHECK(!here.resident(i) || here.right(i));
+    for (uint64_t i = 0; i < kWanted; ++i) here.store->remove(key(i));
+    here.store->settle();
+  }
+  here.store->attach_peers(nullptr);
+  tier->stop();
+  here.store->check_integrity();
+}
+
+TEST(the_slot_of_one_that_left_is_given_to_the_next_and_there_are_no_more_than_there_may_be) {
+  Host here, there;
+  for (uint64_t i = 0; i < kWanted; ++i) CHECK(there.fill(i) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = std::make_unique<peer::Tier>(*here.store, "b", kSalt, std::vector<peer::Tier::Address>{});
+  tier->start();
+  here.store->attach_peers(tier.get());
+  for (size_t i = 0; i < peer::kMaxPeers; ++i) CHECK(tier->join({std::string(1, 'x').append(std::to_string(i)), "127.0.0.1", 1}));
+  CHECK(!tier->join({"a", "127.0.0.1", server->port()}));
+  tier->leave("x7");
+  CHECK(eventually([&] { return tier->join({"a", "127.0.0.1", server->port()}); }));
+  CHECK_EQ(tier->stats().size(), peer::kMaxPeers);
+  CHECK(eventually([&] { return tier->stats()[7].node == "a" && tier->stats()[7].state == "up" && tier->stats()[7].complete; }));
+  for (uint64_t i = 0; i < kWanted; ++i) {
+    promote(here, i);
+    CHECK(eventually([&] { return here.resident(i); }));
+  }
+  CHECK(tier->join({"x3", "127.0.0.1", server->port()}));  // at another address, where somebody else answers
+  CHECK(eventually([&] { return tier->stats()[3].refused > 0; }));
+  here.store->attach_peers(nullptr);
+  tier->stop();
+}
+
+TEST(who_is_welcome_may_read_and_nobody_else) {
+  Host here, there;
+  CHECK(there.fill(1) == Grant::Granted && there.fill(2) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = std::make_unique<peer::Tier>(*here.store, "c", kSalt,
+                                           std::vector<peer::Tier::Address>{{"a", "127.0.0.1", server->port()}});
+  tier->start();
+  here.store->attach_peers(tier.get());
+  CHECK(eventually([&] { return server->stats().refused > 0; }));
+  server->welcome({"c"});
+  CHECK(eventually([&] { return tier->stats()[0].state == "up"; }));
+  promote(here, 1);
+  CHECK(eventually([&] { return here.resident(1); }));
+  here.store->attach_peers(nullptr);
+  tier->stop();
+}

@@ -10,6 +10,7 @@
 
 #include "bindings/daemon/errors.h"
 #include "core/base/error.h"
+#include "core/format/layout.h"
 #include "core/peer/server.h"
 #include "core/peer/tier.h"
 #include "core/shared/shared_reader.h"
@@ -37,7 +38,7 @@ nb::list peer_stats(kv::peer::Tier& tier) {
     about["node"] = one.node, about["address"] = one.address, about["state"] = one.state, about["why"] = one.why;
 #define X(name) about[#name] = one.name;
     // clang-format off
-    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete)
+    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete) X(lent)
     KV_PEER_COUNTERS(X)
     // clang-format on
 #undef X
@@ -67,12 +68,36 @@ nb::dict shared_stats(kv::SharedReader& reader) {
       return out;
 }
 
+struct Places {
+  uint64_t extent_bytes, checksums_offset, meta_offset, meta_bytes;
+  std::vector<std::tuple<uint64_t, uint64_t>> layers;
+};
+
+Places places_of(nb::bytes blob, uint32_t tokens) {
+  const kv::Layout layout = kv::Layout::parse({static_cast<const uint8_t*>(blob.data()), blob.size()});
+  if (tokens == 0 || tokens > layout.block_tokens)
+    throw kv::Error(kv::Code::InvalidArgument, "a block of " + std::to_string(tokens) + " tokens, the limit is " +
+                                                        std::to_string(layout.block_tokens));
+  Places out{layout.extent_bytes(tokens), layout.checksums_offset(tokens), layout.meta_offset(tokens),
+             layout.meta_bytes(tokens), {}};
+  for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
+    out.layers.emplace_back(layout.layer_offset(layer, tokens), layout.layer_bytes(layer, tokens));
+  return out;
+}
+
 }  // namespace
 
 void bind_peers(nb::module_& m) {
   using kv::peer::Server;
   using kv::peer::Tier;
   using kv::peer::TlsIdentity;
+  nb::class_<Places>(m, "Places", "Where in its extent the parts of a block of so many tokens lie, in bytes.")
+      .def_ro("extent_bytes", &Places::extent_bytes)
+      .def_ro("checksums_offset", &Places::checksums_offset)
+      .def_ro("meta_offset", &Places::meta_offset)
+      .def_ro("meta_bytes", &Places::meta_bytes)
+      .def_ro("layers", &Places::layers, "(offset, bytes) of each");
+  m.def("places", places_of, nb::arg("layout"), nb::arg("tokens"), "Raises InvalidArgument for what is no layout.");
   nb::class_<TlsIdentity>(m, "PeerTls", "Who this daemon is to its peers by certificate, and whose word it takes: paths of PEM.")
       .def(
           "__init__",
@@ -100,6 +125,8 @@ void bind_peers(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("salt"), "A namespace that peers with this salt may read.")
       .def("start", &Server::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("welcome", &Server::welcome, nb::call_guard<nb::gil_scoped_release>(), nb::arg("nodes"),
+           "These may read too, and nobody else that was welcomed before.")
       .def("renew", &Server::renew, nb::call_guard<nb::gil_scoped_release>(), "Ends what was made with earlier certificates.")
       .def_prop_ro("port", &Server::port)
       .def("stats", server_stats);
@@ -107,15 +134,25 @@ void bind_peers(nb::module_& m) {
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
-             const std::vector<std::tuple<std::string, std::string, uint16_t, bool>>& peers, std::shared_ptr<TlsIdentity> tls) {
+             const std::vector<std::tuple<std::string, std::string, uint16_t, bool, bool>>& peers, std::shared_ptr<TlsIdentity> tls) {
             std::vector<Tier::Address> addresses;
-            for (const auto& [name, host, port, tells] : peers) addresses.push_back({name, host, port, tells});
+            for (const auto& [name, host, port, tells, places] : peers) addresses.push_back({name, host, port, tells, places});
             new (self) Tier(store, node, secret(salt), addresses, std::move(tls));
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"),
           nb::arg("tls").none() = nb::none())
       .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Tier::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "join",
+          [](Tier& self, std::string node, std::string host, uint16_t port) {
+            const nb::gil_scoped_release release;
+            return self.join({std::move(node), std::move(host), port});
+          },
+          nb::arg("node"), nb::arg("host"), nb::arg("port"), "A peer more. False: there are as many as there may be.")
+      .def("leave", &Tier::leave, nb::call_guard<nb::gil_scoped_release>(), nb::arg("node"))
+      .def("placer_ended", &Tier::placer_ended, nb::call_guard<nb::gil_scoped_release>(),
+           "The process that places blocks itself has ended: what it was lent is over.")
       .def("stats", peer_stats);
   nb::class_<kv::SharedReader>(m, "SharedReader", "What other daemons keep in a shared directory, below one namespace.")
       .def(

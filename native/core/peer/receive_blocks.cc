@@ -29,8 +29,9 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
     landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});
     landings.back().next = 0, landings.back().headed = landings.back().meta = false;
+    landings.back().number = static_cast<uint16_t>(landings.size() - 1);
   }
-  bytes_ = 0, beside_ = 0, to_mark_ = nullptr;
+  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr;
   size_t open = landings.size();
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
   const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome)) {
@@ -65,7 +66,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     fail_all(&BlockReceiver::give_up);
     throw Broken(Broken::Why::Gone, error.what());
   }
-  return {bytes_};
+  return received_;
 }
 
 void BlockReceiver::tell() {
@@ -83,11 +84,14 @@ void BlockReceiver::take_frame(const Frame& head, Item& landing) {
     case Kind::Meta: return take_meta(head, landing);
     case Kind::Layer: return take_layer(head, landing);
     case Kind::Busy: return take_busy(head, landing);
+    case Kind::Offer: return take_offer(head, landing);
+    case Kind::Over: return loans_ ? take_over(channel_, head, *loans_) : malformed("a frame that does not belong here");
     default: break;
   }
   if (head.bytes) malformed("a frame that does not belong here");
   switch (kind) {
     case Kind::Whole: return take_whole(landing);
+    case Kind::Placed: return take_placed(landing);
     case Kind::Waiting: return;
     case Kind::Missing:
       return landing.headed ? malformed("a block that is not there after all") : leave(landing, Outcome::Missing);
@@ -112,7 +116,7 @@ void BlockReceiver::take_layout(const Frame& head) {
 void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   Channel::expect(frame, Kind::Head, sizeof(BlockHead));
   if (landing.headed) malformed("a second head");
-  BlockHead head;
+  BlockHead& head = landing.head;
   channel_.take_checked(frame, reinterpret_cast<std::byte*>(&head));
   landing.headed = true;
   if (!(head.key == landing.key)) malformed("another block than was asked for");
@@ -128,20 +132,27 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   if (begun) return;
   landing.tokens = head.tokens;
   landing.sums.resize(head.layers);
+  create(landing);
+}
+
+bool BlockReceiver::create(Item& landing) {
+  const BlockHead& head = landing.head;
   const CreateItem item{head.key, head.fingerprint, head.tokens, head.base_position, head.parent};
+  const uint32_t priority = std::min(head.priority, kMaxPriority);
   try {
-    const Granted granted = store_.create({owner_, known->id, std::min(head.priority, kMaxPriority), head.ttl_s, {&item, 1}})[0];
+    const Granted granted = store_.create({owner_, landing.known->id, priority, head.ttl_s, {&item, 1}})[0];
     landing.created = granted.status == Grant::Granted;
     landing.handle = granted.handle, landing.extent = granted.extent;
   } catch (const Error&) {
     // Fenced, or draining: its bytes pass by.
   }
+  return landing.created;
 }
 
 // To its place in the block, with the padding behind it; or nowhere, if the block is somebody else's or has no memory.
 void BlockReceiver::take_bytes(const Frame& head, Item& landing, uint64_t offset, uint64_t bytes, uint64_t padded) {
   if (!landing.headed || head.bytes != bytes) malformed("bytes that the layout does not have");
-  bytes_ += bytes;
+  received_.bytes += bytes;
   if (!landing.created) return channel_.skip(bytes);
   std::byte* to = window_.at(landing.extent.offset + offset);
   if (channel_.take_summed(to, bytes) != head.payload_crc) throw Broken(Broken::Why::Corrupt, "a layer's checksum differs");
@@ -163,6 +174,10 @@ void BlockReceiver::take_busy(const Frame& head, Item& landing) {
 
 void BlockReceiver::take_meta(const Frame& head, Item& landing) {
   if (!landing.headed) malformed("a meta area without a head");
+  if (std::exchange(landing.loan, 0)) {  // who has it may write there still: the block gets other memory
+    give_up(landing, Outcome::Open);
+    create(landing);
+  }
   const uint64_t at = landing.layout->meta_offset(landing.tokens);
   take_bytes(head, landing, at, landing.layout->meta_bytes(landing.tokens), landing.layout->extent_bytes(landing.tokens) - at);
   landing.meta = true;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/peer/channel.h"
+#include "core/peer/quarantine.h"
 #include "core/peer/window.h"
 
 namespace kv::peer {
@@ -27,6 +28,8 @@ struct Landing {
   Handle handle{0, 0};
   Extent extent{0, 0};
   std::vector<uint32_t> sums{};
+  uint64_t loan = 0;                // of its memory, to who writes there itself
+  std::vector<uint32_t> offered{};  // what that one says: the sum of the meta area, then of each layer
 };
 
 // Blocks whose connection broke under them, until another peer, or another connection, brings the rest: who follows one here
@@ -42,16 +45,21 @@ class Parked {
   std::unordered_map<Key, Landing, KeyHash> landings_;
 };
 
+// Of an Over. Throws Broken.
+void take_over(Channel& channel, const Frame& head, Quarantine& loans);
+
 enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed, Busy };
 
 class BlockReceiver {
  public:
-  // `parked`: where a block is left that did not come whole; null: it is given up.
-  BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner, Parked* parked = nullptr)
-      : store_(store), window_(window), channel_(channel), owner_(owner), parked_(parked) {}
+  // `parked`: where a block is left that did not come whole; null: it is given up. `loans`: if the other end may write into the
+  // pool itself; it is the process of that epoch.
+  BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner, Parked* parked = nullptr,
+                Quarantine* loans = nullptr, uint64_t epoch = 0)
+      : store_(store), window_(window), channel_(channel), owner_(owner), parked_(parked), loans_(loans), epoch_(epoch) {}
 
   struct Received {
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, placed = 0, corrupt = 0;  // the latter two of blocks that the other end placed itself
   };
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
   // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked.
@@ -63,6 +71,8 @@ class BlockReceiver {
  private:
   struct Item : Landing {
     Outcome outcome = Outcome::Open;
+    BlockHead head{};
+    uint16_t number = 0;
   };
   void tell();
   void take_frame(const Frame& head, Item& landing);
@@ -72,6 +82,11 @@ class BlockReceiver {
   void take_meta(const Frame& head, Item& landing);
   void take_layer(const Frame& head, Item& landing);
   void take_whole(Item& landing);
+  bool create(Item& landing);
+  void take_offer(const Frame& head, Item& landing);
+  void take_placed(Item& landing);
+  bool is_as_offered(const Item& landing) const;
+  void answer(Kind kind, const Item& landing, uint32_t layer, std::span<const std::byte> payload);
   void take_bytes(const Frame& head, Item& landing, uint64_t offset, uint64_t bytes, uint64_t padded);
   void mark();
   void give_up(Item& landing, Outcome outcome);
@@ -83,9 +98,12 @@ class BlockReceiver {
   Channel& channel_;
   const uint32_t owner_;
   Parked* const parked_;
+  Quarantine* const loans_;
+  const uint64_t epoch_;
   std::vector<std::string> instead_;
   uint32_t learnt_ = 0;  // layouts registered on a peer's word
-  uint64_t bytes_ = 0;
+  uint32_t request_ = 0;
+  Received received_;
   uint32_t beside_ = 0;      // of this answer's frames, those that brought no layer
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;

@@ -62,6 +62,16 @@ void Server::renew() {
   wake_watchers();
 }
 
+void Server::welcome(std::vector<std::string> nodes) {
+  std::lock_guard lock(mutex_);
+  welcome_ = std::move(nodes);
+}
+
+bool Server::is_peer(const std::string& node) const {
+  std::lock_guard lock(mutex_);
+  return std::ranges::count(options_.peers, node) || std::ranges::count(welcome_, node);
+}
+
 void Server::wake_watchers() {
   for (auto& [name, space] : spaces_) space->store->journal().wake();
 }
@@ -160,8 +170,7 @@ void Server::serve(Visit& visit) {
     const std::string space = admit(channel, options_.node, [&](const std::string& name, const std::string& node) {
       visitor = node;
       const auto found = spaces_.find(name);
-      const bool shared =
-          found != spaces_.end() && channel.certified(node) && std::count(options_.peers.begin(), options_.peers.end(), node);
+      const bool shared = found != spaces_.end() && channel.certified(node) && is_peer(node);
       return shared ? std::optional(found->second->salt) : std::nullopt;
     });
     visit.known = true;

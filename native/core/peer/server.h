@@ -38,6 +38,7 @@ class Server {
   void share(Store& store, const Secret& salt);  // before start()
   void start();                                  // throws Unavailable
   void stop();                                   // ends all connections and their threads
+  void welcome(std::vector<std::string> nodes);  // beside the configured peers, instead of those that were welcomed before
   void renew();  // connections that were made with an earlier identity end, those that are busy when they have answered
   uint16_t port() const { return port_; }
   Stats stats() const;  // since start()
@@ -63,6 +64,7 @@ class Server {
   void serve(Visit& visit);
   bool answer(Visit& visit, const Frame& head, Space& space, BlockSender& sender);
   bool allowed(uint32_t address) const;
+  bool is_peer(const std::string& node) const;
 
   const Options options_;
   std::map<std::string, std::unique_ptr<Space>> spaces_;
@@ -70,7 +72,8 @@ class Server {
   uint16_t port_ = 0;
   std::atomic<bool> stop_{false};
   std::thread thread_;
-  mutable std::mutex mutex_;  // guards visits_
+  mutable std::mutex mutex_;  // guards what follows
+  std::vector<std::string> welcome_;
   std::list<Visit> visits_;
   std::atomic<uint64_t> accepted_{0}, refused_{0}, served_blocks_{0}, served_bytes_{0};
 };

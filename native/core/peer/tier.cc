@@ -32,27 +32,31 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
            std::shared_ptr<TlsIdentity> tls)
-    : store_(store), node_(std::move(node)), salt_(salt), tls_(std::move(tls)), window_(store, true) {
+    : store_(store), node_(std::move(node)), salt_(salt), tls_(std::move(tls)), window_(store, true), loans_(store) {
   if (peers.size() > kMaxPeers)
     throw Error(Code::InvalidArgument, std::to_string(peers.size()) + " peers, the limit is " + std::to_string(kMaxPeers));
-  for (const Address& at : peers) {
-    usable_ |= Directory::Mask{1} << peers_.size();
-    numbers_[at.node] = peers_.size();
-    peers_.push_back(std::make_unique<Peer>());
-    peers_.back()->at = at;
-    peers_.back()->streams.resize(kMostStreams);
-  }
+  peers_.reserve(kMaxPeers);  // their threads read it while others join
+  for (const Address& at : peers) add_peer(at);
+}
+
+void Tier::add_peer(const Address& at) {
+  usable_ |= Directory::Mask{1} << peers_.size();
+  numbers_[at.node] = peers_.size();
+  peers_.push_back(std::make_unique<Peer>(at));
+  peers_.back()->streams.resize(kMostStreams);
 }
 
 void Tier::start() {
   owner_ = store_.open_owner();
   Lock lock(mutex_);
-  for (size_t p = 0; p < peers_.size(); ++p) {
-    for (size_t s = 0; s < kStreams; ++s) start_stream(p);
-    if (peers_[p]->at.tells) peers_[p]->watch.thread = std::thread([this, p] { watch(p); });
-  }
+  for (size_t p = 0; p < peers_.size(); ++p) start_threads(p);
   care_thread_ = std::thread([this] { care(); });
   store_.attach_peers(this);
+}
+
+void Tier::start_threads(size_t p) {
+  for (size_t s = 0; s < kStreams; ++s) start_stream(p);
+  if (peers_[p]->at.tells) peers_[p]->watch.thread = std::thread([this, p] { watch(p); });
 }
 
 void Tier::start_stream(size_t p) {
@@ -68,10 +72,7 @@ void Tier::stop() {
     for (size_t p = 0; p < peers_.size(); ++p) {
       Peer& peer = *peers_[p];
       become(p, State::Down);
-      for (Stream& stream : peer.streams)
-        if (stream.channel) stream.channel->cut();
-      if (peer.watch.channel) peer.watch.channel->cut();
-      peer.work.notify_all(), peer.up.notify_all();
+      drop_channels(peer);
     }
     care_.notify_all();
   }
@@ -129,7 +130,9 @@ void Tier::run(size_t p, size_t s) {
       if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
       if (!stream.channel) {
         connect(lock, peer, stream);
-        stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_);
+        Quarantine* loans = peer.places ? &loans_ : nullptr;
+        stream.receiver =
+            std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_, loans, stream.epoch);
         peer.failures = 0, peer.may_return = false;
         become(p, State::Up);
         peer.work.notify_all();
@@ -178,6 +181,7 @@ void Tier::fetch_batch(Lock& lock, size_t p, Stream& stream, const std::vector<K
   });
   const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
   lock.lock();
+  peer.placed += received.placed, peer.corrupt += received.corrupt;
   if (!received.bytes || !took_us) return;
   peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
   const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
@@ -360,12 +364,14 @@ std::vector<Tier::PeerStats> Tier::stats() {
   for (size_t p = 0; p < peers_.size(); ++p) {
     static constexpr const char* kStates[] = {"new", "up", "down"};
     const Peer& peer = *peers_[p];
+    if (peer.left) continue;
     PeerStats one{};
     one.node = peer.at.node, one.address = peer.at.host + ":" + std::to_string(peer.at.port);
     one.state = kStates[static_cast<int>(peer.state)], one.why = peer.why;
     one.queued = peer.queue.size(), one.in_flight = peer.in_flight;
     one.rtt_us = peer.rtt_us, one.bytes_per_s = peer.bytes_per_s, one.connects = peer.connects;
     one.streams = peer.started, one.held = directory_.held(p), one.complete = directory_.complete() >> p & 1;
+    one.lent = peer.places ? loans_.lent() : 0;
 #define X(name) one.name = peer.name;
     KV_PEER_COUNTERS(X)
 #undef X

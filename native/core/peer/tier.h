@@ -7,7 +7,7 @@
 // asked again before a connection to it stands.
 //
 // tier.cc: what the doors call, where a key goes, and what waits. tier_streams.cc: the threads that fetch. tier_watch.cc: those
-// that hear what peers have.
+// that hear what peers have. tier_members.cc: peers that join and leave.
 #pragma once
 
 #include <array>
@@ -33,18 +33,19 @@ namespace kv::peer {
 #define KV_PEER_COUNTERS(X) \
   X(fetched)                \
   X(fetch_bytes)            \
-  X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
+  X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
  public:
   struct Address {
     std::string node, host;  // numeric
     uint16_t port = 0;
-    bool tells = true;  // what it has; who does not is asked
+    bool tells = true;    // what it has; who does not is asked
+    bool places = false;  // blocks into this host's pool itself: the fabric's process beside this one
   };
   struct PeerStats {
     std::string node, address, state, why;  // state: "new", "up", "down"
-    uint64_t queued, in_flight, rtt_us, bytes_per_s, connects, streams, held, complete;
+    uint64_t queued, in_flight, rtt_us, bytes_per_s, connects, streams, held, complete, lent;
 #define X(name) uint64_t name;
     KV_PEER_COUNTERS(X)
 #undef X
@@ -56,12 +57,16 @@ class Tier final : public Fetcher {
   ~Tier() override { stop(); }
   void start();  // its threads, one that listens to news and one a stream
   void stop();   // ends them; what was asked for is a miss
+  // While it runs. A name that is known gets the address; false: there are as many peers as there may be.
+  bool join(const Address& at);
+  void leave(const std::string& node);  // it is asked no more, and what was asked of it goes elsewhere
 
   Presence fetch(const Key& key, uint32_t priority) override;
   void go() override;
   bool known(const Key& key) const override;
   double estimate_s(uint64_t bytes) const override;
-  std::vector<PeerStats> stats();  // one a peer, in the order of their addresses
+  void placer_ended() { loans_.process_ended(); }  // the process that places blocks: nothing of it writes any more
+  std::vector<PeerStats> stats();                  // one a peer, in the order of their addresses
 
  private:
   using Place = std::pair<uint32_t, uint64_t>;  // highest priority first, then order of arrival
@@ -69,10 +74,15 @@ class Tier final : public Fetcher {
   struct Stream {
     std::unique_ptr<Channel> channel;  // guarded by mutex_; used without it by its thread alone
     std::unique_ptr<BlockReceiver> receiver;
+    uint64_t epoch = 0, identity = 0;  // of who places blocks, and of the peer, when the channel was made
     std::thread thread;
   };
   struct Peer {
+    explicit Peer(const Address& at) : at(at), places(at.places) {}
     Address at;
+    const bool places;      // as its first address said
+    bool left = false;      // nobody is here: the next that joins may have the slot
+    uint64_t identity = 0;  // changes with the address
     std::vector<Stream> streams;
     size_t started = 0, idle = 0;  // streams that have a thread, and that wait for work
     bool crowded = false;          // it is looked at again whether it needs one more
@@ -116,7 +126,11 @@ class Tier final : public Fetcher {
   double cost_s(size_t peer) const;
   void wait_for(const Key& key, Flight& flight, uint64_t for_ms);
   void end_flight(const Key& key, bool in_vain);
+  void add_peer(const Address& at);
+  size_t slot_for(const std::string& node) const;
+  void start_threads(size_t peer);
   void start_stream(size_t peer);
+  void drop_channels(Peer& peer);
   void care();
   bool goes_on(const Key& key, Flight& flight);
   void abandon(Lock& lock);
@@ -137,7 +151,8 @@ class Tier final : public Fetcher {
   std::atomic<Directory::Mask> usable_{0};  // peers that are not down; changed under mutex_
 
   Directory directory_;  // has locks of its own
-  Parked parked_;        // and this one
+  Parked parked_;        // and these two
+  Quarantine loans_;
 
   // Guards what follows, and the peers' fields that are no atomics; never held over I/O or a call of the store.
   mutable std::mutex mutex_;

@@ -20,6 +20,11 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 // Waits. True if there are keys to fetch, or it is time for the first stream to see how the peer is.
 bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
   const bool first = s == 0;
+  if (peer.left) {
+    peer.streams[s].receiver.reset(), peer.streams[s].channel.reset();
+    peer.work.wait(lock, [&] { return stop_ || !peer.left; });
+    return false;
+  }
   if (peer.state == State::New && first) return true;
   if (!peer.queue.empty() && peer.state == State::Up) return true;
   const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, now_ms() + 1) - now_ms() : kPingMs;
@@ -31,21 +36,25 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
 }
 
 bool Tier::of_no_use(const Peer& peer, const Stream& stream) const {
-  return peer.state == State::Down || stream.channel->hung_up() ||
-         (tls_ && stream.channel->generation() != tls_->generation());  // the certificates are others now
+  return peer.state == State::Down || stream.identity != peer.identity || stream.channel->hung_up() ||
+         (tls_ && !peer.places && stream.channel->generation() != tls_->generation());  // the certificates are others now
 }
 
 // Lets go of the lock meanwhile.
 void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
+  const Address at = peer.at;
+  stream.identity = peer.identity;
   lock.unlock();
-  auto made = std::make_unique<Channel>(Channel::connect(peer.at.host, peer.at.port, kConnectMs));
+  stream.epoch = loans_.epoch();
+  auto made = std::make_unique<Channel>(Channel::connect(at.host, at.port, kConnectMs));
   lock.lock();
-  if (stop_) throw Broken(Broken::Why::Gone, "stopping");
-  Channel& channel = *(stream.channel = std::move(made));  // from here on stop() can cut it
+  if (stop_ || stream.identity != peer.identity) throw Broken(Broken::Why::Gone, "it is there no more");
+  Channel& channel = *(stream.channel = std::move(made));  // from here on it can be cut
   lock.unlock();
-  if (tls_) channel.secure(*tls_, peer.at.node, kHandshakeMs);
-  introduce(channel, node_, store_.name(), salt_, peer.at.node);
+  if (tls_ && !peer.places) channel.secure(*tls_, at.node, kHandshakeMs);  // that one is beside us, on loopback
+  introduce(channel, node_, store_.name(), salt_, at.node);
   lock.lock();
+  if (stream.identity != peer.identity) throw Broken(Broken::Why::Gone, "it is there no more");
   peer.connects += 1;
 }
 
@@ -54,7 +63,11 @@ void Tier::ping(Peer& peer, Stream& stream) {
   const uint32_t request = ++requests_;
   stream.channel->put({.kind = static_cast<uint16_t>(Kind::Ping), .request = request}, {});
   stream.channel->flush();
-  const Frame pong = stream.channel->take_head();
+  Frame pong = stream.channel->take_head();
+  if (peer.places && pong.kind == static_cast<uint16_t>(Kind::Over)) {
+    take_over(*stream.channel, pong, loans_);
+    pong = stream.channel->take_head();
+  }
   Channel::expect(pong, Kind::Pong, 0);
   if (pong.request != request) throw Broken(Broken::Why::Malformed, "another ping's answer");
   peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
@@ -86,7 +99,7 @@ void Tier::become(size_t p, State state) {
 void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   Peer& peer = *peers_[p];
   stream.receiver.reset(), stream.channel.reset();
-  if (stop_) return;
+  if (stop_ || stream.identity != peer.identity) return;
   switch (error.why) {
     case Broken::Why::Gone: peer.gone += 1; break;
     case Broken::Why::Stalled: peer.stalled += 1; break;

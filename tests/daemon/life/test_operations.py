@@ -46,7 +46,7 @@ def scraped(daemon, tmp_path):
     if prometheus.DISK_METRICS:
         args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
     (shared := tmp_path / "shared").mkdir(mode=0o700)
-    args += ["--disk-shared", str(shared)]
+    args += ["--disk-shared", str(shared), "--cluster", "etcd://127.0.0.1:9", "--cluster-memory", "16MiB"]
     one = daemon("64MiB", args)
     with Calls(one.dir) as calls:
         calls.put("a")

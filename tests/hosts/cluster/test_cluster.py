@@ -8,23 +8,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import kvclient
-from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, geometry, new_keys
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import cluster_here
+import test_ca
 from cluster_here import fabric_pid, told, told_at, until
 
 pytestmark = pytest.mark.engines
 
 
-def started(*names):
+def started(*names, **about):
     try:
-        with cluster_here.running(*names) as hosts:
+        with cluster_here.running(*names, **about) as hosts:
             yield hosts
     except cluster_here.NotHere as why:
         pytest.skip(str(why))
@@ -79,7 +81,10 @@ def test_what_one_host_put_another_finds_when_the_first_is_gone(cluster):
     with kvclient.connect(dir=str(cluster["b"].dir)) as two:
         assert got(two, small, SMALL) == 5 and got(two, big, BIG) == 3
         assert got(two, new_keys(2), SMALL) == 0 and got(two, unread, SMALL) == 0
-    assert cluster["b"].peers()["pool"]["fetched"] == 8 and cluster["b"].peers()["a"]["fetched"] == 0
+    pool = cluster["b"].peers()["pool"]
+    assert pool["fetched"] == 8 and cluster["b"].peers()["a"]["fetched"] == 0
+    assert pool["placed"] == 3 and pool["lent"] == 0, "the large ones came straight to their place"
+    until(lambda: counters(cluster["b"]).get("straight") == 3, "and the fabric tells so")
 
 
 def test_a_fabric_that_is_killed_or_frozen_costs_hits_and_comes_back(cluster):
@@ -154,29 +159,133 @@ def test_etcd_that_comes_back_finds_the_members_again(cluster):
         assert told(cluster[name])["members"] == ["a", "b"]
 
 
-def test_a_host_joins_by_the_clusters_name_alone(cluster, tmp_path):
+class Joining:
+    """A daemon that is told nothing but its cluster, in the namespace of one of the hosts."""
+
+    def __init__(self, host, directory, name, *args):
+        self.dir, self.host = directory, host
+        directory.mkdir(mode=0o700, exist_ok=True)
+        words = [*host.network.inside(host.name), sys.executable, "-m", "kvstored", "serve"]
+        words += ["--dir", str(directory), "--memory", "64MiB", "--discard", "--node", name, *args]
+        words += ["--namespaces", f"default:salt=file:{host.dir.parent}/salt:share=read"]
+        with open(directory / "log", "wb") as log:
+            self._daemon = subprocess.Popen(words, stdout=log, stderr=log)
+
+    def peers(self):
+        return cluster_here.hosts_here.Host.peers(self)
+
+    def up(self, name):
+        peer = self.peers().get(name, {"state": "none"})
+        return peer["state"] == "up" and peer["complete"]
+
+    def end(self):
+        self._daemon.terminate()
+        self._daemon.wait()
+
+
+@pytest.fixture
+def joining():
+    made = []
+    yield lambda *about: made.append(Joining(*about)) or made[-1]
+    for one in made:
+        one.end()
+
+
+ETCD = ["--cluster", "etcd://10.77.0.1:2379"]
+TRUSTED = ["--trusted-network", "10.77.0.0/24"]
+
+
+def test_a_host_joins_by_the_clusters_name_alone(cluster, joining, tmp_path):
     near, keys = cluster["a"], new_keys(3)
     with kvclient.connect(dir=str(near.dir)) as one:
         put(one, keys, SMALL)
         until(lambda: counters(near).get("known") == 3, "they are in the pool")
-    words = [
-        *cluster["b"].network.inside("b"),
-        sys.executable,
-        "-m",
-        "kvstored",
-        "serve",
-        "--dir",
-        str(tmp_path),
-    ]
-    words += ["--dir", str(tmp_path), "--memory", "64MiB", "--discard", "--cluster", "etcd://10.77.0.1:2379"]
-    words += ["--cluster-memory", "64MiB"]
-    words += ["--namespaces", f"default:salt=file:{near.dir.parent}/salt:share=read"]
-    with open(tmp_path / "log", "wb") as log:
-        daemon = subprocess.Popen(words, stdout=log, stderr=log)
-    try:
-        until(lambda: len(told_at(tmp_path).get("members", ())) == 3, "it is a member")
-        with kvclient.connect(dir=str(tmp_path)) as far:
-            until(lambda: got(far, keys, SMALL) == 3, "it finds what the others put")
-    finally:
-        daemon.terminate()
-        daemon.wait()
+    new = joining(cluster["b"], tmp_path / "c", "c", *ETCD, "--cluster-memory", "64MiB")
+    until(lambda: len(told_at(new.dir).get("members", ())) == 3, "it is a member")
+    with kvclient.connect(dir=str(new.dir)) as far:
+        until(lambda: got(far, keys, SMALL) == 3, "it finds what the others put")
+    assert set(new.peers()) == {"pool"}, "nobody said that it may speak to others in plain"
+
+
+def test_members_are_peers_of_each_other(cluster, joining, tmp_path):
+    near, keys, back = cluster["a"], new_keys(3), new_keys(2)
+    new = joining(cluster["b"], tmp_path / "c", "c", *ETCD, *TRUSTED, "--cluster-memory", "64MiB")
+    until(lambda: new.up("a") and new.up("b"), "it has both as peers")
+    until(lambda: near.peers().get("c", {"state": ""})["state"] == "up", "and they have it")
+    with kvclient.connect(dir=str(near.dir)) as one, kvclient.connect(dir=str(new.dir)) as far:
+        with one.create(keys, one.register_layout(SMALL.to_blob())) as writer:
+            for block in writer:
+                fill(block, SMALL.num_layers)
+        assert got(far, keys, SMALL) == 3
+        assert new.peers()["a"]["fetched"] == 3, "not by the pool: nobody asked for them before"
+        with far.create(back, far.register_layout(SMALL.to_blob())) as writer:
+            for block in writer:
+                fill(block, SMALL.num_layers)
+        assert got(one, back, SMALL) == 2
+    new.end()
+    until(lambda: "c" not in near.peers(), "it has left")
+    assert near.peers()["b"]["state"] == "up", "who is configured stays"
+
+
+def test_members_over_tls_without_a_pool(cluster, joining, tmp_path):
+    test_ca.authority(tmp_path / "tls")
+    args = ["--cluster", "etcd://10.77.0.1:2379/other", "--cluster-memory", "0"]
+    args += ["--tls-ca", str(tmp_path / "tls/ca.pem")]
+    made = {}
+    for name, host in (("c", "a"), ("d", "b")):
+        certificate, key = test_ca.certificate(tmp_path / "tls", name)
+        words = [*args, "--tls-cert", str(certificate), "--tls-key", str(key)]
+        made[name] = joining(cluster[host], tmp_path / name, name, *words)
+    until(lambda: made["c"].up("d") and made["d"].up("c"), "they are each other's peers, and nobody else's")
+    assert set(made["c"].peers()) == {"d"}
+    keys = new_keys(3)
+    with kvclient.connect(dir=str(made["c"].dir)) as one, kvclient.connect(dir=str(made["d"].dir)) as far:
+        with one.create(keys, one.register_layout(BIG.to_blob())) as writer:
+            for block in writer:
+                fill(block, BIG.num_layers)
+        assert got(far, keys, BIG) == 3
+
+
+def test_the_masters_host_dies_and_the_others_put_again_what_they_have(three):
+    master = told(three["a"])["master"].partition(":")[0]
+    lost = next(name for name in "abc" if three[name].at.partition(":")[0] == master)
+    first, second = (three[name] for name in "abc" if name != lost)
+    keys = new_keys(12)
+    with kvclient.connect(dir=str(first.dir)) as one, kvclient.connect(dir=str(second.dir)) as two:
+        put(one, keys, SMALL)
+        until(lambda: counters(first).get("puts") == 12, "all are in the pool")
+        three[lost].kill()
+        for host in (first, second):
+            until(
+                lambda h=host: told(h).get("master", master).partition(":")[0] != master, "there is another"
+            )
+        until(lambda: counters(first).get("puts") == 12 and counters(first)["known"] == 12, "put again")
+        flush(first)
+        until(lambda: second.peers()["pool"]["state"] == "up", "it is there")
+        until(lambda: got(two, keys, SMALL) == 12, "they are found")
+
+
+@pytest.fixture
+def slow():
+    yield from started("a", "b", memory="192MiB", pool="192MiB", args=["--cluster-replicas", "1"])
+
+
+def test_a_fabric_that_is_killed_while_a_block_comes_costs_a_hit_and_its_memory_comes_back(slow):
+    large = geometry(layers=16, heads=16, dim=64, tokens=128)  # 8 MiB
+    keys = new_keys(6)
+    near, far = slow["a"], slow["b"]
+    with kvclient.connect(dir=str(near.dir)) as one, kvclient.connect(dir=str(far.dir)) as two:
+        put(one, keys, large)
+        until(lambda: counters(near).get("known") == 6, "all are in the pool, some here, some there")
+        flush(near)
+        near.network.slow("a", 2e6)  # four seconds for one
+        first = fabric_pid(far)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(got(two, keys, large)))
+        reader.start()
+        until(lambda: far.peers()["pool"]["lent"], "one is on its way to its place")
+        os.kill(first, signal.SIGKILL)
+        until(lambda: far.peers()["pool"]["lent"] == 0, "what was lent is over when the process is")
+        reader.join()
+        assert found[0] < 6
+        put(two, new_keys(12), large)  # twelve of 8 MiB, in 192 MiB of memory

@@ -1,0 +1,65 @@
+// Peers that join and leave while the tier runs. Who left keeps its slot and threads, which wait; a slot is given to another name
+// when all of them are taken and nothing of who had it is left.
+#include <algorithm>
+
+#include "core/peer/tier.h"
+
+namespace kv::peer {
+
+bool Tier::join(const Address& at) {
+  Lock lock(mutex_);
+  if (stop_) return false;
+  const size_t p = slot_for(at.node);
+  if (p == kMaxPeers) return false;
+  if (p == peers_.size()) {
+    add_peer(at);
+    if (owner_) start_threads(p);
+    return true;
+  }
+  Peer& peer = *peers_[p];
+  if (!peer.left && peer.at.host == at.host && peer.at.port == at.port) return true;
+  drop_channels(peer);  // to where it was
+  numbers_.erase(peer.at.node);
+  numbers_[at.node] = p;
+  peer.at = at, peer.identity += 1, peer.left = false, peer.failures = 0, peer.may_return = false;
+  peer.rtt_us = 0, peer.bytes_per_s = 0, peer.block_bytes = 0;
+  become(p, State::New);
+  peer.work.notify_all();
+  return true;
+}
+
+void Tier::leave(const std::string& node) {
+  {
+    Lock lock(mutex_);
+    const auto number = numbers_.find(node);
+    if (number == numbers_.end() || peers_[number->second]->left) return;
+    Peer& peer = *peers_[number->second];
+    become(number->second, State::Down);
+    peer.left = true, peer.identity += 1, peer.may_return = false;
+    drop_channels(peer);
+    for (const auto& [place, key] : std::exchange(peer.queue, {}))
+      if (!send_on(key, flights_.at(key))) end_flight(key, true);
+  }
+  store_.load_ended();
+}
+
+// Where a name is or may be; kMaxPeers: nowhere.
+size_t Tier::slot_for(const std::string& node) const {
+  if (const auto known = numbers_.find(node); known != numbers_.end()) return known->second;
+  if (peers_.size() < kMaxPeers) return peers_.size();
+  const auto is_free = [](const std::unique_ptr<Peer>& peer) {
+    const bool idle = std::ranges::none_of(peer->streams, [](const Stream& stream) { return stream.channel != nullptr; });
+    return peer->left && idle && !peer->watch.channel && peer->queue.empty() && !peer->in_flight && !peer->places;
+  };
+  return static_cast<size_t>(std::ranges::find_if(peers_, is_free) - peers_.begin());
+}
+
+// Whoever waits on one is told, and whoever waits for work looks.
+void Tier::drop_channels(Peer& peer) {
+  for (Stream& stream : peer.streams)
+    if (stream.channel) stream.channel->cut();
+  if (peer.watch.channel) peer.watch.channel->cut();
+  peer.work.notify_all(), peer.up.notify_all();
+}
+
+}  // namespace kv::peer
