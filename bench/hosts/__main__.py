@@ -24,7 +24,8 @@ from typing import Any
 
 import kvclient
 from bench import machine
-from bench.hosts import contenders
+from bench.hosts import apart, contenders, pool
+from bench.hosts.pool import cpu_s
 from bench.hosts.raw_stream import Raw
 from kvclient.blocks.layout import Layout
 from kvclient.errors import BlockLost, Detached, Unavailable
@@ -42,11 +43,6 @@ IDLE_S = 10.0
 
 def us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time of a process, all threads."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def wait_up(host: hosts_here.Host) -> None:
@@ -292,6 +288,8 @@ PARTS: dict[str, Callable[[int, list[str]], Iterator[dict[str, Any]]]] = {
     "first": lambda rounds, beside: first_layer(rounds),
     "failures": lambda rounds, beside: failures(rounds),
     "many": lambda rounds, beside: many(rounds),
+    "apart": lambda rounds, beside: apart.rows(rounds),
+    "pool": lambda rounds, beside: pool.rows(rounds),
 }
 
 
@@ -303,6 +301,10 @@ def show(row: dict[str, Any]) -> None:
         spent = ", ".join(f"{name} {us:,.0f}" for name, us in row["cpu_us"].items())
         cpu = f"; processor time {spent} us, {row['cpu_ratio']:.2f} x"
     idle = f"{row['percent_of_a_core']} % of a core" if "percent_of_a_core" in row else ""
+    if "percent_of_the_transfer" in row:
+        idle = f"; {row['percent_of_the_transfer']} % of the transfer's time"
+    if "failed" in row:
+        idle = f", {row['failed']} failed"
     print(f"{row['what']:64} {times}{ratio}{cpu}{idle}   (reach {row['reach'] or '-'})", flush=True)
 
 

@@ -155,12 +155,16 @@ class Fabric:
             self._tells.write(json.dumps(found).encode() + b"\n")
 
     def _tell(self) -> None:
-        counts = {} if self.pool is None else {**self.pool.counts, "known": self._putter.known}
+        counts = {} if self.pool is None else self._counts(self.pool)
         said = {
             "master": self._master, "members": sorted(self.members.members), "etcd_away": self.members.away,
             "transport": "tcp" if self.pool else "none", "counters": counts,
         }  # fmt: skip
         write_whole(os.path.join(self._said["dir"], STATUS), json.dumps(said).encode())
+
+    def _counts(self, pool: Pool) -> dict[str, int]:
+        longest_ms = round(1000 * pool.longest_put_s)
+        return {**pool.counts, "known": self._putter.known, "longest_put_ms": longest_ms}
 
     def close(self) -> None:
         self.members.leave()

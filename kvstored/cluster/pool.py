@@ -63,6 +63,7 @@ class Pool:
             "straight", "misses", "failed_over", "late", "corrupt",
         )  # fmt: skip
         self.counts = dict.fromkeys(names, 0)
+        self.longest_put_s = 0.0
 
     # ---- calls that may hang
 
@@ -124,7 +125,7 @@ class Pool:
 
     def put(self, space: str, key: bytes, block: list[Frame]) -> int:
         """How many replicas lie in the pool then. Raises Broken for what is no block."""
-        data = pack(block)
+        data, began_s = pack(block), self._now()
         names, found = self._names(space, key), self._places(self._names(space, key))
         if found is None:
             self.counts["put_failed"] += 1
@@ -141,6 +142,7 @@ class Pool:
             placed += done
             self.counts["placed_elsewhere"] += done if elsewhere else 0
             elsewhere = True
+        self.longest_put_s = max(self.longest_put_s, self._now() - began_s)
         self.counts["puts" if placed else "put_failed"] += 1
         self.counts["put_bytes"] += len(data) if placed else 0
         self.counts["replicas"] += placed

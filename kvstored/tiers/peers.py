@@ -147,7 +147,7 @@ class Peers:
         """By the rules of a configured peer, and of loopback only where etcd itself is there: another host's
         loopback is not this one's."""
         config, found = self._config, {}
-        known = {config.node, POOL, *(peer.node for peer in config.peer)}
+        known = {"", config.node, POOL, *(peer.node for peer in config.peer)}
         one_machine = config.etcd.startswith(("127.", "localhost:"))
         for name, where in told.items():
             try:
