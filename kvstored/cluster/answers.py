@@ -128,15 +128,15 @@ class Giving:
             self._say_kind(frames.MISSING)
             return
         known, rest = found
-        given: bool | None = True
+        found_it: bool | None = True
         if rest:
             self._say(known.layout, known.head, *rest)
         else:
             self._say(known.layout, known.head, known.sums)
-            given = self._bring(places, known)
-        counts["hits"] += given is True
-        counts["misses"] += given is False
-        counts["hit_bytes"] += known.extent_bytes if given else 0
+            found_it = self._bring(places, known)
+        counts["hits"] += found_it is True
+        counts["misses"] += found_it is False
+        counts["hit_bytes"] += known.extent_bytes if found_it else 0
 
     def _bring(self, places: list[Place], known: Described) -> bool | None:
         """None: the daemon does not want it any more."""

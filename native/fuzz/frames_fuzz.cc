@@ -1,7 +1,8 @@
 // libFuzzer: what a peer may send. One input is a list of frames (kind, item, layer, flags, u16 length, bytes) that get right
 // checksums, since no mutation finds those, and go to a fetch as its answer, or, by the first byte, as they are. Flags have a
-// payload of the length that belongs there, and a head that names what was asked for. The fetch ends, the store stays whole, and
-// nothing stays half filled.
+// payload of the length that belongs there, and a head that names what was asked for. By the second bit of the first byte who
+// sends may place blocks itself, in memory that is zeros. The fetch ends, the store stays whole, and nothing stays half filled,
+// or lent when that process has ended.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -18,16 +19,18 @@ using namespace kv;
 using namespace kv::peer;
 
 constexpr uint64_t kBytes = 1 << 20;
+constexpr uint64_t kZeros = 64 << 10;  // of the pool, where blocks lie first
 constexpr size_t kMaxFrames = 48;
 constexpr uint32_t kRequest = 1, kTokens = 2;
 constexpr uint8_t kRightLength = 1, kRightHead = 2, kWrongSum = 4, kOtherRequest = 8;
 
 struct Side : test::Rig {
-  Side() : Rig(kBytes, 64), window(*store, true), owner(store->open_owner()) {
+  Side() : Rig(kBytes, 64), window(*store, true), loans(*store), owner(store->open_owner()) {
     store->register_layout(test::layout_blob(3, 64, 4, 32));
     for (auto& one : store->layouts()) layout = one.known->layout;
   }
   Window window;
+  Quarantine loans;
   uint32_t owner;
   Layout layout;
 };
@@ -43,8 +46,18 @@ uint64_t right_length(const Layout& layout, const Said& said) {
     case Kind::Head: return sizeof(BlockHead);
     case Kind::Meta: return layout.meta_bytes(kTokens);
     case Kind::Layer: return layout.layer_bytes(said.layer % layout.num_layers(), kTokens);
+    case Kind::Offer: return sizeof(uint32_t) * (1 + layout.num_layers());
     default: return 0;
   }
+}
+
+std::vector<uint8_t> offer_of_zeros(const Layout& layout) {
+  const std::vector<uint8_t> zeros(32 << 10);
+  std::vector<uint32_t> sums{crc32c(zeros.data(), layout.meta_bytes(kTokens))};
+  for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
+    sums.push_back(crc32c(zeros.data(), layout.layer_bytes(layer, kTokens)));
+  const auto* at = reinterpret_cast<const uint8_t*>(sums.data());
+  return {at, at + sizeof(uint32_t) * sums.size()};
 }
 
 void append(std::vector<std::byte>& out, const Layout& layout, const Said& said, std::span<const uint8_t> bytes) {
@@ -57,6 +70,7 @@ void append(std::vector<std::byte>& out, const Layout& layout, const Said& said,
     std::memcpy(payload.data(), &head, sizeof head);
   }
   if (said.flags & kRightHead && said.kind == static_cast<uint8_t>(Kind::Layout)) payload = layout.blob;
+  if (said.flags & kRightHead && said.kind == static_cast<uint8_t>(Kind::Offer)) payload = offer_of_zeros(layout);
   Frame frame{.kind = said.kind, .item = said.item, .request = kRequest + (said.flags & kOtherRequest), .layer = said.layer};
   frame.bytes = payload.size();
   frame.payload_crc = crc32c(payload.data(), payload.size()) + (said.flags & kWrongSum);
@@ -97,7 +111,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   size_t ended = 0;
   {
     Channel channel{Fd(ends[0])};
-    BlockReceiver receiver(*side.store, side.window, channel, side.owner);
+    Quarantine* const loans = data[0] & 2 ? &side.loans : nullptr;
+    if (loans) std::memset(side.window.at(0), 0, kZeros);
+    BlockReceiver receiver(*side.store, side.window, channel, side.owner, nullptr, loans, side.loans.epoch());
     try {
       receiver.fetch(kRequest, keys, [&](size_t, Outcome) { ++ended; });
     } catch (const Broken&) {
@@ -105,9 +121,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
   }
   KV_INVARIANT(ended == 2);
+  side.loans.process_ended();
   side.store->remove(keys[0]), side.store->remove(keys[1]);
   side.store->settle();
-  KV_INVARIANT(side.store->stats().created == 0);
+  KV_INVARIANT(side.store->stats().created == 0 && side.store->stats().used_bytes == 0);
   static uint64_t inputs = 0;
   if (++inputs % 1000 == 0) side.store->check_integrity();
   return 0;

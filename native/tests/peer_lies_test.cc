@@ -67,7 +67,7 @@ struct Host : Rig {
     store->remove(key(kNumber));
     store->settle();
   }
-  peer::Window window;
+  Window window;
 };
 
 Bytes record(Host& host) {

@@ -157,7 +157,8 @@ TEST(a_block_that_is_told_of_while_it_is_hoped_for_is_fetched_at_once) {
   tier->stop();
 }
 
-// Fails if what was asked of one that left is in a queue that nobody reads, or a slot that is given away keeps a word of who had it.
+// Fails if what was asked of one that left is in a queue that nobody reads, or a slot that is given away keeps a word of who had
+// it.
 TEST(peers_join_and_leave_while_blocks_are_fetched) {
   Host here, there;
   for (uint64_t i = 0; i < kWanted; ++i) CHECK(there.fill(i) == Grant::Granted);
@@ -211,8 +212,8 @@ TEST(who_is_welcome_may_read_and_nobody_else) {
   Host here, there;
   CHECK(there.fill(1) == Grant::Granted && there.fill(2) == Grant::Granted);
   auto server = serve(there);
-  auto tier = std::make_unique<peer::Tier>(*here.store, "c", kSalt,
-                                           std::vector<peer::Tier::Address>{{"a", "127.0.0.1", server->port()}});
+  auto tier =
+      std::make_unique<peer::Tier>(*here.store, "c", kSalt, std::vector<peer::Tier::Address>{{"a", "127.0.0.1", server->port()}});
   tier->start();
   here.store->attach_peers(tier.get());
   CHECK(eventually([&] { return server->stats().refused > 0; }));

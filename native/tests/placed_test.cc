@@ -44,7 +44,7 @@ struct Block {
 
 // The other end, which writes into the pool of the host that asks.
 struct Placer {
-  Placer(Fd socket, const peer::Window& pool) : channel(std::move(socket)), pool(pool) {}
+  Placer(Fd socket, const Window& pool) : channel(std::move(socket)), pool(pool) {}
   void say(Kind kind, std::span<const std::byte> payload = {}, uint32_t layer = 0) {
     channel.put({.kind = static_cast<uint16_t>(kind), .request = kRequest, .layer = layer}, payload);
     channel.flush();
@@ -53,8 +53,15 @@ struct Placer {
     Frame asked = channel.take_head();
     channel.skip(asked.bytes);
     say(Kind::Layout, std::as_bytes(std::span(block.blob)));
-    const peer::BlockHead head{.key = key(kNumber), .layout = layout_digest(block.layout), .fingerprint = 0, .tokens = kTokens,
-                               .base_position = 0, .parent = 0, .priority = 0, .ttl_s = 0, .layers = kLayers};
+    const peer::BlockHead head{.key = key(kNumber),
+                               .layout = layout_digest(block.layout),
+                               .fingerprint = 0,
+                               .tokens = kTokens,
+                               .base_position = 0,
+                               .parent = 0,
+                               .priority = 0,
+                               .ttl_s = 0,
+                               .layers = kLayers};
     say(Kind::Head, peer::bytes_of(head));
     say(Kind::Offer, std::as_bytes(sums));
     return channel.take_value<peer::Room>(Kind::Room);
@@ -72,7 +79,7 @@ struct Placer {
     say(Kind::Whole);
   }
   peer::Channel channel;
-  const peer::Window& pool;
+  const Window& pool;
   const Block block{};
 };
 
@@ -131,8 +138,8 @@ struct Host : Rig {
     for (const Handle& handle : std::exchange(handles, {})) store->abort(owner, handle);
     store->settle();
   }
-  peer::Window window;
-  peer::Quarantine loans;
+  Window window;
+  Quarantine loans;
   peer::Parked parked;
   const Block block{};
   std::vector<Handle> handles;
@@ -252,7 +259,9 @@ TEST(a_connection_to_a_process_that_has_ended_is_lent_nothing) {
 TEST(frames_in_another_order_end_the_connection_and_leave_nothing) {
   const std::vector<std::function<void(Placer&)>> lies = {
       [](Placer& placer) { placer.offer(std::span(placer.block.offer).first(2)); },
-      [](Placer& placer) { placer.offer(placer.block.offer), placer.say(Kind::Offer, std::as_bytes(std::span(placer.block.offer))); },
+      [](Placer& placer) {
+        placer.offer(placer.block.offer), placer.say(Kind::Offer, std::as_bytes(std::span(placer.block.offer)));
+      },
       [](Placer& placer) { placer.offer(placer.block.offer), placer.say(Kind::Whole); },
       [](Placer& placer) { placer.offer(placer.block.offer), placer.say(Kind::Missing); },
       [](Placer& placer) { placer.say(Kind::Placed); },

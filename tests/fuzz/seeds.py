@@ -73,6 +73,25 @@ def requests() -> list[bytes]:
     return found
 
 
+def answers() -> list[bytes]:
+    """What a peer answers for two keys, in the short form of native/fuzz/frames_fuzz.cc: a whole block
+    and none; the same of one who places it himself, rightly, wrongly, and late."""
+
+    def said(*frames: tuple[int, int, int, int]) -> bytes:
+        return b"".join(struct.pack("<BBBBH", *frame, 0) for frame in frames)
+
+    layout, head, meta, offer = (7, 0, 0, 3), (8, 0, 0, 3), (9, 0, 0, 1), (20, 0, 0, 3)
+    layers = [(10, 0, layer, 1) for layer in range(3)]
+    whole, placed, lost, none = (11, 0, 0, 0), (22, 0, 0, 0), (13, 0, 0, 0), (12, 1, 0, 0)
+    return [
+        b"\1" + said(layout, head, meta, *layers, whole, none),
+        b"\3" + said(layout, head, offer, placed, none),
+        b"\3" + said(layout, head, (20, 0, 0, 1), placed, meta, *layers, whole, none),
+        b"\3" + said(layout, head, offer, meta, *layers, whole, none),
+        b"\3" + said(layout, head, offer, lost, none),
+    ]
+
+
 def write(directory: Path, inputs: list[bytes]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(inputs):
@@ -84,6 +103,7 @@ def main() -> int:
     write(home / "header_fuzz", headers())
     write(home / "layout_fuzz", layouts())
     write(home / "session_fuzz", conversations())
+    write(home / "frames_fuzz", answers())
     write(home / "blobs_fuzz", [b"\0" + blob for blob in layouts()] + [b"\1" + area for area in metas()])
     write(home / "requests_fuzz", requests())
     return os.EX_OK

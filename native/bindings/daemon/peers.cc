@@ -76,13 +76,40 @@ struct Places {
 Places places_of(nb::bytes blob, uint32_t tokens) {
   const kv::Layout layout = kv::Layout::parse({static_cast<const uint8_t*>(blob.data()), blob.size()});
   if (tokens == 0 || tokens > layout.block_tokens)
-    throw kv::Error(kv::Code::InvalidArgument, "a block of " + std::to_string(tokens) + " tokens, the limit is " +
-                                                        std::to_string(layout.block_tokens));
-  Places out{layout.extent_bytes(tokens), layout.checksums_offset(tokens), layout.meta_offset(tokens),
-             layout.meta_bytes(tokens), {}};
+    throw kv::Error(kv::Code::InvalidArgument,
+                    "a block of " + std::to_string(tokens) + " tokens, the limit is " + std::to_string(layout.block_tokens));
+  Places out{
+      layout.extent_bytes(tokens), layout.checksums_offset(tokens), layout.meta_offset(tokens), layout.meta_bytes(tokens), {}};
   for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
     out.layers.emplace_back(layout.layer_offset(layer, tokens), layout.layer_bytes(layer, tokens));
   return out;
+}
+
+void bind_places(nb::module_& m) {
+  nb::class_<Places>(m, "Places", "Where in its extent the parts of a block of so many tokens lie, in bytes.")
+      .def_ro("extent_bytes", &Places::extent_bytes)
+      .def_ro("checksums_offset", &Places::checksums_offset)
+      .def_ro("meta_offset", &Places::meta_offset)
+      .def_ro("meta_bytes", &Places::meta_bytes)
+      .def_ro("layers", &Places::layers, "(offset, bytes) of each");
+  m.def("places", places_of, nb::arg("layout"), nb::arg("tokens"), "Raises InvalidArgument for what is no layout.");
+}
+
+void bind_shared(nb::module_& m) {
+  nb::class_<kv::SharedReader>(m, "SharedReader", "What other daemons keep in a shared directory, below one namespace.")
+      .def(
+          "__init__",
+          [](kv::SharedReader* self, kv::Store& store, std::string directory, std::string node, std::string space,
+             uint32_t fanout_levels, uint32_t fanout_digits, kv::peer::Tier* next) {
+            new (self) kv::SharedReader(
+                store, {std::move(directory), std::move(node), std::move(space), {fanout_levels, fanout_digits}}, next);
+          },
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::arg("store"), nb::arg("directory"), nb::arg("node"),
+          nb::arg("space"), nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("next").none() = nb::none(),
+          "`next` is asked for what nobody keeps there. stop() before it, and before the store closes.")
+      .def("start", &kv::SharedReader::start, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &kv::SharedReader::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", shared_stats);
 }
 
 }  // namespace
@@ -91,13 +118,6 @@ void bind_peers(nb::module_& m) {
   using kv::peer::Server;
   using kv::peer::Tier;
   using kv::peer::TlsIdentity;
-  nb::class_<Places>(m, "Places", "Where in its extent the parts of a block of so many tokens lie, in bytes.")
-      .def_ro("extent_bytes", &Places::extent_bytes)
-      .def_ro("checksums_offset", &Places::checksums_offset)
-      .def_ro("meta_offset", &Places::meta_offset)
-      .def_ro("meta_bytes", &Places::meta_bytes)
-      .def_ro("layers", &Places::layers, "(offset, bytes) of each");
-  m.def("places", places_of, nb::arg("layout"), nb::arg("tokens"), "Raises InvalidArgument for what is no layout.");
   nb::class_<TlsIdentity>(m, "PeerTls", "Who this daemon is to its peers by certificate, and whose word it takes: paths of PEM.")
       .def(
           "__init__",
@@ -134,7 +154,8 @@ void bind_peers(nb::module_& m) {
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
-             const std::vector<std::tuple<std::string, std::string, uint16_t, bool, bool>>& peers, std::shared_ptr<TlsIdentity> tls) {
+             const std::vector<std::tuple<std::string, std::string, uint16_t, bool, bool>>& peers,
+             std::shared_ptr<TlsIdentity> tls) {
             std::vector<Tier::Address> addresses;
             for (const auto& [name, host, port, tells, places] : peers) addresses.push_back({name, host, port, tells, places});
             new (self) Tier(store, node, secret(salt), addresses, std::move(tls));
@@ -154,18 +175,6 @@ void bind_peers(nb::module_& m) {
       .def("placer_ended", &Tier::placer_ended, nb::call_guard<nb::gil_scoped_release>(),
            "The process that places blocks itself has ended: what it was lent is over.")
       .def("stats", peer_stats);
-  nb::class_<kv::SharedReader>(m, "SharedReader", "What other daemons keep in a shared directory, below one namespace.")
-      .def(
-          "__init__",
-          [](kv::SharedReader* self, kv::Store& store, std::string directory, std::string node, std::string space,
-             uint32_t fanout_levels, uint32_t fanout_digits, Tier* next) {
-            new (self) kv::SharedReader(
-                store, {std::move(directory), std::move(node), std::move(space), {fanout_levels, fanout_digits}}, next);
-          },
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::arg("store"), nb::arg("directory"), nb::arg("node"),
-          nb::arg("space"), nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("next").none() = nb::none(),
-          "`next` is asked for what nobody keeps there. stop() before it, and before the store closes.")
-      .def("start", &kv::SharedReader::start, nb::call_guard<nb::gil_scoped_release>())
-      .def("stop", &kv::SharedReader::stop, nb::call_guard<nb::gil_scoped_release>())
-      .def("stats", shared_stats);
+  bind_places(m);
+  bind_shared(m);
 }

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/peer/channel.h"
-#include "core/peer/quarantine.h"
-#include "core/peer/window.h"
+#include "core/store/pool_window.h"
+#include "core/store/quarantine.h"
 
 namespace kv::peer {
 

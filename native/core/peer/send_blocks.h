@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/peer/channel.h"
-#include "core/peer/window.h"
 #include "core/placement/policy.h"
+#include "core/store/pool_window.h"
 
 namespace kv::peer {
 

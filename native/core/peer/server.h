@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/peer/handshake.h"
-#include "core/peer/window.h"
 #include "core/placement/policy.h"
+#include "core/store/pool_window.h"
 
 namespace kv::peer {
 

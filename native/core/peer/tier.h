@@ -23,9 +23,9 @@
 
 #include "core/peer/handshake.h"
 #include "core/peer/receive_blocks.h"
-#include "core/peer/window.h"
 #include "core/placement/directory.h"
 #include "core/placement/policy.h"
+#include "core/store/pool_window.h"
 #include "core/store/store.h"
 
 namespace kv::peer {

@@ -35,7 +35,7 @@ enum class Kind : uint16_t {
   Busy,   // it is sent to as many as may have it at once; the payload has names of nodes that get it, kMaxName + 1 bytes each
   Watch,  // from here on this connection is for Holds alone
   Holds,  // marks of keys (core/store/journal.h) that came and went, in order; `layer` is 1 once all that there is was told
-  // Between a daemon and the fabric beside it, which brings a block to its place itself (core/peer/quarantine.h):
+  // Between a daemon and the fabric beside it, which brings a block to its place itself (core/store/quarantine.h):
   Offer,    // behind a Head: all of the block's extent can be had; CRC32C of the meta area, then of each layer
   Room,     // the answer: a Room
   Placed,   // the extent is filled, and nothing writes there any more
@@ -84,6 +84,7 @@ struct Room {
   uint64_t loan;           // 0: nothing is lent, its layers may come as frames
 };
 
-static_assert(sizeof(Room) == 24 && sizeof(Frame) == 32 && sizeof(Hello) == 168 && sizeof(Challenge) == 136 && sizeof(BlockHead) == 96);
+static_assert(sizeof(Room) == 24 && sizeof(Frame) == 32 && sizeof(Hello) == 168 && sizeof(Challenge) == 136 &&
+              sizeof(BlockHead) == 96);
 
 }  // namespace kv::peer

@@ -20,7 +20,7 @@
 
 #include "core/files/block_file.h"
 #include "core/files/files.h"
-#include "core/peer/window.h"
+#include "core/store/pool_window.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -77,7 +77,7 @@ class SharedReader final : public Fetcher {
   Store& store_;
   const Options options_;
   Fetcher* const next_;
-  peer::Window window_;
+  Window window_;
   uint32_t owner_ = 0;
   std::atomic<bool> stop_{false};
   std::vector<std::thread> threads_;

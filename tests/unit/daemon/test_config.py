@@ -391,11 +391,3 @@ def test_a_cluster_alone_names_the_node_and_listens_on_loopback():
         loaded({"cluster": "etcd://10.0.0.8:2379,/prod"})
     with pytest.raises(ConfigError, match="the least is"):
         loaded({"cluster": "etcd://10.0.0.8:2379", "cluster_memory": "1MiB"})
-
-
-def test_a_cluster_goes_with_tls_where_it_has_no_pool():
-    tls = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
-    one = {"cluster": "etcd://10.0.0.8:2379", "node": "a", "listen": "10.0.0.1:7400", **tls}
-    with pytest.raises(ConfigError, match="Mooncake has no TLS"):
-        loaded(one)
-    assert loaded({**one, "cluster_memory": "0"}).config.cluster_memory == 0

@@ -12,7 +12,7 @@ from kvstored.cluster import sidecar
 from kvstored.cluster.sidecar import Left
 from kvstored.config.peers import MAX_PEERS, Endpoint
 from kvstored.config.sources import load
-from kvstored.errors import StartupError
+from kvstored.errors import ConfigError, StartupError
 from kvstored.tiers.peers import Peers
 
 TLS = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
@@ -130,3 +130,10 @@ def test_listening_on_the_way_to_etcd(peers, monkeypatch):
     assert module.listening_at(peers(trusted_network="10.0.0.0/24")._config) == Endpoint("10.0.0.1", 0)
     assert module.listening_at(peers(**TLS)._config) == Endpoint("10.0.0.1", 0)
     assert module.listening_at(peers(listen="127.0.0.1:7400")._config) == Endpoint("127.0.0.1", 7400)
+
+
+def test_a_cluster_goes_with_tls_where_it_has_no_pool():
+    both = {"dir": "/tmp/x", **SHARED, "listen": "10.0.0.1:7400", **TLS}
+    with pytest.raises(ConfigError, match="Mooncake has no TLS"):
+        load({**both, "cluster_memory": "256MiB"}, {})
+    assert load(both, {}).config.cluster_memory == 0

@@ -11,7 +11,7 @@
 
 #include "core/store/store.h"
 
-namespace kv::peer {
+namespace kv {
 
 class Quarantine {
  public:
@@ -33,4 +33,4 @@ class Quarantine {
   std::unordered_map<uint64_t, Handle> loans_;
 };
 
-}  // namespace kv::peer
+}  // namespace kv

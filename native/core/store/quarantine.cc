@@ -1,10 +1,10 @@
-#include "core/peer/quarantine.h"
+#include "core/store/quarantine.h"
 
 #include <utility>
 
 #include "core/base/error.h"
 
-namespace kv::peer {
+namespace kv {
 
 uint64_t Quarantine::epoch() const {
   const std::lock_guard lock(mutex_);
@@ -40,4 +40,4 @@ uint64_t Quarantine::lent() const {
   return loans_.size();
 }
 
-}  // namespace kv::peer
+}  // namespace kv

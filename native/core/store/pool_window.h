@@ -5,7 +5,7 @@
 
 #include "core/store/store.h"
 
-namespace kv::peer {
+namespace kv {
 
 class Window {
  public:
@@ -20,4 +20,4 @@ class Window {
   Guard guard_;
 };
 
-}  // namespace kv::peer
+}  // namespace kv
