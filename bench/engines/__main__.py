@@ -1,6 +1,6 @@
 """`python -m bench.engines`: vLLM on a CPU with the store beside its own prefix cache; what look-ups cost.
 
-    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft|cost] [--ours]
+    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft|hit|cost] [--ours]
         [--json FILE]
 
 Installs nothing: the environments are those of `make engines`, and what is not there is said. Half an hour on
@@ -15,15 +15,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from bench.engines.processes import CACHE, Told, python_of, say
-from bench.engines.ttft import Run, ours, summary
+from bench.engines.ttft import BLOCK, Run, expect, ours, prompts, summary
 from bench.machine import describe, sentence
 from bench.reuse_ttft import daemon
 from tests.engines.conftest import TINY
 
 LOOK_UPS = 400
 COST_ROUNDS = {"tiny": 40, "smollm2": 5}
+HIT_ROUNDS = {"tiny": 40, "smollm2": 9}
 
 
 def model_of(name: str, home: Path) -> tuple[str, int]:
@@ -68,6 +70,34 @@ def first_tokens(name: str, rounds: int, home: Path, others: bool) -> dict:
             run.end()
 
 
+def hit(name: str, rounds: int, home: Path) -> dict[str, float]:
+    """What another engine stored, against the engine's own prefix cache without a connector."""
+    with daemon("1GiB") as directory:
+        model, vocabulary = model_of(name, home)
+        options = {"model": model, "transfer": ours(directory)}
+        first = Told("bench.engines.engine", options, home / "first.log")
+        second = Told("bench.engines.hit", options, home / "second.log")
+        rows: dict[str, list[float]] = {"store": [], "own": []}
+        try:
+            first.answer()
+            second.answer()
+            for number in range(-1, rounds):
+                shared, ends = prompts(number, vocabulary)
+                first.ask([{"prompts": [shared + ends[0]], "tokens": 1, "forget": True}])
+                found = second.ask({"shared": shared, "ends": ends[1:3]})
+                for way, row in rows.items():
+                    expect({"cached": [found[way]["cached"]]}, len(shared) // BLOCK * BLOCK)
+                    if number >= 0:
+                        row.append(found[way]["cpu_s"])
+        finally:
+            first.end()
+            second.end()
+    ratios = [a / b for a, b in zip(rows["store"], rows["own"], strict=True)]
+    return {
+        "store_ms": 1e3 * median(rows["store"]), "own_ms": 1e3 * median(rows["own"]), "ratio": median(ratios),
+    }  # fmt: skip
+
+
 def cost(name: str, rounds: int, home: Path) -> dict[str, dict]:
     """Of a connector that finds nothing: one that only looks, and one that saves all."""
     found = {}
@@ -94,6 +124,11 @@ def table(result: dict) -> str:
         ]
         lines.append("")
     for model in ("tiny", "smollm2"):
+        if one := result.get(f"{model}, hit"):
+            lines += [
+                f"{model}, one engine: from the store {one['store_ms']:.2f} ms, from its own cache without a "
+                f"connector {one['own_ms']:.2f}: {one['ratio']:.3f} x", "",
+            ]  # fmt: skip
         if costs := result.get(f"{model}, cost"):
             lines += [f"| {model}, nothing found | processor time | to that without |", "|---|---|---|"]
             lines += [
@@ -118,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", default="tiny,smollm2", metavar="LIST")
-    parser.add_argument("--only", choices=("lookups", "ttft", "cost"))
+    parser.add_argument("--only", choices=("lookups", "ttft", "hit", "cost"))
     parser.add_argument("--ours", action="store_true", help="without vLLM's OffloadingConnector and LMCache")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -132,6 +167,8 @@ def main() -> int:
         for name in chosen.models.split(","):
             if chosen.only in (None, "ttft"):
                 result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)
+            if chosen.only in (None, "hit"):
+                result[f"{name}, hit"] = hit(name, HIT_ROUNDS[name], Path(home))
             if chosen.only in (None, "cost"):
                 result[f"{name}, cost"] = cost(name, COST_ROUNDS[name], Path(home))
     if chosen.json:

@@ -108,10 +108,13 @@ class NoBlocks:
         """No layer of any block is there: None for each."""
         return [None] * self._count
 
-    def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
+    def copy_layer(
+        self, layer: int, target: Any, indices: Any, offsets: Any, verify: bool = False
+    ) -> list[int]:
         """Raises InvalidArgument for any index: nothing was found."""
         if len(indices):
             raise InvalidArgument(f"block {indices[0]} is not one that was found: the store is unreachable")
+        return []
 
     def release(self) -> None:
         """There is nothing to give back."""

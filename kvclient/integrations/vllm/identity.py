@@ -31,18 +31,14 @@ REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
     """32 bytes for the whole engine. `cache` is vLLM's KVCacheConfig. Raises InvalidArgument for what cannot
     be shared: hashes that differ in every process, weights that cannot be read."""
-    model, parallel = config.model_config, config.parallel_config
+    parallel = config.parallel_config
     (group,) = cache.kv_cache_groups
     fields = {
         "version": VERSION,
         "vllm": vllm.__version__,
         "weights": weights_digest(config, extra).hex(),
         "model_version": str(extra.get("model_version", "")),
-        "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(config.cache_config.cache_dtype),
-        "device": str(config.device_config.device_type),
+        **engine_fields(config),
         "layout": str(cache.kv_cache_layout or config.cache_config.kv_cache_layout),
         "block_tokens": group.kv_cache_spec.block_size,
         "page_bytes": group.kv_cache_spec.page_size_bytes,
@@ -51,9 +47,21 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
         "pipeline": parallel.pipeline_parallel_size,
         "prefill_context": parallel.prefill_context_parallel_size,
         "decode_context": parallel.decode_context_parallel_size,
-        "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
     return hashlib.sha256(_canonical(fields)).digest()
+
+
+def engine_fields(config: Any) -> dict[str, Any]:
+    """What shapes an engine's KV and its hashes, apart from its weights and from how the KV lies."""
+    model = config.model_config
+    return {
+        "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "device": str(config.device_config.device_type),
+        "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
+    }
 
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:

@@ -1,9 +1,13 @@
 """Under which keys the blocks lie that vLLM offloads: its own offload keys beneath all else that shapes them.
 
 Owns the list of what must match, for the spec and for the tier; never touches a tensor. Invariant: two
-engines share a key only if everything that the list names is equal. vLLM does not tell an offloading spec
-which hash algorithm it uses: hashes that are shorter than those of SHA-256 may differ in every process, and
-name nothing unless PYTHONHASHSEED is set.
+engines share a key only if everything that the list names is equal. Hashes that are shorter than those of
+SHA-256 may differ in every process, and name nothing unless PYTHONHASHSEED is set.
+
+vLLM hands a spec only an OffloadingConfig, which has neither the overrides of a model's configuration nor its
+type, its quantization, its adapters or the algorithm of its hashes: two engines that differ in those would
+take each other's KV. Its connector has the whole as an argument of its constructor, which makes the spec and
+its manager (tests/engines/vllm/test_vllm_identity.py fails where it no longer does).
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import vllm
+from vllm.config import VllmConfig
 
 from kvclient._core import DerivedKeys
-from kvclient.integrations.vllm.identity import digest_of_model
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.vllm.identity import digest_of_model, engine_fields
 
 log = logging.getLogger("vllm.kvstored")
 VERSION = 2  # of this list, of how a key is made and of how a block lies in the store
@@ -26,11 +33,41 @@ GROUP_BYTES = 4  # behind the hash in an offload key
 REPRODUCIBLE_BYTES = 32
 
 
-class OffloadNames:
-    """Of one engine. `config` is vLLM's OffloadingConfig; `form`: how the bytes are taken."""
+def engine_config() -> VllmConfig | None:
+    """Of the engine that is being made by the caller's thread. None: nobody who makes this has one."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if isinstance(found, VllmConfig):
+            return found
+        frame = frame.f_back
+    return None
 
-    def __init__(self, config: Any, options: dict[str, Any], form: str) -> None:
+
+def _check_can_be_told_apart(engine: Any, options: dict[str, Any]) -> None:
+    if engine is None:
+        if not options["weights_digest"]:
+            raise InvalidArgument(
+                "vLLM's configuration was not found; say weights_digest, and change it with what shapes KV"
+            )
+    elif engine.lora_config is not None and not options["model_version"]:
+        raise InvalidArgument(
+            "adapters (enable_lora): vLLM tells an offloading spec nothing of an adapter's content; use "
+            'KvstoredConnector, or say "model_version" and change it with the files of any adapter'
+        )
+
+
+class OffloadNames:
+    """Of one engine. `config` is vLLM's OffloadingConfig, `engine` its VllmConfig; `form`: how the bytes are
+    taken; `whole_rows`: that a row is the same however the model is split, where vLLM says so. Raises
+    InvalidArgument for what cannot be told apart."""
+
+    def __init__(
+        self, config: Any, engine: Any, options: dict[str, Any], form: str, whole_rows: bool = False
+    ) -> None:
+        _check_can_be_told_apart(engine, options)
         parallel = config.parallel
+        split = [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size]
         fields = {
             "version": VERSION,
             "form": form,
@@ -45,7 +82,8 @@ class OffloadNames:
             "layout": config.kv_cache_layout,
             "canonical": config.canonical_layout,
             "replicated": config.replicated_layout,
-            "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+            "parallel": "any" if whole_rows and config.replicated_layout else split,
+            "engine": None if engine is None else engine_fields(engine),
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
         text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))

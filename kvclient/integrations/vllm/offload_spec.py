@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 import kvclient
 from kvclient.integrations.options import with_defaults
-from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.vllm.offload_naming import OffloadNames, engine_config
 from kvclient.integrations.vllm.offload_scheduling import KvstoredManager
 from kvclient.integrations.vllm.offload_worker import KvstoredWorker
 
@@ -37,6 +37,7 @@ class KvstoredOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         extra = dict(config.extra_config.get("kvstored", {}))
         self._options = with_defaults(extra, OPTIONS, 'kv_connector_extra_config["kvstored"]')
+        self._engine = engine_config()
         self._manager: OffloadingManager | None = None
 
     def _connect(self) -> Any:
@@ -49,7 +50,7 @@ class KvstoredOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             options = self._options
-            names = OffloadNames(self.config, options, "rows of a block")
+            names = OffloadNames(self.config, self._engine, options, "rows of a block")
             self._manager = KvstoredManager(
                 self._connect(), names, float(options["wait_s"]), float(options["wait_pending_s"]),
                 float(options["lease_s"]), int(options["max_held"]),

@@ -53,6 +53,11 @@ class _Running:
     fetch: Future[list[Any]] | None = None  # brings blocks from disk and from other hosts
     fetched: bool = False  # and gave them back: once a request
 
+    def transfer(self, start: int, stop: int) -> Transfer:
+        """Of those of its full blocks whose keys are known."""
+        keys = self.keys.between(start, stop)
+        return Transfer(keys, self.block_ids[start : start + len(keys) // KEY_BYTES])
+
 
 class Scheduling:
     """One per engine core. Not thread-safe: vLLM calls it from one thread."""
@@ -170,17 +175,20 @@ class Scheduling:
 
     def _add(self, step: Step, output: Any, req_id: str, computed_tokens: int, first: bool) -> None:
         running, size = self._running[req_id], self._block_tokens
+        loaded = range(0)
         if promised := self._promised.get(req_id):
             stop = computed_tokens // size  # vLLM counts what is loaded as computed
-            start = stop - promised[1]
-            step.loads.append(Transfer(running.keys.between(start, stop), running.block_ids[start:stop]))
+            loaded = range(stop - promised[1], stop)
+            step.loads.append(running.transfer(loaded.start, stop))
         if not self._saves:
             return
         start = 0 if first else computed_tokens // size
         stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
+        for part in ((start, loaded.start), (loaded.stop, stop)) if loaded else ((start, stop),):
+            if (save := running.transfer(*part)).keys:
+                step.saves.append(save)
         if keys := running.keys.between(start, stop):
             count = len(keys) // KEY_BYTES
-            step.saves.append(Transfer(keys, running.block_ids[start : start + count]))
             if self._events is not None:
                 parent = running.keys.hashes(start - 1, start)[0] if start else None
                 self._events.saved(keys, running.keys.hashes(start, start + count), parent)

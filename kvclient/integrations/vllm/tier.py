@@ -31,7 +31,7 @@ import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
-from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.vllm.offload_naming import OffloadNames, engine_config
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -64,7 +64,8 @@ class KvstoredTier(SecondaryTierManager):
         self.locality = Locality(options["locality"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         config = offloading_spec.config
-        self._names = OffloadNames(config, options, "primary tier's row")
+        form = f"primary tier's rows of {self._rows.shape[1]} bytes"
+        self._names = OffloadNames(config, engine_config(), options, form, whole_rows=True)
         self._client = kvclient.connect(
             options["dir"],
             options["namespace"],
@@ -141,7 +142,7 @@ class KvstoredTier(SecondaryTierManager):
                 until = time.monotonic() + FORGET_FAILURE_S
                 self._failed.update(dict.fromkeys(set(job.keys).difference(done), until))
             if not job.is_promotion and done and self._events is not None:
-                self._events.append(OffloadingEvent(done, Medium.CPU, False, self.locality, self.tier_type))
+                self._events.append(OffloadingEvent(done, self.medium, False, self.locality, self.tier_type))
                 for name, key in zip(self._names.whole(done), done, strict=True):
                     self._told.add(name, key)
             self._finished.append(result)
@@ -188,7 +189,7 @@ class KvstoredTier(SecondaryTierManager):
             )
             events, self._events = self._events, []
         if gone:
-            events.append(OffloadingEvent(gone, Medium.CPU, True, self.locality, self.tier_type))
+            events.append(OffloadingEvent(gone, self.medium, True, self.locality, self.tier_type))
         return events
 
     def shutdown(self) -> None:

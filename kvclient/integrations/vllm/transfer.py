@@ -1,8 +1,9 @@
 """The worker's half: copies blocks between vLLM's KV tensors and the store, layer by layer.
 
 Owns the pins and grants of the step under way; never decides what is loaded or saved. Invariants: a block
-that was not wholly loaded is reported by its number and nothing computed in that step is saved; between two
-steps no pin and no grant is held; no failure of the store leaves this module as an exception.
+that was not wholly loaded, or has a layer whose checksum is wrong, is reported by its number and nothing
+computed in that step is saved; between two steps no pin and no grant is held; no failure of the store leaves
+this module as an exception.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class Worker:
         self.health = self._health = Health(client, log)
         self._tensors: list[torch.Tensor] = []
         self._rows: list[_Rows] = []
+        self._verify_first = True  # where layers cannot be verified while they are copied
+        self._suspects: list[bytes] = []  # keys of blocks whose checksum was wrong
         self._index = {name: i for i, name in enumerate(layer_names)}
         self._layout_id = 0
-        self._loading: list[tuple[Any, list[tuple[int, int]]]] = []  # pinned blocks, (index, block number)
+        # pinned blocks, (index, block number), their keys
+        self._loading: list[tuple[Any, list[tuple[int, int]], bytes]] = []
         self._writers: list[tuple[Any, list[tuple[int, int]]]] = []
         self._loaded_layers: set[int] = set()
         self._saved_layers: set[int] = set()
@@ -70,6 +74,7 @@ class Worker:
         )  # fmt: skip
         self._layout_id = self._client.register_layout(layout)
         self._rows = [_Rows(tensor) for tensor in self._tensors]
+        self._verify_first = any(rows.memory is None for rows in self._rows)
         self._try_one_block()
 
     def _try_one_block(self) -> None:
@@ -119,7 +124,7 @@ class Worker:
     def _pin(self, load: Transfer) -> None:
         keys = of_rank(load.keys, self._rank, self._ranks)
         try:
-            blocks = self._client.get(keys, wait_s=self._load_wait_s, verify=True)
+            blocks = self._client.get(keys, wait_s=self._load_wait_s, verify=self._verify_first)
         except KVClientError as error:
             self._health.failed("a load", error)
             self.failed_blocks.update(load.block_ids)
@@ -135,7 +140,7 @@ class Worker:
                 present.append((i, number))
             else:
                 self.failed_blocks.add(number)
-        self._loading.append((blocks, present))
+        self._loading.append((blocks, present, keys))
 
     def _claim(self, saves: list[Transfer]) -> None:
         """Of all requests of the step at once: one question to the daemon, and one at the seal."""
@@ -164,14 +169,21 @@ class Worker:
             return
         self._loaded_layers.add(layer)
         rows = self._rows[layer]
-        for blocks, present in self._loading:
+        for blocks, present, keys in self._loading:
             if rows.memory is not None:
                 indices, numbers = zip(*present, strict=True) if present else ((), ())
-                blocks.copy_layer(layer, rows.memory, indices, [n * rows.stride for n in numbers])
+                places = [n * rows.stride for n in numbers]
+                compare = not self._verify_first
+                for wrong in blocks.copy_layer(layer, rows.memory, indices, places, verify=compare):
+                    self._is_wrong(*present[wrong], keys)
                 continue
             for i, number in present:
                 target = rows.tensor[number]
                 target.copy_(blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
+
+    def _is_wrong(self, index: int, number: int, keys: bytes) -> None:
+        self.failed_blocks.add(number)
+        self._suspects.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
     def save_layer(self, name: str) -> None:
         """Behind the layer's attention."""
@@ -196,17 +208,31 @@ class Worker:
                 self.load_layer(name)
             if self._writers:
                 self.save_layer(name)
-        for writer, _ in self._writers:
-            try:
-                writer.seal()
-            except KVClientError as error:
-                self._health.failed("a seal", error)
-        self._writers.clear()
+        if self._suspects:
+            self._report_suspects()
+        if not self.failed_blocks:
+            for writer, _ in self._writers:
+                try:
+                    writer.seal()
+                except KVClientError as error:
+                    self._health.failed("a seal", error)
+            self._writers.clear()
         self._end()
         self._health.look()
 
+    def _report_suspects(self) -> None:
+        """The daemon looks at them itself, and takes out what is wrong: the next look-up misses them."""
+        suspects, self._suspects = b"".join(dict.fromkeys(self._suspects)), []
+        log.warning(
+            "kvstored: %d blocks have a wrong checksum; they are computed again", len(suspects) // KEY_BYTES
+        )
+        try:
+            self._client.get(suspects, verify=True).release()
+        except KVClientError as error:
+            self._health.failed("a load", error)
+
     def _end(self) -> None:
-        for blocks, _ in self._loading:
+        for blocks, _, _ in self._loading:
             blocks.release()
         for writer, _ in self._writers:
             writer.abort()

@@ -2,13 +2,17 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
 #include <functional>
 
 #include "bindings/client/buffers.h"
 #include "bindings/client/errors.h"
 #include "bindings/client/store.h"
 #include "bindings/without_gil.h"
+#include "core/base/checksum.h"
 #include "core/base/copy.h"
 #include "core/base/error.h"
 
@@ -151,8 +155,31 @@ nb::object layers_of(nb::handle_t<Blocks> self, long long number, std::optional<
   return out;
 }
 
-// One layer of several blocks into rows of the caller's memory, without an object for each.
-void copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices, nb::handle offsets) {
+// What stands behind a sealed block for that layer; nothing where it was sealed without, or is still written.
+std::optional<uint32_t> checksum_of(BlockBatch& batch, size_t i, uint32_t layer) {
+  const BlockBatch::Item& item = batch.item(i);
+  const uint8_t flags = item.at.control.flags() | batch.attachment().index.control(item.at.record).flags();
+  if (!batch.sealed(i) || !(flags & kFlagChecksummed)) return std::nullopt;
+  return reinterpret_cast<const uint32_t*>(batch.bytes(i) + item.layout->checksums_offset(item.at.shape.tokens))[layer];
+}
+
+constexpr uint64_t kTileBytes = 16 << 10;  // of the first cache, with room for where it goes
+
+// A copy for a reader who needs the bytes next: they stay in the caches, and pass by once for their checksum too.
+bool copy_if_right(uint8_t* to, const std::byte* from, uint64_t length, uint32_t checksum) {
+  uint32_t crc = 0;
+  for (uint64_t done = 0; done < length; done += kTileBytes) {
+    const uint64_t tile = std::min(kTileBytes, length - done);
+    crc = crc32c(from + done, tile, crc);
+    std::memcpy(to + done, from + done, tile);
+  }
+  return crc == checksum;
+}
+
+// One layer of several blocks into rows of the caller's memory, without an object for each. With verify, the places in
+// `indices` of those whose bytes are not what their checksum says.
+std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices,
+                               nb::handle offsets, bool verify) {
   const Blocks& blocks = *nb::inst_ptr<Blocks>(self);
   BlockBatch& batch = *blocks.batch;
   const Bytes bytes(target, "target", true);
@@ -161,6 +188,7 @@ void copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, 
     uint8_t* to;
     const std::byte* from;
     uint64_t length;
+    std::optional<uint32_t> checksum;
   };
   std::vector<Row> rows;
   std::vector<Memory> held;
@@ -174,15 +202,27 @@ void copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, 
     const BlockView block{nb::borrow(self), blocks.batch, index};
     held.push_back(block.layer(number));
     const uint64_t length = held.back().length;
-    rows.push_back({places.row(bytes, i, length), held.back().data, length});
+    const std::optional<uint32_t> checksum = verify ? checksum_of(batch, index, static_cast<uint32_t>(number)) : std::nullopt;
+    rows.push_back({places.row(bytes, i, length), held.back().data, length, checksum});
     total += length;
   }
+  std::vector<size_t> wrong;
   auto copy = [&] {
-    for (const Row& row : rows) copy_stream(row.to, row.from, row.length);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const Row& row = rows[i];
+      if (!row.checksum)
+        copy_stream(row.to, row.from, row.length);
+      else if (!copy_if_right(row.to, row.from, row.length, *row.checksum))
+        wrong.push_back(i);
+    }
   };
-  if (total < kReleaseBytes) return copy();
+  if (total < kReleaseBytes) {
+    copy();
+    return wrong;
+  }
   const WithoutGil released;
   copy();
+  return wrong;
 }
 
 void wait_one(const BlockView& block, long long number, std::optional<double> timeout_s) {
@@ -279,8 +319,10 @@ void bind_blocks(nb::module_& m) {
            "Waits as wait_layer does; then that layer of every block, as BlockView.layer gives it, in the order of the keys,\n"
            "None for a miss.")
       .def("copy_layer", copy_layer, nb::arg("layer"), nb::arg("target").none(), nb::arg("indices"), nb::arg("offsets"),
+           nb::arg("verify") = false,
            "Copies that layer of the blocks at `indices` into `target`, a contiguous writable buffer or CPU tensor, each to its\n"
-           "offset in bytes. Raises InvalidArgument for a block that was not found and for a row outside, Closed.")
+           "offset in bytes. With verify, the places in `indices` of the blocks whose bytes differ from their checksum are\n"
+           "returned. Raises InvalidArgument for a block that was not found and for a row outside, Closed.")
       .def_prop_ro(
           "hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.")
       .def("__repr__", [](const Blocks& b) {

@@ -66,7 +66,7 @@ class FaultyConnector(KvstoredConnector):
         super().wait_for_layer_load(layer_name)
         if FAULT == "zero" and self._worker._loading:
             tensor = self._worker._tensors[self._worker._index[layer_name]]
-            for _, present in self._worker._loading:
+            for _, present, _ in self._worker._loading:
                 for _, number in present:
                     tensor[number].zero_()
 

@@ -1,6 +1,6 @@
 """A scene with KvstoredTier, made by vLLM's own factory over plain memory: run with the engines' Python.
 
-    python -m tests.engines.vllm.vllm_tier_scene DIRECTORY
+    python -m tests.engines.vllm.offloading.vllm_tier_scene DIRECTORY
 
 What only the test can do is asked for by a line NEED … and answered by one.
 """

@@ -1,5 +1,6 @@
 """Goal: the tier beneath vLLM's own host memory gives back the bytes it was given, part of a job where only a
-part is there, and an answer to every job whatever becomes of the daemon.
+part is there, and an answer to every job whatever becomes of the daemon. The spec's scheduler half finds what
+is there, right and of the same identity, and tells what has gone.
 
 Method: vLLM's factory and its types in a process of its own, over plain memory; no engine.
 """
@@ -13,8 +14,9 @@ from tests.engines.conftest import ROOT, run_scene
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-def test_bytes_parts_events_and_harm(daemon):
+@pytest.mark.parametrize("scene", ["tier", "spec"])
+def test_bytes_parts_identity_events_and_harm(daemon, scene):
     one = daemon()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env.pop("PYTHONHASHSEED", None)
-    run_scene(one, ["tests.engines.vllm.vllm_tier_scene", str(one.dir)], env, 400.0)
+    run_scene(one, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(one.dir)], env, 400.0)

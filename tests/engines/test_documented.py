@@ -1,0 +1,79 @@
+"""Goal: what docs/engines.md tells a user of an engine to copy is what the engine takes.
+
+Method: the page's own commands, with this daemon's directory and this model in them, through vLLM's command
+line into engines that hit, and through SGLang's and LMCache's own parsers and factories.
+"""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.engines.conftest import ROOT, python_of, run_scene
+from tests.engines.documented import arguments, lines
+from tests.engines.lmcache.test_lmcache import environment
+from tests.engines.sglang.sglang_package import HostPool, load
+from tests.engines.sglang.test_sglang import config, hashes
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+
+def test_vllm(daemon, tiny_model):
+    one = daemon()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+           "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+           "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+    run_scene(one, ["tests.engines.vllm.vllm_documented_scene", str(one.dir), tiny_model(0)], env, 800.0)
+
+
+def test_sglang(daemon, tiny_model):
+    sglang, one = load(), daemon()
+    flag = "--hicache-storage-backend-extra-config"
+    (extra,) = arguments(flag, **{"/run/kvstored": str(one.dir), "MODEL": tiny_model(0)})
+    keys, pages = hashes(0, 2), []
+    for _ in range(2):  # two engines
+        pool = HostPool()
+        backend = sglang.factory.StorageBackendFactory.create_backend("dynamic", config(sglang, extra), pool)
+        backend.register_mem_pool_host(pool)
+        pages.append((backend, pool))
+    (first, own), (second, other) = pages
+    for page in (0, 1):
+        own.fill(page, page)
+    assert first.batch_set_v1(keys, own.slots([0, 1])) == [True, True]
+    assert second.batch_exists(keys) == 2
+    assert second.batch_get_v1(keys, other.slots([0, 1])) == [True, True]
+    assert (other.kv_buffer == own.kv_buffer).all()
+    for backend, _ in pages:
+        backend.close()
+
+
+LMCACHE = """
+import argparse, json, sys
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[sys.argv[1]]))
+adapter = create_l2_adapter(config.adapters[0], l1_memory_desc=L1MemoryDesc(ptr=0, size=0, align_bytes=4))
+print(type(adapter).__name__)
+adapter.close()
+"""
+
+
+def test_lmcache(daemon, tiny_model, tmp_path):
+    one, env = daemon(), environment()
+    (adapter,) = arguments("--l2-adapter", **{"/run/kvstored": str(one.dir), "/models/model": tiny_model(0)})
+    done = subprocess.run(
+        [python_of("vllm"), "-c", LMCACHE, json.dumps(adapter)],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "KvstoredL2Adapter" in done.stdout, done.stderr[-3000:]
+    yaml = lines("yaml").replace("/run/kvstored", str(one.dir)).replace("/models/model", tiny_model(0))
+    (tmp_path / "lmcache.yaml").write_text("chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 1\n" + yaml)
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_remote", "--num-keys", "4"],
+        cwd=ROOT, env={**env, "LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.count("4/4") == 4, done.stdout + done.stderr[-3000:]
+    assert one.connect().stats()["blocks"] >= 4

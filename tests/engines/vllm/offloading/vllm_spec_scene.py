@@ -1,0 +1,154 @@
+"""A scene with the scheduler's half of the offloading spec, with vLLM's own types and without an engine: run
+with the engines' Python.
+
+    python -m tests.engines.vllm.offloading.vllm_spec_scene DIRECTORY
+
+Asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
+"""
+
+import os
+import sys
+from dataclasses import replace
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+import kvclient
+from kvclient.integrations.health import Health
+from kvclient.integrations.pages import MISSING, Pages
+from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.vllm.offload_scheduling import KvstoredManager, log
+
+DIRECTORY, ROW = sys.argv[1], 3000
+CONFIG = OffloadingConfig(
+    groups=(OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),), worker_kv_bytes_per_block=ROW,
+    enable_kv_cache_events=True, extra_config={}, engine_id="e",
+    model=OffloadingModelConfig(name="model", dtype="float32"),
+    cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+    parallel=OffloadingParallelConfig(
+        rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
+        data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
+    ),
+    kv_cache_layout="LBNHC",
+)  # fmt: skip
+KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(6)]
+CONTEXT = ReqContext(req_id="r")
+
+
+def names(config=CONFIG, seed=None, whole_rows=False, **options):
+    if seed is not None:
+        os.environ["PYTHONHASHSEED"] = seed
+    given = {"weights_digest": "w1", "model_version": "", **options}
+    made = OffloadNames(config, None, given, "rows", whole_rows)
+    os.environ.pop("PYTHONHASHSEED", None)
+    return made
+
+
+def manager(own, max_held=100):
+    client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
+    return KvstoredManager(client, own, 0.5, 0.0, 30.0, max_held, events=True)
+
+
+def answers(one, keys, request="r"):
+    """What vLLM gets once nothing is being verified any more."""
+    for _ in range(100):
+        found = [one.lookup(key, ReqContext(req_id=request)) for key in keys]
+        if LookupResult.RETRY not in found:
+            return [answer is LookupResult.HIT for answer in found]
+        one.on_schedule_end(None)
+        one._pool.submit(int).result()
+    raise AssertionError("the look-up does not end")
+
+
+client = kvclient.connect(DIRECTORY)
+pages = Pages(client, Health(client, log), 1.0)
+layout = pages.format([ROW])
+content = np.random.default_rng(1).integers(0, 256, (len(KEYS), ROW), np.uint8)
+
+
+def put(own):
+    whole = own.whole(KEYS)
+    assert all(pages.put(whole, layout, [[row] for row in content]))
+    return whole
+
+
+def what_differs_in_one_thing_misses():
+    own = names()
+    put(own)
+    assert answers(manager(own), KEYS) == [True] * len(KEYS)
+    parallel = CONFIG.parallel
+    changes = {
+        "weights": names(weights_digest="w2"),
+        "version": names(model_version="2"),
+        "dtype": names(replace(CONFIG, model=OffloadingModelConfig("model", "bfloat16"))),
+        "block bytes": names(replace(CONFIG, worker_kv_bytes_per_block=2 * ROW)),
+        "tokens": names(replace(CONFIG, groups=(OffloadingGroupConfig(32, ("layer.0", "layer.1"), 0),))),
+        "layers": names(replace(CONFIG, groups=(OffloadingGroupConfig(16, ("layer.0",), 0),))),
+        "hash": names(replace(CONFIG, cache=OffloadingCacheConfig(8, 1))),
+        "chunk": names(replace(CONFIG, cache=OffloadingCacheConfig(16, 2))),
+        "layout": names(replace(CONFIG, kv_cache_layout="LBHNC")),
+        "canonical": names(replace(CONFIG, canonical_layout=True)),
+        "replicated": names(replace(CONFIG, replicated_layout=True)),
+        "tensor": names(replace(CONFIG, parallel=replace(parallel, tp_size=2))),
+        "pipeline": names(replace(CONFIG, parallel=replace(parallel, pp_size=2))),
+        "prefill context": names(replace(CONFIG, parallel=replace(parallel, pcp_size=2))),
+        "decode context": names(replace(CONFIG, parallel=replace(parallel, dcp_size=2))),
+        "seed": names(seed="7"),
+    }
+    assert len({other.identity for other in changes.values()} | {own.identity}) == len(changes) + 1
+    for name, other in changes.items():
+        assert answers(manager(other), KEYS) == [False] * len(KEYS), name
+
+    # Rows that vLLM says are the same however the model is split are shared, and only those.
+    split = [replace(CONFIG, parallel=replace(parallel, tp_size=size, world_size=size)) for size in (2, 4)]
+    same = [names(replace(one, replicated_layout=True), whole_rows=True).identity for one in split]
+    assert same[0] == same[1]
+    assert names(split[0], whole_rows=True).identity != names(split[1], whole_rows=True).identity
+
+
+def need(what):
+    print("NEED " + what, flush=True)
+    sys.stdin.readline()
+
+
+def what_has_gone_is_told_and_missed():
+    content[:] += 1  # bytes that are in the pool once
+    own = names(model_version="events")
+    whole, one = put(own), manager(own)
+    one.complete_store(KEYS, CONTEXT)
+    (stored,) = one.take_events()
+    assert list(stored.keys) == KEYS and not stored.removed
+    assert not list(one.take_events())
+    client.delete(whole[4:])  # as an eviction
+    (removed,) = one.take_events()
+    assert list(removed.keys) == KEYS[4:] and removed.removed
+    assert not list(one.take_events()), "what is gone is told once"
+
+    # A block that is wrong is not found, and leaves the index before anybody is told so.
+    need("flip " + content[1].tobytes()[:64].hex())
+    assert answers(one, KEYS) == [True, False, True, True, False, False]
+    assert client.lookup([whole[1]]).states[0] == MISSING
+    assert answers(one, KEYS[:2], "another request") == [True, False]
+    (removed,) = one.take_events()
+    assert list(removed.keys) == [KEYS[1]] and removed.removed
+
+    # It is computed and stored again, and is found.
+    assert list(one.prepare_store(KEYS, CONTEXT).keys_to_store) == [KEYS[1], *KEYS[4:]]
+    put(own)
+    assert answers(one, KEYS, "a third request") == [True] * len(KEYS)
+    for request in ("r", "another request", "a third request"):
+        one.on_request_finished(ReqContext(req_id=request))
+    assert client.stats()["pins"] == 0
+    one.shutdown()
+
+
+what_differs_in_one_thing_misses()
+what_has_gone_is_told_and_missed()
+print("PASSED", flush=True)
