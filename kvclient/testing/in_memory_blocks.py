@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvclient.blocks import bfloat16
+from kvclient.blocks import bfloat16, meta
 from kvclient.checks import check_bounds
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.testing.in_memory_store import DISK, PENDING, RESIDENT, ZOMBIE, InMemoryStore, Pin, Record
@@ -166,6 +166,13 @@ class BlockView:
     def meta(self) -> memoryview:
         """The bytes of the meta area, read-only."""
         return self._ready(self._record.geometry.num_layers - 1).meta(writable=False)
+
+    def holds(self, token_ids: Any) -> bool:
+        """Whether the meta area, as the library writes it, has these tokens: int32, of any shape, as bytes or
+        another contiguous buffer. A key is a hash; this confirms a hit. Waits as `meta` does.
+        """
+        known = meta.unpack(self.meta, self.tokens)
+        return known is not None and known.token_ids == bytes(memoryview(token_ids).cast("B"))
 
     def layer(self, layer: int) -> np.ndarray:
         """An array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes; bytes under a codec."""

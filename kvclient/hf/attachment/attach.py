@@ -22,8 +22,7 @@ from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.checks import check_real
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment import decode_graph, hooks, running
-from kvclient.hf.attachment.hooks import PLACE, chunked_reads
+from kvclient.hf.attachment import decode_graph, running
 from kvclient.hf.attachment.kernel_install import Adopted
 from kvclient.hf.attachment.model_state import CALIBRATED, ModelState
 from kvclient.hf.attachment.publish import publish
@@ -99,12 +98,12 @@ def attach(
     hides from kvclient.hf.model.watch and kvclient.hf.model.code.
     """
     model = base_model(model)
-    if model.__dict__.get(PLACE) is not None:
+    if model.__dict__.get(running.PLACE) is not None:
         raise InvalidArgument("this model is attached already; detach() that one first")
     _check_client(client)
     codec = codec_of(codec, cut := Chunker(chunker, block_tokens, tokenizer))
     options = Options(
-        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, chunked_reads(model),
+        cut, priority, ttl_s, follow, follow_timeout_s, publish_generated, running.chunked_reads(model),
         name_of(model), raises=raising(on_error), state_every_blocks=state_every_blocks,
     ).checked()  # fmt: skip
     inside = repair if repair == CALIBRATED or isinstance(repair, Repair | None) else Repair(repair)
@@ -117,7 +116,7 @@ def attach(
     except BaseException:
         adopted.give_back(model)
         raise
-    hooks.install(attachment, model)
+    running.install(attachment, model)
     return attachment
 
 
@@ -266,16 +265,16 @@ class Attachment(Scoped):
         again it waits again.
         """
         model = self._model
-        if model is None or model.__dict__.get(PLACE) is not self:
+        if model is None or model.__dict__.get(running.PLACE) is not self:
             self._model = None
             return
-        hooks.put_back(self, model, "generate")
+        running.put_back(self, model, "generate")
         self._running.wait()
         self._model = None
         self._model_state.adopted.give_back(model)
-        model.__dict__.pop(PLACE, None)
+        model.__dict__.pop(running.PLACE, None)
         for name in self._before:
-            hooks.put_back(self, model, name)
+            running.put_back(self, model, name)
 
     def __enter__(self) -> Attachment:
         return self

@@ -19,7 +19,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
-from kvclient.hf.attachment.hooks import PLACE
+from kvclient.hf.attachment.running import PLACE
 from kvclient.hf.cache.device import DeviceLayer
 from kvclient.hf.model.structure import widest_window
 from kvclient.hf.model.watch import foreign_forward

@@ -1,19 +1,24 @@
-"""One call of generate() through an attachment: with the store, or, for a reason that is counted, without.
+"""The methods that attach() puts on a model instance: generate(), with the store or, for a reason that is
+counted, without, and the steps inside it that begin a prompt.
 
-Owns that decision, for which it reads generate()'s arguments, the count of calls that run, how a request
-hears of every new token, and what is said of a store that failed. Never looks anything up: that is the
-Request's. Never changes what generate() answers. Invariant: a call runs either wholly with what was found out
-about the model as it is now, or wholly without the store; and detach() ends when none is left that began
-before it.
+Owns that decision, for which it reads generate()'s arguments, what stood in the methods' place, the count of
+calls that run, how a request hears of every new token, and what is said of a store that failed. Never looks
+anything up: that is the Request's. Never changes what generate() answers. Bound to the instance, so that a
+deep copy of the model is bound to the copy, which is not attached; and named as what they stand for, because
+pickle stores a bound method by its name. Invariants: without an attachment the methods are what the class
+has; a call runs either wholly with what was found out about the model as it is now, or wholly without the
+store; and detach() ends when none is left that began before it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import time
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +29,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from kvclient.errors import DeadlineExceeded
+from kvclient.hf.attachment import assisted
 from kvclient.hf.call import Report
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
@@ -35,6 +41,7 @@ from kvclient.hf.speculation import Speculation
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
 
+PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 DETACH_S = 600.0  # that detach() waits for calls of other threads
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria")  # of generate()
 
@@ -85,13 +92,13 @@ class TokenSeen(StoppingCriteria):
         return self._none
 
 
-def run(
-    kv: Attachment, plain: Callable[..., Any], model: torch.nn.Module, args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
-    """generate() with these arguments, by way of the store where it can have a part in it. plain: the model's
-    own generate().
+def generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What model.generate() is while a store is attached: by way of it where it can have a part in the call;
+    the model's own once it is not.
     """
+    kv, plain = _attached(model, "generate")
+    if kv is None:
+        return plain(*args, **kwargs)
     with kv._running.call():
         started, local = time.perf_counter(), kv._local
         without = functools.partial(_run_without, kv, plain, args, kwargs, started)
@@ -119,6 +126,70 @@ def run(
                 made.finish()
             finally:
                 _note(kv, made.report, trial)
+
+
+def _prefill(
+    model: torch.nn.Module, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    attachment, prefill = _attached(model, "_prefill")
+
+    def run(ids: torch.Tensor = input_ids) -> Any:
+        return prefill(ids, generation_config, model_kwargs, *args, **kwargs)
+
+    request = attachment._local.request if attachment is not None else None
+    if request is None:
+        return run()
+    return request.prefill(model, run, input_ids, generation_config, model_kwargs)
+
+
+def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
+    """What a loop of assisted decoding begins with."""
+    attachment, candidate_generator = _attached(model, "_get_candidate_generator")
+    request = attachment._local.request if attachment is not None else None
+    asked = [kwargs.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
+    if request is not None and all(argument is not None for argument in asked):
+        _, prefill = _attached(model, "_prefill")
+        assisted.compute_ahead(request, prefill, model, *asked)
+    return candidate_generator(**kwargs)
+
+
+HOOKS = {
+    "generate": generate, "_prefill": _prefill, "_get_candidate_generator": _get_candidate_generator,
+}  # fmt: skip
+
+
+def _attached(model: torch.nn.Module, name: str) -> tuple[Attachment | None, Any]:
+    """Who takes the model's calls, and what the model has of this name without them."""
+    attachment = model.__dict__.get(PLACE)
+    before = None if attachment is None else attachment._before[name]
+    return attachment, before if before is not None else functools.partial(getattr(type(model), name), model)
+
+
+def install(attachment: Attachment, model: torch.nn.Module) -> None:
+    """Puts HOOKS on the model; the attachment remembers what stood there."""
+    for name, ours in HOOKS.items():
+        if getattr(model.__dict__.get(name), "__func__", None) is ours:
+            del model.__dict__[name]  # of the model that this one was copied from
+    attachment._before = {name: model.__dict__.get(name) for name in HOOKS}
+    for name, ours in HOOKS.items():
+        model.__dict__[name] = types.MethodType(ours, model)
+    model.__dict__[PLACE] = attachment
+
+
+def put_back(attachment: Attachment, model: torch.nn.Module, name: str) -> None:
+    """What install() took away; a method that the model was given since stays."""
+    if getattr(model.__dict__.get(name), "__func__", None) is HOOKS[name]:
+        del model.__dict__[name]
+        if attachment._before[name] is not None:
+            model.__dict__[name] = attachment._before[name]
+
+
+def chunked_reads(model: torch.nn.Module) -> bool:
+    """Whether this release prefills in chunks on top of a filled cache."""
+    # Releases whose _prefill knows of later iterations slice what a filled cache already holds, chunks
+    # included.
+    return "is_first_iteration" in inspect.signature(type(model)._prefill).parameters
 
 
 def _none_of_ours(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

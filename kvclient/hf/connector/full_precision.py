@@ -12,7 +12,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from kvclient.blocks import meta
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted
@@ -150,7 +149,6 @@ class FullPrecisionBlocks:
             view = blocks[0]
         except PinsExhausted:
             return None
-        known = meta.unpack(view.meta, view.tokens) if view is not None else None
-        wanted = memoryview(chain.token_ids).cast("B")
-        fits = known is not None and kind.form.fits(view, chain.num_tokens, kind.form.layers - 1)
-        return (view, kind.form) if fits and known.token_ids == wanted else None
+        if view is None or not view.holds(chain.token_ids):
+            return None
+        return (view, kind.form) if kind.form.fits(view, chain.num_tokens, kind.form.layers - 1) else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from kvclient.blocks import meta
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted
 from kvclient.hf.connector.block_format import BlockFormat
@@ -151,8 +150,7 @@ class GroupMatch:
         form = self.stored.form
         if view.tokens != stop - start or not form.fits(view, stop - start, form.layers - 1):
             return False
-        known = meta.unpack(view.meta, view.tokens)
-        return known is not None and known.token_ids == self.tokens[start:stop].tobytes()
+        return view.holds(self.tokens[start:stop])
 
     def release(self) -> None:
         """Gives its pins back."""

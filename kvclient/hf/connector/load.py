@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvclient.blocks import meta
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
@@ -176,9 +175,7 @@ class PrefixMatch:
         start, stop = self.starts[index : index + 2]
         if view.tokens != stop - start or not self.form.fits(view, stop - start, self.layers - 1):
             return False
-        wanted = self.group.tokens[start:stop].tobytes()
-        known = meta.unpack(view.meta, view.tokens)
-        return known is not None and known.token_ids == wanted
+        return view.holds(self.group.tokens[start:stop])
 
     def release(self) -> None:
         """Gives all pins back."""

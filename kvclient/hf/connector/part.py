@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvclient.blocks import meta
 from kvclient.blocks.keys import chain
 from kvclient.blocks.match import common_length, verified
 from kvclient.errors import PinsExhausted
@@ -87,6 +86,4 @@ def follow_part(
 def confirmed_part(prefix: Any) -> bool:
     """Whether what was followed holds the tokens that its key says."""
     start = prefix.starts[len(prefix.views)]
-    wanted = prefix.group.tokens[start : start + prefix.part_tokens].tobytes()
-    known = meta.unpack(prefix.part.meta, prefix.part.tokens)
-    return known is not None and known.token_ids == wanted
+    return prefix.part.holds(prefix.group.tokens[start : start + prefix.part_tokens])

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvclient.blocks import meta
 from kvclient.blocks.bfloat16 import bits
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.blocks.layout import Layout, round_up
@@ -150,9 +149,8 @@ class StateMatch:
             if view is None:
                 return False
             view.wait_layer(len(self.stored.layers) - 1, stall_s)
-            known = meta.unpack(view.meta, view.tokens)
-            wanted = self._tokens[stop - self.stored.block_tokens : stop].tobytes()
-            if known is None or known.token_ids != wanted or not self.stored.fits(view):
+            tokens = self._tokens[stop - self.stored.block_tokens : stop]
+            if not view.holds(tokens) or not self.stored.fits(view):
                 return False
             self.tensors = self.stored.read(view)
         except (PinsExhausted, BlockLost, DeadlineExceeded, Closed):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import CellType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules import module as every
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
-from kvclient.hf.model.code import Code
+from kvclient.hf.model.code import VALUES, Code
 from kvclient.hf.model.modes import Modes
 from kvclient.hf.streaming.model import streams_of
 
@@ -226,6 +227,7 @@ class Attributes:
         self._model, self._text = model, model.config.get_text_config(decoder=True)
         self._modules = list(model.modules())
         self._code = Code(model)
+        self._code_first = _code_state(self._code)
         self._entries = [
             (name, module.__dict__, key)
             for name, module in model.named_modules()
@@ -240,8 +242,8 @@ class Attributes:
         """The model has run since, as it was: what is different by now is left out."""
         same = [now == first for now, first in zip(self._values(), self._first, strict=True)]
         self._entries = [entry for entry, stays in zip(self._entries, same, strict=True) if stays]
-        if self._code.changed():  # wrapped at its first run, as transformers does for some outputs
-            self._code = Code(self._model)
+        if _code_state(self._code) != self._code_first:  # wrapped at its first run, as transformers does
+            self._code = Code(self._model)  # for some outputs
 
     def look(self) -> list[Any]:
         """Equal to an earlier one if nothing has changed since."""
@@ -249,7 +251,7 @@ class Attributes:
         return [
             self._values(),
             [type(module) for module in self._modules],
-            self._code.changed(),
+            _code_state(self._code),
             [_config_state(part) for part in parts.values()],
         ]
 
@@ -279,6 +281,24 @@ def _seen(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return (id(value),)
     return id(value), value.data_ptr(), None if value.is_inference() else value._version
+
+
+def _code_state(code: Code) -> list[Any]:
+    """What the names that were looked up mean now, and what the functions that were reached are made of."""
+    state = [getattr(at, name, None) if isinstance(at, type) else at.get(name) for at, name in code.bindings]
+    for function in code.functions:
+        held = [_held(cell) for cell in function.__closure__ or ()]
+        defaults, keywords = function.__defaults__, function.__kwdefaults__
+        state.append((id(function.__code__), id(defaults), id(keywords), held))
+    return state
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        held = cell.cell_contents
+    except ValueError:
+        return None
+    return held if type(held) in VALUES else id(held)
 
 
 def _config_state(config: Any) -> str:

@@ -24,9 +24,7 @@ class PrefillSpeed:
         self._token_s: float | None = None
 
     def note(self, tokens: int, prefill_s: float) -> None:
-        """So many tokens were computed in so many seconds."""
-        if tokens < MIN_TOKENS or prefill_s <= 0:
-            return
+        """So many tokens, MIN_TOKENS at least, were computed in so many seconds."""
         with self._lock:
             new = prefill_s / tokens
             self._token_s = new if self._token_s is None else self._token_s + WEIGHT * (new - self._token_s)

@@ -33,7 +33,7 @@ from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.hit_end import hit_end
 from kvclient.hf.request.inside import Inside, search
-from kvclient.hf.request.load_or_compute import PrefillSpeed, WaitBudget
+from kvclient.hf.request.load_or_compute import MIN_TOKENS, PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
 from kvclient.hf.request.pieces import run_in_pieces
 from kvclient.hf.request.returned import Returned
@@ -358,8 +358,8 @@ class Request:
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
             report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
-        else:
-            self._pace.note(report.prompt_tokens - report.reused_tokens, report.prefill_s)
+        elif (computed := report.prompt_tokens - report.reused_tokens) >= MIN_TOKENS and report.prefill_s > 0:
+            self._pace.note(computed, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)
         self._let_go()
         if not self._tolerance.tried(self._claims.seal):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
+
 import kvclient
 from kvclient.blocks import meta
 from kvclient.errors import InvalidArgument
-from kvclient.testing.conformance.case import SMALL, Case, geometry, new_keys, raises
+from kvclient.testing.conformance.case import SMALL, Case, fill, geometry, new_keys, raises
 
 
 class SearchingCases(Case):
@@ -78,9 +80,31 @@ class SearchingCases(Case):
             with self.open().get(made) as blocks:
                 for index, block in enumerate(blocks):
                     said = meta.unpack(block.meta, block.tokens)
+                    start = made.start_tokens[index]
+                    ids = np.asarray(text[start : start + block.tokens], np.int32)
+                    assert block.holds(ids) == block.holds(ids.tobytes()) == (said is not None)
+                    assert not block.holds(ids[1:]) and not block.holds(ids + 1)
                     wanted = meta.of_chunk(made, index) if layout == self.small else None
                     assert said in (wanted, wanted and wanted._replace(identity=b""))
             assert self.client.delete(made) == len(made)
+
+    def test_a_damaged_meta_area_holds_no_tokens(self):
+        self.needs("search")
+        ids = np.arange(SMALL.block_tokens, dtype=np.int32)
+        whole = meta.pack(meta.Meta(meta.NO_PARENT, bytes(32), ids.tobytes(), b"", bytes(32)))
+        # Magic, tokens, words of extra ids (three is none of the numbers, four have no room), identity.
+        words = ((0, 1), (4, 15), (4, 17), (8, 1), (8, 3), (8, 4), (12, 2), (12, 0), (0, None))
+        for at, value in words:
+            damaged = bytearray(whole)
+            if value is not None:
+                damaged[at : at + 4] = value.to_bytes(4, "little")
+            with self.client.create(keys := self.keys(1), self.small) as writer:
+                fill(writer[0])
+                writer[0].meta[: len(damaged)] = damaged
+            with self.open().get(keys) as blocks:
+                known = meta.unpack(blocks[0].meta, blocks[0].tokens)
+                right = known is not None and known.token_ids == ids.tobytes()
+                assert blocks[0].holds(ids) == right, f"{value} at {at}"
 
     def without_room(self) -> int:
         return self.client.register_layout(geometry(meta=(0, 4)).to_blob())

@@ -15,6 +15,7 @@
 #include "core/base/checksum.h"
 #include "core/base/copy.h"
 #include "core/base/error.h"
+#include "core/format/meta.h"
 
 namespace nb = nanobind;
 
@@ -245,6 +246,18 @@ void bind_view(nb::module_& m) {
             return as_memoryview(b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens())));
           },
           "The client's meta area: a read-only memoryview of meta_fixed + tokens * meta_per_token bytes.")
+      .def(
+          "holds",
+          [](const BlockView& b, nb::handle token_ids) {
+            b.need(b.layout().num_layers() - 1);
+            const Bytes ids(token_ids, "token_ids", false);
+            const Memory area = b.memory(b.layout().meta_offset(b.tokens()), b.layout().meta_bytes(b.tokens()));
+            return meta_holds(area.data, area.length, b.tokens(), ids.data(), ids.size());
+          },
+          nb::arg("token_ids"),
+          "Whether the meta area, as the library writes it, has these tokens: int32, of any shape, as bytes or another "
+          "contiguous\n"
+          "buffer. A key is a hash; this confirms a hit. Raises InvalidArgument while a layer is missing, Closed.")
       .def(
           "layer", [](const BlockView& b, long long i) { return as_array(b.layer(i), b.layout(), b.tokens()); }, nb::arg("layer"),
           "That layer as a read-only array [2, kv_heads, tokens, head_dim], bfloat16 of ml_dtypes. Under a codec, or where the\n"

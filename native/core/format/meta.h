@@ -3,7 +3,9 @@
 // header of a block's file, and believes nothing of that.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "core/format/block.h"
 
@@ -20,6 +22,18 @@ static_assert(sizeof(MetaHead) == 80);
 // Where the identity lies, counted from the start of the meta area.
 inline uint64_t identity_offset(const MetaHead& head) {
   return sizeof head + 4ull * head.tokens + 8ull * head.tokens * head.extra_words;
+}
+
+// Whether a meta area is one that the library wrote for `tokens` tokens, whose ids are these: `ids_bytes` bytes of int32. Every
+// other string of bytes, however it is damaged, holds none.
+inline bool meta_holds(const std::byte* area, uint64_t area_bytes, uint32_t tokens, const void* ids, uint64_t ids_bytes) {
+  MetaHead head;
+  if (area_bytes < sizeof head) return false;
+  std::memcpy(&head, area, sizeof head);
+  const bool known_words = head.extra_words == 0 || head.extra_words == 1 || head.extra_words == 4;
+  if (head.magic != kMetaMagic || head.tokens != tokens || !known_words || head.has_identity > 1) return false;
+  if (area_bytes < identity_offset(head) + sizeof(Key) * head.has_identity || ids_bytes != 4ull * tokens) return false;
+  return std::memcmp(area + sizeof head, ids, ids_bytes) == 0;
 }
 
 }  // namespace kv
