@@ -97,7 +97,7 @@ class Daemon:
                 for pool in self._segments.open(fresh):
                     self._open_store(config, pool)
                 huge = {name for name, pool in self._pools.items() if pool.huge_pages}
-                self._peers = Peers(config, self._stores, [tenant[4] for tenant in self._tenants])
+                self._peers = Peers(config, self._stores, [tenant.salt for tenant in self._tenants])
                 self._shared = Shared(config, self._stores, self._peers.tiers)  # claims before the tier opens
                 self._tiers = Tiers(config, self._stores, huge)
                 self._sessions = _core.SessionServer(

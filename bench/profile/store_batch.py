@@ -34,14 +34,14 @@ def main() -> None:
         while store.stats()["evictions"] == 0:
             for _ in range(100):
                 granted = store.create(owner, os.urandom(32 * BATCH), layout, None)
-                store.seal(owner, [(block.record, block.generation) for block in granted])
+                store.seal(owner, [block.handle for block in granted])
         creates, seals = [], []
         for _ in range(ROUNDS):
             keys = os.urandom(32 * BATCH)
             begin = time.perf_counter_ns()
             granted = store.create(owner, keys, layout, None)
             middle = time.perf_counter_ns()
-            handles = [(block.record, block.generation) for block in granted]
+            handles = [block.handle for block in granted]
             sealing = time.perf_counter_ns()
             store.seal(owner, handles)
             seals.append(time.perf_counter_ns() - sealing)

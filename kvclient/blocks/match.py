@@ -11,13 +11,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvclient.blocks import meta
 from kvclient.blocks.keys import chain
 from kvclient.errors import PinsExhausted
+
+if TYPE_CHECKING:
+    from kvclient._core import FoundBlock
 
 MAX_LOADED_CHILDREN = 2  # of one block, to see whether they continue a run
 # A search follows each run to its ends until it has come by so many blocks. Where tokens repeat, every place
@@ -224,7 +227,7 @@ def find_runs(library: Library, ids: np.ndarray, start: int, window: int) -> lis
     return _joined(library, ids, start, places, REACH * window)
 
 
-def _only_on_disk(library: Library, sightings: list[tuple[int, bytes]], window: int) -> list[bytes]:
+def _only_on_disk(library: Library, sightings: list[FoundBlock], window: int) -> list[bytes]:
     """What is worth loading of what was sighted: one block for each place that none in memory covers."""
     taken = [offset for offset, key in sightings if library.get(key) is not None]
     out: list[bytes] = []

@@ -23,7 +23,7 @@ from kvclient.client.breaker import Breaker
 from kvclient.errors import Closed, Detached, InvalidArgument, LayoutLost, Unavailable
 
 if TYPE_CHECKING:
-    from kvclient._core import Blocks, Lookup, Writer
+    from kvclient._core import Blocks, FoundBlock, Lookup, Writer
     from kvclient.client.region import Region
 
 ATTACH_TRIES = 3  # each against another daemon: one that restarts faster than that is not serving anybody
@@ -95,8 +95,8 @@ class KVClient:
 
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
-    ) -> list[tuple[int, bytes]]:
-        """Sealed blocks anywhere in the tokens: (offset, key), by offset. Candidates, as fingerprints say it:
+    ) -> list[FoundBlock]:
+        """Sealed blocks anywhere in the tokens, by where they start. Candidates, as fingerprints say it:
         compare their tokens (kvclient.blocks.plan does). on_disk: also such as were evicted and lie there.
         """
         return self._call(lambda native: native.find(identity, token_ids, block_tokens, on_disk))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, whole_seconds
@@ -23,6 +23,9 @@ from kvclient.errors import (
     LayoutLost,
     Unavailable,
 )
+
+if TYPE_CHECKING:
+    from kvclient._core import FoundBlock
 
 UNREACHABLE = (Unavailable, DeadlineExceeded, IncompatibleVersion)
 MAX_PATIENCE_S = 0.5  # for a daemon that is starting: then the prompt is computed
@@ -89,7 +92,7 @@ class TolerantClient(KVClient):
 
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
-    ) -> list[tuple[int, bytes]]:
+    ) -> list[FoundBlock]:
         return self._tolerate(lambda native: native.find(identity, token_ids, block_tokens, on_disk), list)
 
     def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:

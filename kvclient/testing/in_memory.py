@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, check_real, whole_seconds
@@ -21,6 +21,9 @@ from kvclient.errors import Closed, InvalidArgument
 from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, split_keys
 from kvclient.testing.in_memory_store import MISSING, PENDING, InMemoryStore, Pin, Session
 from kvclient.testing.in_memory_writer import Writer
+
+if TYPE_CHECKING:
+    from kvclient._core import FoundBlock
 
 MOST_SIGHTINGS = 8  # of blocks at one offset, and of one parent's children: the daemon's bound
 
@@ -114,9 +117,10 @@ class InMemoryClient:
 
     def find(
         self, identity: bytes, token_ids: Any, block_tokens: int = DEFAULT_BLOCK_TOKENS, on_disk: bool = False
-    ) -> list[tuple[int, bytes]]:
-        """Sealed blocks anywhere in the tokens: (offset, key), by offset; places of one do not overlap."""
-        from kvclient._core import window_fingerprints  # native arithmetic: one definition of a fingerprint
+    ) -> list[FoundBlock]:
+        """Sealed blocks anywhere in the tokens, by start; places of one do not overlap."""
+        # Native arithmetic: one definition of a fingerprint.
+        from kvclient._core import FoundBlock, window_fingerprints
 
         windows = window_fingerprints(identity, token_ids, block_tokens).tolist()
         with self._locked():
@@ -126,7 +130,7 @@ class InMemoryClient:
             for key in known.get(window, ())[:MOST_SIGHTINGS]:
                 if start >= ends.get(key, 0):
                     ends[key] = start + block_tokens
-                    found.append((start, key))
+                    found.append(FoundBlock((start, key)))
         return found
 
     def children(self, key: bytes, on_disk: bool = False) -> list[bytes]:

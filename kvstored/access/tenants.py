@@ -17,6 +17,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 from kvstored import log
+from kvstored._core import Tenant
 from kvstored.config.config import Config
 from kvstored.config.namespaces import MAX_SALT_BYTES, MIN_SALT_BYTES, UNMAPPED_ID, Namespace
 from kvstored.config.sources import no_pipe
@@ -25,10 +26,6 @@ from kvstored.process import runtime_dir
 
 SALT_DOMAIN = b"kvs1"
 GENERATED_SALT_BYTES = 32
-
-# What the session server is told of a namespace: the ids of readers and of writers, users then groups, and
-# the salt.
-Tenant = tuple[list[int], list[int], list[int], list[int], bytes]
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,12 @@ class Openness:
 def tenants(config: Config) -> list[Tenant]:
     """One per namespace, in their order. Raises StartupError for a name this host does not know."""
     _check_own_user(config)
-    return [(*_lists(namespace), _salt(config, namespace)) for namespace in config.namespaces]
+    return [_tenant(namespace, _salt(config, namespace)) for namespace in config.namespaces]
 
 
 def relisted(known: list[Tenant], namespaces: tuple[Namespace, ...]) -> list[Tenant]:
     """The same with the lists of these, which are as many. Raises StartupError."""
-    return [(*_lists(new), old[4]) for old, new in zip(known, namespaces, strict=True)]
+    return [_tenant(new, old.salt) for old, new in zip(known, namespaces, strict=True)]
 
 
 def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> tuple[Namespace, ...]:
@@ -69,7 +66,7 @@ def with_lists(before: tuple[Namespace, ...], after: tuple[Namespace, ...]) -> t
     where it would have to open its sockets to others: those are of the start. Raises StartupError where this
     host has no such user or group, also in a list that waits for the restart, which would fail."""
     for namespace in after:
-        _lists(namespace)
+        _tenant(namespace, b"")
     lists = {namespace.name: namespace for namespace in after}
     found = tuple(
         replace(namespace, readers=lists[namespace.name].readers, writers=lists[namespace.name].writers)
@@ -86,8 +83,8 @@ def openness(config: Config, known: list[Tenant]) -> Openness:
     to it. Otherwise everybody may knock, and credentials decide; nobody but the daemon may list or write."""
     if not config.open_to_others:
         return Openness(0o700, 0o600)
-    users = {uid for lists in known for ids in (lists[0], lists[2]) for uid in ids}
-    groups = {gid for lists in known for ids in (lists[1], lists[3]) for gid in ids}
+    users = {uid for tenant in known for uid in (*tenant.reader_users, *tenant.writer_users)}
+    groups = {gid for tenant in known for gid in (*tenant.reader_groups, *tenant.writer_groups)}
     if len(groups) == 1 and not users:
         (group,) = groups
         if os.geteuid() == 0 or group in {os.getegid(), *os.getgroups()}:
@@ -129,8 +126,14 @@ def _check_own_user(config: Config) -> None:
         )
 
 
-def _lists(namespace: Namespace) -> tuple[list[int], list[int], list[int], list[int]]:
-    return (*_ids(namespace, "readers"), *_ids(namespace, "writers"))
+def _tenant(namespace: Namespace, salt: bytes) -> Tenant:
+    (reader_users, reader_groups), (writer_users, writer_groups) = (
+        _ids(namespace, field) for field in ("readers", "writers")
+    )
+    return Tenant(
+        reader_users=reader_users, reader_groups=reader_groups, writer_users=writer_users,
+        writer_groups=writer_groups, salt=salt,
+    )  # fmt: skip
 
 
 def _ids(namespace: Namespace, field: str) -> tuple[list[int], list[int]]:

@@ -23,8 +23,7 @@ class Held:
     """One granted block that is not sealed yet."""
 
     key: bytes
-    record: int
-    generation: int
+    handle: Any  # the store's
     length_bytes: int
     written: Written
     writing: int = 0  # native writes in progress

@@ -186,7 +186,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 tokens = counts[index] if counts else layout["block_tokens"]
                 length = block.length_bytes
                 written = Written(length, layer_ranges(layout["blob"], tokens))
-                lease.blocks[key] = Held(key, block.record, block.generation, length, written)
+                lease.blocks[key] = Held(key, block.handle, length, written)
                 result.length_bytes = layers_bytes(layout["blob"], tokens)
                 result.writable_bytes = length
             results.append(result)
@@ -222,8 +222,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             start = functools.partial(
                 self._threads.run,
                 lease.store.write,
-                held.record,
-                held.generation,
+                held.handle,
                 piece.offset_bytes,
                 piece.data,
             )
@@ -239,7 +238,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         known = request.layers <= len(held.written.layers)
         if known and (missing := held.written.missing(request.layers)):
             raise InvalidArgument(f"layers {missing} were not written whole")
-        lease.store.mark_layer(held.record, held.generation, request.layers)
+        lease.store.mark_layer(held.handle, request.layers)
         self._leases.renew(lease)
         return store_pb2.MarkLayerResponse()
 
@@ -266,9 +265,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 if lease.ended or lease.blocks.get(held.key) is not held:
                     return  # it is sealed or given up meanwhile
                 zeros = bytes(min(CHUNK_BYTES, end - offset))
-                start = functools.partial(
-                    self._threads.run, lease.store.write, held.record, held.generation, offset, zeros
-                )
+                start = functools.partial(self._threads.run, lease.store.write, held.handle, offset, zeros)
                 await self._leases.write(lease, held, start)
 
     @answered
@@ -292,9 +289,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             return block_pb2.Lease()
         return block_pb2.Lease(id=lease.id, remaining_ms=self._leases.remaining_ms(lease))
 
-    def _end_blocks(
-        self, lease: Lease, keys: Any, end: Callable[[int, list[tuple[int, int]]], Any]
-    ) -> list[Any]:
+    def _end_blocks(self, lease: Lease, keys: Any, end: Callable[[int, list[Any]], Any]) -> list[Any]:
         """Seals or aborts the keys, or all. A block being written at this moment is refused, not waited
         for."""
         packed(keys)
@@ -303,7 +298,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         answers = dict(
             zip(
                 (held.key for held in ready),
-                end(lease.owner, [(h.record, h.generation) for h in ready]),
+                end(lease.owner, [held.handle for held in ready]),
                 strict=True,
             )
         )
@@ -372,7 +367,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         offset, length = 0, found["length"]
         while True:
             size = min(chunk, length - offset)
-            data = await self._threads.run(store.read_at, found["record"], found["generation"], offset, size)
+            data = await self._threads.run(store.read_at, found["handle"], offset, size)
             if data is None:
                 yield store_pb2.GetResponse(index=index, found=True, last=True, lost=True)
                 return

@@ -84,9 +84,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
         while True:
             left_ms = int((deadline - loop.time()) * 1000)
             slice_ms = max(0, min(WAIT_SLICE_MS, left_ms))
-            ready = await self._threads.wait(
-                store.wait_layers, found["record"], found["generation"], layer + 1, slice_ms
-            )
+            ready = await self._threads.wait(store.wait_layers, found["handle"], layer + 1, slice_ms)
             if ready > layer:
                 return ready
             if left_ms <= 0:
@@ -97,9 +95,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
     ) -> AsyncIterator[Any]:
         for offset in range(0, length, CHUNK_BYTES):
             size = min(CHUNK_BYTES, length - offset)
-            data = await self._threads.run(
-                store.read_at, found["record"], found["generation"], begin + offset, size
-            )
+            data = await self._threads.run(store.read_at, found["handle"], begin + offset, size)
             if data is None:
                 raise BlockLost("the block went away")
             yield transfer_pb2.FollowResponse(

@@ -61,8 +61,8 @@ def write_and_read(store: Any) -> None:
             return
         if block.status != _GRANTED:
             raise NotServing("a new key was not granted")
-        store.write(block.record, block.generation, 0, content)
-        if store.seal(owner, [(block.record, block.generation)]) != [0] or store.read(key) != content:
+        store.write(block.handle, 0, content)
+        if store.seal(owner, [block.handle]) != [0] or store.read(key) != content:
             raise NotServing("a block was not found after its seal")
         store.delete(key)
     except NoSpace:

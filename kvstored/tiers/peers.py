@@ -89,9 +89,11 @@ class Peers:
             self._inner = self._make_server(BY_ITSELF, [POOL], None, stores)
         # The cluster's pool is one more peer, on loopback: the process beside this daemon (kvstored.cluster).
         self.pool_port = free_port() if config.cluster and config.cluster_memory else 0
-        addresses = [(peer.node, peer.at.host, peer.at.port, True, False) for peer in config.peer]
+        addresses = [_core.PeerAddress(peer.node, peer.at.host, peer.at.port) for peer in config.peer]
         if self.pool_port:
-            addresses.append((POOL, "127.0.0.1", self.pool_port, False, True))  # it does not tell
+            addresses.append(
+                _core.PeerAddress(POOL, "127.0.0.1", self.pool_port, tells=False, places=True)
+            )
         if config.peer or config.cluster:
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(

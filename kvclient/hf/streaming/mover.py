@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kvclient
-from kvclient._core import StretchReader
+from kvclient._core import Stretch, StretchFailure, StretchReader
 from kvclient.errors import InvalidArgument, KVClientError
 
 PAGE = 4096
@@ -103,13 +103,13 @@ class DiskMover:
         """The pieces one behind the other. Raises StreamingFailed, and Closed."""
         if not pieces:
             return
-        asked = [(self._fds[part.file], part.offset, part.length, part.there) for part in pieces]
+        asked = [Stretch(self._fds[part.file], part.offset, part.length, part.there) for part in pieces]
         length = sum(part.length for part in pieces)
         found = self._reader.read(asked, slot[:length], length <= URGENT_BYTES)
-        if isinstance(found, tuple):
-            number, offset, error = found
-            why = os.strerror(error) if error else self._ended(pieces[number], offset)
-            raise StreamingFailed(self.paths[pieces[number].file], layer, offset, why)
+        if isinstance(found, StretchFailure):
+            piece = pieces[found.stretch]
+            why = os.strerror(found.error) if found.error else self._ended(piece, found.offset)
+            raise StreamingFailed(self.paths[piece.file], layer, found.offset, why)
         for piece, crc in zip(pieces, found, strict=True):
             if not self.direct:
                 os.posix_fadvise(self._fds[piece.file], piece.offset, piece.length, os.POSIX_FADV_DONTNEED)

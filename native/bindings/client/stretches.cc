@@ -55,13 +55,12 @@ nb::object read(Reader& self, nb::sequence stretches, nb::handle memory, bool ur
   std::vector<Stretch> asked;
   uint64_t at = 0;
   for (nb::handle each : stretches) {
-    const auto fd = nb::cast<int>(each[0]);
-    const auto offset = nb::cast<uint64_t>(each[1]), length = nb::cast<uint64_t>(each[2]), need = nb::cast<uint64_t>(each[3]);
-    if (length > bytes.size() - at || need > length)
-      raise("InvalidArgument", "a stretch of " + std::to_string(length) + " bytes, " + std::to_string(need) + " needed, in " +
-                                   std::to_string(bytes.size() - at) + " of memory");
-    asked.push_back({fd, offset, reinterpret_cast<std::byte*>(bytes.data()) + at, length, need});
-    at += length;
+    Stretch& stretch = asked.emplace_back(nb::cast<const Stretch&>(each));
+    if (stretch.length > bytes.size() - at || stretch.need > stretch.length)
+      raise("InvalidArgument", "a stretch of " + std::to_string(stretch.length) + " bytes, " + std::to_string(stretch.need) +
+                                   " needed, in " + std::to_string(bytes.size() - at) + " of memory");
+    stretch.memory = reinterpret_cast<std::byte*>(bytes.data()) + at;
+    at += stretch.length;
   }
   std::optional<StretchFailure> failure;
   bool closed = false;
@@ -74,9 +73,9 @@ nb::object read(Reader& self, nb::sequence stretches, nb::handle memory, bool ur
     }
   }
   if (closed) raise("Closed", "the reader was closed");
-  if (failure) return nb::make_tuple(failure->stretch, failure->offset, failure->error);
+  if (failure) return nb::cast(*failure);
   nb::list sums;
-  for (const Stretch& own : asked) sums.append(own.crc);
+  for (const Stretch& stretch : asked) sums.append(stretch.crc);
   return sums;
 }
 
@@ -88,14 +87,23 @@ void close(Reader& self) {
 }  // namespace
 
 void bind_stretches(nb::module_& m) {
+  nb::class_<Stretch>(m, "Stretch", "Bytes of a file to be read, of which the first `needed` must be there.")
+      .def(
+          "__init__",
+          [](Stretch* self, int descriptor, uint64_t offset, uint64_t length, uint64_t needed) {
+            new (self) Stretch{.fd = descriptor, .offset = offset, .length = length, .need = needed};
+          },
+          "descriptor"_a, "offset"_a, "length"_a, "needed"_a);
+  nb::class_<StretchFailure>(m, "StretchFailure", "Which stretch could not be read, by its number, and where in the file.")
+      .def_ro("stretch", &StretchFailure::stretch)
+      .def_ro("offset", &StretchFailure::offset)
+      .def_ro("error", &StretchFailure::error, "errno; 0: the file ends there.");
   nb::class_<Reader>(m, "StretchReader", "Reads long stretches of files, several parts of each at one time.")
       .def("__init__", make, "direct"_a, "depth"_a = 8, "faults"_a = "",
            "direct: its descriptors have O_DIRECT. depth: parts of 4 MiB under way. faults: a schedule, for tests.")
-      .def(
-          "read", read, "stretches"_a, "memory"_a, "urgent"_a = false,
-          "stretches: (descriptor, offset, length, bytes that must be there) each, one behind the other in memory.\n"
-          "The CRC32C of the bytes that must be there, of each; or (stretch, offset, errno) of a failure, errno 0\n"
-          "where the file ends. urgent: before what was asked for and is not under way. Several threads may read. Raises Closed.")
+      .def("read", read, "stretches"_a, "memory"_a, "urgent"_a = false,
+           "The stretches, one behind the other, into memory. The CRC32C of the bytes that must be there, of each; or a\n"
+           "StretchFailure. urgent: before what was asked for and is not under way. Several threads may read. Raises Closed.")
       .def("close", close, "Ends reads that run, with Closed.")
       .def_prop_ro("engine", [](const Reader& self) { return self.reads->engine(); }, "aio or threads.");
 }

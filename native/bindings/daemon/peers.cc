@@ -150,16 +150,20 @@ void bind_peers(nb::module_& m) {
       .def("renew", &Server::renew, nb::call_guard<nb::gil_scoped_release>(), "Ends what was made with earlier certificates.")
       .def_prop_ro("port", &Server::port)
       .def("stats", server_stats);
+  nb::class_<Tier::Address>(m, "PeerAddress",
+                            "Where a peer is: a numeric host. tells: of what it has; who does not is asked. places:\n"
+                            "the fabric's process beside this daemon, which puts blocks into its pool itself.")
+      .def(
+          "__init__",
+          [](Tier::Address* self, std::string node, std::string host, uint16_t port, bool tells, bool places) {
+            new (self) Tier::Address{std::move(node), std::move(host), port, tells, places};
+          },
+          nb::arg("node"), nb::arg("host"), nb::arg("port"), nb::arg("tells") = true, nb::arg("places") = false);
   nb::class_<Tier>(m, "PeerTier", "Other hosts' daemons below one namespace. stop() before the store closes.")
       .def(
           "__init__",
-          [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt,
-             const std::vector<std::tuple<std::string, std::string, uint16_t, bool, bool>>& peers,
-             std::shared_ptr<TlsIdentity> tls) {
-            std::vector<Tier::Address> addresses;
-            for (const auto& [name, host, port, tells, places] : peers) addresses.push_back({name, host, port, tells, places});
-            new (self) Tier(store, node, secret(salt), addresses, std::move(tls));
-          },
+          [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt, const std::vector<Tier::Address>& peers,
+             std::shared_ptr<TlsIdentity> tls) { new (self) Tier(store, node, secret(salt), peers, std::move(tls)); },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"),
           nb::arg("tls").none() = nb::none())
       .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())

@@ -1,7 +1,6 @@
 // kvstored._core.Store: decode, call, encode. Every call releases the GIL; keys cross as one packed buffer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -61,8 +60,8 @@ std::optional<kv::Layout> layout_by_id(Store& store, uint32_t layout_id) {
 // What became of one key of a create.
 struct GrantedBlock {
   int status;  // kv::Grant
-  uint32_t record;
-  uint64_t generation, length_bytes;  // that may be written: layers, meta
+  Handle handle;
+  uint64_t length_bytes;  // that may be written: layers, meta
 };
 
 std::vector<GrantedBlock> create(Store& store, uint32_t owner, const nb::bytes& packed, uint32_t layout_id,
@@ -81,26 +80,24 @@ std::vector<GrantedBlock> create(Store& store, uint32_t owner, const nb::bytes& 
   const auto granted = store.create({owner, layout_id, priority, static_cast<uint32_t>((ttl_ms + 999) / 1000), items});
   for (size_t i = 0; i < items.size(); ++i) {
     const uint64_t length = layout->meta_offset(items[i].tokens) + layout->meta_bytes(items[i].tokens);
-    out.push_back({static_cast<int>(granted[i].status), granted[i].handle.record, granted[i].handle.generation, length});
+    out.push_back({static_cast<int>(granted[i].status), granted[i].handle, length});
   }
   return out;
 }
 
-using Handles = std::vector<std::pair<uint32_t, uint64_t>>;
-
-std::vector<int> seal_blocks(Store& store, uint32_t owner, const Handles& handles) {
+std::vector<int> seal_blocks(Store& store, uint32_t owner, const std::vector<Handle>& handles) {
   nb::gil_scoped_release release;
   std::vector<kv::Seal> blocks;
-  for (const auto& [record, generation] : handles) blocks.push_back({{record, generation}, false});
+  for (const Handle& handle : handles) blocks.push_back({handle, false});
   std::vector<int> out;
   for (const kv::Done done : store.seal(owner, blocks)) out.push_back(static_cast<int>(done));
   return out;
 }
 
-std::vector<int> abort_blocks(Store& store, uint32_t owner, const Handles& handles) {
+std::vector<int> abort_blocks(Store& store, uint32_t owner, const std::vector<Handle>& handles) {
   nb::gil_scoped_release release;
   std::vector<int> out;
-  for (const auto& [record, generation] : handles) out.push_back(static_cast<int>(store.abort(owner, {record, generation})));
+  for (const Handle& handle : handles) out.push_back(static_cast<int>(store.abort(owner, handle)));
   store.settle();
   return out;
 }
@@ -108,7 +105,7 @@ std::vector<int> abort_blocks(Store& store, uint32_t owner, const Handles& handl
 nb::dict to_dict(Store& store, const kv::Description& d) {
   nb::dict out;
   out["key"] = nb::bytes(&d.key, sizeof d.key);
-  out["record"] = d.record;
+  out["handle"] = Handle{d.record, d.snapshot.control.generation()};
   out["state"] = std::string(kv::name(d.state));
   out["generation"] = d.snapshot.control.generation();
   out["tokens"] = d.snapshot.shape.tokens;
@@ -180,18 +177,18 @@ nb::object read_block(Store& store, const nb::bytes& key, uint64_t offset, int64
   return data ? nb::object(to_bytes(*data)) : nb::none();
 }
 
-nb::object read_at(Store& store, uint32_t record, uint64_t generation, uint64_t offset, uint64_t length) {
+nb::object read_at(Store& store, const Handle& handle, uint64_t offset, uint64_t length) {
   std::optional<std::vector<uint8_t>> data;
   {
     nb::gil_scoped_release release;
-    data = store.read_at({record, generation}, offset, length);
+    data = store.read_at(handle, offset, length);
   }
   return data ? nb::object(to_bytes(*data)) : nb::none();
 }
 
-uint32_t wait_layers(Store& store, uint32_t record, uint64_t generation, uint32_t layers, uint32_t timeout_ms) {
+uint32_t wait_layers(Store& store, const Handle& handle, uint32_t layers, uint32_t timeout_ms) {
   nb::gil_scoped_release release;
-  return store.wait_layers({record, generation}, layers, timeout_ms);
+  return store.wait_layers(handle, layers, timeout_ms);
 }
 
 nb::dict scrub(Store& store, uint32_t from, uint64_t limit) {
@@ -239,10 +236,15 @@ nb::list layouts(Store& store) {
 }
 
 void bind_granted(nb::module_& m) {
+  nb::class_<Handle>(m, "Handle", "A block as its writer or reader holds it: a record, and which of the blocks it had.")
+      .def(
+          "__init__", [](Handle* self, uint32_t record, uint64_t generation) { new (self) Handle{record, generation}; },
+          nb::arg("record"), nb::arg("generation"))
+      .def_ro("record", &Handle::record)
+      .def_ro("generation", &Handle::generation);
   nb::class_<GrantedBlock>(m, "GrantedBlock", "What became of one key of a create.")
       .def_ro("status", &GrantedBlock::status)
-      .def_ro("record", &GrantedBlock::record)
-      .def_ro("generation", &GrantedBlock::generation)
+      .def_ro("handle", &GrantedBlock::handle)
       .def_ro("length_bytes", &GrantedBlock::length_bytes);
 }
 
@@ -280,19 +282,20 @@ void bind_store(nb::module_& m) {
            [](Store& s, const nb::bytes& keys) { return each_key(keys, [&](const Key& key) { return s.lookup(key).presence; }); })
       .def("create", &create, nb::arg("owner"), nb::arg("packed_keys"), nb::arg("layout_id"), nb::arg("token_counts").none(),
            nb::arg("priority") = kv::kDefaultPriority, nb::arg("ttl_ms") = 0)
-      .def("write",
-           [](Store& s, uint32_t record, uint64_t generation, uint64_t offset, const nb::bytes& data) {
-             const auto bytes = view(data);
-             nb::gil_scoped_release release;
-             s.write({record, generation}, offset, bytes);
-           })
-      .def("mark_layer",
-           [](Store& s, uint32_t record, uint64_t generation, uint32_t layers) { s.mark_layer({record, generation}, layers); })
-      .def("seal", &seal_blocks)
-      .def("abort", &abort_blocks)
+      .def(
+          "write",
+          [](Store& s, const Handle& handle, uint64_t offset, const nb::bytes& data) {
+            const auto bytes = view(data);
+            nb::gil_scoped_release release;
+            s.write(handle, offset, bytes);
+          },
+          nb::arg("handle"), nb::arg("offset"), nb::arg("data"))
+      .def("mark_layer", &Store::mark_layer, nb::arg("handle"), nb::arg("layers"))
+      .def("seal", &seal_blocks, nb::arg("owner"), nb::arg("handles"))
+      .def("abort", &abort_blocks, nb::arg("owner"), nb::arg("handles"))
       .def("read", &read_block, nb::arg("key"), nb::arg("offset") = 0, nb::arg("length") = -1)
-      .def("read_at", &read_at, nb::arg("record"), nb::arg("generation"), nb::arg("offset"), nb::arg("length"))
-      .def("wait_layers", &wait_layers, nb::arg("record"), nb::arg("generation"), nb::arg("layers"), nb::arg("timeout_ms"))
+      .def("read_at", &read_at, nb::arg("handle"), nb::arg("offset"), nb::arg("length"))
+      .def("wait_layers", &wait_layers, nb::arg("handle"), nb::arg("layers"), nb::arg("timeout_ms"))
       .def("describe", &describe)
       .def("delete",
            [](Store& s, const nb::bytes& keys) {

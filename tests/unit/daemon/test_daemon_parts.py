@@ -43,7 +43,7 @@ def leases(max_leases=4, ttl_s=60.0):
 
 
 def held(key=b"k" * 32):
-    return Held(key, 1, 1, 4096, Written(4096, [(0, 4096)]))
+    return Held(key, None, 4096, Written(4096, [(0, 4096)]))
 
 
 async def until(condition, deadline_s=10.0):

@@ -7,6 +7,7 @@ in the tree; the picture of the block states is drawn again from kvstored._core 
 import ast
 import importlib.util
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,8 @@ def test_the_picture_of_states_is_current():
     text = states.DOCUMENT.read_text()
     assert states.redrawn(text, _core.transitions()) == text, "run .venv/bin/python docs/states.py"
     # A table with one transition more is another picture: the comparison would see it.
-    assert states.redrawn(text, [*_core.transitions(), ("FREE", "new", "SEALED")]) != text
+    new = types.SimpleNamespace(before="FREE", event="new", after="SEALED")
+    assert states.redrawn(text, [*_core.transitions(), new]) != text
 
 
 def test_the_plot_is_of_the_table():

@@ -70,16 +70,22 @@ def test_mypy_finds_a_mistake(tmp_path):
     assert 'of "BlockView | None" has no attribute' in said, said
 
 
+def named(member: ast.stmt) -> str:
+    """A method, or a field of a tuple."""
+    return member.target.id if isinstance(member, ast.AnnAssign) else getattr(member, "name", "")
+
+
 def test_the_stub_names_what_the_module_has():
     tree = ast.parse(STUB.read_text())
     told = {
-        one.name: {f.name for f in one.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")}
+        one.name: {name for member in one.body if (name := named(member)) and not name.startswith("_")}
         for one in tree.body
         if isinstance(one, ast.ClassDef)
     }
     for name, kind in inspect.getmembers(_core, inspect.isclass):
         if kind.__module__ == "kvclient._core":
-            assert told[name] == {one for one in vars(kind) if not one.startswith("_")}, name
+            there = kind.__match_args__ if issubclass(kind, tuple) else vars(kind)
+            assert told[name] == {member for member in there if not member.startswith("_")}, name
     functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     native = {one for one in vars(_core) if not one.startswith("_") and callable(getattr(_core, one))}
     assert functions == native - set(told)
