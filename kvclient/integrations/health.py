@@ -39,6 +39,7 @@ class Health:
             )
 
     def look(self) -> None:
+        """Notes, and logs once, when the daemon goes away and when it is back."""
         if self._client.degraded:
             if self._since is None:
                 self.failed("the daemon", "it cannot be reached")

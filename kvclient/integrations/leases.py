@@ -60,6 +60,7 @@ class Leases:
         return sum(len(lease.keys) for lease in self._held)
 
     def close(self) -> None:
+        """Gives back what is still held; nothing is taken from here on."""
         with self._lock:
             self._closed = True
             for lease in self._held:

@@ -15,7 +15,9 @@ from kvclient.errors import InvalidArgument
 def with_defaults(
     chosen: Mapping[str, Any], defaults: Mapping[str, Any], where: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The defaults beneath what was given; `also` names what belongs to the engine and is left out."""
+    """The defaults beneath what was given; `also` names what belongs to the engine and is left out. Raises
+    InvalidArgument for an unknown name.
+    """
     engines = set(also)
     if unknown := sorted(set(chosen) - set(defaults) - engines):
         raise InvalidArgument(f"{where} has {', '.join(unknown)}; known are {', '.join(defaults)}")

@@ -141,12 +141,14 @@ class Pages:
             return None
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Asks the store to load these from below. A failure is counted, not raised."""
         try:
             self._client.prefetch(list(keys))
         except KVClientError as error:
             self._health.failed("a prefetch", error)
 
     def delete(self, keys: Sequence[bytes]) -> int:
+        """How many blocks went; 0 where the store failed, which is counted, not raised."""
         try:
             return self._client.delete(list(keys))
         except KVClientError as error:
@@ -155,7 +157,9 @@ class Pages:
 
 
 def page_layout(sizes: tuple[int, ...]) -> Layout:
-    """A layer for each buffer. Blocks have "tokens" only to divide buffers above 16 MiB."""
+    """A layer for each buffer. Blocks have "tokens" only to divide buffers above 16 MiB. Raises
+    InvalidArgument.
+    """
     if not 1 <= len(sizes) <= MAX_LAYERS:
         raise InvalidArgument(f"a page of {len(sizes)} buffers; it must have 1 to {MAX_LAYERS}")
     if min(sizes) < 1:

@@ -25,6 +25,7 @@ class Watched(Generic[Name]):
         self._names: OrderedDict[bytes, Name] = OrderedDict()  # the one looked for longest ago first
 
     def add(self, key: bytes, name: Name) -> None:
+        """From now on the key's block is watched under this name."""
         self._names[key] = name
         self._names.move_to_end(key)
 

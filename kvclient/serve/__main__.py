@@ -35,6 +35,7 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def size(text: str) -> int:
+    """Bytes of a size as a command line has it, as 512MiB. Raises ArgumentTypeError."""
     number = text.rstrip("KMGiB")
     unit = text[len(number) :]
     if unit not in UNITS or not number.strip().isdigit():
@@ -43,6 +44,7 @@ def size(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """What kvclient-serve takes on its command line."""
     out = argparse.ArgumentParser(
         "kvclient-serve", description=__doc__.split("\n\n")[0], epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -167,7 +169,7 @@ def served(chosen: argparse.Namespace) -> Any:
 
 
 def drafting(chosen: argparse.Namespace, model: Any) -> Any:
-    """What --draft says. Ends the process where the draft model's tokens are others."""
+    """What --draft says. Ends the process (SystemExit) where the draft model's tokens are others."""
     import transformers
 
     from kvclient.errors import InvalidArgument
@@ -209,7 +211,9 @@ def _loaded(model: str, client: Any, dtype: Any, keywords: dict[str, Any]) -> An
 
 
 def first_token(asking: Any, text: str) -> float:
-    """Computes a text, so that /health may say ready. Returns the seconds it took."""
+    """Computes a text, so that /health may say ready. Returns the seconds it took. Raises SystemExit where it
+    fails.
+    """
     import threading
 
     from kvclient.serve.engine.loop import Done, Failed, Job
@@ -232,6 +236,7 @@ def first_token(asking: Any, text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal; the exit status. argv: without the program's name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["route"]:
         from kvclient.serve.route import command
@@ -264,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
+    """Of the installed package."""
     try:
         return importlib.metadata.version("kvstored")
     except importlib.metadata.PackageNotFoundError:  # a checkout

@@ -31,6 +31,7 @@ class Waiting:
             self._close(next(iter(self._held)))
 
     def drop(self, connection: H11Protocol) -> None:
+        """The connection is no longer waited for."""
         if (timer := self._held.pop(connection, None)) is not None:
             timer.cancel()
 

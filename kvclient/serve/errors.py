@@ -48,10 +48,12 @@ class ApiError(Exception):
 
 
 def unsupported(name: str, detail: str = "") -> ApiError:
+    """The error for a parameter that this server does not have."""
     return ApiError(400, f"{name} is not supported{detail and ': ' + detail}", param=name, code="unsupported")
 
 
 def too_long(tokens: int, wanted: int, limit: int) -> ApiError:
+    """The error for a prompt of so many tokens, with so many more wanted, beyond the limit."""
     longest = max(0, limit - wanted)
     return ApiError(
         400,

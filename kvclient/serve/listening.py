@@ -23,6 +23,7 @@ GRACE_S = 5  # for answers under way when the server ends
 
 
 def add_flags(out: argparse.ArgumentParser) -> None:
+    """Where to listen, for a command line."""
     add = out.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="default: %(default)s; 0 takes a free one")
@@ -53,6 +54,7 @@ def bound(program: str, host: str, port: int) -> socket.socket | None:
 
 
 def address(host: str, door: socket.socket) -> str:
+    """The URL of what listens there."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{door.getsockname()[1]}"
 

@@ -58,6 +58,7 @@ class Entry:
 
     @property
     def left(self) -> int:
+        """Prompt tokens that are not computed yet."""
         return self.prompt_tokens - self.filled
 
     @property
@@ -119,22 +120,27 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """How many requests have no place yet."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
+        """How many requests have a place."""
         return len(self._filling) + len(self._running)
 
     @property
     def entries(self) -> list[Entry]:
+        """All requests, those without a place first."""
         return [*self._waiting, *self._filling, *self._running]
 
     @property
     def idle(self) -> bool:
+        """Whether there is nothing to do."""
         return not (self._waiting or self._filling or self._running)
 
     @property
     def held_tokens(self) -> int:
+        """Tokens whose KV the requests hold."""
         return sum(entry.held for entry in (*self._filling, *self._running))
 
     def submit(self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None) -> Entry:

@@ -25,7 +25,9 @@ class InPlace:
         self.sizes = [buffer.nbytes for buffer in self.of(torch.arange(self.page_tokens), 1)[0]]
 
     def of(self, host_indices: torch.Tensor, count: int) -> list[list[np.ndarray]]:
-        """The buffers of each of `count` pages."""
+        """The buffers of each of `count` pages, as bytes [length], where the pool has them. host_indices
+        [tokens]. Raises ValueError where the pool's buffers do not divide evenly.
+        """
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
         if isinstance(sizes, int):
             sizes = [sizes] * len(pointers)
@@ -39,7 +41,7 @@ class InPlace:
         return [memory[i * each : (i + 1) * each] for i in range(count)]
 
     def loaded(self, host_indices: torch.Tensor, pages: Sequence[Any], found: Sequence[bool]) -> None:
-        """The bytes are where they belong."""
+        """The bytes are where they belong. host_indices [tokens]."""
 
 
 class Flat:
@@ -54,17 +56,18 @@ class Flat:
         self.sizes = [empty.numel() * empty.element_size()]
 
     def of(self, host_indices: torch.Tensor, count: int) -> list[list[np.ndarray]]:
-        """Copies of the pages, to be stored."""
+        """Copies of the pages as bytes [length], to be stored. host_indices [tokens]."""
         starts = host_indices[:: self.page_tokens].tolist()
         return [[as_bytes(self._pool.get_data_page(at, flat=True))] for at in starts[:count]]
 
     def empty(self, count: int) -> list[torch.Tensor]:
+        """Pages [elements] to load into."""
         return [self._pool.get_dummy_flat_data_page() for _ in range(count)]
 
     def loaded(
         self, host_indices: torch.Tensor, pages: Sequence[torch.Tensor], found: Sequence[bool]
     ) -> None:
-        """Puts into the pool what was loaded into empty()'s pages."""
+        """Puts into the pool what was loaded into empty()'s pages [elements]. host_indices [tokens]."""
         starts = host_indices[:: self.page_tokens].tolist()
         for at, page, there in zip(starts, pages, found, strict=True):
             if there:
@@ -72,7 +75,7 @@ class Flat:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's own memory where it is contiguous and on the host."""
+    """The tensor's own memory as bytes [length] where it is contiguous and on the host; else a copy."""
     return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 

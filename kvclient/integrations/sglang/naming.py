@@ -80,4 +80,5 @@ class PageNames:
         self._derived = DerivedKeys(self.identity)
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
+        """The store's keys of pages by SGLang's hashes."""
         return self._derived.listed([page.encode() for page in hashes])

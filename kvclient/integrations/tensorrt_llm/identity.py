@@ -62,6 +62,7 @@ def common(llm_args: Any) -> Common:
 
 
 def connect(options: dict[str, Any]) -> Any:
+    """A client for an engine: what the daemon cannot do is a miss."""
     return kvclient.connect(
         options["dir"],
         options["namespace"],
@@ -72,6 +73,7 @@ def connect(options: dict[str, Any]) -> Any:
 
 
 def of_rank(keys: list[bytes], rank: int) -> list[bytes]:
+    """The keys under which a rank stores its share of these blocks."""
     return [hashlib.sha256(key + rank.to_bytes(4, "little")).digest() for key in keys]
 
 

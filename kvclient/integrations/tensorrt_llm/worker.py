@@ -72,6 +72,9 @@ class KvstoredWorker(KvCacheConnectorWorker):
         return step if isinstance(step, Step) else Step()
 
     def start_load_kv(self, stream: Any) -> None:
+        """Loads what the scheduler promised, once the stream's work is done. Raises BlockLost if a block is
+        gone.
+        """
         loads = self._step().loads
         if loads:
             stream.synchronize()  # what still runs may use the blocks

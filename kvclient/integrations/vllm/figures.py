@@ -41,6 +41,7 @@ class Reporter:
         self._health, self._told = health, (-1, 0)
 
     def take(self) -> KvstoredStats | None:
+        """What is new since the last call; None: nothing is, and the store is there."""
         now = (int(self._health.away), self._health.failures_total)
         if now == self._told and not now[0]:
             return None

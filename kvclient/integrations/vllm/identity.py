@@ -65,7 +65,9 @@ def engine_fields(config: Any) -> dict[str, Any]:
 
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:
-    """As the configuration says it, or of the checkpoint's bytes."""
+    """As the configuration says it, or of the checkpoint's bytes. Raises InvalidArgument where there are no
+    weights to digest.
+    """
     if not extra.get("weights_digest") and str(config.load_config.load_format) == "dummy":
         raise InvalidArgument(
             'load_format="dummy" has no weights to tell apart; say "weights_digest" yourself'
@@ -142,6 +144,7 @@ def of_rank(keys: bytes, rank: int, ranks: int) -> bytes:
 
 
 def each_of_rank(keys: list[bytes], rank: int, ranks: int) -> list[bytes]:
+    """The keys under which a rank stores its share of these blocks; the same where there is one rank."""
     return keys if ranks == 1 else _derived_of(rank).listed(keys)
 
 

@@ -166,6 +166,7 @@ class Scheduling:
         return step
 
     def take_events(self) -> Iterable[KVCacheEvent]:
+        """What was stored and removed since the last call."""
         return () if self._events is None else self._events.take()
 
     def _whole(self, keys: bytes) -> bytes:
@@ -194,6 +195,7 @@ class Scheduling:
                 self._events.saved(keys, running.keys.hashes(start, start + count), parent)
 
     def finished(self, request: Any) -> None:
+        """The request has ended: what was promised to it is let go."""
         if (running := self._running.pop(request.request_id, None)) is not None:
             self._let_go(running)
         self._promised.pop(request.request_id, None)

@@ -242,6 +242,7 @@ class Worker:
         self._saved_layers.clear()
 
     def take_failed(self) -> set[int]:
+        """The ids of vLLM's blocks whose load failed since the last call."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 

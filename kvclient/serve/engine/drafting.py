@@ -31,6 +31,7 @@ class StepCost:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def note(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so many seconds."""
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         old = (self._weight, self._rows, self._seconds, self._squares, self._products)
         kept = [KEPT * was + now for was, now in zip(old, new, strict=True)]
@@ -65,6 +66,7 @@ class Record:
     _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # guessed, accepted, seconds of guessing
 
     def due(self, cost: StepCost) -> bool:
+        """Whether this step of the row tries a draft."""
         self._steps += 1
         if self._left:
             self._left -= 1
@@ -99,6 +101,7 @@ class Drafting:
         self.cost = StepCost()
 
     def begin(self) -> Record:
+        """What is kept of a request that begins."""
         return Record(self._drafter.begin(self._vocabulary))
 
     def draft(self, record: Record, ids: Sequence[int], left: int, sampler: Sampler) -> tuple[Draft, float]:

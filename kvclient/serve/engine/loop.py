@@ -5,8 +5,7 @@ them by events; nothing else crosses. Never waits while there is something to co
 that was taken in hears exactly one Done or Failed; a cancelled one costs at most the step that was under way.
 
 A prompt is computed in pieces by generate() itself, a short rest with the step of those that run: each piece
-finds those before it in the store, where they lie, so decoding goes on in between, what others share is
-computed once, and what is computed is kept whatever becomes of the request.
+finds those before it in the store, so decoding goes on in between and nothing computed is lost or done twice.
 """
 
 from __future__ import annotations
@@ -83,14 +82,15 @@ class Loop:
         self._news.put(lambda: self._drop(job))
 
     def stats(self) -> dict[str, Any]:
+        """Figures of requests and of the store, by name."""
         return {
-            "requests_waiting": self._queued, "requests_running": self._scheduler.active,
-            "held_tokens": self._scheduler.held_tokens, **self.counts, "kv": self._kv.stats,
-            **self._bytes,
+            "requests_waiting": self._queued, "requests_running": self._scheduler.active, **self.counts,
+            "held_tokens": self._scheduler.held_tokens, "kv": self._kv.stats, **self._bytes,
         }  # fmt: skip
 
     @property
     def identity(self) -> bytes:
+        """The model's reuse identity, 32 bytes."""
         return self._kv.identity
 
     def store_stats(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Passes:
         return logits
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
-        """Of each token of the prompt: a pass of its own, as scoring wants all logits."""
+        """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits."""
         logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
         told = [chosen(row, token, job.prompt_logprobs or 0)
                 for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip

@@ -66,7 +66,7 @@ class Sampler:
         return self._shares(self._scores(logits))
 
     def take(self, token: int, logits: torch.Tensor) -> Chosen:
-        """It is the next, behind these logits."""
+        """It is the next, behind these logits [vocabulary]."""
         wanted = self.sampling
         self._counts[token] += 1
         self._seen.add(token) if wanted.repetition_penalty != 1 else None
@@ -83,9 +83,11 @@ class Sampler:
     # Where randomness comes from, for kvclient.hf.speculation too.
 
     def happens(self, probability: float) -> bool:
+        """Whether something of that probability does, by the request's own random numbers."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator)) < probability
 
     def draw(self, p: torch.Tensor) -> int:
+        """A token by its probabilities p [vocabulary]."""
         return int(torch.multinomial(p, 1, generator=self._generator))
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:

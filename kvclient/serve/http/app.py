@@ -38,6 +38,7 @@ MOST_BODY_BYTES = 8 << 20
 
 
 def create_app(asking: Asking, version: str = "") -> FastAPI:
+    """The routes over what answers them."""
     app = FastAPI(title="kvclient-serve", version=version, docs_url=None, redoc_url=None)
     _errors(app)
     app.add_middleware(Bounded)

@@ -105,6 +105,7 @@ class Asking:
             return {}
 
     def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for another model's name."""
         if name is not None and name != self.model_name:
             text = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, text, code="model_not_found", param="model")
@@ -112,6 +113,7 @@ class Asking:
     # ---------------------------------------------------------------- what is asked
 
     def chat(self, request: ChatRequest) -> list[Ask]:
+        """The answers that a chat request asks for. Raises ApiError for what cannot be had."""
         self.check_model(request.model)
         named = isinstance(request.tool_choice, NamedTool)
         tools = request.tools if request.tool_choice != "none" else []
@@ -166,6 +168,9 @@ class Asking:
         return Windowing(window, head, first(answered))
 
     def completion(self, request: CompletionRequest) -> list[Ask]:
+        """The answers that a completion request asks for, of each prompt. Raises ApiError for what cannot be
+        had.
+        """
         self.check_model(request.model)
         if request.best_of is not None and request.best_of != request.n:
             raise unsupported("best_of", "ask for n answers and choose")
@@ -187,12 +192,15 @@ class Asking:
         ]
 
     def responses(self, request: ResponsesRequest) -> list[Ask]:
+        """The same of /v1/responses."""
         return self.chat(responses_as_chat(request))
 
     def messages(self, request: Counted) -> list[Ask]:
+        """The same of /v1/messages."""
         return self.chat(self.messages_as_chat(request))
 
     def messages_as_chat(self, request: Counted) -> ChatRequest:
+        """What /v1/messages asks, said as a chat."""
         return messages_as_chat(request, OPEN in str(getattr(self.tokenizer, "chat_template", "")))
 
     def count(self, request: Counted) -> int:
@@ -210,6 +218,7 @@ class Asking:
         return self.chat_tokens(request.messages, tools, request.chat_template_kwargs or {}, ends)
 
     def tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        """The ids of a prompt. Raises ApiError for ids that the model does not have and for none."""
         if isinstance(prompt, str):
             prompt.encode()  # raises UnicodeEncodeError for what no tokenizer takes, each in words of its own
             prompt = self.tokenizer(prompt)["input_ids"]
@@ -226,7 +235,8 @@ class Asking:
         ends: str = "opened",
     ) -> list[int]:  # fmt: skip
         """By the model's chat template. ends: "opened", with what opens the answer; "continued", within the
-        last message; "closed". keywords: the template's own arguments.
+        last message; "closed". keywords: the template's own arguments. Raises ApiError where there is no
+        template, and for what of it is not the client's to set.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
@@ -278,6 +288,7 @@ class Asking:
         return {"prompt_tokens": len(ask.prompt), "held_tokens": held}
 
     def salted(self, salt: bytes, cache: CacheOptions) -> bytes:
+        """The salt of a request: the key's, with what the request adds."""
         return hashlib.sha256(salt + b"\0" + cache.salt.encode()).digest() if cache.salt else salt
 
     def _ask(
@@ -328,7 +339,7 @@ def _digest(shown: bytes) -> bytes:
 
 
 def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:
-    """The JSON that a call of one of these tools is."""
+    """The JSON that a call of one of these tools is. Raises ApiError for a tool that is none of these."""
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
     functions = [tool.function for tool in tools if wanted in (None, tool.function.name)]
     if not functions:

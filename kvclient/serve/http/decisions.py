@@ -75,6 +75,7 @@ def decisions(asking: Asking, request: DecisionRequest) -> list[Ask]:
 
 
 def decision_whole(run: Run, request: DecisionRequest) -> dict[str, Any]:
+    """The answer of /v1/systemone."""
     told = zip(request.questions.items(), run.choices, strict=True)
     answers = {name: _answer(question, _shares(choice)) for (name, question), choice in told}
     usage = run.usage()

@@ -14,6 +14,7 @@ GAUGES = (
 
 
 def prometheus(stats: dict[str, Any]) -> str:
+    """The figures as Prometheus reads them."""
     lines = []
     for name, value in stats.items():
         if isinstance(value, int | float):

@@ -26,7 +26,9 @@ class Grammars:
         self._lock = threading.Lock()
 
     def json(self, schema: dict[str, Any] | None) -> Matcher:
-        """schema: None: any JSON object."""
+        """What keeps an answer to the schema; None: any JSON object. Raises ApiError for what is too large or
+        wrong.
+        """
         try:
             import llguidance
         except ImportError:
@@ -71,6 +73,7 @@ class Matcher:
         return bool(self._matcher.is_stopped())
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [vocabulary] with -inf for tokens that cannot come next."""
         from llguidance.torch import apply_token_bitmask_inplace, fill_next_token_bitmask
 
         if self.over:
@@ -81,5 +84,6 @@ class Matcher:
         return scores[0]
 
     def take(self, token: int) -> None:
+        """The token was chosen. Raises RuntimeError if the grammar forbids it."""
         if not self.over and not self._matcher.consume_token(token):
             raise RuntimeError(f"token {token} was chosen although the grammar forbids it")

@@ -76,6 +76,7 @@ class Value:
         self.end: int | None = None
 
     def look(self, text: str) -> int | None:
+        """Where in the text the JSON value ends, counted from its start; None: not yet."""
         while self.end is None and self._at < len(text):
             letter, self._at = text[self._at], self._at + 1
             if self._quoted:
@@ -221,7 +222,7 @@ class SpokenCalls:
 def calls_in(
     text: str, offered: Collection[str], most: int | None = None
 ) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
-    """(the text beside them, the calls as OpenAI's tool_calls) of a whole text."""
+    """(the text beside them, the calls as OpenAI's tool_calls) of a whole text. most: calls, at most."""
     beside, calls = "", list[dict[str, Any]]()
     for delta in SpokenCalls(offered, most).add(text, ended=True):
         beside += delta.get("content", "")

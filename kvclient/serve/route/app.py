@@ -261,6 +261,7 @@ class Back:
         self.busy: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends the head of the answer."""
         self.begun = True
         self._streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
         if not any(name == b"x-request-id" for name, _ in headers):
@@ -268,30 +269,38 @@ class Back:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def more(self, data: bytes, more: bool = True) -> None:
+        """Sends a piece of the body; more: others follow."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def raw(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Answers in one piece."""
         length = (b"content-length", str(len(body)).encode())
         await self.begin(status, [*(h for h in headers if h[0] != b"content-length"), length])
         await self.more(body, False)
 
     async def json(self, status: int, told: Any, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Answers with JSON."""
         await self.raw(status, [(b"content-type", b"application/json"), *more], json.dumps(told).encode())
 
     async def text(self, told: str) -> None:
+        """Answers with figures as Prometheus reads them."""
         await self.raw(200, [(b"content-type", b"text/plain; version=0.0.4")], told.encode())
 
     async def give_busy(self) -> None:
+        """Answers what a full server said."""
         assert self.busy is not None
         await self.raw(*self.busy)
 
     async def error(self, error: ApiError) -> None:
+        """Answers with an error, in the shape of the path's API."""
         again = error.retry_after_s
         more = [(b"retry-after", str(again).encode())] if again else []
         await self.json(error.status, error.body_at(self._path), more)
 
     async def broken(self, text: str) -> None:
-        """In the middle of an answer: told as an event of a stream; another ends before its end."""
+        """In the middle of an answer: told as an event of a stream; another ends before its end. Raises
+        ConnectionError for that one.
+        """
         if not self._streams:
             raise ConnectionError(text)
         said = ApiError(502, text, "server_error", "server_lost").event_at(self._path)

@@ -21,6 +21,7 @@ Servers of several models may stand behind one router: `model` says which are as
 
 
 def parser() -> argparse.ArgumentParser:
+    """What `kvclient-serve route` takes on its command line."""
     out = argparse.ArgumentParser(
         "kvclient-serve route", description="One address in front of several kvclient-serve.",
         epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Routes until a signal; the exit status. argv: behind `route`."""
     made = parser()
     chosen = settings.parse(made, "KVCLIENT_ROUTE_", argv)
     listening.check(made, chosen)

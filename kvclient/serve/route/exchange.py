@@ -32,6 +32,7 @@ class Exchange:
         self.used = 0
 
     async def open(self) -> None:
+        """Connects. Raises ServerLost."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 self._reader, self._writer = await asyncio.open_connection(*self._place)
@@ -39,7 +40,9 @@ class Exchange:
             raise ServerLost(f"{type(error).__name__}: {error}") from error
 
     async def ask(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> h11.Response:
-        """Sends a request; returns the head of its answer. headers: without Host and Content-Length."""
+        """Sends a request; returns the head of its answer. headers: without Host and Content-Length. Raises
+        ServerLost.
+        """
         assert self._writer is not None, "open() comes first"
         host, port = self._place
         fields = [(b"host", f"{host}:{port}".encode()), *headers]
@@ -59,7 +62,7 @@ class Exchange:
             raise ServerLost(f"{type(error).__name__}: {error}") from error
 
     async def data(self) -> AsyncIterator[bytes]:
-        """The answer's bytes as they come."""
+        """The answer's bytes as they come. Raises ServerLost."""
         try:
             while not isinstance(event := await self._event(), h11.EndOfMessage):
                 if not isinstance(event, h11.Data):

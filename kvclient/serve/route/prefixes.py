@@ -41,6 +41,7 @@ class Prefixes:
         return out
 
     def note(self, pieces: Iterable[bytes], store: str) -> None:
+        """The store has these pieces of a prompt."""
         for piece in pieces:
             self._held.setdefault(piece, set()).add(store)
             self._held.move_to_end(piece)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMISED = (
-    "kvclient/blocks", "kvclient/checks", "kvclient/client", "kvclient/hf", "kvclient/kernels",
-    "kvclient/testing/in_",
+    "kvclient/blocks", "kvclient/checks", "kvclient/client", "kvclient/hf", "kvclient/integrations",
+    "kvclient/kernels", "kvclient/serve", "kvclient/testing/in_",
 )  # fmt: skip
 PROTOCOL = {"AttributeError", "NotImplementedError", "StopIteration"}  # Python's own ways to say no
 
@@ -29,7 +29,7 @@ QUANTITY = {
 }  # fmt: skip
 UNIT = re.compile(
     r"\b(bytes?|tokens?|columns?|seconds?|blocks?|rows?|layers?|pages?|positions?|elements?|keys?|bits?|items?|heads?"
-    r"|turns?|clock|shapes?)\b|multiple",
+    r"|calls?|turns?|clock|shapes?)\b|multiple",
     re.IGNORECASE,
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_
 
 
 def chat_whole(run: Run) -> dict[str, Any]:
+    """The answer of /v1/chat/completions in one piece."""
     out = head(run, "chatcmpl", "chat.completion", int(time.time()), new_id("chatcmpl"))
     choices = []
     for index, choice in enumerate(run.choices):
@@ -30,6 +31,7 @@ def chat_whole(run: Run) -> dict[str, Any]:
 
 
 def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
+    """(the message, why it ended): reasoning and calls of tools apart from the text."""
     (thought, text), calls = (None, choice.text), []
     if choice.ask.reasoning is not None:
         thought, text = parted(text, choice.ask.reasoning)
@@ -48,6 +50,7 @@ def chat_message(choice: Choice) -> tuple[dict[str, Any], str | None]:
 
 
 async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of /v1/chat/completions as they come."""
     base = head(run, "chatcmpl", "chat.completion.chunk", int(time.time()), new_id("chatcmpl"))
 
     def chunk(
@@ -109,11 +112,13 @@ def offered(ask: Ask) -> tuple[set[str], int | None]:
 
 
 def wants_usage(run: Run) -> bool:
+    """Whether the stream ends with the counts of tokens."""
     options = run.choices[0].ask.request.stream_options
     return options is not None and options.include_usage
 
 
 def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
+    """A token with its probability and those of the likeliest, as /v1/chat/completions has it."""
     def word(token: int, logprob: float | None) -> dict[str, Any]:
         text = run.asking.tokenizer.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -16,6 +16,7 @@ from kvclient.serve.http.answers.run import Choice, Run, head, new_id
 
 
 def completion_whole(run: Run) -> dict[str, Any]:
+    """The answer of /v1/completions in one piece."""
     out = head(run, "cmpl", "text_completion", int(time.time()), new_id("cmpl"))
     choices = []
     for index, choice in enumerate(run.choices):
@@ -47,6 +48,7 @@ def listed(run: Run, choice: Choice) -> dict[str, Any]:
 
 
 async def completion_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of /v1/completions as they come."""
     base = head(run, "cmpl", "text_completion", int(time.time()), new_id("cmpl"))
 
     def chunk(index: int, text: str, finish: str | None = None, said: Any = None) -> dict[str, Any]:

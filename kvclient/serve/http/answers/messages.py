@@ -19,6 +19,7 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 def message_whole(run: Run) -> dict[str, Any]:
+    """The answer of /v1/messages in one piece."""
     choice = run.choices[0]
     message, finish = chat_message(choice)
     content: list[dict[str, Any]] = []
@@ -32,6 +33,7 @@ def message_whole(run: Run) -> dict[str, Any]:
 
 
 async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    """The events of /v1/messages as they come."""
     blocks, choice = Blocks(), run.choices[0]
     thinking, calling = listeners(choice.ask)
     async for _, event in run.events():
@@ -55,6 +57,7 @@ class Blocks:
         self._open, self._index = "", -1
 
     def of(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events that tell a delta: the block before it ends where it is of another kind."""
         out: list[dict[str, Any]] = []
         if thought := delta.get("reasoning_content"):
             out += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -70,6 +73,7 @@ class Blocks:
         return out
 
     def closed(self) -> list[dict[str, Any]]:
+        """The event that ends the open block, if one is."""
         opened, self._open = self._open, ""
         return [{"type": "content_block_stop", "index": self._index}] if opened else []
 

@@ -19,6 +19,7 @@ Item = dict[str, Any]
 
 
 def response_whole(run: Run) -> dict[str, Any]:
+    """The answer of /v1/responses in one piece."""
     message, finish = chat_message(run.choices[0])
     items = [_ended(_thought(), thought)] if (thought := message.get("reasoning_content")) else []
     calls = message.get("tool_calls", [])
@@ -32,6 +33,7 @@ def response_whole(run: Run) -> dict[str, Any]:
 
 
 async def response_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
+    """The events of /v1/responses as they come, numbered."""
     ident, items, choice = new_id("resp"), Items(), run.choices[0]
     thinking, calling = listeners(choice.ask)
     number = -1
@@ -63,6 +65,7 @@ class Items:
         self._text = ""
 
     def of(self, delta: Item) -> list[Item]:
+        """The events that tell a delta: the item before it ends where it is of another kind."""
         out: list[Item] = []
         if thought := delta.get("reasoning_content"):
             out += self._opened("reasoning", _thought)

@@ -65,6 +65,7 @@ class Run:
             raise ApiError(429, str(full), "rate_limit_error", "queue_full", None, RETRY_AFTER_S) from full
 
     def close(self) -> None:
+        """Cancels what has not ended."""
         for job, choice in zip(self._jobs, self.choices, strict=False):
             if choice.finish is None:
                 self.asking.loop.cancel(job)
@@ -111,6 +112,7 @@ class Run:
     # ---------------------------------------------------------------- figures
 
     def usage(self) -> dict[str, Any]:
+        """Counts of tokens, as OpenAI's API has them; a prompt counts once, however many answers it has."""
         prompts = {id(choice.ask): choice.ask for choice in self.choices}.values()
         first = {id(c.ask): c.prompt for c in reversed(self.choices) if c.prompt is not None}
         cached = sum(prompt.cached_tokens for prompt in first.values())
@@ -150,10 +152,12 @@ def farthest_tier(reuse: dict[str, Any]) -> str:
 
 
 def new_id(kind: str) -> str:
+    """An id of its own, with the kind in front."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 def head(run: Run, kind: str, shown: str, made: int, ident: str) -> dict[str, Any]:
+    """What every object of an answer begins with. made: seconds since 1970."""
     name = run.asking.model_name
     return {
         "id": ident, "object": shown, "created": made, "model": name,
