@@ -6,6 +6,7 @@ with a deadline.
 """
 
 import contextlib
+import gc
 import os
 import re
 import select
@@ -188,6 +189,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`pytest -m gpu` runs from a bare checkout, with torch and the kernels: it looks at no other folder."""
     here = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
     return True if here and config.getoption("markexpr") == "gpu" and collection_path.name != "gpu" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays: gc.collect(), which many tests call, does not go through it again
+    (hundreds of milliseconds a call beside torch)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting for the turn is no part of the test's time

@@ -2,8 +2,8 @@
 
 Owns the choice of the cases that differ in nothing but the instruction set or the device: those whose path
 this machine lacks are left out and said in one line at the end, not skipped one by one; of those that an
-emulation runs, every EMULATED_SHARE-th stays, by a hash of its name, unless `--whole` is asked for. Never
-looks at what a test does. Invariant: every process of `pytest -n` chooses the same.
+emulation runs, the first of each test and every SHARE-th stay, by a hash of its name, unless `--whole` is
+asked for. Never looks at what a test does. Invariant: every process of `pytest -n` chooses the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from functools import cache
 
 import pytest
 
-EMULATED_SHARE = 6
+EMULATED_SHARE = 6  # of a processor's cases: the paths of this processor run them all
+EMULATED_GPU_SHARE = 3
+EMULATED_GPU = "tests/kernels/cuda/test_cuda_attention.py"  # all of it
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -36,8 +38,16 @@ def _cuda_lacks() -> str:
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _left_out(item: pytest.Item, whole: bool) -> str | None:
-    """Why this case is not run here; None if it is."""
+def _sampled(item: pytest.Item, on: str, share: int, seen: set[tuple[str, str]]) -> bool:
+    """Whether this case is one of those that stay. seen: of which tests one did, and on what."""
+    test = item.nodeid.partition("[")[0]
+    first = (test, on) not in seen
+    seen.add((test, on))
+    return first or zlib.crc32(item.nodeid.encode()) % share == 0
+
+
+def _left_out(item: pytest.Item, whole: bool, seen: set[tuple[str, str]]) -> str | None:
+    """Why this case is not run here; None if it is. seen: as _sampled() has it."""
     from tests.kernels import cpu_paths
 
     called = getattr(item, "callspec", None)
@@ -48,17 +58,21 @@ def _left_out(item: pytest.Item, whole: bool) -> str | None:
             return f"{path}: {lacking}"
         if beneath := _lacks("avx512_vnni"):  # the emulation stands on it
             return f"{path}: {beneath}"
-        if not whole and zlib.crc32(item.nodeid.encode()) % EMULATED_SHARE:
+        if not whole and not _sampled(item, path, EMULATED_SHARE, seen):
             return f"{path}, emulated: all of them in `make test-all`"
     on_gpu = parameters.get("device") == "cuda" or "gpu" in getattr(item, "fixturenames", ())
     if on_gpu and (lacking := _cuda_lacks()):
         return lacking
+    emulated = parameters.get("device") == "emulated" or (parameters and EMULATED_GPU in item.nodeid)
+    if emulated and not whole and not _sampled(item, "gpu", EMULATED_GPU_SHARE, seen):
+        return "GPU, emulated: all of them in `make test-all`"
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     whole = config.getoption("--whole")
-    reasons = [_left_out(item, whole) for item in items]
+    seen: set[tuple[str, str]] = set()
+    reasons = [_left_out(item, whole, seen) for item in items]
     config.stash[LEFT_OUT] = Counter(reason for reason in reasons if reason)
     gone = [item for item, reason in zip(items, reasons, strict=True) if reason]
     if gone:

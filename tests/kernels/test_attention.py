@@ -16,6 +16,7 @@ from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from tests.kernels.compare import assert_bitwise_equal, calc_diff
 from tests.kernels.cpu_paths import PATHS, provide
+from tests.kernels.every import every
 from tests.kernels.oracle import Case
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -58,7 +59,7 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = ()) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
+@every(
     ("kv_heads", "group", "head_dim"),
     [
         (1, 1, 64),
@@ -79,8 +80,8 @@ def test_shapes(path, codec, dtype, kv_heads, group, head_dim):
 
 
 @pytest.mark.parametrize("codec", ["", "int8", "int4"])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 17, 70, 300])
-@pytest.mark.parametrize("keys", [1, 63, 64, 65, 200])
+@every("tokens", [1, 2, 3, 7, 16, 17, 70, 300])
+@every("keys", [1, 63, 64, 65, 200])
 def test_lengths(path, codec, tokens, keys):
     case = Case(2, 2, 32, tokens, "bfloat16", seed=tokens)
     case.row().segment(keys, 0, codec).segment(tokens, keys, tail=True)
@@ -88,8 +89,8 @@ def test_lengths(path, codec, tokens, keys):
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("first", [0, 1, 5, 31, 32, 45, 64, 100])
+@every("group", [32, 64, 128])
+@every("first", [0, 1, 5, 31, 32, 45, 64, 100])
 def test_parts_of_blocks(path, codec, group, first):
     """A block used from a token in the middle keeps the groups of the whole block."""
     case = Case(2, 3, 64, 2)
@@ -99,8 +100,8 @@ def test_parts_of_blocks(path, codec, group, first):
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
-@pytest.mark.parametrize("tokens", [17, 23, 64, 70])
-@pytest.mark.parametrize(("group", "first", "keys"), [(32, 5, 77), (64, 45, 150), (128, 0, 129), (32, 64, 1)])
+@every("tokens", [17, 23, 64, 70])
+@every(("group", "first", "keys"), [(32, 5, 77), (64, 45, 150), (128, 0, 129), (32, 64, 1)])
 def test_codes_under_many_rows(path, codec, head_dim, tokens, group, first, keys):
     """Rows beyond whole panels, tiles that end between two keys, groups that begin within a tile."""
     case = Case(2, 1, head_dim, tokens, seed=tokens)

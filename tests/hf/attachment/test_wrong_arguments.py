@@ -95,6 +95,11 @@ def test_a_compiled_model_is_the_one_inside(client):
     model = build("llama", layers=1)
     with pytest.raises(InvalidArgument, match=r"around this Llama.*the one inside.*model\.compile\(\)"):
         kvclient.hf.attach(torch.compile(model, backend="eager"), client)
+
+
+@pytest.mark.slow  # imports the compiler; test_backends.py compiles a whole model
+def test_a_model_compiled_in_place_is_served(client):
+    model = build("llama", layers=1)
     model.compile(backend="eager")
     with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
         first, second = (generate(model, prompt(40), 2)[0] for _ in range(2))

@@ -79,9 +79,9 @@ def cache_of(model, ids, new_tokens: int, rows: int):
     return cache
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize(
+    ("paged", "rows", "codec"), [(False, 1, None), (False, 3, "int8"), (True, 3, None), (True, 1, "int8")]
+)
 def test_a_step_costs_the_same_calls_whatever_the_number_of_segments(paged, rows, codec, monkeypatch):
     model = known("llama")
     counts = []

@@ -72,8 +72,9 @@ def test_equals_plain_generation(name, client, left):
     assert set(left()) == ({"mask"} if masks_by_itself(model) else set())
 
 
-@pytest.mark.parametrize("new_tokens", [1, 4, 5, 70])
-@pytest.mark.parametrize("length", [61, 64])
+@pytest.mark.parametrize(
+    ("length", "new_tokens"), [*((length, new) for length in (61, 64) for new in (1, 4, 5)), (61, 70)]
+)
 def test_around_the_boundaries_of_pages(length, new_tokens, client):
     model, ids = known("llama"), prompt(length)
     plain, logits, _ = generate(model, ids, new_tokens)

@@ -243,9 +243,14 @@ def test_accepted_tokens_have_the_exact_distribution(branches, drawn):
             assert found[first, second] == pytest.approx(want, abs=1e-9)
 
 
-@pytest.mark.parametrize("branches", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_drawing_draft_model_keeps_the_distribution(branches):
-    """End to end, with a fixed seed: 1,000 answers with drafts against the model's own probabilities."""
+@pytest.mark.parametrize(
+    ("branches", "answers"),
+    [(1, 300), *(pytest.param(branches, 1000, marks=pytest.mark.slow) for branches in (1, 2))],
+)
+def test_a_drawing_draft_model_keeps_the_distribution(branches, answers):
+    """End to end, with a fixed seed: answers with drafts against the model's own probabilities. Above,
+    without a model, exactly.
+    """
     model, small = tiny(5, vocab=6, layers=1), tiny(6, vocab=6, layers=1)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
@@ -260,7 +265,7 @@ def test_a_drawing_draft_model_keeps_the_distribution(branches):
     speculation = Speculation(DraftModel(small, branches=branches), depth=3, clock=lambda: 0.0)
     torch.manual_seed(11)
     counts, accepted = torch.zeros(6, 6), 0
-    for _ in range(1000):
+    for _ in range(answers):
         out = model.generate(
             ids, max_new_tokens=4, do_sample=True, top_k=0, temperature=1.0, custom_generate=speculation
         )
@@ -268,9 +273,9 @@ def test_a_drawing_draft_model_keeps_the_distribution(branches):
         accepted += speculation.last.accepted
     likely = want > 0.005  # the others are one cell
     told = torch.cat([counts[likely], counts[~likely].sum()[None]])
-    meant = 1000 * torch.cat([want[likely], want[~likely].sum()[None]])
+    meant = answers * torch.cat([want[likely], want[~likely].sum()[None]])
     chi = float(((told - meant) ** 2 / meant.clamp(min=1e-3)).sum())
-    assert chi < 80 and accepted > 300, (branches, chi, accepted)  # of 36 cells: chance p < 0.0001
+    assert chi < 80 and accepted > 0.3 * answers, (branches, chi, accepted)  # of 36 cells: chance p < 0.0001
 
 
 def test_a_draft_that_is_none_is_refused():

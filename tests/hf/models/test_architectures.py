@@ -16,6 +16,8 @@ from tests.hf.zoo import LATENT, MOVED, REFUSED, SERVED, UNMOVED, generate, know
 BLOCK = 16
 WHOLE = (*SERVED, *LATENT)  # all tokens of all layers are stored
 LENGTHS = (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1, 61)
+# Where a hit ends is the prompt's doing, not the model's: every length, and every way of repair, of two.
+IN_FULL = ("llama", "deepseek_v3")
 
 
 def floor(model, ids, cache, count):
@@ -30,7 +32,7 @@ def floor(model, ids, cache, count):
 def test_warm_equals_cold_in_fp32(name, client):
     model = known(name)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
-        for length in LENGTHS:
+        for length in LENGTHS if name in IN_FULL else LENGTHS[1::2]:
             ids = prompt(length, seed=length)
             with kv.bypass():
                 plain, plain_logits, cache = generate(model, ids)
@@ -74,7 +76,7 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
         for ratio in (0.1, 1.0)
         for method in ("attention", "cacheblend")
     ]
-    for repair in repairs:
+    for repair in repairs if name in IN_FULL else repairs[::3]:
         with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair) as kv:
             generate(model, torch.cat([prompt(5, seed=4), document, prompt(20, seed=5)], dim=1))
             tokens, logits, _ = generate(model, ids)

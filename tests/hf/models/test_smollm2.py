@@ -27,6 +27,7 @@ BLOCK = 64
 DEFAULT_BLOCK = 128  # what the processes use
 NEW_TOKENS = 6
 BOUNDARIES = sorted({blocks * BLOCK + shift for blocks in (1, 2) for shift in (-1, 0, 1)})
+FEW = [BLOCK - 1, BLOCK, 2 * BLOCK + 1]  # test_architectures.py goes around boundaries with small models
 TEXTS = ("LICENSE", "docs/design.md", "docs/tour.md")
 PROCESS_TIMEOUT_S = 180.0
 HALF_WAY = 12  # the layer of 30 behind which a process is killed
@@ -127,14 +128,17 @@ def fp32(model_dir):
     return load(model_dir, torch.float32)
 
 
-def test_fp32_around_every_block_boundary(daemon, fp32, tokens):
+@pytest.mark.parametrize(
+    "lengths", [FEW, pytest.param(BOUNDARIES, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_fp32_around_block_boundaries(daemon, fp32, tokens, lengths):
     """Warm output equals cold token by token; its logits are bitwise those of the same KV from memory."""
     server = daemon(memory="256MiB")
     with (
         server.connect() as client,
         kvclient.hf.attach(fp32, client, block_tokens=BLOCK, in_place=False) as kv,
     ):
-        for number, length in enumerate(BOUNDARIES):
+        for number, length in enumerate(lengths):
             ids = torch.tensor([tokens[number % len(tokens)][number : number + length]])
             cold, _cold_logits, cache = generate(fp32, ids)
             assert (kv.last.reused_tokens, kv.last.published_blocks) == (
@@ -161,7 +165,7 @@ def test_bf16_is_bitwise_that_of_the_same_kv(daemon, model_dir, tokens, record_p
         server.connect() as client,
         kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False, self_test=False) as kv,
     ):
-        for length in (2 * BLOCK - 1, 2 * BLOCK + 1):
+        for length in (BLOCK + 1, 2 * BLOCK - 1):
             ids = torch.tensor([tokens[1][:length]])
             _cold, cold_logits, cache = generate(model, ids)
             warm, warm_logits, _ = generate(model, ids)
@@ -176,6 +180,7 @@ def test_bf16_is_bitwise_that_of_the_same_kv(daemon, model_dir, tokens, record_p
     assert max(divergences) < 0.05  # two roundings of one model; another prompt's KV gives more than 1
 
 
+@pytest.mark.slow  # with a small model in engine/test_generate.py
 def test_generated_text_is_found_by_the_next_turn(daemon, fp32, tokens):
     server = daemon(memory="128MiB")
     with server.connect() as client, kvclient.hf.attach(fp32, client, block_tokens=BLOCK) as kv:

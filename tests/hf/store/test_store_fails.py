@@ -38,6 +38,16 @@ def model():
     return build("llama")
 
 
+ANSWER = 12  # tokens: with them a block of the answer is full
+COLD, WARM = prompt(70), torch.cat([prompt(40), prompt(30, seed=2)], dim=1)
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    """What plain generate() answers to each."""
+    return [generate(model, ids, ANSWER)[0] for ids in (COLD, WARM, COLD)]
+
+
 class Fails:
     """A step that raises from its `good`th call on."""
 
@@ -68,20 +78,18 @@ def attached(model, client, **options):
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("good", [0, 2])
 @pytest.mark.parametrize("step", STEPS)
-def test_an_answer_is_that_of_plain_generate(model, client, monkeypatch, step, good, in_place):
-    cold, warm = prompt(70), torch.cat([prompt(40), prompt(30, seed=2)], dim=1)
-    wanted = [generate(model, ids, 24)[0] for ids in (cold, warm, cold)]
+def test_an_answer_is_that_of_plain_generate(model, client, monkeypatch, wanted, step, good, in_place):
     with attached(model, client, in_place=in_place) as kv:
-        generate(model, cold, 4)
+        generate(model, COLD, 4)
         with monkeypatch.context() as patch:
             failing = fail(patch, STEPS[step], good=good)
-            found = [generate(model, ids, 24)[0] for ids in (cold, warm, cold)]
+            found = [generate(model, ids, ANSWER)[0] for ids in (COLD, WARM, COLD)]
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
             if failing.failed:
                 said = kv.last.store_error or kv.last.bypass_detail or ""
                 assert kv.stats["store_errors"] and (kv.last.store_error is None or "gone" in said)
         kv._rest = Rest()
-        assert torch.equal(generate(model, cold, 24)[0], wanted[0])
+        assert torch.equal(generate(model, COLD, ANSWER)[0], wanted[0])
         assert (kv.last.bypassed, kv.last.store_error) == (None, None)
         assert kv.last.reused_tokens >= 64, "the store is back"
     client.store.settle()

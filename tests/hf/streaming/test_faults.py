@@ -20,8 +20,10 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
-from tests.warm_python import WarmPython
+from tests.warm_python import ROOT, WarmPython
+from tests.warm_python import run as run_warm
 
+CLONE_NEWNS = 0x00020000
 PROMPT = torch.arange(1, 25)[None]
 FULL = StreamingConfig(residency="full_stream", n_staging_slots=3)
 
@@ -193,11 +195,18 @@ def test_of_two_processes_that_rearrange_one_waits(home, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_an_error_that_names_the_file(home, tmp_path):
-    script = f"""
-mount -t tmpfs -o size=200k none {tmp_path} && cp {home}/config.json {home}/model.safetensors {tmp_path} &&
-exec {sys.executable} -m kvclient.hf.streaming {tmp_path} --json
+    program = f"""
+import ctypes, runpy, shutil, subprocess, sys
+if ctypes.CDLL(None).unshare({CLONE_NEWNS}):
+    sys.exit("unshare")
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", {str(tmp_path)!r}], check=True)
+for name in ("config.json", "model.safetensors"):
+    shutil.copy({str(home)!r} + "/" + name, {str(tmp_path)!r})
+sys.argv = ["kvclient.hf.streaming", {str(tmp_path)!r}, "--json"]
+runpy.run_module("kvclient.hf.streaming", run_name="__main__")
 """
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_warm([sys.executable, "-c", program], cwd=ROOT, timeout=300)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     said = json.loads(done.stderr.splitlines()[-1])["error"]

@@ -13,6 +13,7 @@ from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from tests.kernels.compare import assert_bitwise_equal, calc_diff, narrow, widen
 from tests.kernels.cpu_paths import PATHS, provide
+from tests.kernels.every import every
 
 DTYPES = ["float32", "float16", "bfloat16"]
 SHAPES = [(1, 1, 2), (2, 31, 64), (3, 128, 64), (1, 130, 96), (2, 33, 128), (1, 40, 18)]
@@ -162,10 +163,10 @@ def test_strided_arrays_are_read_and_written_in_place(path):
 
 
 @pytest.mark.parametrize("path", PATHS, indirect=True)
-@pytest.mark.parametrize("rope", ["half", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [2, 20, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("delta", [0, 1, -77, 31_000])
+@every("rope", ["half", "interleaved"])
+@every("rotary_dim", [2, 20, 64])
+@every("delta", [0, 1, -77, 31_000])
 def test_rotate_equals_the_oracle(path, rope, rotary_dim, dtype, delta):
     inv_freq = (1 / 10_000 ** (np.arange(rotary_dim // 2) / (rotary_dim // 2))).astype(np.float32)
     x = narrow(noise(2, 9, 64), dtype)

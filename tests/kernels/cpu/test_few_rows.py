@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.cpu_paths import PATHS, provide
+from tests.kernels.every import every
 from tests.kernels.oracle import Case
 from tests.kernels.test_attention import agree
 
@@ -25,7 +26,7 @@ def path(request, monkeypatch):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize(("group", "tokens"), [(3, 1), (4, 1), (7, 1), (8, 1), (4, 3), (16, 1)])
+@every(("group", "tokens"), [(3, 1), (4, 1), (7, 1), (8, 1), (4, 3), (16, 1)])
 def test_rows_and_heads(path, codec, head_dim, group, tokens):
     case = Case(2, group, head_dim, tokens, "bfloat16", seed=head_dim + group)
     case.row().segment(128, 0, codec).segment(200, 128, codec, group=128)
@@ -34,9 +35,9 @@ def test_rows_and_heads(path, codec, head_dim, group, tokens):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("first", [0, 1, 5, 31, 32, 45, 64, 100, 131])
-@pytest.mark.parametrize("tokens", [1, 7, 150])
+@every("group", [32, 64, 128])
+@every("first", [0, 1, 5, 31, 32, 45, 64, 100, 131])
+@every("tokens", [1, 7, 150])
 def test_parts_of_blocks(path, codec, group, first, tokens):
     case = Case(2, 4, 64)
     case.row().segment(tokens, 10, codec, first=first, group=group, after=9)
@@ -87,7 +88,7 @@ def test_rows_that_see_different_keys(path, codec):
 
 @pytest.mark.parametrize("codec", CODECS + ELEMENTS)
 @pytest.mark.parametrize("head_dim", [8, 24, 32, 80, 96, 128, 192, 256, 320, 512])
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (2, 1), (1, 3), (5, 1), (3, 3), (16, 1)])
+@every(("group", "tokens"), [(1, 1), (2, 1), (1, 3), (5, 1), (3, 3), (16, 1)])
 def test_any_rows_and_heads(path, codec, head_dim, group, tokens):
     """Where the shape is not one of four rows, or not of whole lines, too."""
     case = Case(2, group, head_dim, tokens, "float32", seed=head_dim + group)

@@ -15,6 +15,7 @@ import pytest
 from kvclient.kernels import contract
 from tests.kernels.compare import assert_bitwise_equal, calc_diff
 from tests.kernels.cuda import emulated
+from tests.kernels.every import every
 from tests.kernels.oracle import Case
 
 CODECS = ["", "int8", "int4"]
@@ -56,7 +57,7 @@ def agree(case: Case, path: str, codecs: tuple[str, ...] = (), splits: int = 0) 
 
 @pytest.mark.parametrize("codec", ["", "int8", "int4", "float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
+@every(
     ("kv_heads", "group", "head_dim"),
     [(1, 1, 64), (2, 4, 128), (3, 3, 64), (1, 8, 96), (2, 1, 80), (1, 5, 256), (1, 2, 18), (1, 40, 16)],
 )
@@ -78,8 +79,8 @@ def test_what_the_fast_kernels_have_not_goes_to_the_naive_one(head_dim, dtype):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("tokens", [1, 16, 17])
-@pytest.mark.parametrize("keys", [1, 33, 200])
+@every("tokens", [1, 16, 17])
+@every("keys", [1, 33, 200])
 def test_lengths(path, codec, tokens, keys):
     case = Case(1, 2, 64, tokens, "bfloat16", seed=tokens)
     case.row().segment(keys, 0, codec).segment(tokens, keys, tail=True)
@@ -88,7 +89,7 @@ def test_lengths(path, codec, tokens, keys):
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("first", [1, 45, 64])
+@every("first", [1, 45, 64])
 def test_parts_of_blocks(path, codec, group, first):
     case = Case(2, 3, 64, 2, "float16")
     case.row().segment(77, 10, codec, first=first, group=group, after=9).segment(2, 87, tail=True)
