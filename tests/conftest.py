@@ -193,8 +193,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected stays: gc.collect(), which many tests call, does not go through it again
-    (hundreds of milliseconds a call beside torch)."""
+    """What was imported and collected stays: gc.collect(), which many tests call, need not go through it
+    again (hundreds of milliseconds a call, beside torch).
+    """
     gc.collect()
     gc.freeze()
 

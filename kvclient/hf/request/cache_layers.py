@@ -95,6 +95,8 @@ class CacheBuilder:
             return HybridLayer
         if layer >= layers:
             return StoreLayer
+        if not self._served.groups:
+            return None
         parts = {number for group in self._served.groups for number in group.form.of or ()}
         return IndexedLayer if number_of(layer, layers) in parts else None
 

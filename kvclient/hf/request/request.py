@@ -326,7 +326,8 @@ class Request:
         )  # fmt: skip
         self._layers = builder.layers(config, device, self._told(), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
-        replace_layers(cache, with_parts(self._layers, self._served_model.layers))
+        served, layers = self._served_model, self._layers
+        replace_layers(cache, with_parts(layers, served.layers) if served.groups else layers)
         states = self._served_model.states
         if states is not None and self._hit:
             rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}
