@@ -23,9 +23,9 @@ class Journal {
   static constexpr size_t kEntries = 8192;
 
   void listen(int more) { listeners_.fetch_add(more, std::memory_order_relaxed); }
+  bool heard() const { return listeners_.load(std::memory_order_relaxed) != 0; }  // else nothing need be found out to note it
 
   void note(const Key& key, bool held) {
-    if (listeners_.load(std::memory_order_relaxed) == 0) return;
     std::lock_guard lock(mutex_);
     ring_[head_++ % kEntries] = mark_of(key, held);
     if (waiting_) changed_.notify_all();

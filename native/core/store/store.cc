@@ -69,19 +69,19 @@ Shape Store::shape_of(uint32_t record) const {
 
 bool Store::expired(uint32_t expiry_s) const { return expiry_s != 0 && realtime_s() >= expiry_s; }
 
-// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, nothing else does.
 // Whether another host may be told of it: in memory, also while it is written, or on disk.
 bool Store::servable(State state, uint8_t flags) {
   return state == State::Created || state == State::Sealed || (state == State::Disk && !(flags & kFlagDeleted));
 }
 
+// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, nothing else does.
 void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
   const Control now = control(record);
   KV_INVARIANT(allowed(now.state(), event, to));
   const bool retire = to == State::Zombie || to == State::Quarantined;
   index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word,
                                       std::memory_order_release);
-  if (servable(now.state(), now.flags()) != servable(to, flags)) journal_.note(key_of(record), servable(to, flags));
+  if (journal_.heard() && servable(now.state(), now.flags()) != servable(to, flags)) journal_.note(key_of(record), servable(to, flags));
 }
 
 // The record decides; this word only tells those who wait. Whoever calls this wakes them.

@@ -42,7 +42,7 @@ void Store::set_flags(uint32_t record, uint8_t on, uint8_t off) {
   const Control now = control(record);
   const auto flags = static_cast<uint8_t>((now.flags() & ~off) | on);
   index_.record(record).control.store(Control::make(now.generation(), now.state(), flags).word, std::memory_order_release);
-  if (servable(now.state(), now.flags()) != servable(now.state(), flags)) journal_.note(key_of(record), false);
+  if (journal_.heard() && servable(now.state(), now.flags()) != servable(now.state(), flags)) journal_.note(key_of(record), false);
 }
 
 // ---------------------------------------------------------------- writing behind
